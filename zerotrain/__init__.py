@@ -1,0 +1,46 @@
+"""Train any nn.Module with ZeRO stages 0 to 3, one config value apart.
+
+Names are loaded when first used, so that `import zerotrain` costs no import of torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerotrain.comm.world import World
+    from zerotrain.config.schema import ZeroConfig
+    from zerotrain.engine.engine import StepResult, TrainStepResult, ZeroEngine
+    from zerotrain.errors import CommError, ConfigError, EngineStateError, ZeroTrainError
+    from zerotrain.factory import build_engine
+
+_HOMES = {
+    "CommError": "zerotrain.errors",
+    "ConfigError": "zerotrain.errors",
+    "EngineStateError": "zerotrain.errors",
+    "StepResult": "zerotrain.engine.engine",
+    "TrainStepResult": "zerotrain.engine.engine",
+    "World": "zerotrain.comm.world",
+    "ZeroConfig": "zerotrain.config.schema",
+    "ZeroEngine": "zerotrain.engine.engine",
+    "ZeroTrainError": "zerotrain.errors",
+    "build_engine": "zerotrain.factory",
+}
+
+__all__ = [
+    "CommError",
+    "ConfigError",
+    "EngineStateError",
+    "StepResult",
+    "TrainStepResult",
+    "World",
+    "ZeroConfig",
+    "ZeroEngine",
+    "ZeroTrainError",
+    "build_engine",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zerotrain' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,119 @@
+"""The collectives of the engine: a gather of shards, a reduction to shards, and two small ones.
+
+Each is issued at once and returns a handle; `overlap=False` waits for it before it returns, so both ways
+issue the same work in the same order.
+"""
+
+import torch
+import torch.distributed as dist
+
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.world import World
+
+# torch 2.13 renames these two and warns about the old names; torch 2.11 has only those.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective under way. It keeps its tensors alive until it was waited for."""
+
+    def __init__(self, work: dist.Work | None, *tensors: torch.Tensor) -> None:
+        self._work = work
+        self.tensors = tensors
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once (on CUDA: whether the device has finished)."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        """Make what follows come after it: on CPU the host waits, on CUDA the current stream does."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class Collectives:
+    """What the engine sends over the groups of a `World`, counted in a `Ledger`. In a world of one, nothing is sent.
+
+    Args:
+        ordered: reduce by all-to-all and a local sum in rank order in fp32, whose bits do not depend on
+            where a bucket's borders lie; otherwise by the backend's own reduce-scatter.
+    """
+
+    def __init__(self, world: World, *, ledger: Ledger, ordered: bool, overlap: bool) -> None:
+        self.world = world
+        self.ledger = ledger
+        self.ordered = ordered and world.size > 1
+        self.overlap = overlap
+        # gloo builds its reduce-scatter from a whole all-reduce, which sends every byte twice.
+        gloo_native = not ordered and world.device.type == "cpu"
+        self._reduce_passes = 2 if gloo_native else 1
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """All-gather: fill `full` (numel) from every rank's `shard` (numel / ranks), which may lie inside it."""
+        if self.world.size == 1:
+            return Pending(None)
+        self.ledger.record("gather", self._ring_nbytes(full))
+        work = _all_gather(full, shard, group=self.world.gather_group, async_op=True)
+        return self._issued(work, full, shard)
+
+    def reduce(self, full: torch.Tensor, received: torch.Tensor | None, out: torch.Tensor) -> Pending:
+        """Start the reduce-scatter of `full` (numel); `finish_reduce` puts the sum into `out` (numel / ranks).
+
+        Args:
+            full: this rank's unreduced gradient; must stay as it is until finished.
+            received: scratch of the same shape as `full`, for the ordered reduction only.
+            out: this rank's shard, of the same dtype as `full`. It may lie inside `full`.
+        """
+        if self.world.size == 1:
+            return Pending(None)
+        self.ledger.record("reduce", self._ring_nbytes(full) * self._reduce_passes)
+        group = self.world.reduce_group
+        if received is not None:
+            work = dist.all_to_all_single(received, full, group=group, async_op=True)
+            return self._issued(work, full, received)
+        work = _reduce_scatter(out, full, group=group, async_op=True)
+        return self._issued(work, full, out)
+
+    def finish_reduce(self, pending: Pending, received: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Wait for a reduction and leave the sum over ranks in `out`, added in rank order in fp32 if ordered."""
+        pending.wait()
+        if received is None:
+            return
+        parts = received.view(self.world.size, -1)
+        if out.dtype == torch.float32:
+            torch.add(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                out.add_(part)
+            return
+        total = parts[0].to(torch.float32)
+        for part in parts[1:]:
+            total.add_(part)
+        out.copy_(total)
+
+    def gather_small(self, values: torch.Tensor) -> torch.Tensor:
+        """(n,) on each rank -> (ranks, n) on every rank, waited for."""
+        if self.world.size == 1:
+            return values.view(1, -1)
+        everyone = values.new_empty(self.world.size, values.numel())
+        self.ledger.record("norm", self._ring_nbytes(everyone))
+        _all_gather(everyone.view(-1), values.contiguous(), group=self.world.gather_group)
+        return everyone
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        """Rank 0's values on every rank, waited for."""
+        if self.world.size == 1:
+            return
+        self.ledger.record("broadcast", values.nbytes if self.world.rank == 0 else 0)
+        dist.broadcast(values, group=self.world.gather_group, group_src=0)
+
+    def _ring_nbytes(self, full: torch.Tensor) -> int:
+        """Bytes one rank sends when each rank's part of `full` reaches (or comes from) every other rank."""
+        return full.nbytes // self.world.size * (self.world.size - 1)
+
+    def _issued(self, work: dist.Work, *tensors: torch.Tensor) -> Pending:
+        pending = Pending(work, *tensors)
+        if not self.overlap:
+            pending.wait()
+        return pending

@@ -1,0 +1,112 @@
+"""The ranks of a run: who this process is, which device it drives and which groups it talks in."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from zerotrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among `size`. At size 1 there is no process group and every collective is the identity."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    gather_group: dist.ProcessGroup | None = None
+    """Carries parameters, and small sums. The caller's own group where there was one."""
+    reduce_group: dist.ProcessGroup | None = None
+    """Carries gradients. A group of its own: one NCCL communicator runs its collectives one after the other."""
+    started_here: bool = False
+    """Whether `close` ends torch.distributed as a whole."""
+
+    @classmethod
+    def from_environment(cls, device: str = "auto", timeout_s: float = 300.0) -> "World":
+        """Join the ranks that RANK, WORLD_SIZE and MASTER_ADDR/PORT describe; without them, be alone.
+
+        Args:
+            device: cpu, cuda, or auto (cuda where there is one).
+            timeout_s: seconds a collective may wait for the other ranks.
+
+        Raises:
+            ConfigError: cuda was asked for and is not there.
+        """
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        chosen = _device(device, local_rank)
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            return cls(rank=0, size=1, local_rank=0, device=chosen)
+        dist.init_process_group(
+            backend="nccl" if chosen.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=chosen if chosen.type == "cuda" else None,
+        )
+        return cls._around(chosen, local_rank, started_here=True)
+
+    @classmethod
+    def current(cls, device: torch.device) -> "World":
+        """The world of the process group the caller has initialised, or one process where there is none."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(rank=0, size=1, local_rank=0, device=device)
+        return cls._around(device, int(os.environ.get("LOCAL_RANK", dist.get_rank())), started_here=False)
+
+    @classmethod
+    def _around(cls, device: torch.device, local_rank: int, started_here: bool) -> "World":
+        return cls(
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            local_rank=local_rank,
+            device=device,
+            gather_group=dist.group.WORLD,
+            reduce_group=dist.new_group(),
+            started_here=started_here,
+        )
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The element-wise sum of a small tensor over all ranks, in place. For metrics, not for gradients."""
+        if self.size > 1:
+            dist.all_reduce(values, group=self.gather_group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier(group=self.gather_group)
+
+    def close(self) -> None:
+        """Leave the groups. Safe to call twice; a group the caller made is left to the caller."""
+        if self.size == 1 or not dist.is_initialized():
+            return
+        if self.started_here:
+            dist.destroy_process_group()
+        else:
+            dist.destroy_process_group(self.reduce_group)
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _device(wanted: str, local_rank: int) -> torch.device:
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("launch.device=cuda, but torch sees no GPU here; use launch.device=cpu or auto")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
+            "lower launch.nproc_per_node, or use launch.device=cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

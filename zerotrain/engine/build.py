@@ -1,0 +1,84 @@
+"""From a model and a plan to live buckets, units and a schedule."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from zerotrain.comm.collectives import Collectives
+from zerotrain.engine.gradients import BucketGradient
+from zerotrain.engine.precision import Precision
+from zerotrain.engine.schedule import Bucket, LiveUnit, Schedule
+from zerotrain.engine.scratch import ScratchPool
+from zerotrain.engine.weights import BucketWeights
+from zerotrain.errors import ConfigError
+from zerotrain.sharding.bucketing import BucketSpec, cut_buckets, cut_units
+from zerotrain.sharding.layout import BucketLayout
+from zerotrain.sharding.plan import Plan
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the engine moves what the plan shards. Meaning and units as in `zerotrain.config.schema.ZeroConfig`."""
+
+    bucket_mb: float = 25.0
+    overlap: bool = True
+    prefetch: int = 1
+    ordered: bool = True
+    """Reduce in rank order in fp32; False: by the backend's reduce-scatter."""
+    units: Sequence[str] | None = None
+    """Module name patterns; None: the repeated blocks."""
+    reshard_after_forward: bool = True
+
+
+def build_schedule(
+    model: nn.Module,
+    *,
+    plan: Plan,
+    options: EngineOptions,
+    precision: Precision,
+    collectives: Collectives,
+    pool: ScratchPool,
+) -> Schedule:
+    """Cut `model` into buckets, move its parameters into them and order them.
+
+    Raises:
+        ConfigError: no trainable parameter, or a unit pattern that matches nothing.
+    """
+    max_numel = max(1, int(options.bucket_mb * 2**20) // precision.compute.itemsize)
+    units = cut_units(model, options.units, max_numel)
+    specs = cut_buckets(units, max_numel)
+    if not any(spec.trainable for spec in specs):
+        raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(collectives.world.device)
+        collectives.broadcast(buffer.data)
+
+    buckets = [_build_bucket(spec, plan, precision, collectives, pool) for spec in specs]
+    live_units = [
+        LiveUnit(unit.name, unit.modules, [b for b, spec in zip(buckets, specs, strict=True) if unit in spec.units])
+        for unit in units
+    ]
+    schedule = Schedule(
+        live_units,
+        buckets,
+        plan=plan,
+        prefetch=options.prefetch,
+        reshard_after_forward=options.reshard_after_forward,
+    )
+    for bucket in buckets:
+        bucket.weights.connect(lambda bucket=bucket: schedule.touch(bucket))  # type: ignore[misc]
+    return schedule
+
+
+def _build_bucket(
+    spec: BucketSpec, plan: Plan, precision: Precision, collectives: Collectives, pool: ScratchPool
+) -> Bucket:
+    layout = BucketLayout.pack([managed.parameter.shape for managed in spec.parameters], collectives.world.size)
+    weights = BucketWeights(spec, layout, plan=plan, precision=precision, collectives=collectives)
+    if not spec.trainable:
+        return Bucket(weights, None)
+    gradient = BucketGradient(
+        spec, layout, plan=plan, precision=precision, collectives=collectives, pool=pool
+    )
+    return Bucket(weights, gradient)

@@ -1,0 +1,296 @@
+"""The facade: wraps a model and runs forward, backward and step on sharded state."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.world import World
+from zerotrain.engine.build import EngineOptions, build_schedule
+from zerotrain.engine.hooks import hook_gradients, hook_unit
+from zerotrain.engine.norm import block_squares, clip_coefficient, digit_sums, norm_of_digit_sums
+from zerotrain.engine.optimizer import OptimizerFactory, ShardedOptimizer
+from zerotrain.engine.precision import Precision
+from zerotrain.engine.schedule import Bucket
+from zerotrain.engine.scratch import ScratchPool
+from zerotrain.engine.state import full_state_dict, weights_sha256
+from zerotrain.engine.states import GradientState, Phase
+from zerotrain.errors import EngineStateError
+from zerotrain.sharding.plan import Plan, Volume
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Global L2 norm of the mean gradient before clipping; NaN if any element was not finite."""
+    clip_coefficient: float
+    """What the gradient was multiplied with; 1.0 for no clipping."""
+    skipped: bool
+    """Whether the weights were left as they were, because the gradient was not finite."""
+
+
+@dataclass(frozen=True)
+class TrainStepResult(StepResult):
+    """What one step over several micro-batches did."""
+
+    loss: torch.Tensor
+    """0-dim fp32: this rank's weighted sum of the losses of its micro-batches, detached."""
+
+
+class ZeroEngine:
+    """A model whose parameters, gradients and optimizer state are held as a plan says.
+
+    All ranks make the same calls in the same order. Gradients are the mean over ranks of the sum over the backwards
+    since the last step; a caller who accumulates divides the loss, or gives `backward` a weight, as with plain PyTorch.
+
+    Args:
+        model: built alike on every rank; rank 0's weights and buffers are used. It is changed in place: its parameters
+            become views of the engine's buckets, on `world.device`, in the compute precision.
+        optimizer: makes an element-wise optimizer from a list of parameter groups.
+        max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
+        decay_all: apply weight decay to every parameter, not to matrices alone.
+
+    Raises:
+        ConfigError: the model or the optimizer cannot be trained so.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: OptimizerFactory,
+        world: World,
+        plan: Plan,
+        options: EngineOptions,
+        precision: Precision,
+        max_grad_norm: float | None,
+        decay_all: bool = False,
+    ) -> None:
+        self.module = model
+        self.world = world
+        self.plan = plan
+        self.options = options
+        self.precision = precision
+        self.max_grad_norm = max_grad_norm
+        self.ledger = Ledger()
+        self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.overlap)
+        self._wire_pool = ScratchPool(dtype=precision.compute, device=world.device)
+        self._master_pool = ScratchPool(dtype=precision.master, device=world.device)
+        self.schedule = build_schedule(
+            model,
+            plan=plan,
+            options=options,
+            precision=precision,
+            collectives=self.collectives,
+            pool=self._wire_pool,
+        )
+        self._trained = [bucket for bucket in self.schedule.buckets if bucket.gradient is not None]
+        self.optimizer = ShardedOptimizer(
+            optimizer, [bucket.weights for bucket in self._trained], decay_all=decay_all
+        )
+        self._unit_handles = [handle for unit in self.schedule.units for handle in hook_unit(unit, self.schedule)]
+        self._gradient_hooks = hook_gradients(self.schedule)
+        self._syncs = True
+
+    # ---- forward, backward, step
+
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Run the model; floating-point inputs are cast to the compute precision. Returns what the model returns."""
+        in_step = self.ledger.in_step
+        backward_follows = torch.is_grad_enabled()
+        self.ledger.in_step = backward_follows
+        returned = False
+        try:
+            with self._phase(Phase.FORWARD):
+                self.schedule.before_forward(self.schedule.units[0])
+                inputs, named_inputs = self.precision.cast_inputs((inputs, named_inputs))
+                output = self.module(*inputs, **named_inputs)
+                returned = True
+        finally:
+            self.schedule.end_forward(backward_follows=backward_follows and returned)
+            self.ledger.in_step = backward_follows or in_step
+        return output
+
+    def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor = 1.0, retain_graph: bool = False) -> None:
+        """Compute gradients of `weight * loss` and, outside `no_sync`, reduce them while they arrive.
+
+        Args:
+            loss: 0-dim, this rank's.
+            weight: factor on this loss; the engine's own 1 / world size comes on top, so that the sum over ranks is the
+                mean. Scaling the loss costs nothing; scaling the gradients would be a pass over all of them.
+
+        Raises:
+            EngineStateError: `loss` does not depend on the model's parameters.
+        """
+        if not loss.requires_grad:
+            raise EngineStateError("backward got a loss without a graph: was it computed under torch.no_grad()?")
+        self.ledger.in_step = True
+        scale = torch.ones_like(loss).mul_(weight / self.world.size)
+        with self._phase(Phase.BACKWARD):
+            self.schedule.begin_backward(more_to_come=not self._syncs)
+            loss.backward(gradient=scale, retain_graph=retain_graph)
+            self.schedule.end_backward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here only add up gradients on this rank. For all but the last micro-batch of a step."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def step(self) -> StepResult:
+        """Clip, update the master weights bucket by bucket, and issue each bucket's gather as it is done.
+
+        A gradient that is not finite skips the update on every rank.
+
+        Raises:
+            EngineStateError: no backward has reduced its gradients since the last step.
+        """
+        self._require_reduced()
+        self.schedule.finish_reductions()
+        norm = self._grad_norm()
+        coefficient = clip_coefficient(norm, self.max_grad_norm)
+        skipped = not torch.isfinite(norm).item()
+        for index, bucket in enumerate(self._trained):
+            if not skipped:
+                self._update(index, bucket, coefficient)
+            assert bucket.gradient is not None
+            bucket.gradient.drop()
+        self.schedule.rest()
+        self.ledger.close_step()
+        return StepResult(grad_norm=norm.item(), clip_coefficient=coefficient.item(), skipped=skipped)
+
+    def train_step(
+        self, micro_batches: Sequence[Sequence[Any]], *, weights: Sequence[float | torch.Tensor] | None = None
+    ) -> TrainStepResult:
+        """Forward and backward of each micro-batch, then one step.
+
+        Args:
+            micro_batches: the model's inputs, one sequence for each; the model returns the loss.
+            weights: factor on the loss of each; default 1 / number of micro-batches.
+        """
+        weights = weights or [1.0 / len(micro_batches)] * len(micro_batches)
+        total = torch.zeros((), dtype=torch.float32, device=self.world.device)
+        for index, (inputs, weight) in enumerate(zip(micro_batches, weights, strict=True)):
+            loss = self(*inputs)
+            total += weight * loss.detach().float()
+            self._syncs = index == len(micro_batches) - 1
+            try:
+                self.backward(loss, weight=weight)
+            finally:
+                self._syncs = True
+            del loss
+        return TrainStepResult(**vars(self.step()), loss=total)
+
+    def train(self) -> "ZeroEngine":
+        """Put the model into training mode."""
+        self.module.train()
+        return self
+
+    def eval(self) -> "ZeroEngine":
+        """Put the model into evaluation mode."""
+        self.module.eval()
+        return self
+
+    # ---- the parts of a step
+
+    def _require_reduced(self) -> None:
+        waiting = {GradientState.REDUCING, GradientState.REDUCED}
+        for bucket in self._trained:
+            assert bucket.gradient is not None
+            if bucket.gradient.life.state not in waiting:
+                raise EngineStateError(
+                    "step came before a backward outside no_sync(): call engine.backward(loss) first, the last "
+                    "micro-batch of a step outside `with engine.no_sync()`"
+                )
+
+    def _grad_norm(self) -> torch.Tensor:
+        squares = [block_squares(bucket.gradient.shard) for bucket in self._trained if bucket.gradient is not None]
+        return norm_of_digit_sums(self.collectives.gather_small(digit_sums(torch.cat(squares))))
+
+    def _update(self, index: int, bucket: Bucket, coefficient: torch.Tensor) -> None:
+        assert bucket.gradient is not None
+        gradient = bucket.gradient.reduced()
+        scratch = None
+        if self.precision.separate_master:
+            scratch = self._master_pool.take(gradient.numel())
+            gradient = scratch.storage[: gradient.numel()].copy_(gradient)
+        if self.max_grad_norm is not None:
+            gradient.mul_(coefficient.to(gradient.dtype))
+        self.optimizer.step(index, gradient)
+        if scratch is not None:
+            self._master_pool.give_back(scratch)
+        bucket.weights.refresh()
+        self.schedule.gather_updated(bucket)
+
+    @contextmanager
+    def _phase(self, phase: Phase) -> Iterator[None]:
+        before, self.schedule.phase = self.schedule.phase, phase
+        try:
+            yield
+        finally:
+            self.schedule.phase = before
+
+    # ---- what is held, and what the theory says
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's hyperparameters; a schedule sets group["lr"] from group["initial_lr"]."""
+        return self.optimizer.param_groups
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, tied ones counted once."""
+        return sum(bucket.weights.layout.numel for bucket in self.schedule.buckets)
+
+    def _volume(self) -> Volume:
+        trainable = sum(bucket.weights.layout.numel for bucket in self._trained)
+        return Volume(
+            trainable_numel=trainable,
+            frozen_numel=self.num_parameters - trainable,
+            weight_itemsize=self.precision.compute.itemsize,
+            world_size=self.world.size,
+        )
+
+    def memory_bytes(self) -> dict[str, Any]:
+        """Bytes this rank holds now, by kind, and under "theory" what ZeRO's formulas give without padding.
+
+        "scratch" is what the buffers reused from step to step hold beside the model state.
+        """
+        state = self.optimizer.state_tensors()
+        held = sum(tensor.nbytes for tensor in state)
+        updated = sum(bucket.weights.master_weight.numel() for bucket in self._trained)
+        master_itemsize = self.precision.master.itemsize if self.precision.separate_master else 0
+        gradients = [bucket.gradient for bucket in self._trained if bucket.gradient is not None]
+        return {
+            "parameters": sum(bucket.weights.held_nbytes for bucket in self.schedule.buckets),
+            "gradients": sum(gradient.held_nbytes for gradient in gradients),
+            "optimizer": held + sum(bucket.weights.separate_master_nbytes for bucket in self._trained),
+            "scratch": self._wire_pool.held_nbytes
+            + self._master_pool.held_nbytes
+            + sum(gradient.accumulator_nbytes for gradient in gradients),
+            "theory": self._volume().memory_nbytes(self.plan, held // updated + master_itemsize),
+        }
+
+    def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
+        """Bytes one rank sends in a step by ZeRO's count, without padding and without the norm's few bytes."""
+        return self._volume().sent_nbytes(self.plan, num_micro_batches, self.options.reshard_after_forward)
+
+    # ---- weights out
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The model's state dict: original names, full fp32 parameters on the CPU, on rank 0; {} elsewhere. Collective."""
+        return full_state_dict(self.module, self.schedule.buckets, self.world)
+
+    def weights_sha256(self) -> str:
+        """SHA-256 over the full fp32 master weights in name order, the same on every rank. Collective."""
+        return weights_sha256(self.schedule.buckets, self.world, self.collectives)

@@ -1,0 +1,77 @@
+"""The hooks that tell the schedule where the model is. Each is one call."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from zerotrain.engine.schedule import LiveUnit, Schedule
+
+
+class LastGradientHook:
+    """Calls once a backward, when all of some parameters have their gradient. One Python call, however many they are.
+
+    It hangs on one parameter. If that one's gradient comes before another's, the hook moves to the other, within the
+    same backward; so it ends up on the one that comes last, and follows when the model's graph changes. If a
+    parameter gets no gradient at all, it waits in vain, and the end of the backward does its work.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], arrived: Callable[[], None]) -> None:
+        self._parameters = parameters
+        self._arrived = arrived
+        self._handle: RemovableHandle | None = None
+        self._hang_on(parameters[0])
+
+    def _hang_on(self, parameter: nn.Parameter) -> None:
+        self.remove()
+        self._handle = parameter.register_post_accumulate_grad_hook(self._fired)
+
+    def _fired(self, _: torch.Tensor) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                self._hang_on(parameter)
+                return
+        self._arrived()
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+
+def hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
+    """Announce to the schedule when a unit's modules start and end their forward and start their backward."""
+
+    def before_forward(*_: Any) -> None:
+        schedule.before_forward(unit)
+
+    def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            before_backward = partial(_before_backward, unit, schedule)
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(before_backward)
+        schedule.after_forward(unit)
+
+    handles = []
+    for module in unit.modules:
+        handles.append(module.register_forward_pre_hook(before_forward))
+        handles.append(module.register_forward_hook(after_forward))
+    return handles
+
+
+def _before_backward(unit: LiveUnit, schedule: Schedule, _: torch.Tensor) -> None:
+    schedule.before_backward(unit)
+
+
+def hook_gradients(schedule: Schedule) -> list[LastGradientHook]:
+    """Tell the schedule of each segment whose gradients have all arrived."""
+    return [
+        LastGradientHook(segment.parameters, partial(schedule.segment_arrived, bucket.gradient, segment))
+        for bucket in schedule.buckets
+        if bucket.gradient is not None
+        for segment in bucket.gradient.segments
+    ]

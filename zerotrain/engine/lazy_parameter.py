@@ -1,0 +1,66 @@
+"""What stands in a module for a parameter whose bucket is not complete.
+
+A module whose hook did not announce it (its parent reads `self.head.weight` without calling `self.head`) would
+otherwise read weights that have not arrived, or freed memory, and train on wrong numbers without a word.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+class LazyParameter(nn.Parameter):
+    """Has the shape, dtype and device of `original`; any arithmetic first completes the bucket, then uses `original`."""
+
+    original: nn.Parameter
+    complete: Callable[[], None]
+    """Gathers the bucket, or raises EngineStateError where that would leave ranks waiting for each other."""
+
+    @staticmethod
+    def around(original: nn.Parameter, complete: Callable[[], None]) -> "LazyParameter":
+        # One element seen from everywhere: no memory, and if it is ever read past this class, NaN.
+        value = torch.full((), float("nan"), dtype=original.dtype, device=original.device).expand(original.shape)
+        lazy = torch.Tensor._make_subclass(LazyParameter, value, original.requires_grad)
+        lazy.original = original
+        lazy.complete = complete
+        return lazy
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+        def complete(leaf: Any) -> Any:
+            if not isinstance(leaf, LazyParameter):
+                return leaf
+            leaf.complete()
+            return leaf.original
+
+        args, kwargs = pytree.tree_map(complete, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_METADATA = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.element_size,
+    torch.Tensor.stride,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.__len__,
+    torch.Tensor.__hash__,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "nbytes", "itemsize")
+        + ("is_cuda", "is_meta", "is_sparse", "is_quantized", "is_cpu", "grad", "grad_fn", "_backward_hooks")
+    ),
+}
+"""What may be asked of a parameter that is not there."""

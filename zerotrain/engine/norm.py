@@ -1,0 +1,72 @@
+"""The global gradient norm, with bits that no bucket border, padding or number of shards can change.
+
+A sum of floating-point numbers depends on its order, and the order would follow the buckets. So the sum is made exact:
+
+1. Each block of 64 elements lies within one parameter and one shard at any bucket size (`ALIGN_NUMEL`). Its sum
+   of squares, in fp64, is a number that depends on the block alone.
+2. Each of these numbers is cut on a fixed grid into digits of 24 bits, digit e counting multiples of 2**(24 e). Digits
+   are integers, and fp64 adds fewer than 2**29 of them exactly, in any order. (Binned summation: Demmel and
+   Nguyen, "Parallel Reproducible Summation", IEEE Trans. Comput. 2015.)
+3. The ranks exchange the sums of their three highest digits; of those the three highest over all ranks count, at least
+   49 bits of the sum.
+"""
+
+import torch
+
+from zerotrain.sharding.layout import ALIGN_NUMEL
+
+DIGIT_BITS = 24
+NUM_DIGITS = 3
+CHUNK_NUMEL = 2**17
+"""Elements squared at a time: the fp64 copy of a chunk (1 MiB) stays in the cache."""
+_NO_DIGIT = -1000.0
+"""The top digit of an all-zero shard: below that of any fp64 number."""
+
+
+def block_squares(shard: torch.Tensor) -> torch.Tensor:
+    """(n,) any floating dtype, n a multiple of 64 -> (n / 64,) fp64: the sum of squares of each block."""
+    squares = torch.empty(shard.numel() // ALIGN_NUMEL, dtype=torch.float64, device=shard.device)
+    for chunk, out in zip(shard.split(CHUNK_NUMEL), squares.split(CHUNK_NUMEL // ALIGN_NUMEL), strict=True):
+        torch.linalg.vector_norm(chunk.to(torch.float64).view(-1, ALIGN_NUMEL), dim=1, out=out)
+    return squares.square_()
+
+
+def digit_sums(squares: torch.Tensor) -> torch.Tensor:
+    """(m,) fp64 non-negative -> (5,) fp64: the top digit's number, the sums of the top three digits, and how many
+    squares are not finite."""
+    finite = torch.isfinite(squares)
+    rest = torch.where(finite, squares, 0.0)
+    largest = rest.max()
+    # frexp: largest = mantissa * 2**exponent with mantissa in [0.5, 1), so its highest bit counts 2**(exponent - 1).
+    top = torch.div(torch.frexp(largest).exponent - 1, DIGIT_BITS, rounding_mode="floor").to(torch.float64)
+    sums = []
+    for place in range(NUM_DIGITS):
+        unit = _power_of_two(DIGIT_BITS * (top - place))
+        digit = torch.floor(rest / unit)
+        sums.append(digit.sum())
+        rest = rest - digit * unit
+    return torch.stack([torch.where(largest > 0, top, _NO_DIGIT), *sums, (~finite).sum().to(torch.float64)])
+
+
+def norm_of_digit_sums(ranks: torch.Tensor) -> torch.Tensor:
+    """(ranks, 5) from `digit_sums` -> 0-dim fp64: the L2 norm, NaN if any element of any rank is not finite."""
+    top = ranks[:, 0].max()
+    place = (top - ranks[:, :1]) + torch.arange(NUM_DIGITS, dtype=torch.float64, device=ranks.device)
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for wanted in reversed(range(NUM_DIGITS)):
+        digit = torch.where(place == wanted, ranks[:, 1 : 1 + NUM_DIGITS], 0.0).sum()
+        total = total + digit * _power_of_two(DIGIT_BITS * (top - wanted))
+    return torch.where(ranks[:, -1].sum() > 0, float("nan"), total.sqrt())
+
+
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """fp64 integers -> 2**exponent to the last bit (exp2 need not be), from the smallest normal number up."""
+    biased = exponent.clamp(-1022, 1023).to(torch.int64) + 1023
+    return (biased << 52).view(torch.float64)
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor:
+    """0-dim fp64: what gradients are multiplied with, as torch.nn.utils.clip_grad_norm_ has it; 1 for no clipping."""
+    if max_norm is None:
+        return torch.ones_like(norm)
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,0 +1,229 @@
+"""What to gather and what to reduce next: the same list order on every rank, at every stage.
+
+[Note: order of collectives]
+Ranks must issue collectives in one order. Gathers follow the list of buckets (which is the order of the forward) or, for
+sharded parameters, the calls of the units. Reductions follow the list backwards: a bucket that is complete early waits until
+the ones behind it in the list were issued, and what an unused parameter left open is closed at the end of the backward.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from zerotrain.engine.gradients import BucketGradient, Segment
+from zerotrain.engine.states import GradientState, Phase
+from zerotrain.engine.weights import BucketWeights
+from zerotrain.errors import EngineStateError
+from zerotrain.sharding.plan import Plan
+
+MAX_REDUCTIONS_IN_FLIGHT = 2
+"""One on the wire and one behind it keep a link busy; more would only hold more unreduced gradients."""
+
+
+@dataclass(eq=False)
+class Bucket:
+    """One bucket at run time. A frozen bucket has no gradient."""
+
+    weights: BucketWeights
+    gradient: BucketGradient | None
+    stays_full: bool = False
+    """Kept from the forward to the backward: the head of the root, and the last bucket of the forward."""
+
+
+@dataclass(eq=False)
+class LiveUnit:
+    """A unit with the buckets it needs and those to gather ahead while it runs."""
+
+    name: str
+    modules: list[nn.Module]
+    buckets: list[Bucket]
+    ahead_in_forward: list[Bucket] = field(default_factory=list)
+    ahead_in_backward: list[Bucket] = field(default_factory=list)
+    last_of: list[Bucket] = field(default_factory=list)
+    """Buckets that no later unit of the forward needs."""
+
+
+class Schedule:
+    """Decides when each bucket is gathered, freed and reduced.
+
+    Args:
+        prefetch: how many units ahead are gathered where parameters are sharded.
+        reshard_after_forward: free sharded parameters between a unit's forward and its backward.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[LiveUnit],
+        buckets: Sequence[Bucket],
+        *,
+        plan: Plan,
+        prefetch: int,
+        reshard_after_forward: bool,
+    ) -> None:
+        self.units = units
+        self.buckets = buckets
+        self.plan = plan
+        self.phase = Phase.IDLE
+        self.more_to_come = False
+        """Whether the backward under way is not the last before the step."""
+        self.frees_after_use = plan.shards_parameters and reshard_after_forward
+        self._gradients = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
+        self._to_reduce: deque[BucketGradient] = deque()
+        self._in_flight: deque[BucketGradient] = deque()
+        self._full_gradients: set[BucketGradient] = set()
+        self._open_segments: dict[BucketGradient, int] = {}
+        self._bucket_of = {bucket.gradient: bucket for bucket in buckets if bucket.gradient is not None}
+        self._look_ahead(prefetch if plan.shards_parameters else 0)
+
+    def _look_ahead(self, prefetch: int) -> None:
+        """Fill in what each unit gathers ahead; units that share all their buckets count as one."""
+        self.units[0].buckets.sort(key=self.buckets.index)
+        for bucket in self.units[0].buckets + self.units[-1].buckets:
+            bucket.stays_full = True
+        for index, unit in enumerate(self.units):
+            later = {id(bucket) for other in self.units[index + 1 :] for bucket in other.buckets}
+            unit.last_of = [bucket for bucket in unit.buckets if id(bucket) not in later]
+            unit.ahead_in_forward = _next_buckets(unit, self.units[index + 1 :], prefetch)
+            unit.ahead_in_backward = _next_buckets(unit, self.units[:index][::-1], prefetch)
+
+    # ---- weights
+
+    def before_forward(self, unit: LiveUnit) -> None:
+        """Make the unit's parameters complete, and gather ahead. In a recomputation gather ahead backwards."""
+        ahead = unit.ahead_in_backward if self.phase is Phase.BACKWARD else unit.ahead_in_forward
+        self._complete(unit.buckets, ahead)
+
+    def after_forward(self, unit: LiveUnit) -> None:
+        """Free what no later unit needs, unless the backward needs it at once or is under way."""
+        if self.frees_after_use and self.phase is Phase.FORWARD:
+            for bucket in unit.last_of:
+                if not bucket.stays_full:
+                    bucket.weights.reshard()
+
+    def before_backward(self, unit: LiveUnit) -> None:
+        """Make the unit's parameters complete for its backward, and gather the unit before it."""
+        self._complete(unit.buckets, unit.ahead_in_backward)
+
+    def _complete(self, buckets: Sequence[Bucket], ahead: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.weights.start_gather()
+        # Issued before the wait: the next gather runs while this unit computes, and right behind this one.
+        for bucket in ahead:
+            bucket.weights.start_gather()
+        for bucket in buckets:
+            bucket.weights.finish_gather()
+
+    def touch(self, bucket: Bucket) -> None:
+        """A parameter was read that no hook announced: complete its bucket.
+
+        Raises:
+            EngineStateError: it is sharded and the engine is idle, where a gather would need all ranks to ask.
+        """
+        if self.plan.shards_parameters and self.phase is Phase.IDLE:
+            name = bucket.weights.spec.parameters[0].names[0]
+            raise EngineStateError(
+                f"the parameters of the bucket of {name} are sharded over the ranks and cannot be read between engine "
+                "calls; take them from engine.full_state_dict(), which all ranks call"
+            )
+        self._complete([bucket], [])
+
+    def end_forward(self, *, backward_follows: bool) -> None:
+        """The model returned: free what a call out of the usual order left full."""
+        if not self.frees_after_use:
+            return
+        for bucket in self.buckets:
+            if not (backward_follows and bucket.stays_full):
+                self._rest(bucket)
+
+    def _rest(self, bucket: Bucket) -> None:
+        """Reshard, also a bucket that was gathered ahead and not used."""
+        bucket.weights.finish_gather()
+        bucket.weights.reshard()
+
+    def gather_updated(self, bucket: Bucket) -> None:
+        """The optimizer updated this bucket: issue the gather that the next forward waits for, unless it is
+        gathered on use."""
+        if self.plan.shards_optimizer and not self.plan.shards_parameters:
+            bucket.weights.start_gather()
+
+    # ---- gradients
+
+    def begin_backward(self, *, more_to_come: bool) -> None:
+        """A backward starts: the head must be complete, also if a forward without gradients came between."""
+        self._complete(self.units[0].buckets, [])
+        self.more_to_come = more_to_come
+        self._to_reduce = deque(reversed(self._gradients))
+        self._full_gradients.clear()
+        self._open_segments = {gradient: len(gradient.segments) for gradient in self._gradients}
+
+    def segment_arrived(self, gradient: BucketGradient, segment: Segment) -> None:
+        """All gradients of a segment are there: move them into the bucket; with its last one the bucket is done."""
+        if self.phase is not Phase.BACKWARD:
+            raise EngineStateError(
+                "gradients arrived outside engine.backward(); call engine.backward(loss), not loss.backward()"
+            )
+        if gradient.life.state is GradientState.EMPTY or gradient.life.state is GradientState.REDUCED:
+            self._make_room()
+        gradient.fill(segment, more_to_come=self.more_to_come)
+        self._open_segments[gradient] -= 1
+        if self._open_segments[gradient] == 0:
+            self._gradient_done(gradient)
+
+    def _gradient_done(self, gradient: BucketGradient) -> None:
+        if self.frees_after_use:
+            self._bucket_of[gradient].weights.reshard()
+        if self.more_to_come:
+            return
+        self._full_gradients.add(gradient)
+        while self._to_reduce and self._to_reduce[0] in self._full_gradients:
+            self._make_room()
+            first = self._to_reduce.popleft()
+            first.reduce()
+            self._in_flight.append(first)
+        self._finish_reductions(wait=False)
+
+    def _make_room(self) -> None:
+        while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self._in_flight.popleft().finish_reduce()
+
+    def _finish_reductions(self, *, wait: bool) -> None:
+        while self._in_flight and (wait or self._in_flight[0].reduction_done):
+            self._in_flight.popleft().finish_reduce()
+
+    def end_backward(self) -> None:
+        """The backward is over: close what unused parameters left open, and bring weights back to rest."""
+        for gradient in reversed(self._gradients):
+            if self._open_segments[gradient] == 0:
+                continue
+            for segment in gradient.segments:
+                arrived = any(parameter.grad is not None for parameter in segment.parameters)
+                if arrived or not (self.more_to_come or segment.holds_values):
+                    gradient.fill(segment, more_to_come=self.more_to_come)
+            self._open_segments[gradient] = 0
+            self._gradient_done(gradient)
+        if self.frees_after_use:
+            for bucket in self.buckets:
+                self._rest(bucket)
+
+    def finish_reductions(self) -> None:
+        """Wait for all reductions under way."""
+        self._finish_reductions(wait=True)
+
+    def rest(self) -> None:
+        """The step is over: sharded parameters go to rest whatever was kept."""
+        if self.plan.shards_parameters:
+            for bucket in self.buckets:
+                self._rest(bucket)
+
+
+def _next_buckets(unit: LiveUnit, following: Sequence[LiveUnit], prefetch: int) -> list[Bucket]:
+    """The buckets of the next `prefetch` units that need any which `unit` does not have."""
+    ahead: list[Bucket] = []
+    for other in following:
+        new = [bucket for bucket in other.buckets if bucket not in unit.buckets and bucket not in ahead]
+        if new and prefetch > 0:
+            ahead += new
+            prefetch -= 1
+    return ahead

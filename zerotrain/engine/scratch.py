@@ -1,0 +1,58 @@
+"""Flat buffers that live for a part of a step and are used again by the next bucket and the next step."""
+
+import torch
+
+from zerotrain.sharding.layout import BucketLayout
+
+
+class Scratch:
+    """A flat tensor on loan, cut to a layout's size, with the layout's slots as views."""
+
+    def __init__(self, storage: torch.Tensor) -> None:
+        self.storage = storage
+        # By layout: making 10,000 views costs more than filling them.
+        self._cuts: dict[BucketLayout, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def cut(self, layout: BucketLayout) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(the first padded_numel elements, one view for each slot)"""
+        if layout not in self._cuts:
+            flat = self.storage[: layout.padded_numel]
+            views = [flat[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
+            self._cuts[layout] = (flat, views)
+        return self._cuts[layout]
+
+
+class ScratchPool:
+    """Lends buffers of one dtype and device; keeps as many as were ever lent at once."""
+
+    def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.lent_nbytes = 0
+        self._free: list[Scratch] = []
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of all buffers, lent or not."""
+        return self.lent_nbytes + sum(scratch.storage.nbytes for scratch in self._free)
+
+    def take(self, numel: int) -> Scratch:
+        """A buffer of at least `numel` elements, uninitialised: the smallest free one that fits.
+
+        Where none fits, the largest free one makes way for a larger, so that sizes settle after one step.
+        """
+        fitting = [scratch for scratch in self._free if scratch.storage.numel() >= numel]
+        if fitting:
+            scratch = min(fitting, key=lambda each: each.storage.numel())
+            self._free.remove(scratch)
+        else:
+            if self._free:
+                self._free.remove(max(self._free, key=lambda each: each.storage.numel()))
+            scratch = Scratch(torch.empty(numel, dtype=self.dtype, device=self.device))
+        self.lent_nbytes += scratch.storage.nbytes
+        return scratch
+
+    def give_back(self, scratch: Scratch) -> None:
+        """End a loan. What reads the buffer must have been waited for."""
+        self.lent_nbytes -= scratch.storage.nbytes
+        self._free.append(scratch)

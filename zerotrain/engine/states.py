@@ -1,0 +1,73 @@
+"""The states of a bucket's weights and gradient, and the transitions allowed between them."""
+
+from enum import Enum
+from typing import Generic, TypeVar
+
+from zerotrain.errors import EngineStateError
+
+
+class WeightState(Enum):
+    """How much of a bucket's model weight is up to date on this rank."""
+
+    SHARD = "shard"
+    """Only this rank's range."""
+    GATHERING = "gathering"
+    """An all-gather into the full weight is under way."""
+    FULL = "full"
+    """All of it: the model may read it."""
+
+
+class GradientState(Enum):
+    """How far a bucket's gradient of this step has come."""
+
+    EMPTY = "empty"
+    FILLING = "filling"
+    """Unreduced: holds the gradients of one or more micro-batches of this rank."""
+    REDUCING = "reducing"
+    """A reduce-scatter is under way."""
+    REDUCED = "reduced"
+    """The shard holds the sum over ranks."""
+
+
+class Phase(Enum):
+    """What the engine is doing."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+WEIGHT_TRANSITIONS = {
+    (WeightState.SHARD, WeightState.GATHERING),
+    (WeightState.GATHERING, WeightState.FULL),
+    (WeightState.FULL, WeightState.SHARD),
+}
+GRADIENT_TRANSITIONS = {
+    (GradientState.EMPTY, GradientState.FILLING),
+    (GradientState.FILLING, GradientState.REDUCING),
+    (GradientState.REDUCING, GradientState.REDUCED),
+    (GradientState.REDUCED, GradientState.FILLING),  # a second backward before the step adds to the first
+    (GradientState.REDUCED, GradientState.EMPTY),
+    (GradientState.FILLING, GradientState.EMPTY),  # dropped without a step
+}
+
+S = TypeVar("S", bound=Enum)
+
+
+class Life(Generic[S]):
+    """A state that changes along written transitions only."""
+
+    def __init__(self, owner: str, state: S, transitions: set[tuple[S, S]]) -> None:
+        self.owner = owner
+        self.state = state
+        self._transitions = transitions
+
+    def become(self, state: S) -> None:
+        """Change state.
+
+        Raises:
+            EngineStateError: the transition is not one of the written ones.
+        """
+        if (self.state, state) not in self._transitions:
+            raise EngineStateError(f"{self.owner}: cannot go from {self.state.value} to {state.value}")
+        self.state = state

@@ -1,0 +1,143 @@
+"""The weights of one bucket: the model weight the forward reads and the master weight the optimizer updates."""
+
+from collections.abc import Callable
+
+import torch
+
+from zerotrain.comm.collectives import Collectives, Pending
+from zerotrain.engine.lazy_parameter import LazyParameter
+from zerotrain.engine.precision import Precision
+from zerotrain.engine.states import WEIGHT_TRANSITIONS, Life, WeightState
+from zerotrain.sharding.bucketing import BucketSpec
+from zerotrain.sharding.flat_buffer import FlatBuffer
+from zerotrain.sharding.layout import BucketLayout
+from zerotrain.sharding.plan import Plan
+
+
+class BucketWeights:
+    """Owns the storage behind a bucket's parameters.
+
+    Until the bucket is full, its parameters are replaced in their modules by `LazyParameter`s.
+    """
+
+    model_weight: FlatBuffer
+    """(padded_numel,) compute dtype; the parameters are views of it. Sharded parameters: memory only while in use."""
+    weight_shard: torch.Tensor
+    """(shard_numel,) compute dtype, this rank's range. Within model_weight where that is always held."""
+    master_weight: torch.Tensor
+    """Master dtype, over `optimizer_range`. The same storage as the model weight where the dtypes are equal."""
+    optimizer_range: slice
+    """The elements of the bucket that this rank's optimizer updates: its own shard, or all."""
+
+    def __init__(
+        self,
+        spec: BucketSpec,
+        layout: BucketLayout,
+        *,
+        plan: Plan,
+        precision: Precision,
+        collectives: Collectives,
+    ) -> None:
+        self.spec = spec
+        self.layout = layout
+        self.plan = plan
+        self.collectives = collectives
+        self.life = Life(f"weights of {spec.parameters[0].names[0]}", WeightState.FULL, WEIGHT_TRANSITIONS)
+        self._pending: Pending | None = None
+        self._places: list[tuple[dict, str, torch.Tensor, LazyParameter]] = []
+        self._take_over(precision)
+
+    def _take_over(self, precision: Precision) -> None:
+        """Move the parameters' values, as rank 0 has them, into flat storage and make the parameters views of it."""
+        world = self.collectives.world
+        master = FlatBuffer(self.layout, dtype=precision.master, device=world.device)
+        self.model_weight = master
+        for view, managed in zip(master.views(), self.spec.parameters, strict=True):
+            view.copy_(managed.parameter.detach())
+        self.collectives.broadcast(master.tensor)
+        if precision.separate_master:
+            self.model_weight = FlatBuffer(self.layout, dtype=precision.compute, device=world.device)
+            self.model_weight.tensor.copy_(master.tensor)
+        for view, managed in zip(self.model_weight.views(), self.spec.parameters, strict=True):
+            managed.parameter.data = view
+            managed.parameter.grad = None
+
+        own = self.layout.shard(world.rank)
+        shards_parameters = self.plan.shards_parameters
+        self.weight_shard = self.model_weight.shard(world.rank)
+        if shards_parameters:
+            self.weight_shard = self.weight_shard.clone()
+        self.optimizer_range = own if self.plan.shards_optimizer else slice(0, self.layout.padded_numel)
+        if not self.spec.trainable:
+            self.master_weight = self.weight_shard if shards_parameters else self.model_weight.tensor
+        elif precision.separate_master:
+            self.master_weight = master.tensor[self.optimizer_range].clone()
+        else:
+            self.master_weight = self.weight_shard if shards_parameters else master.tensor[self.optimizer_range]
+
+    def connect(self, complete: Callable[[], None]) -> None:
+        """Give the stand-ins their way to complete the bucket, then go to rest."""
+        for managed in self.spec.parameters:
+            lazy = LazyParameter.around(managed.parameter, complete)
+            self._places += [(owner._parameters, name, managed.parameter, lazy) for owner, name in managed.owners]
+        if self.plan.shards_parameters:
+            self.reshard()
+
+    @property
+    def is_full(self) -> bool:
+        return self.life.state is WeightState.FULL
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the model weight held now."""
+        return self.model_weight.held_nbytes + (self.weight_shard.nbytes if self.plan.shards_parameters else 0)
+
+    @property
+    def separate_master_nbytes(self) -> int:
+        """Bytes of the master weight, 0 where it shares the model weight's storage."""
+        shared = self.master_weight.dtype == self.weight_shard.dtype
+        return 0 if shared else self.master_weight.nbytes
+
+    def start_gather(self) -> None:
+        """Issue the all-gather of the model weight unless it is there or under way."""
+        if self.life.state is not WeightState.SHARD:
+            return
+        self.life.become(WeightState.GATHERING)
+        self.model_weight.allocate()
+        self._pending = self.collectives.gather(self.model_weight.tensor, self.weight_shard)
+
+    def finish_gather(self) -> None:
+        """Wait for the gather under way, if any, and show the parameters to the model."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        self.life.become(WeightState.FULL)
+        for parameters, name, parameter, _ in self._places:
+            parameters[name] = parameter
+
+    def reshard(self) -> None:
+        """Keep this rank's shard only: hide the parameters, and give sharded parameters' memory back."""
+        if self.life.state is not WeightState.FULL:
+            return
+        self.life.become(WeightState.SHARD)
+        for parameters, name, _, lazy in self._places:
+            parameters[name] = lazy
+        if self.plan.shards_parameters:
+            self.model_weight.release()
+
+    def refresh(self) -> None:
+        """The master weight changed: bring this rank's model weight up to date."""
+        if self.separate_master_nbytes:
+            target = self.weight_shard if self.plan.shards_optimizer else self.model_weight.tensor
+            target.copy_(self.master_weight)
+        if self.plan.shards_optimizer:
+            self.reshard()
+
+    def full_master(self) -> torch.Tensor:
+        """(padded_numel,) the master weight of all ranks, gathered where it is sharded. Collective."""
+        if self.master_weight.numel() == self.layout.padded_numel:
+            return self.master_weight
+        full = self.master_weight.new_empty(self.layout.padded_numel)
+        self.collectives.gather(full, self.master_weight).wait()
+        return full

@@ -1,0 +1,25 @@
+"""Every error zerotrain raises on purpose; each says what was given, what is allowed and what to do."""
+
+
+class ZeroTrainError(Exception):
+    """Base class of all errors raised on purpose."""
+
+
+class ConfigError(ZeroTrainError):
+    """A setting is wrong. Raised before any process group starts; the launcher exits with code 2.
+
+    Args:
+        problems: one line per wrong setting: the field, what it got, what is allowed, what to do.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+class EngineStateError(ZeroTrainError):
+    """An engine call came in a state that does not allow it (for example `step` without `backward`)."""
+
+
+class CommError(ZeroTrainError):
+    """A collective failed, or the ranks disagree."""

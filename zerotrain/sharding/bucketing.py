@@ -1,0 +1,184 @@
+"""Cut a model's parameters into units and buckets, in the order the forward uses them.
+
+A unit is one repeated block of the model. What lies in no unit is the root: its `head` is needed as soon as the
+model is called, its `tail` (a large output layer behind the units, say) not before its own modules run.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from zerotrain.errors import ConfigError
+
+
+@dataclass(eq=False)
+class ManagedParameter:
+    """One floating-point parameter and every place of the model that holds it (several if tied)."""
+
+    parameter: nn.Parameter
+    names: list[str] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """(module, attribute name) of each place, in the order of `names`."""
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether weight decay applies to it by default."""
+        return self.parameter.ndim >= 2
+
+
+@dataclass(eq=False)
+class Unit:
+    """Modules whose parameters are gathered together. `modules` is empty for the head of the root."""
+
+    name: str
+    modules: list[nn.Module]
+    parameters: list[ManagedParameter] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class BucketSpec:
+    """The parameters of one bucket and the (consecutive) units they belong to."""
+
+    units: list[Unit]
+    parameters: list[ManagedParameter]
+    trainable: bool
+
+
+def find_units(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Module]:
+    """The repeated blocks of `model` by name, in module order, none inside another.
+
+    Args:
+        patterns: module name patterns such as "blocks.*"; None finds them: the children of every ModuleList or
+            Sequential whose children with parameters are at least two and of one class.
+
+    Raises:
+        ConfigError: a pattern that matches no module with parameters.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        if patterns is None:
+            found.update(_like_children(name, module))
+        elif name and any(fnmatchcase(name, pattern) for pattern in patterns) and _has_parameters(module):
+            found[name] = module
+    for pattern in patterns or ():
+        if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules() if name):
+            known = ", ".join(name for name, _ in model.named_children())
+            raise ConfigError(f"zero.units: no module matches {pattern!r}; the model's children are: {known}")
+    return found
+
+
+def _like_children(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return {}
+    children = {key: child for key, child in module.named_children() if _has_parameters(child)}
+    if len(children) < 2 or len({type(child) for child in children.values()}) > 1:
+        return {}
+    return {f"{name}.{key}" if name else key: child for key, child in children.items()}
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def managed_parameters(model: nn.Module) -> list[ManagedParameter]:
+    """All floating-point parameters in module order, tied ones once."""
+    managed: dict[nn.Parameter, ManagedParameter] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_floating_point():
+                continue
+            entry = managed.setdefault(parameter, ManagedParameter(parameter))
+            entry.names.append(f"{prefix}.{attribute}" if prefix else attribute)
+            entry.owners.append((module, attribute))
+    return list(managed.values())
+
+
+def cut_units(model: nn.Module, patterns: Sequence[str] | None, max_numel: int) -> list[Unit]:
+    """Sort the parameters of `model` into units, in forward order: head, the repeated blocks, tail.
+
+    A parameter tied across units belongs to the head. The root has a tail only if it is larger than one bucket of
+    `max_numel` elements: two small collectives cost more than one.
+    """
+    blocks = find_units(model, patterns)
+    home = {id(module): name for name, block in blocks.items() for module in block.modules()}
+    units = {name: Unit(name, [block]) for name, block in blocks.items()}
+    head, tail = Unit("head", []), Unit("tail", [])
+    root_numel = 0
+    last_block = next(reversed(blocks), None)
+    behind_blocks = _names_behind(model, last_block) if last_block is not None else frozenset()
+    for managed in managed_parameters(model):
+        homes = {home.get(id(module)) for module, _ in managed.owners}
+        only_home = homes.pop() if len(homes) == 1 else None
+        if only_home is not None:
+            units[only_home].parameters.append(managed)
+            continue
+        root_numel += managed.parameter.numel()
+        (tail if behind_blocks.issuperset(managed.names) else head).parameters.append(managed)
+    if root_numel <= max_numel:
+        head.parameters += tail.parameters
+        tail.parameters = []
+    for managed in tail.parameters:
+        tail.modules += [module for module, _ in managed.owners if module not in tail.modules]
+    return [unit for unit in (head, *units.values(), tail) if unit.parameters or unit is head]
+
+
+def _names_behind(model: nn.Module, block: str) -> frozenset[str]:
+    """Names of the parameters that modules registered after `block`, and not around it, own."""
+    names = [name for name, _ in model.named_modules()]
+    inside = max(index for index, name in enumerate(names) if name == block or name.startswith(f"{block}."))
+    modules = dict(model.named_modules())
+    return frozenset(
+        f"{name}.{attribute}" for name in names[inside + 1 :] for attribute in modules[name]._parameters
+    )
+
+
+def cut_buckets(units: Sequence[Unit], max_numel: int) -> list[BucketSpec]:
+    """Cut units into buckets of at most `max_numel` elements, in forward order.
+
+    Small neighbouring units share a bucket; the head shares with none, since it is needed all the time. A larger
+    unit is split at parameter borders; a larger parameter is a bucket of its own. Trainable and frozen
+    parameters never share. Within a bucket matrices come first, so that each weight-decay group is one span.
+    """
+    specs: list[BucketSpec] = []
+    for trainable in (True, False):
+        runs: list[list[Unit]] = []
+        run_numel = 0
+        for unit in units:
+            numel = sum(managed.parameter.numel() for managed in _select(unit, trainable))
+            may_join = bool(runs) and bool(runs[-1][0].modules) and run_numel + numel <= max_numel
+            if may_join:
+                runs[-1].append(unit)
+                run_numel += numel
+            else:
+                runs.append([unit])
+                run_numel = numel
+        for run in runs:
+            members = [managed for unit in run for managed in _select(unit, trainable)]
+            for part in _split(members, max_numel):
+                part.sort(key=lambda managed: not managed.is_matrix)
+                specs.append(BucketSpec(run, part, trainable))
+    return specs
+
+
+def _select(unit: Unit, trainable: bool) -> Iterator[ManagedParameter]:
+    return (managed for managed in unit.parameters if managed.parameter.requires_grad is trainable)
+
+
+def _split(members: Sequence[ManagedParameter], max_numel: int) -> Iterator[list[ManagedParameter]]:
+    part: list[ManagedParameter] = []
+    numel = 0
+    for managed in members:
+        size = managed.parameter.numel()
+        if part and numel + size > max_numel:
+            yield part
+            part, numel = [], 0
+        part.append(managed)
+        numel += size
+    if part:
+        yield part
+
+

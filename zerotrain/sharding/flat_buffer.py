@@ -1,0 +1,41 @@
+"""One flat tensor that holds the parameters of a bucket end to end, and whose memory can be given back."""
+
+import torch
+
+from zerotrain.sharding.layout import BucketLayout
+
+
+class FlatBuffer:
+    """A tensor of `layout.padded_numel` elements.
+
+    Parameters of the model are views of it: what a collective writes is what the model reads, without a copy.
+    `release` frees the memory and keeps the tensor, its views and all that autograd saved of them; `allocate`
+    brings memory back under the same views.
+    """
+
+    def __init__(self, layout: BucketLayout, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self.tensor = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
+
+    def views(self) -> list[torch.Tensor]:
+        """The slots in order, each with its parameter's shape."""
+        return [self.tensor[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+
+    def shard(self, rank: int) -> torch.Tensor:
+        """A view of one rank's range."""
+        return self.tensor[self.layout.shard(rank)]
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of memory held now: all or none."""
+        return self.tensor.untyped_storage().nbytes()
+
+    def allocate(self) -> None:
+        """Hold memory (uninitialised) if there is none."""
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.tensor.nbytes)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.tensor.untyped_storage().resize_(0)

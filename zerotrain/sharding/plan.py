@@ -1,0 +1,93 @@
+"""A ZeRO stage is a row of data: which of parameters, gradients and optimizer state are sharded.
+
+All else follows from asking a plan where something lives; nothing compares a stage number.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Placement(Enum):
+    """Where a tensor lives between uses."""
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the three kinds of model state live at rest."""
+
+    parameters: Placement
+    gradients: Placement
+    optimizer: Placement
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.parameters is Placement.SHARDED
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self.gradients is Placement.SHARDED
+
+    @property
+    def shards_optimizer(self) -> bool:
+        return self.optimizer is Placement.SHARDED
+
+
+_R, _S = Placement.REPLICATED, Placement.SHARDED
+
+STAGES = (Plan(_R, _R, _R), Plan(_R, _R, _S), Plan(_R, _S, _S), Plan(_S, _S, _S))
+"""The four stages of ZeRO (arXiv 1910.02054, figure 1), by number."""
+
+
+def plan_for(stage: int, world_size: int) -> Plan:
+    """The plan of a stage. A shard of one rank is the whole, so one rank replicates everything."""
+    return STAGES[stage] if world_size > 1 else STAGES[0]
+
+
+@dataclass(frozen=True)
+class Volume:
+    """The numbers the theory is computed from (ZeRO, sections 5 and 7), without padding.
+
+    Args:
+        trainable_numel: elements of all trainable parameters, tied ones counted once.
+        frozen_numel: elements of all frozen parameters.
+        weight_itemsize: bytes of one element of weights, gradients and wire.
+        world_size: ranks.
+    """
+
+    trainable_numel: int
+    frozen_numel: int
+    weight_itemsize: int
+    world_size: int
+
+    def memory_nbytes(self, plan: Plan, optimizer_itemsize: int) -> dict[str, int]:
+        """Bytes one rank holds at rest, by kind.
+
+        Args:
+            optimizer_itemsize: bytes per element of optimizer state, with the master weight where it is a copy.
+        """
+
+        def held(placement: Placement, numel: int, itemsize: int) -> int:
+            return round(numel * itemsize / (self.world_size if placement is Placement.SHARDED else 1))
+
+        return {
+            "parameters": held(plan.parameters, self.trainable_numel + self.frozen_numel, self.weight_itemsize),
+            "gradients": held(plan.gradients, self.trainable_numel, self.weight_itemsize),
+            "optimizer": held(plan.optimizer, self.trainable_numel, optimizer_itemsize),
+        }
+
+    def sent_nbytes(self, plan: Plan, num_micro_batches: int, reshard_after_forward: bool) -> int:
+        """Bytes one rank sends in one optimizer step: one reduce-scatter, and the gathers the plan asks for.
+
+        Replicated parameters: one gather (of gradients where the optimizer is replicated, of updated parameters
+        where it is sharded). Sharded parameters: one for each forward and one for each backward, or one a step
+        where they are kept.
+        """
+        share = self.weight_itemsize * (self.world_size - 1) / self.world_size
+        gathers = 1
+        if plan.shards_parameters and reshard_after_forward:
+            gathers = 2 * num_micro_batches
+        frozen = self.frozen_numel * gathers if plan.shards_parameters else 0
+        return round(share * (self.trainable_numel * (1 + gathers) + frozen))

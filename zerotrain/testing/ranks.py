@@ -1,0 +1,100 @@
+"""N gloo processes on this machine, started in a tenth of a second each."""
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died, or did not answer in time; the message holds the rank and its traceback."""
+
+
+def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0, num_threads: int = 1) -> list[Any]:
+    """Call `fn(*args)` on `size` processes with an initialised gloo group and return what each returned, by rank.
+
+    Args:
+        fn: a module-level function; it, its arguments and results must be picklable.
+        timeout_s: seconds until all processes are killed and the call fails.
+        num_threads: torch's CPU threads in each process.
+
+    Raises:
+        RankFailure: naming the first rank that failed.
+    """
+    # Forking a process that has run torch's thread pools can hang; a fork server has run none.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        pipes, processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(theirs, fn, args, rank, size, store, timeout_s, num_threads), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, timeout_s)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
+    results: list[Any] = [None] * len(pipes)
+    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
+    while waiting:
+        ready = wait(list(waiting), timeout=timeout_s)
+        if not ready:
+            raise RankFailure(f"ranks {sorted(waiting.values())} gave no answer within {timeout_s} s")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                failed, value = pipe.recv()
+            except EOFError:
+                raise RankFailure(f"rank {rank} died without an answer") from None
+            if failed:
+                raise RankFailure(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return results
+
+
+def _rank_main(
+    pipe: Connection, fn: Callable[..., Any], args: Any, rank: int, size: int, store: str, timeout_s: float, num_threads: int
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(num_threads)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        answer = (False, fn(*args))
+        dist.barrier()
+    except BaseException:
+        answer = (True, traceback.format_exc())
+    pipe.send(answer)
+    pipe.close()
+    if not answer[0]:
+        dist.destroy_process_group()
+    # A gloo thread may still wait for a rank that failed; nothing of this process is needed any more.
+    os._exit(int(answer[0]))
