@@ -78,7 +78,5 @@ def _build_bucket(
     weights = BucketWeights(spec, layout, plan=plan, precision=precision, collectives=collectives)
     if not spec.trainable:
         return Bucket(weights, None)
-    gradient = BucketGradient(
-        spec, layout, plan=plan, precision=precision, collectives=collectives, pool=pool
-    )
+    gradient = BucketGradient(spec, layout, plan=plan, precision=precision, collectives=collectives, pool=pool)
     return Bucket(weights, gradient)

@@ -12,14 +12,15 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.engine.build import EngineOptions, build_schedule
+from zerotrain.engine.gradients import BucketGradient
 from zerotrain.engine.hooks import hook_gradients, hook_unit
 from zerotrain.engine.norm import block_squares, clip_coefficient, digit_sums, norm_of_digit_sums
 from zerotrain.engine.optimizer import OptimizerFactory, ShardedOptimizer
 from zerotrain.engine.precision import Precision
-from zerotrain.engine.schedule import Bucket
 from zerotrain.engine.scratch import ScratchPool
 from zerotrain.engine.state import full_state_dict, weights_sha256
 from zerotrain.engine.states import GradientState, Phase
+from zerotrain.engine.weights import BucketWeights
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.plan import Plan, Volume
 
@@ -91,10 +92,8 @@ class ZeroEngine:
             collectives=self.collectives,
             pool=self._wire_pool,
         )
-        self._trained = [bucket for bucket in self.schedule.buckets if bucket.gradient is not None]
-        self.optimizer = ShardedOptimizer(
-            optimizer, [bucket.weights for bucket in self._trained], decay_all=decay_all
-        )
+        self._trained = self.schedule.trained
+        self.optimizer = ShardedOptimizer(optimizer, [weights for weights, _ in self._trained], decay_all=decay_all)
         self._unit_handles = [handle for unit in self.schedule.units for handle in hook_unit(unit, self.schedule)]
         self._gradient_hooks = hook_gradients(self.schedule)
         self._syncs = True
@@ -160,11 +159,10 @@ class ZeroEngine:
         norm = self._grad_norm()
         coefficient = clip_coefficient(norm, self.max_grad_norm)
         skipped = not torch.isfinite(norm).item()
-        for index, bucket in enumerate(self._trained):
+        for index, (weights, gradient) in enumerate(self._trained):
             if not skipped:
-                self._update(index, bucket, coefficient)
-            assert bucket.gradient is not None
-            bucket.gradient.drop()
+                self._update(index, weights, gradient, coefficient)
+            gradient.drop()
         self.schedule.rest()
         self.ledger.close_step()
         return StepResult(grad_norm=norm.item(), clip_coefficient=coefficient.item(), skipped=skipped)
@@ -204,33 +202,30 @@ class ZeroEngine:
     # ---- the parts of a step
 
     def _require_reduced(self) -> None:
-        waiting = {GradientState.REDUCING, GradientState.REDUCED}
-        for bucket in self._trained:
-            assert bucket.gradient is not None
-            if bucket.gradient.life.state not in waiting:
+        for _, gradient in self._trained:
+            if gradient.life.state not in (GradientState.REDUCING, GradientState.REDUCED):
                 raise EngineStateError(
                     "step came before a backward outside no_sync(): call engine.backward(loss) first, the last "
                     "micro-batch of a step outside `with engine.no_sync()`"
                 )
 
     def _grad_norm(self) -> torch.Tensor:
-        squares = [block_squares(bucket.gradient.shard) for bucket in self._trained if bucket.gradient is not None]
+        squares = [block_squares(gradient.shard) for _, gradient in self._trained]
         return norm_of_digit_sums(self.collectives.gather_small(digit_sums(torch.cat(squares))))
 
-    def _update(self, index: int, bucket: Bucket, coefficient: torch.Tensor) -> None:
-        assert bucket.gradient is not None
-        gradient = bucket.gradient.reduced()
+    def _update(self, index: int, weights: BucketWeights, gradient: BucketGradient, coefficient: torch.Tensor) -> None:
+        values = gradient.reduced()
         scratch = None
         if self.precision.separate_master:
-            scratch = self._master_pool.take(gradient.numel())
-            gradient = scratch.storage[: gradient.numel()].copy_(gradient)
+            scratch = self._master_pool.take(values.numel())
+            values = scratch.storage[: values.numel()].copy_(values)
         if self.max_grad_norm is not None:
-            gradient.mul_(coefficient.to(gradient.dtype))
-        self.optimizer.step(index, gradient)
+            values.mul_(coefficient.to(values.dtype))
+        self.optimizer.step(index, values)
         if scratch is not None:
             self._master_pool.give_back(scratch)
-        bucket.weights.refresh()
-        self.schedule.gather_updated(bucket)
+        weights.refresh()
+        self.schedule.gather_updated(weights)
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
@@ -253,7 +248,7 @@ class ZeroEngine:
         return sum(bucket.weights.layout.numel for bucket in self.schedule.buckets)
 
     def _volume(self) -> Volume:
-        trainable = sum(bucket.weights.layout.numel for bucket in self._trained)
+        trainable = sum(weights.layout.numel for weights, _ in self._trained)
         return Volume(
             trainable_numel=trainable,
             frozen_numel=self.num_parameters - trainable,
@@ -268,16 +263,15 @@ class ZeroEngine:
         """
         state = self.optimizer.state_tensors()
         held = sum(tensor.nbytes for tensor in state)
-        updated = sum(bucket.weights.master_weight.numel() for bucket in self._trained)
+        updated = sum(weights.master_weight.numel() for weights, _ in self._trained)
         master_itemsize = self.precision.master.itemsize if self.precision.separate_master else 0
-        gradients = [bucket.gradient for bucket in self._trained if bucket.gradient is not None]
         return {
             "parameters": sum(bucket.weights.held_nbytes for bucket in self.schedule.buckets),
-            "gradients": sum(gradient.held_nbytes for gradient in gradients),
-            "optimizer": held + sum(bucket.weights.separate_master_nbytes for bucket in self._trained),
+            "gradients": sum(gradient.held_nbytes for _, gradient in self._trained),
+            "optimizer": held + sum(weights.separate_master_nbytes for weights, _ in self._trained),
             "scratch": self._wire_pool.held_nbytes
             + self._master_pool.held_nbytes
-            + sum(gradient.accumulator_nbytes for gradient in gradients),
+            + sum(gradient.accumulator_nbytes for _, gradient in self._trained),
             "theory": self._volume().memory_nbytes(self.plan, held // updated + master_itemsize),
         }
 
@@ -288,7 +282,10 @@ class ZeroEngine:
     # ---- weights out
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's state dict: original names, full fp32 parameters on the CPU, on rank 0; {} elsewhere. Collective."""
+        """The model's state dict: original names, full fp32 parameters on the CPU, on rank 0; {} elsewhere.
+
+        Collective: all ranks call it.
+        """
         return full_state_dict(self.module, self.schedule.buckets, self.world)
 
     def weights_sha256(self) -> str:

@@ -1,6 +1,7 @@
 """The gradient of one bucket: filled parameter by parameter, reduced over ranks, then handed to the optimizer."""
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -8,6 +9,7 @@ from zerotrain.comm.collectives import Collectives, Pending
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.scratch import Scratch, ScratchPool
 from zerotrain.engine.states import GRADIENT_TRANSITIONS, GradientState, Life
+from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.plan import Plan
@@ -118,8 +120,7 @@ class BucketGradient:
         if self.life.state is not GradientState.FILLING:
             self._begin_filling(accumulate=more_to_come and self.precision.separate_master)
         buffer = self._accumulator if self._accumulating else self._filling
-        assert buffer is not None
-        return buffer.cut(self.layout)[1]
+        return _held(buffer).cut(self.layout)[1]
 
     def _begin_filling(self, accumulate: bool) -> None:
         if self.life.state is GradientState.REDUCED:
@@ -147,14 +148,13 @@ class BucketGradient:
     def reduce(self) -> None:
         """Issue the reduction. Every segment has been filled (with zeros where no gradient came)."""
         if self._accumulating:
-            assert self._accumulator is not None
             self._filling = self._wire_buffer()
-            self._filling.cut(self.layout)[0].copy_(self._accumulator.storage)
-        assert self._filling is not None
+            self._filling.cut(self.layout)[0].copy_(_held(self._accumulator).storage)
+        unreduced = _held(self._filling).cut(self.layout)[0]
         self.life.become(GradientState.REDUCING)
         if self.collectives.ordered:
             self._received = self.pool.take(self.layout.padded_numel)
-        self._pending = self.collectives.reduce(self._filling.cut(self.layout)[0], self._received_flat, self.shard)
+        self._pending = self.collectives.reduce(unreduced, self._received_flat, self.shard)
 
     @property
     def _received_flat(self) -> torch.Tensor | None:
@@ -170,8 +170,7 @@ class BucketGradient:
 
         Where the optimizer is replicated the reduced shards are gathered at once; `reduced` waits for that.
         """
-        assert self._pending is not None and self._filling is not None
-        self.collectives.finish_reduce(self._pending, self._received_flat, self.shard)
+        self.collectives.finish_reduce(_held(self._pending), self._received_flat, self.shard)
         self._pending = None
         if self._carry is not None:
             self.shard.copy_(self._carry.add_(self.shard))
@@ -180,7 +179,7 @@ class BucketGradient:
             self.pool.give_back(self._received)
             self._received = None
         if self._own is None:
-            self.pool.give_back(self._filling)
+            self.pool.give_back(_held(self._filling))
         elif not self.plan.shards_optimizer:
             self._pending = self.collectives.gather(self._own.storage, self.shard)
         self._filling = None
@@ -210,3 +209,13 @@ class BucketGradient:
             segment.holds_values = False
         if self.life.state is not GradientState.EMPTY:
             self.life.become(GradientState.EMPTY)
+
+
+T = TypeVar("T")
+
+
+def _held(value: T | None) -> T:
+    """What this part of a gradient's life always holds."""
+    if value is None:
+        raise EngineStateError("a gradient was reduced that had not been filled; this is a fault of zerotrain itself")
+    return value

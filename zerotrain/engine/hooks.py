@@ -70,8 +70,7 @@ def _before_backward(unit: LiveUnit, schedule: Schedule, _: torch.Tensor) -> Non
 def hook_gradients(schedule: Schedule) -> list[LastGradientHook]:
     """Tell the schedule of each segment whose gradients have all arrived."""
     return [
-        LastGradientHook(segment.parameters, partial(schedule.segment_arrived, bucket.gradient, segment))
-        for bucket in schedule.buckets
-        if bucket.gradient is not None
-        for segment in bucket.gradient.segments
+        LastGradientHook(segment.parameters, partial(schedule.segment_arrived, weights, gradient, segment))
+        for weights, gradient in schedule.trained
+        for segment in gradient.segments
     ]

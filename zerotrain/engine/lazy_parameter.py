@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 
 class LazyParameter(nn.Parameter):
-    """Has the shape, dtype and device of `original`; any arithmetic first completes the bucket, then uses `original`."""
+    """Has the shape, dtype and device of `original`; arithmetic completes the bucket first, then uses `original`."""
 
     original: nn.Parameter
     complete: Callable[[], None]
@@ -44,6 +44,22 @@ class LazyParameter(nn.Parameter):
         return func(*args, **kwargs)
 
 
+_ATTRIBUTES = (
+    *(
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "nbytes",
+        "itemsize",
+        "requires_grad",
+        "is_leaf",
+        "grad",
+        "grad_fn",
+    ),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_backward_hooks"),
+)
 _METADATA = {
     torch.Tensor.size,
     torch.Tensor.dim,
@@ -57,10 +73,6 @@ _METADATA = {
     torch.is_floating_point,
     torch.is_complex,
     torch.numel,
-    *(
-        getattr(torch.Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "nbytes", "itemsize")
-        + ("is_cuda", "is_meta", "is_sparse", "is_quantized", "is_cpu", "grad", "grad_fn", "_backward_hooks")
-    ),
+    *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
 }
 """What may be asked of a parameter that is not there."""

@@ -49,7 +49,8 @@ class ShardedOptimizer:
         optimizer = factory(groups)
         kind = type(optimizer).__name__
         if kind in NOT_ELEMENTWISE:
-            raise ConfigError(f"optimizer={kind}: {NOT_ELEMENTWISE[kind]}; use an element-wise one, such as AdamW or SGD")
+            reason = NOT_ELEMENTWISE[kind]
+            raise ConfigError(f"optimizer={kind}: {reason}, which a shard does not hold; use AdamW, SGD or the like")
         for group in optimizer.param_groups:
             if group["name"] != "matrices" and not self._decay_all and "weight_decay" in group:
                 group["weight_decay"] = 0.0

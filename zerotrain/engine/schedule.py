@@ -1,9 +1,10 @@
 """What to gather and what to reduce next: the same list order on every rank, at every stage.
 
 [Note: order of collectives]
-Ranks must issue collectives in one order. Gathers follow the list of buckets (which is the order of the forward) or, for
-sharded parameters, the calls of the units. Reductions follow the list backwards: a bucket that is complete early waits until
-the ones behind it in the list were issued, and what an unused parameter left open is closed at the end of the backward.
+Ranks must issue collectives in one order. Gathers follow the list of buckets (which is the order of the forward) or,
+for sharded parameters, the calls of the units. Reductions follow the list backwards: a bucket that is complete early
+waits until the ones behind it in the list were issued, and what an unused parameter left open is closed at the end of
+the backward.
 """
 
 from collections import deque
@@ -69,12 +70,12 @@ class Schedule:
         self.more_to_come = False
         """Whether the backward under way is not the last before the step."""
         self.frees_after_use = plan.shards_parameters and reshard_after_forward
-        self._gradients = [bucket.gradient for bucket in buckets if bucket.gradient is not None]
+        self.trained = [(bucket.weights, bucket.gradient) for bucket in buckets if bucket.gradient is not None]
+        """The buckets with a gradient, in list order."""
         self._to_reduce: deque[BucketGradient] = deque()
         self._in_flight: deque[BucketGradient] = deque()
         self._full_gradients: set[BucketGradient] = set()
         self._open_segments: dict[BucketGradient, int] = {}
-        self._bucket_of = {bucket.gradient: bucket for bucket in buckets if bucket.gradient is not None}
         self._look_ahead(prefetch if plan.shards_parameters else 0)
 
     def _look_ahead(self, prefetch: int) -> None:
@@ -142,11 +143,11 @@ class Schedule:
         bucket.weights.finish_gather()
         bucket.weights.reshard()
 
-    def gather_updated(self, bucket: Bucket) -> None:
+    def gather_updated(self, weights: BucketWeights) -> None:
         """The optimizer updated this bucket: issue the gather that the next forward waits for, unless it is
         gathered on use."""
         if self.plan.shards_optimizer and not self.plan.shards_parameters:
-            bucket.weights.start_gather()
+            weights.start_gather()
 
     # ---- gradients
 
@@ -154,26 +155,26 @@ class Schedule:
         """A backward starts: the head must be complete, also if a forward without gradients came between."""
         self._complete(self.units[0].buckets, [])
         self.more_to_come = more_to_come
-        self._to_reduce = deque(reversed(self._gradients))
+        self._to_reduce = deque(gradient for _, gradient in reversed(self.trained))
         self._full_gradients.clear()
-        self._open_segments = {gradient: len(gradient.segments) for gradient in self._gradients}
+        self._open_segments = {gradient: len(gradient.segments) for _, gradient in self.trained}
 
-    def segment_arrived(self, gradient: BucketGradient, segment: Segment) -> None:
+    def segment_arrived(self, weights: BucketWeights, gradient: BucketGradient, segment: Segment) -> None:
         """All gradients of a segment are there: move them into the bucket; with its last one the bucket is done."""
         if self.phase is not Phase.BACKWARD:
             raise EngineStateError(
                 "gradients arrived outside engine.backward(); call engine.backward(loss), not loss.backward()"
             )
-        if gradient.life.state is GradientState.EMPTY or gradient.life.state is GradientState.REDUCED:
+        if gradient.life.state in (GradientState.EMPTY, GradientState.REDUCED):
             self._make_room()
         gradient.fill(segment, more_to_come=self.more_to_come)
         self._open_segments[gradient] -= 1
         if self._open_segments[gradient] == 0:
-            self._gradient_done(gradient)
+            self._gradient_done(weights, gradient)
 
-    def _gradient_done(self, gradient: BucketGradient) -> None:
+    def _gradient_done(self, weights: BucketWeights, gradient: BucketGradient) -> None:
         if self.frees_after_use:
-            self._bucket_of[gradient].weights.reshard()
+            weights.reshard()
         if self.more_to_come:
             return
         self._full_gradients.add(gradient)
@@ -194,7 +195,7 @@ class Schedule:
 
     def end_backward(self) -> None:
         """The backward is over: close what unused parameters left open, and bring weights back to rest."""
-        for gradient in reversed(self._gradients):
+        for weights, gradient in reversed(self.trained):
             if self._open_segments[gradient] == 0:
                 continue
             for segment in gradient.segments:
@@ -202,7 +203,7 @@ class Schedule:
                 if arrived or not (self.more_to_come or segment.holds_values):
                     gradient.fill(segment, more_to_come=self.more_to_come)
             self._open_segments[gradient] = 0
-            self._gradient_done(gradient)
+            self._gradient_done(weights, gradient)
         if self.frees_after_use:
             for bucket in self.buckets:
                 self._rest(bucket)

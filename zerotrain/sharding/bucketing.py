@@ -131,9 +131,7 @@ def _names_behind(model: nn.Module, block: str) -> frozenset[str]:
     names = [name for name, _ in model.named_modules()]
     inside = max(index for index, name in enumerate(names) if name == block or name.startswith(f"{block}."))
     modules = dict(model.named_modules())
-    return frozenset(
-        f"{name}.{attribute}" for name in names[inside + 1 :] for attribute in modules[name]._parameters
-    )
+    return frozenset(f"{name}.{attribute}" for name in names[inside + 1 :] for attribute in modules[name]._parameters)
 
 
 def cut_buckets(units: Sequence[Unit], max_numel: int) -> list[BucketSpec]:
@@ -180,5 +178,3 @@ def _split(members: Sequence[ManagedParameter], max_numel: int) -> Iterator[list
         numel += size
     if part:
         yield part
-
-

@@ -1,5 +1,5 @@
 """Run a function on N real processes that form a process group, as tests of sharded code need it."""
 
-from zerotrain.testing.ranks import RankFailure, run_ranks
+from zerotrain.testing.ranks import RankError, run_ranks
 
-__all__ = ["RankFailure", "run_ranks"]
+__all__ = ["RankError", "run_ranks"]

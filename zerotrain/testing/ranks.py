@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     """A rank raised, died, or did not answer in time; the message holds the rank and its traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0, num_threads: int = 1) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0, num_threads: int = 1
+) -> list[Any]:
     """Call `fn(*args)` on `size` processes with an initialised gloo group and return what each returned, by rank.
 
     Args:
@@ -24,7 +26,7 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 
         num_threads: torch's CPU threads in each process.
 
     Raises:
-        RankFailure: naming the first rank that failed.
+        RankError: naming the first rank that failed.
     """
     # Forking a process that has run torch's thread pools can hang; a fork server has run none.
     context = mp.get_context("forkserver")
@@ -58,22 +60,29 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
     while waiting:
         ready = wait(list(waiting), timeout=timeout_s)
         if not ready:
-            raise RankFailure(f"ranks {sorted(waiting.values())} gave no answer within {timeout_s} s")
+            raise RankError(f"ranks {sorted(waiting.values())} gave no answer within {timeout_s} s")
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
                 failed, value = pipe.recv()
             except EOFError:
-                raise RankFailure(f"rank {rank} died without an answer") from None
+                raise RankError(f"rank {rank} died without an answer") from None
             if failed:
-                raise RankFailure(f"rank {rank} failed:\n{value}")
+                raise RankError(f"rank {rank} failed:\n{value}")
             results[rank] = value
     return results
 
 
 def _rank_main(
-    pipe: Connection, fn: Callable[..., Any], args: Any, rank: int, size: int, store: str, timeout_s: float, num_threads: int
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: Any,
+    rank: int,
+    size: int,
+    store: str,
+    timeout_s: float,
+    num_threads: int,
 ) -> None:
     import torch
     import torch.distributed as dist
