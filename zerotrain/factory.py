@@ -1,17 +1,23 @@
 """The one place where config becomes objects."""
 
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from torch import nn
 
-from zerotrain.comm.world import World
-from zerotrain.config.schema import ZeroConfig
+from zerotrain.comm.world import World, choose_device
+from zerotrain.config.schema import Config, ZeroConfig
 from zerotrain.engine.build import EngineOptions
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.precision import precision_named
+from zerotrain.errors import ConfigError
 from zerotrain.sharding.plan import plan_for
+from zerotrain.training import Trainer
 
 
 def build_engine(
@@ -61,3 +67,90 @@ def build_engine(
         max_grad_norm=max_grad_norm,
         decay_all=decay_all,
     )
+
+
+def check(config: Config, num_local_ranks: int = 1) -> None:
+    """Build what can be built without ranks: the model without memory, the dataset, the optimizer of one element.
+
+    Called once, before any rank starts; it also fills the dataset's cache, so that the ranks find it there.
+
+    Args:
+        num_local_ranks: ranks this machine is to run.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems: list[str] = []
+
+    def attempt(build: Callable[[], object]) -> None:
+        try:
+            build()
+        except ConfigError as error:
+            problems.extend(error.problems)
+
+    attempt(lambda: choose_device(config.launch.device, num_local_ranks - 1))
+    attempt(lambda: _build_on_meta(config))
+    attempt(lambda: _build("data", config.data))
+    attempt(lambda: _build("optimizer", config.optimizer)([nn.Parameter(torch.zeros(64))]))
+    attempt(lambda: _build("scheduler", config.scheduler)(0, config.train.max_steps))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def run(config: Config, run_dir: Path, overrides: list[str], config_hash: str) -> dict[str, Any]:
+    """Train as one rank of a run, from joining the others to result.json; return the body of that file.
+
+    Args:
+        run_dir: exists; rank 0 writes its files there.
+        overrides, config_hash: repeated in result.json.
+    """
+    with World.from_environment(config.launch.device, config.launch.timeout_s) as world:
+        torch.manual_seed(config.seed)
+        with world.device:
+            model = _build("model", config.model)
+        # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
+        torch.manual_seed(config.seed + 1 + world.rank)
+        engine = build_engine(
+            model,
+            optimizer=_build("optimizer", config.optimizer),
+            zero=config.zero,
+            precision=config.precision.name,
+            max_grad_norm=config.train.max_grad_norm,
+            world=world,
+        )
+        loop = {key: value for key, value in asdict(config.train).items() if key != "max_grad_norm"}
+        return Trainer(
+            engine=engine,
+            world=world,
+            dataset=_build("data", config.data),
+            schedule=_build("scheduler", config.scheduler),
+            seed=config.seed,
+            run_dir=run_dir,
+            run_facts={"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash},
+            **loop,
+        ).run()
+
+
+def _build(group: str, values: dict[str, Any]) -> Any:
+    """What `_target_` names, made from the other values.
+
+    Raises:
+        ConfigError: it cannot be found or refuses its arguments.
+    """
+    try:
+        return instantiate(values, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        if not isinstance(cause, (ValueError, TypeError, OSError, ImportError, InstantiationException)):
+            raise cause from None
+        raise ConfigError(f"{group}: {str(cause).splitlines()[0]}") from cause
+
+
+def _build_on_meta(config: Config) -> None:
+    """Run the model's constructor without memory, for what it refuses."""
+    try:
+        with torch.device("meta"):
+            _build("model", config.model)
+    except (RuntimeError, NotImplementedError):
+        # The constructor computes with values, which meta tensors do not have; the ranks will run it for real.
+        return

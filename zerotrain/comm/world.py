@@ -38,7 +38,9 @@ class World:
             ConfigError: cuda was asked for and is not there.
         """
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        chosen = _device(device, local_rank)
+        chosen = choose_device(device, local_rank)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
         if int(os.environ.get("WORLD_SIZE", 1)) == 1:
             return cls(rank=0, size=1, local_rank=0, device=chosen)
         dist.init_process_group(
@@ -93,10 +95,20 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # After an error the other ranks may be gone, and leaving a group waits for them.
+        if error is None:
+            self.close()
 
 
-def _device(wanted: str, local_rank: int) -> torch.device:
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of a rank: its own GPU, or the CPU.
+
+    Args:
+        wanted: cpu, cuda, or auto (cuda where there is one).
+
+    Raises:
+        ConfigError: there is no GPU, or none left for this local rank.
+    """
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cpu":
@@ -106,7 +118,6 @@ def _device(wanted: str, local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
-            "lower launch.nproc_per_node, or use launch.device=cpu"
+            f"use launch.nproc_per_node={torch.cuda.device_count()} or less, or launch.device=cpu"
         )
-    torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
