@@ -200,6 +200,7 @@ class BucketGradient:
 
     def drop(self) -> None:
         """Forget this step's gradient; the buffers stay."""
+        self._wait_gathered()
         if self.life.state is GradientState.FILLING and self._filling is not None and self._own is None:
             self.pool.give_back(self._filling)
         self._filling = None

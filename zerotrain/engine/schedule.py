@@ -30,7 +30,8 @@ class Bucket:
     weights: BucketWeights
     gradient: BucketGradient | None
     stays_full: bool = False
-    """Kept from the forward to the backward: the head of the root, and the last bucket of the forward."""
+    """Kept from the forward to the backward: the head of the root, the last unit of the forward, and what is read
+    without a hook that announces it."""
 
 
 @dataclass(eq=False)
@@ -128,6 +129,8 @@ class Schedule:
                 f"the parameters of the bucket of {name} are sharded over the ranks and cannot be read between engine "
                 "calls; take them from engine.full_state_dict(), which all ranks call"
             )
+        # What announced no forward announces no backward either.
+        bucket.stays_full = True
         self._complete([bucket], [])
 
     def end_forward(self, *, backward_follows: bool) -> None:
@@ -164,6 +167,12 @@ class Schedule:
         if self.phase is not Phase.BACKWARD:
             raise EngineStateError(
                 "gradients arrived outside engine.backward(); call engine.backward(loss), not loss.backward()"
+            )
+        if not weights.is_full:
+            raise EngineStateError(
+                f"the backward of {weights.spec.parameters[0].names[0]} ran before its parameters were gathered: a tensor "
+                "left its unit by another way than the unit's output; return it from the unit's forward, or set "
+                "zero.reshard_after_forward=false"
             )
         if gradient.life.state in (GradientState.EMPTY, GradientState.REDUCED):
             self._make_room()
@@ -207,6 +216,10 @@ class Schedule:
         if self.frees_after_use:
             for bucket in self.buckets:
                 self._rest(bucket)
+        if not (self.more_to_come or self.plan.shards_optimizer):
+            # A reduction that ends gathers its gradient. When it ends differs from rank to rank, but must not come
+            # before a collective of the caller on one rank and behind it on another.
+            self.finish_reductions()
 
     def finish_reductions(self) -> None:
         """Wait for all reductions under way."""

@@ -2,6 +2,7 @@
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
-                failed, value = pipe.recv()
+                failed, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 raise RankError(f"rank {rank} died without an answer") from None
             if failed:
@@ -101,7 +102,8 @@ def _rank_main(
         dist.barrier()
     except BaseException:
         answer = (True, traceback.format_exc())
-    pipe.send(answer)
+    # By value: the default pickler would lend a tensor's memory, which ends with this process.
+    pipe.send_bytes(pickle.dumps(answer))
     pipe.close()
     if not answer[0]:
         dist.destroy_process_group()

@@ -1,0 +1,115 @@
+"""Promises about conf/: every yaml composes, and the names that other tools rely on are there."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hydra
+import pytest
+
+from zerotrain import config as config_package
+from zerotrain.config.checks import checked_config
+from zerotrain.config.compose import known_keys, register_schema
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONF = REPOSITORY / "conf"
+GROUP_FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
+NEEDED = {"data/tokens": ["data.path=x"], "experiment/gpt2_bf16": ["data.path=x"]}
+"""What a choice leaves to the user."""
+
+SETTINGS_OTHERS_RELY_ON = """
+seed
+zero.stage zero.bucket_mb zero.overlap zero.prefetch zero.reduction zero.units zero.reshard_after_forward
+precision.name
+train.max_steps train.micro_batch_size train.gradient_accumulation_steps train.max_grad_norm train.eval_every
+train.log_every
+model.num_layers model.num_heads model.hidden_size
+data.path data.seq_len
+launch.nproc_per_node
+""".split()
+
+CHOICES_OTHERS_RELY_ON = {
+    "precision": {"fp32", "bf16"},
+    "model": {"gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "mlp"},
+    "data": {"text", "tokens", "synthetic"},
+    "optimizer": {"adamw", "sgd"},
+    "scheduler": {"cosine", "constant"},
+    "experiment": {"gpt2_bf16"},
+    "debug": {"fast"},
+}
+
+
+@pytest.fixture(autouse=True)
+def composing() -> Iterator[None]:
+    register_schema()
+    with hydra.initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        yield
+
+
+@pytest.mark.parametrize("path", GROUP_FILES, ids=str)
+def test_every_yaml_composes_without_problems(path: Path):
+    choice = f"{path.parent}={path.stem}"
+    composed = hydra.compose("train", [choice, *NEEDED.get(str(path.with_suffix("")), [])])
+    assert checked_config(composed)[1] == []
+
+
+@pytest.mark.parametrize("path", GROUP_FILES, ids=str)
+def test_every_yaml_is_short(path: Path):
+    assert len((CONF / path).read_text().splitlines()) <= 25
+
+
+def test_the_names_that_others_rely_on_are_there():
+    assert set(SETTINGS_OTHERS_RELY_ON) <= set(known_keys(hydra.compose("train")))
+
+
+def test_the_choices_that_others_rely_on_are_there():
+    choices: dict[str, set[str]] = {}
+    for path in GROUP_FILES:
+        choices.setdefault(str(path.parent), set()).add(path.stem)
+    assert {
+        group: CHOICES_OTHERS_RELY_ON[group] <= choices[group] for group in CHOICES_OTHERS_RELY_ON
+    } == dict.fromkeys(CHOICES_OTHERS_RELY_ON, True)
+
+
+@pytest.mark.parametrize("path", [path for path in GROUP_FILES if str(path.parent) in ("experiment", "debug")], ids=str)
+def test_an_experiment_says_the_command_that_runs_it(path: Path):
+    directive, command = (CONF / path).read_text().splitlines()[:2]
+    assert directive == "# @package _global_"
+    assert "launch.py" in command
+    assert f"{path.parent}={path.stem}" in command
+
+
+def test_every_setting_of_the_schema_is_documented():
+    tree = ast.parse((Path(inspect.getfile(config_package)).parent / "schema.py").read_text())
+    plain_sections = {"zero", "precision", "train", "launch"}
+    undocumented = []
+    for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for field, after in zip(section.body, [*section.body[1:], None], strict=True):
+            is_documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and not is_documented:
+                undocumented.append(field.target.id)
+    assert set(undocumented) <= plain_sections
+
+
+def run_python(*arguments: str, **environment: str) -> str:
+    process = subprocess.run(
+        [sys.executable, *arguments], cwd=REPOSITORY, env={"PATH": "", **environment}, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_what_tab_completion_imports_is_free_of_torch():
+    assert run_python("-c", "import sys, launch; print('torch' in sys.modules)") == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("zero.st", "zero.stage="), ("model=gpt2_", "model=gpt2_large"), ("prec", "precision=")]
+)
+def test_tab_completes_settings_and_choices(typed: str, offered: str):
+    line = f"python launch.py {typed}"
+    offers = run_python("launch.py", "-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)), _="launch.py")
+    assert offered in offers.split()

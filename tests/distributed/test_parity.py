@@ -1,0 +1,82 @@
+"""Promise 1: every stage, bucket size and overlap setting gives bit-for-bit the same weights as plain PyTorch."""
+
+from itertools import product
+
+import pytest
+import torch
+from cases import Case, hashes_over_ranks, reference_weights, sha256, train
+from zerotrain.config.schema import ZeroConfig
+from zerotrain.testing import run_ranks
+
+STAGES = (0, 1, 2, 3)
+ORDERED = ZeroConfig(reduction="ordered")
+
+
+def all_settings(case: Case) -> list[Case]:
+    """Every stage, with buckets of a few parameters, of about a unit and of the whole model, overlapped and not."""
+    return [
+        case.with_zero(stage=stage, bucket_mb=bucket_mb, overlap=overlap)
+        for stage, bucket_mb, overlap in product(STAGES, (0.02, 0.25, 25), (True, False))
+    ]
+
+
+TRAININGS = {
+    "fp32": Case(ORDERED),
+    "fp32, no clipping": Case(ORDERED, max_grad_norm=None),
+    "fp32, 3 micro-batches": Case(ORDERED, num_micro_batches=3),
+    "bf16": Case(ORDERED, precision="bf16"),
+    "bf16, 3 micro-batches": Case(ORDERED, precision="bf16", num_micro_batches=3),
+    "SGD with momentum": Case(ORDERED, optimizer="sgd"),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_every_setting_gives_the_bits_of_plain_pytorch(name: str, num_ranks: int) -> None:
+    case = TRAININGS[name]
+    expected = sha256(reference_weights(case, num_ranks))
+    settings = all_settings(case)
+    if num_ranks > 2:  # two cores: the full product with two ranks, each stage and bucket size with more
+        settings = [each for each in settings if each.zero.overlap]
+    got = hashes_over_ranks(settings, num_ranks)
+    wrong = [each.zero for each, value in zip(settings, got, strict=True) if value != expected]
+    assert not wrong
+
+
+def test_prefetch_units_and_resharding_change_no_bit() -> None:
+    case = Case(ZeroConfig(stage=3, reduction="ordered", bucket_mb=0.02), num_micro_batches=2)
+    settings = [
+        case.with_zero(prefetch=0),
+        case.with_zero(prefetch=2),
+        case.with_zero(prefetch=9),
+        case.with_zero(reshard_after_forward=False),
+        case.with_zero(units=["blocks.*.mlp", "blocks.*.attention"]),
+        case.with_zero(units=["blocks"]),
+    ]
+    expected = sha256(reference_weights(case, 2))
+    assert hashes_over_ranks(settings, 2) == [expected] * len(settings)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_native_reduction_agrees_up_to_rounding(precision: str) -> None:
+    """gloo sums in an order of its own, in the wire's precision: equal over stages only within rounding."""
+    case = Case(ZeroConfig(reduction="native", bucket_mb=0.25), precision=precision, optimizer="sgd")
+    expected = reference_weights(case, 3)
+    for stage in STAGES:
+        got = run_ranks(full_weights, 3, case.with_zero(stage=stage))[0]
+        for name, weight in expected.items():
+            torch.testing.assert_close(got[name], weight, rtol=0, atol=1e-6 if precision == "fp32" else 5e-3)
+
+
+def full_weights(case: Case) -> dict[str, torch.Tensor]:
+    return train(case).full_state_dict()
+
+
+def test_the_full_state_dict_is_the_reference_model_by_name_and_loads_into_it() -> None:
+    case = Case(ZeroConfig(stage=3, bucket_mb=0.02), precision="bf16")
+    expected = reference_weights(case, 2)
+    on_rank_0, elsewhere = run_ranks(full_weights, 2, case)
+    assert elsewhere == {}
+    assert set(on_rank_0) == set(expected)
+    for name, weight in expected.items():
+        assert torch.equal(on_rank_0[name], weight)

@@ -1,0 +1,35 @@
+"""Models as a user might bring them, which do on one rank what the tests of the launcher need."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+
+from zerotrain.models import MLP
+
+
+class MisbehavingMLP(MLP):
+    """An MLP that misbehaves in its third forward on rank 1 (or on `rank`)."""
+
+    def __init__(self, *, action: str, rank: int = 1, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.action = action
+        self.rank = rank
+        self.num_forwards = 0
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        self.num_forwards += 1
+        if self.num_forwards == 3 and int(os.environ["RANK"]) == self.rank:
+            self._misbehave()
+        return super().forward(ids, labels)
+
+    def _misbehave(self) -> None:
+        if self.action == "raise":
+            raise ValueError("the third batch is unlucky")
+        if self.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.action == "sleep":
+            print("asleep", flush=True)
+            time.sleep(600)

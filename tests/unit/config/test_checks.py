@@ -1,0 +1,111 @@
+"""Every rule on a value refuses what is outside it, and settings without effect are named."""
+
+import pytest
+
+from zerotrain.config.checks import RULES, checked_config, without_effect
+from zerotrain.config.schema import Config, ZeroConfig
+
+
+def problems_of(compose, *overrides):
+    return checked_config(compose(list(overrides)))[1]
+
+
+@pytest.mark.parametrize("group", ["model=gpt2", "model=mlp", "data=synthetic", "optimizer=sgd", "scheduler=constant"])
+def test_what_we_ship_has_no_problems(compose, group):
+    assert problems_of(compose, group) == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=-1",
+        "zero.stage=4",
+        "zero.stage=-1",
+        "zero.bucket_mb=0",
+        "zero.bucket_mb=-0.5",
+        "zero.bucket_mb=nan",
+        "zero.bucket_mb=inf",
+        "zero.prefetch=-1",
+        "zero.reduction=fast",
+        "zero.units=blocks",
+        "zero.units=[]",
+        "zero.units=[1]",
+        "precision.name=fp8",
+        "train.max_steps=0",
+        "train.micro_batch_size=0",
+        "train.gradient_accumulation_steps=0",
+        "train.max_grad_norm=0",
+        "train.max_grad_norm=nan",
+        "train.eval_every=-1",
+        "train.eval_batches=0",
+        "train.log_every=0",
+        "train.sample_tokens=-1",
+        "launch.nproc_per_node=0",
+        "launch.device=tpu",
+        "launch.threads_per_rank=0",
+        "launch.timeout_s=0",
+    ],
+)
+def test_a_value_outside_its_range_is_refused_in_one_line(compose, override):
+    setting = override.partition("=")[0]
+    [problem] = problems_of(compose, override)
+    assert problem.startswith(f"{setting}: got ")
+    assert "it must be" in problem
+    assert "the default is" in problem
+    assert "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["zero.bucket_mb=0.01", "zero.prefetch=0", "train.max_grad_norm=null", "train.eval_every=0", "zero.units=[a.*,b]"],
+)
+def test_the_edge_of_a_range_is_allowed(compose, override):
+    assert problems_of(compose, override) == []
+
+
+def test_all_problems_are_reported_at_once(compose):
+    problems = problems_of(
+        compose, "zero.stage=5", "train.max_steps=-1", "+foo=1", "optimizer.lr=nan", "+model.depth=3"
+    )
+    starts = [problem.split(":")[0] for problem in problems]
+    assert starts == ["+foo", "zero.stage", "train.max_steps", "model.depth", "optimizer.lr"]
+
+
+def test_numbers_in_open_groups_must_be_finite(compose):
+    assert problems_of(compose, "optimizer.betas=[0.9,inf]") == [
+        "optimizer.betas.1: got inf; it must be a finite number"
+    ]
+
+
+def test_an_optimizer_that_would_be_built_too_early_is_refused(compose):
+    assert "optimizer._partial_: got false; it must be true" in problems_of(compose, "optimizer._partial_=false")
+
+
+def test_every_default_keeps_the_rules():
+    config = Config()
+    for rule in RULES:
+        section, _, name = rule.setting.rpartition(".")
+        assert rule.holds(getattr(getattr(config, section) if section else config, name)), rule.setting
+
+
+def test_a_setting_without_effect_at_this_stage_is_named():
+    config = Config(zero=ZeroConfig(stage=1, prefetch=2, reshard_after_forward=False))
+    assert without_effect(config, world_size=2) == [
+        "zero.prefetch=2 has no effect at zero.stage=1; it has at 3",
+        "zero.reshard_after_forward=false has no effect at zero.stage=1; it has at 3",
+    ]
+
+
+def test_the_same_setting_has_effect_at_the_stage_that_listens():
+    config = Config(zero=ZeroConfig(stage=3, prefetch=2, reshard_after_forward=False))
+    assert without_effect(config, world_size=2) == []
+
+
+def test_one_rank_alone_sends_nothing_so_how_it_sends_has_no_effect():
+    config = Config(zero=ZeroConfig(overlap=False, bucket_mb=1.0))
+    lines = without_effect(config, world_size=1)
+    assert [line.split(" ")[0] for line in lines] == ["zero.bucket_mb=1.0", "zero.overlap=false"]
+
+
+def test_defaults_never_warn():
+    assert without_effect(Config(), world_size=1) == without_effect(Config(), world_size=4) == []

@@ -1,0 +1,81 @@
+"""From composed settings to a typed config, and back from its file."""
+
+from pathlib import Path
+
+import pytest
+
+from zerotrain.config.compose import config_hash, from_values, known_keys, load_config, save_config, to_config
+from zerotrain.config.schema import Config
+from zerotrain.errors import ConfigError
+
+
+def test_the_defaults_compose_into_the_schemas_own_defaults(compose):
+    config, problems = to_config(compose([]))
+    assert problems == []
+    assert (config.zero, config.train, config.launch) == (Config().zero, Config().train, Config().launch)
+
+
+def test_an_override_changes_its_setting_and_nothing_else(compose):
+    before, _ = to_config(compose([]))
+    after, _ = to_config(compose(["zero.bucket_mb=0.25"]))
+    assert after.zero.bucket_mb == 0.25
+    after.zero.bucket_mb = before.zero.bucket_mb
+    assert after == before
+
+
+def test_interpolations_are_resolved(compose):
+    config, _ = to_config(compose(["data.seq_len=77"]))
+    assert config.model["max_seq_len"] == 77
+
+
+def test_an_interpolation_that_leads_nowhere_is_refused(compose):
+    with pytest.raises(ConfigError, match=r"model\.num_layers: .*data\.depth"):
+        to_config(compose(["model.num_layers=${data.depth}"]))
+
+
+def test_a_stray_key_is_refused_with_a_suggestion_and_left_out(compose):
+    config, problems = to_config(compose(["+train.max_stpes=3", "+max_steps=4"]))
+    assert problems == [
+        "+train.max_stpes: there is no such setting; did you mean train.max_steps?",
+        "+max_steps: there is no such setting; did you mean train.max_steps?",
+    ]
+    assert config.train == Config().train
+
+
+def test_a_key_added_to_an_open_group_is_no_stray(compose):
+    config, problems = to_config(compose(["+model.my_argument=3"]))
+    assert problems == []
+    assert config.model["my_argument"] == 3
+
+
+def test_a_value_nobody_gave_is_asked_for(compose):
+    config, problems = to_config(compose(["data=tokens"]))
+    assert problems == ["data.path: has no value and needs one; give data.path=..."]
+    assert config.data["path"] is None
+
+
+def test_a_config_survives_its_file(compose, tmp_path: Path):
+    config, _ = to_config(compose(["zero.units=[blocks.*]", "optimizer.eps=1e-8", "train.max_grad_norm=null"]))
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_the_hash_tells_runs_apart_but_not_machines(compose):
+    hashes = {
+        overrides: config_hash(to_config(compose(list(overrides)))[0])
+        for overrides in [(), ("seed=1",), ("optimizer.lr=1e-3",), ("launch.nproc_per_node=8", "launch.device=cpu")]
+    }
+    assert len(set(hashes.values())) == 3
+    assert hashes[()] == hashes["launch.nproc_per_node=8", "launch.device=cpu"]
+
+
+def test_the_hash_is_that_of_the_values_and_not_of_their_order():
+    one = from_values({"model": {"a": 1, "b": 2}})
+    other = from_values({"model": {"b": 2, "a": 1}})
+    assert config_hash(one) == config_hash(other)
+
+
+def test_the_known_keys_are_those_of_the_schema_and_of_the_chosen_classes(compose):
+    assert {"zero", "zero.stage", "train.max_steps"} <= set(known_keys())
+    assert "model.num_heads" not in known_keys()
+    assert "model.num_heads" in known_keys(compose([]))

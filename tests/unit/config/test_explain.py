@@ -1,0 +1,72 @@
+"""What a user reads of a command line that Hydra refuses: a line for each problem, and all of them."""
+
+import pytest
+
+from zerotrain.config.explain import composition_problems
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("zero.stge=3", "zero.stge: there is no such setting; did you mean zero.stage?"),
+        ("max_steps=3", "max_steps: there is no such setting; did you mean train.max_steps?"),
+        ("model.num_layer=3", "model.num_layer: there is no such setting; did you mean model.num_layers?"),
+        ("precison=bf16", "precison: there is no such setting; did you mean precision?"),
+        ("precision=bf17", "precision=bf17: there is no such choice; did you mean bf16?; there are bf16, fp32"),
+        ("zero.stage=abc", "zero.stage: got abc; it must be 0, 1, 2 or 3; the default is 2"),
+        ("zero.stage=1.5", "zero.stage: got 1.5; it must be 0, 1, 2 or 3; the default is 2"),
+        ("zero.overlap=maybe", "zero.overlap: got maybe; it must be true or false; the default is true"),
+        ("seed=null", "seed: got null; it must be between 0 and 2**63 - 1; the default is 0"),
+        ("+zero.stage=3", "+zero.stage=3: zero.stage has a value already; leave out the +"),
+        ("+debug=fast", "+debug=fast: debug has a value already; leave out the +"),
+        ("~zero.stage", "~zero.stage: zero.stage cannot be left out; give it another value"),
+    ],
+)
+def test_a_refused_override_gets_one_line_that_helps(compose, override, line):
+    assert composition_problems([override], compose, is_sweep=False) == [line]
+
+
+@pytest.mark.parametrize("override", ["zero.stage", "zero.stage=[", "zero.stage={"])
+def test_an_override_that_cannot_be_read_is_named(compose, override):
+    [line] = composition_problems([override], compose, is_sweep=False)
+    assert line.startswith(f"{override}: cannot be read; write key=value")
+
+
+@pytest.mark.parametrize(
+    "override", ["zero=fast", "model=null", "precision=16", "=3", "~zero.nothing", "+model@foo=mlp", "debug=slow"]
+)
+def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
+    [line] = composition_problems(["seed=1", override], compose, is_sweep=False)
+    assert line.startswith((override, override.lstrip("+").partition("=")[0]))
+    assert "\n" not in line
+
+
+def test_a_group_of_settings_given_as_one_value_lists_its_settings(compose):
+    [line] = composition_problems(["zero=fast"], compose, is_sweep=False)
+    assert line.startswith("zero=fast: zero is a group of settings: zero.bucket_mb, ")
+
+
+def test_all_problems_come_at_once_those_of_hydra_and_those_of_the_values(compose):
+    overrides = ["zero.stge=3", "zero.stage=5", "precision=bf17", "zero.units=[", "+foo=1", "seed=3"]
+    lines = composition_problems(overrides, compose, is_sweep=False)
+    assert sorted(line.split(":")[0] for line in lines) == [
+        "+foo",
+        "precision=bf17",
+        "zero.stage",
+        "zero.stge",
+        "zero.units=[",
+    ]
+
+
+def test_several_values_need_a_sweep(compose):
+    [line] = composition_problems(["zero.stage=0,1"], compose, is_sweep=False)
+    assert line.startswith("zero.stage=0,1: got several values; -m runs a job for each")
+
+
+def test_of_a_sweep_the_job_with_the_problem_speaks(compose):
+    lines = composition_problems(["seed=1,2", "zero.stage=0,1,abc"], compose, is_sweep=True)
+    assert lines == ["zero.stage: got abc; it must be 0, 1, 2 or 3; the default is 2"]
+
+
+def test_a_command_line_without_problems_has_none(compose):
+    assert composition_problems(["zero.stage=0,1", "seed=1"], compose, is_sweep=True) == []

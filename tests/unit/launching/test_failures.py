@@ -1,0 +1,71 @@
+"""Of several failures the first cause is told."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from zerotrain.errors import CommError, ConfigError
+from zerotrain.launching.failures import Failure, RunError, first_failure
+
+LOST_PEER = RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9614")
+
+
+def ended(rank: int, exitcode: int) -> ProcessFailure:
+    return ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="")
+
+
+def test_no_failure_has_no_first_cause(tmp_path: Path):
+    assert first_failure(tmp_path) is None
+
+
+def test_the_earliest_error_is_the_first_cause(tmp_path: Path):
+    for rank in (2, 0, 1):
+        Failure.of(ValueError(f"rank {rank}"), rank).write(tmp_path)
+    failure = first_failure(tmp_path)
+    assert failure is not None
+    assert (failure.rank, failure.cause) == (2, "failed: ValueError: rank 2")
+
+
+@pytest.mark.parametrize("loss", [LOST_PEER, CommError("timed out"), dist.DistBackendError("NCCL error")], ids=repr)
+def test_losing_a_rank_is_not_the_first_cause_even_if_it_was_noticed_first(tmp_path: Path, loss):
+    Failure.of(loss, 0).write(tmp_path)
+    Failure.of(ValueError("mine"), 1).write(tmp_path)
+    assert first_failure(tmp_path).rank == 1
+
+
+def test_a_killed_rank_comes_before_what_the_others_noticed_of_it(tmp_path: Path):
+    Failure.of(LOST_PEER, 0).write(tmp_path)
+    failure = first_failure(tmp_path, {0: ended(0, 1), 1: ended(1, -signal.SIGKILL), 2: ended(2, -signal.SIGTERM)})
+    assert failure.rank == 1
+    assert "was killed by SIGKILL" in failure.cause
+
+
+def test_an_error_comes_before_ranks_that_were_ended_because_of_it(tmp_path: Path):
+    Failure.of(ValueError("mine"), 1).write(tmp_path)
+    assert first_failure(tmp_path, {0: ended(0, -signal.SIGKILL), 1: ended(1, 1)}).rank == 1
+
+
+@pytest.mark.parametrize("exitcode", [-signal.SIGTERM, 130])
+def test_a_rank_that_was_told_to_stop_is_not_the_first_cause(tmp_path: Path, exitcode):
+    Failure.of(LOST_PEER, 1).write(tmp_path)
+    assert first_failure(tmp_path, {0: ended(0, exitcode), 1: ended(1, 1)}).rank == 1
+
+
+def test_a_rank_that_just_exits_is_told_with_its_exit_code(tmp_path: Path):
+    assert first_failure(tmp_path, {3: ended(3, 7)}).cause == "ended with exit code 7"
+
+
+def test_the_user_reads_the_cause_and_the_path_of_the_log(tmp_path: Path):
+    error = Failure.of(ValueError("mine"), 1).as_error(tmp_path)
+    assert isinstance(error, RunError)
+    assert str(error).splitlines() == ["rank 1 failed: ValueError: mine", f"  its log: {tmp_path / '1.log'}"]
+
+
+def test_a_config_problem_found_by_a_rank_stays_a_config_problem(tmp_path: Path):
+    Failure.of(ConfigError("a: wrong", "b: wrong"), 1).write(tmp_path)
+    error = first_failure(tmp_path).as_error(tmp_path)
+    assert isinstance(error, ConfigError)
+    assert error.problems == ("a: wrong", "b: wrong")

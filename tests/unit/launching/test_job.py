@@ -1,0 +1,63 @@
+"""What the ranks of a job are told, its folder, and its ending."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zerotrain.config.compose import load_config
+from zerotrain.config.schema import Config, LaunchConfig
+from zerotrain.launching.job import Job, num_threads_per_rank, write_ending
+from zerotrain.training.result import RunResult
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(config=Config(seed=3), run_dir=tmp_path / "run", overrides=["seed=3"])
+
+
+def test_a_job_arrives_at_other_ranks_as_it_was(job: Job):
+    assert Job.from_json(job.to_json()) == job
+
+
+def test_the_folder_holds_the_config_and_nothing_of_an_earlier_run(job: Job):
+    job.ranks_dir.mkdir(parents=True)
+    earlier = [job.ranks_dir / "7.log", job.ranks_dir / "7.error.json", job.run_dir / "result.json"]
+    for path in earlier:
+        path.write_text("old")
+    job.open_folder()
+    assert not any(path.exists() for path in earlier)
+    assert load_config(job.run_dir / "config.yaml") == job.config
+
+
+def test_another_machine_completes_the_folder_without_taking_from_it(job: Job):
+    job.open_folder()
+    (job.ranks_dir / "0.log").write_text("running")
+    job.complete_folder()
+    assert (job.ranks_dir / "0.log").read_text() == "running"
+
+
+def test_an_ending_keeps_what_rank_0_had_written(job: Job):
+    job.open_folder()
+    RunResult(world_size=2, stage=2, status="stopped", error="KeyboardInterrupt", steps=7).write(job.run_dir)
+    write_ending(job, 2, status="failed", error="rank 1 failed")
+    written = json.loads((job.run_dir / "result.json").read_text())
+    assert (written["status"], written["error"], written["steps"]) == ("failed", "rank 1 failed", 7)
+
+
+def test_an_ending_is_written_even_if_rank_0_never_wrote_any(job: Job):
+    job.open_folder()
+    write_ending(job, 2, status="failed", error="rank 0 was killed by SIGKILL")
+    written = json.loads((job.run_dir / "result.json").read_text())
+    assert written["overrides"] == ["seed=3"]
+    assert written["config_hash"] == job.config_hash
+    assert (written["world_size"], written["stage"]) == (2, 2)
+
+
+def test_cores_are_shared_out_among_ranks_and_each_has_one():
+    assert num_threads_per_rank(Config(), num_local_ranks=1) >= num_threads_per_rank(Config(), num_local_ranks=2)
+    assert num_threads_per_rank(Config(), num_local_ranks=10_000) == 1
+
+
+def test_a_number_of_threads_that_was_set_is_kept():
+    assert num_threads_per_rank(Config(launch=LaunchConfig(threads_per_rank=3)), num_local_ranks=2) == 3

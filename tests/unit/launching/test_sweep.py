@@ -1,0 +1,91 @@
+"""The table at the end of a sweep, built from the result files."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from zerotrain.launching import exits, sweep
+from zerotrain.training.result import RunResult
+
+
+def write(folder: Path, job: int, **fields) -> None:
+    path = folder / str(job)
+    path.mkdir()
+    overrides = ["launch.nproc_per_node=2", f"zero.stage={job}"]
+    result = {
+        "status": "completed",
+        "final_val_loss": 2.5,
+        "weights_sha256": "a" * 64,
+        "overrides": overrides,
+        **fields,
+    }
+    RunResult(world_size=2, **result).write(path)
+
+
+def table_of(folder: Path) -> str:
+    stream = io.StringIO()
+    sweep.print_table(sweep.read_results(folder), Console(file=stream, width=80))
+    return stream.getvalue()
+
+
+def test_jobs_come_in_the_order_of_their_numbers(tmp_path: Path):
+    for job in (10, 2, 0, 1):
+        write(tmp_path, job)
+    assert list(sweep.read_results(tmp_path)) == ["0", "1", "2", "10"]
+
+
+def test_a_row_tells_a_job_by_the_overrides_that_differ(tmp_path: Path):
+    write(tmp_path, 0)
+    write(tmp_path, 1)
+    table = table_of(tmp_path)
+    assert "zero.stage=0" in table
+    assert "zero.stage=1" in table
+    assert table.count("launch.nproc_per_node=2") == 0
+    assert table.count("a" * 12 + " ") == 2
+
+
+def test_equal_weights_are_said_to_be_equal_in_full(tmp_path: Path):
+    write(tmp_path, 0)
+    write(tmp_path, 1)
+    assert f"weights: 2 of 2 jobs have the same sha256 {'a' * 64}" in table_of(tmp_path)
+
+
+def test_different_weights_are_counted(tmp_path: Path):
+    write(tmp_path, 0)
+    write(tmp_path, 1)
+    write(tmp_path, 2, weights_sha256="b" * 64)
+    assert f"weights: 2 different sha256 in 3 jobs: {'a' * 12} x 2, {'b' * 12} x 1" in table_of(tmp_path)
+
+
+def test_a_failed_job_is_in_the_table_with_its_cause(tmp_path: Path):
+    write(tmp_path, 0)
+    write(tmp_path, 1, status="failed", error="zero.stage: got 5", weights_sha256=None, final_val_loss=None)
+    table = table_of(tmp_path)
+    assert "job 1 failed: zero.stage: got 5" in table
+    assert "weights: 1 of 2 jobs have the same sha256" in table
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        ("completed", exits.COMPLETED, exits.COMPLETED),
+        ("failed", exits.COMPLETED, exits.FAILED),
+        ("failed", exits.FAILED, exits.FAILED),
+        ("stopped", 130, 130),
+    ],
+)
+def test_the_exit_code_is_that_of_a_failure_if_any_job_failed(
+    tmp_path: Path, monkeypatch, capsys, status, code, expected
+):
+    write(tmp_path, 0, status=status)
+    monkeypatch.setattr(sweep, "_folders", [tmp_path])
+    assert sweep.report(code) == expected
+    assert status in capsys.readouterr().out
+
+
+def test_a_process_that_drove_no_sweep_prints_no_table(monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "_folders", [])
+    assert sweep.report(exits.FAILED) == exits.FAILED
+    assert capsys.readouterr().out == ""

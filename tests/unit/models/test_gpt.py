@@ -1,0 +1,153 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from zerotrain.models import GPT
+
+SMALL = {"vocab_size": 256, "max_seq_len": 32, "num_layers": 2, "num_heads": 4, "hidden_size": 64}
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(**SMALL)
+
+
+def random_tokens(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_heads", "hidden_size", "num_parameters"),
+    [(12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168), (36, 20, 1280, 774_030_080)],
+    ids=["gpt2", "gpt2_medium", "gpt2_large"],
+)
+def test_the_parameter_counts_are_those_of_gpt2(num_layers, num_heads, hidden_size, num_parameters):
+    with torch.device("meta"):
+        model = GPT(
+            vocab_size=50257, max_seq_len=1024, num_layers=num_layers, num_heads=num_heads, hidden_size=hidden_size
+        )
+    assert model.num_parameters == num_parameters
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
+
+
+def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
+    """GPT-2's forward in plain arithmetic: explicit mask, softmax and tanh."""
+    seq_len = ids.shape[1]
+    hidden = model.wte.weight[ids] + model.wpe.weight[:seq_len]
+    future = torch.ones(seq_len, seq_len, dtype=torch.bool).triu(1)
+    for block in model.blocks:
+        attention = block.attention
+        normed = F.layer_norm(hidden, hidden.shape[-1:], block.ln_1.weight, block.ln_1.bias)
+        parts = (normed @ attention.qkv_proj.weight.T + attention.qkv_proj.bias).split(hidden.shape[-1], dim=-1)
+        heads = []
+        for query, key, value in zip(*(part.split(hidden.shape[-1] // 4, dim=-1) for part in parts), strict=True):
+            scores = query @ key.mT / math.sqrt(query.shape[-1])
+            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value)
+        hidden = hidden + torch.cat(heads, -1) @ attention.out_proj.weight.T + attention.out_proj.bias
+        normed = F.layer_norm(hidden, hidden.shape[-1:], block.ln_2.weight, block.ln_2.bias)
+        inner = normed @ block.mlp.in_proj.weight.T + block.mlp.in_proj.bias
+        inner = 0.5 * inner * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
+        hidden = hidden + inner @ block.mlp.out_proj.weight.T + block.mlp.out_proj.bias
+    return F.layer_norm(hidden, hidden.shape[-1:], model.ln_f.weight, model.ln_f.bias) @ model.wte.weight.T
+
+
+def test_the_logits_are_those_of_gpt2_written_out(model):
+    nn.init.normal_(model.blocks[0].attention.out_proj.bias)  # biases start at zero, which would hide a missing one
+    ids = random_tokens(2, 32)
+    torch.testing.assert_close(model(ids), reference_logits(model, ids), rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_is_the_mean_over_the_labels_that_count(model):
+    ids, labels = random_tokens(3, 16), random_tokens(3, 16, seed=2)
+    labels[0, 5:] = -100
+    log_probabilities = model(ids).log_softmax(-1)
+    counted = [-log_probabilities[b, t, labels[b, t]] for b in range(3) for t in range(16) if labels[b, t] != -100]
+    torch.testing.assert_close(model(ids, labels), torch.stack(counted).mean())
+
+
+def test_labels_that_are_all_ignored_give_no_loss_and_no_gradient(model):
+    loss = model(random_tokens(2, 8), torch.full((2, 8), -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_an_untrained_model_is_as_good_as_guessing(model):
+    loss = model(random_tokens(8, 32), random_tokens(8, 32, seed=2))
+    assert loss.item() == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_a_position_sees_nothing_that_comes_after_it(model):
+    ids = random_tokens(1, 16)
+    changed = ids.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % 256
+    before, after = model(ids), model(changed)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.equal(before[:, 10], after[:, 10])
+
+
+def test_the_head_is_the_token_embedding(model):
+    assert [name for name, weight in model.named_parameters() if 256 in weight.shape and "blocks" not in name] == [
+        "wte.weight"
+    ]
+
+
+def test_parameters_are_defined_in_the_order_in_which_forward_uses_them(model):
+    used = []
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(lambda module, inputs, name=name: used.append(name))
+    model(random_tokens(1, 4))
+    defined = list(dict.fromkeys(name.rpartition(".")[0] for name, _ in model.named_parameters()))
+    assert defined == used
+
+
+def test_projections_into_the_residual_stream_start_smaller(model):
+    for name, weight in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            std = 0.02 / math.sqrt(2 * 2) if "out_proj" in name else 0.02
+            assert weight.std().item() == pytest.approx(std, rel=0.05), name
+
+
+def test_dropout_acts_in_training_only():
+    model = GPT(**SMALL, dropout=0.5)
+    ids = random_tokens(1, 8)
+    assert not torch.equal(model(ids), model(ids))
+    model.eval()
+    assert torch.equal(model(ids), model(ids))
+
+
+def test_flops_per_token_agree_with_a_count_of_the_matrix_products():
+    with torch.device("meta"):
+        model = GPT(vocab_size=256, max_seq_len=128, num_layers=4, num_heads=4, hidden_size=128)
+        ids = torch.zeros(2, 128, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, ids).backward()
+    assert model.flops_per_token(128) == pytest.approx(counter.get_total_flops() / ids.numel(), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_heads", 3, r"model.num_heads=3 does not divide model.hidden_size=64; .* such as 4"),
+        ("num_heads", 0, "model.num_heads=0 is too small; it must be at least 1"),
+        ("num_layers", 0, "model.num_layers=0 is too small"),
+        ("hidden_size", -64, "model.hidden_size=-64 is too small"),
+        ("vocab_size", 0, "model.vocab_size=0 is too small"),
+        ("max_seq_len", 0, "model.max_seq_len=0 is too small"),
+        ("dropout", 1.0, "model.dropout=1.0 is out of range; it must be at least 0 and below 1"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        GPT(**SMALL | {name: value})
+
+
+def test_a_sequence_longer_than_the_positions_is_refused(model):
+    with pytest.raises(ValueError, match=r"33 tokens is longer than model.max_seq_len=32"):
+        model(random_tokens(1, 33))

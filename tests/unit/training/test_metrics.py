@@ -1,0 +1,83 @@
+import json
+import math
+import time
+
+import pytest
+import torch
+
+from zerotrain.training.metrics import NUM_WARMUP_STEPS, MetricsFile, StepClock, device_peak_flops
+
+
+def test_each_line_can_be_read_while_the_run_goes_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        for step in range(3):
+            metrics.write({"step": step, "train_loss": math.nan})
+            assert json.loads(path.read_text().splitlines()[-1]) == {"step": step, "train_loss": None}
+
+
+def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with MetricsFile(None) as metrics:
+        metrics.write({"step": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def clock_of(durations_s: list[float], monkeypatch: pytest.MonkeyPatch) -> StepClock:
+    """A clock that has timed steps of 100 tokens each."""
+    now_s = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    clock = StepClock()
+    for duration_s in durations_s:
+        with clock:
+            now_s += duration_s
+        clock.count(100)
+        now_s += 1000  # an evaluation, which is not training
+    return clock
+
+
+def test_the_first_steps_and_what_lies_between_steps_are_left_out_of_the_speed(monkeypatch):
+    clock = clock_of([50.0] * NUM_WARMUP_STEPS + [1.0, 2.0, 9.0], monkeypatch)
+    assert clock.tokens_per_s() == pytest.approx(300 / 12)
+    assert clock.step_ms_median() == pytest.approx(2000)
+
+
+def test_the_speed_of_the_last_steps_is_theirs_alone(monkeypatch):
+    clock = clock_of([50.0] * 10 + [1.0, 3.0], monkeypatch)
+    assert clock.tokens_per_s(last_steps=2) == pytest.approx(200 / 4)
+    assert clock.step_ms_median(last_steps=2) == pytest.approx(2000)
+
+
+def test_a_run_shorter_than_its_warmup_counts_all_its_steps(monkeypatch):
+    assert clock_of([2.0, 4.0], monkeypatch).tokens_per_s() == pytest.approx(200 / 6)
+
+
+def test_before_any_step_there_is_no_speed():
+    assert math.isnan(StepClock().tokens_per_s())
+    assert math.isnan(StepClock().step_ms_median())
+
+
+def test_a_step_that_failed_is_not_counted():
+    clock = StepClock()
+    with pytest.raises(RuntimeError), clock:
+        raise RuntimeError
+    assert math.isnan(clock.step_ms_median())
+
+
+@pytest.mark.parametrize(
+    ("device_name", "dtype", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4e12),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756.0e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float16, None),
+        ("Some GPU of tomorrow", torch.bfloat16, None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_its_name_and_dtype(device_name, dtype, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: device_name)
+    assert device_peak_flops(torch.device("cuda", 0), dtype) == peak
+
+
+def test_the_peak_of_a_cpu_is_not_known():
+    assert device_peak_flops(torch.device("cpu"), torch.float32) is None

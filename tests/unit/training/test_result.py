@@ -1,0 +1,48 @@
+import json
+import math
+
+from zerotrain.training import RunResult
+
+KEYS = [
+    "status",
+    "error",
+    "stage",
+    "world_size",
+    "final_train_loss",
+    "final_val_loss",
+    "steps",
+    "tokens_per_s",
+    "step_ms_median",
+    "weights_sha256",
+    "comm_bytes_per_step",
+    "memory_bytes",
+    "overrides",
+    "config_hash",
+]
+
+
+def test_result_json_has_all_its_keys_whatever_happened(tmp_path):
+    RunResult(world_size=2).write(tmp_path)
+    assert sorted(json.loads((tmp_path / "result.json").read_text())) == sorted(KEYS)
+
+
+def test_a_loss_that_is_no_number_is_null_so_that_any_json_reader_can_read_it(tmp_path):
+    RunResult(world_size=1, final_train_loss=math.nan, memory_bytes={"theory": {"peak": math.inf}}).write(tmp_path)
+    text = (tmp_path / "result.json").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert json.loads(text)["final_train_loss"] is None
+    assert json.loads(text)["memory_bytes"] == {"theory": {"peak": None}}
+
+
+def test_a_result_replaces_an_older_one_and_leaves_no_other_file(tmp_path):
+    RunResult(world_size=1, status="failed").write(tmp_path)
+    RunResult(world_size=1, status="completed").write(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "completed"
+
+
+def test_the_body_returned_is_the_body_written(tmp_path):
+    result = RunResult(world_size=4, stage=3, final_val_loss=2.5, overrides=["zero.stage=3"])
+    result.write(tmp_path)
+    assert json.loads((tmp_path / "result.json").read_text()) == result.body()

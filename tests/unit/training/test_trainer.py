@@ -1,0 +1,242 @@
+import json
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from zerotrain import build_engine
+from zerotrain.data import GlobalBatchSampler, SyntheticTokens, TextDataset
+from zerotrain.models import GPT
+from zerotrain.training import warmup_cosine
+
+
+def read_metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+class WrappedSequences(Dataset):
+    """The sequences of another dataset, each passed through a function (index, ids, labels) -> (ids, labels)."""
+
+    def __init__(self, sequences, change):
+        self.sequences = sequences
+        self.change = change
+
+    def __len__(self):
+        return len(self.sequences)
+
+    def __getitem__(self, index):
+        return self.change(index, *self.sequences[index])
+
+
+def with_changed_training(dataset: SyntheticTokens, change) -> SyntheticTokens:
+    dataset.train = WrappedSequences(dataset.train, change)
+    return dataset
+
+
+# ---- a run as a whole
+
+
+def test_training_lowers_the_loss_and_tells_so_everywhere(make_trainer, tmp_path, screen):
+    body = make_trainer(max_steps=60, eval_every=30, log_every=10).run()
+    assert body == read_result(tmp_path)
+    assert body["status"] == "completed"
+    assert body["error"] is None
+    assert body["final_train_loss"] < 2.5
+    assert body["final_val_loss"] < 2.5
+    assert body["steps"] == 60
+    assert body["world_size"] == 1
+    assert body["stage"] == 2
+    assert body["overrides"] == ["train.max_steps=4"]
+    assert body["config_hash"] == "abc"
+    assert body["tokens_per_s"] > 0
+    assert body["step_ms_median"] > 0
+    assert len(body["weights_sha256"]) == 64
+    assert "60 steps" in screen.getvalue()
+
+
+def test_metrics_have_a_line_at_the_first_step_each_logged_step_and_each_evaluation(make_trainer, tmp_path):
+    make_trainer(max_steps=10, eval_every=4, log_every=3).run()
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines if "train_loss" in line] == [1, 3, 6, 9, 10]
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 8, 10]
+    assert read_result(tmp_path)["final_val_loss"] == lines[-1]["val_loss"]
+
+
+def test_without_evaluations_on_the_way_there_is_one_after_the_last_step(make_trainer, tmp_path):
+    make_trainer(max_steps=3, eval_every=0).run()
+    assert [line["step"] for line in read_metrics(tmp_path) if "val_loss" in line] == [3]
+
+
+def test_memory_and_traffic_of_one_rank_are_those_of_theory(make_trainer, model):
+    num_parameters = model.num_parameters
+    body = make_trainer().run()
+    assert body["comm_bytes_per_step"] == {"sent": 0, "theory": 0}
+    memory = body["memory_bytes"]
+    assert memory["theory"] == {
+        "parameters": 4 * num_parameters,
+        "gradients": 4 * num_parameters,
+        "optimizer": 8 * num_parameters,
+    }
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert memory[kind] == pytest.approx(memory["theory"][kind], rel=0.05)  # up to padding
+    assert memory["peak"] > sum(memory["theory"].values())
+
+
+# ---- the same bits
+
+
+def test_the_same_seed_is_the_same_run_and_another_seed_another(make_trainer):
+    def weights(seed):
+        torch.manual_seed(0)
+        fresh = GPT(vocab_size=32, max_seq_len=16, num_layers=1, num_heads=1, hidden_size=16)
+        engine = build_engine(fresh, optimizer=partial(torch.optim.AdamW, lr=1e-2))
+        return make_trainer(engine=engine, seed=seed).run()["weights_sha256"]
+
+    assert weights(0) == weights(0) != weights(1)
+
+
+def plain_training(model, dataset, *, num_steps, batch_size, lr) -> list[float]:
+    """The same run in plain PyTorch: each step one batch, its loss the mean over all its tokens."""
+    sampler = GlobalBatchSampler(
+        num_sequences=len(dataset), micro_batch_size=batch_size, num_micro_batches=1, rank=0, num_ranks=1, seed=0
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for step in range(num_steps):
+        ids, labels = (
+            torch.stack(parts) for parts in zip(*(dataset[row] for row in sampler.global_batch(step)), strict=True)
+        )
+        loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def mask_ends(index, ids, labels):
+    """Count only the first few labels of a sequence, another number in each, in some none at all."""
+    labels = labels.clone()
+    labels[index * 5 % 17 :] = -100
+    return ids, labels
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all labels", "ragged labels"])
+@pytest.mark.parametrize("num_micro_batches", [1, 3, 12])
+def test_the_loss_is_the_mean_over_the_tokens_of_the_global_batch(
+    make_trainer, model, dataset, tmp_path, num_micro_batches, masked
+):
+    if masked:
+        dataset = with_changed_training(dataset, mask_ends)
+    reference = GPT(vocab_size=32, max_seq_len=16, num_layers=2, num_heads=2, hidden_size=32)
+    reference.load_state_dict(model.state_dict())
+    losses = plain_training(reference, dataset.train, num_steps=5, batch_size=12, lr=0.5)
+
+    trainer = make_trainer(
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        dataset=dataset,
+        max_steps=5,
+        micro_batch_size=12 // num_micro_batches,
+        gradient_accumulation_steps=num_micro_batches,
+    )
+    trainer.run()
+    assert [line["train_loss"] for line in read_metrics(tmp_path) if "train_loss" in line] == pytest.approx(
+        losses, rel=1e-5
+    )
+    weights = trainer.engine.full_state_dict()
+    for name, weight in reference.state_dict().items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-6)
+
+
+def test_the_schedule_scales_the_learning_rate_of_each_step(make_trainer, tmp_path):
+    schedule = partial(warmup_cosine, warmup_steps=2, final_fraction=0.1)
+    make_trainer(max_steps=4, schedule=schedule, optimizer=partial(torch.optim.AdamW, lr=0.01)).run()
+    rates = [line["lr"] for line in read_metrics(tmp_path) if "lr" in line]
+    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.001])
+
+
+def test_a_step_whose_gradient_is_not_finite_is_counted_and_shown(make_trainer, tmp_path, screen, model):
+    with torch.no_grad():
+        model.ln_f.weight.fill_(float("inf"))
+    body = make_trainer(max_steps=2).run()
+    assert body["status"] == "completed"
+    assert body["final_train_loss"] is None
+    assert [line["skipped_steps"] for line in read_metrics(tmp_path) if "train_loss" in line] == [1, 2]
+    assert "2 skipped" in screen.getvalue()
+
+
+# ---- the sample
+
+
+def test_a_sample_of_text_ends_the_run(make_trainer, tmp_path, screen):
+    (tmp_path / "text.txt").write_text("all work and no play makes jack a dull boy [/] " * 100)
+    dataset = TextDataset(str(tmp_path / "text.txt"), seq_len=40, cache_dir=str(tmp_path / "cache"))
+    model = GPT(vocab_size=256, max_seq_len=40, num_layers=1, num_heads=1, hidden_size=16)
+    engine = build_engine(model, optimizer=torch.optim.SGD)
+    make_trainer(engine=engine, dataset=dataset, sample_tokens=20).run()
+    prompt = dataset.decode(dataset.validation[0][0][:32])
+    assert prompt in screen.getvalue()
+    assert "20 tokens after 32 of the validation text" in screen.getvalue()
+
+
+def test_a_dataset_that_cannot_decode_gets_a_word_instead_of_a_sample(make_trainer, screen):
+    make_trainer(sample_tokens=20).run()
+    assert "No sample of text: the dataset has no decode()." in screen.getvalue()
+
+
+# ---- ends that are not the end
+
+
+def failing_at_read(number, failure):
+    reads = []
+
+    def change(index, ids, labels):
+        reads.append(index)
+        if len(reads) == number:
+            failure()
+        return ids, labels
+
+    return change
+
+
+def raise_broken_disk():
+    raise OSError("broken disk")
+
+
+def test_a_failed_run_leaves_a_result_that_says_why(make_trainer, dataset, tmp_path):
+    trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, raise_broken_disk)))
+    with pytest.raises(OSError, match="broken disk"):
+        trainer.run()
+    result = read_result(tmp_path)
+    assert (result["status"], result["steps"], result["error"]) == ("failed", 2, "OSError: broken disk")
+    assert result["final_train_loss"] == read_metrics(tmp_path)[-1]["train_loss"]
+    assert result["weights_sha256"] is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_run_stopped_from_outside_leaves_a_result_that_says_so(make_trainer, dataset, tmp_path, number):
+    stop = partial(os.kill, os.getpid(), number)
+    trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, stop)))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert (read_result(tmp_path)["status"], read_result(tmp_path)["steps"]) == ("stopped", 2)
+
+
+def test_a_stop_that_surfaces_as_a_broken_connection_is_still_a_stop(make_trainer, dataset, tmp_path):
+    def stop():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            raise RuntimeError("connection closed by peer")
+
+    trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, stop)))
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        trainer.run()
+    assert read_result(tmp_path)["status"] == "stopped"

@@ -1,0 +1,110 @@
+"""From what Hydra composed to a typed Config, and to and from the config.yaml of a run."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from zerotrain.config.schema import Config
+from zerotrain.config.suggest import did_you_mean
+from zerotrain.errors import ConfigError
+
+
+def register_schema() -> None:
+    """Make the schema known to Hydra as `schema`, the first entry of the defaults list: it checks names and types."""
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
+    """Resolve what Hydra composed and type it.
+
+    Returns:
+        The config, and a line for each problem that Hydra's own pass lets through: a `+key` that the schema does not
+        have (left out of the config), a `???` that nobody filled (null in the config).
+
+    Raises:
+        ConfigError: an interpolation leads nowhere.
+    """
+    try:
+        missing = sorted(OmegaConf.missing_keys(composed))
+        filled = OmegaConf.merge(composed, *(OmegaConf.from_dotlist([f"{key}=null"]) for key in missing))
+        values = OmegaConf.to_container(filled, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
+    known = known_keys(composed)
+    unknown = [key for key in _keys(values) if not _is_known(key)]
+    problems = [f"{key}: has no value and needs one; give {key}=..." for key in missing]
+    problems += [f"+{key}: there is no such setting{did_you_mean(key, known)}" for key in unknown]
+    for key in unknown:
+        _remove(values, key)
+    return from_values(values), problems
+
+
+def from_values(values: Any) -> Config:
+    """Type the values of a config that `dataclasses.asdict` or a yaml file has given."""
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+    assert isinstance(config, Config)
+    return config
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved config as yaml."""
+    OmegaConf.save(OmegaConf.create(asdict(config)), path)
+
+
+def load_config(path: Path) -> Config:
+    """Read what `save_config` wrote."""
+    return from_values(OmegaConf.load(path))
+
+
+def config_hash(config: Config) -> str:
+    """16 hex digits that two runs share where they compute the same: all settings but `launch` are in it."""
+    values = asdict(config)
+    del values["launch"]
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def known_keys(values: Any = None) -> list[str]:
+    """The names of all groups and settings: those of the schema, and those that `values` has in its open groups."""
+    schema = asdict(Config())
+    present = {} if values is None else OmegaConf.to_container(values, resolve=False)
+    return sorted({*schema, *_keys(schema), *(key for key in _keys(present) if _is_known(key))})
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message: the rest of OmegaConf's are its own names for nodes."""
+    return str(error).strip().split("\n")[0].rstrip(".")
+
+
+def _keys(values: Any, prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _remove(values: Any, key: str) -> None:
+    *parents, name = key.split(".")
+    for parent in parents:
+        values = values[parent]
+    del values[name]
+
+
+def _is_known(key: str) -> bool:
+    """Whether the schema has this key, or an open group that holds it."""
+    node: Any = Config()
+    for part in key.split("."):
+        if not is_dataclass(node):
+            return True
+        if part not in {field.name for field in fields(node)}:
+            return False
+        node = getattr(node, part)
+    return True

@@ -1,0 +1,17 @@
+"""Plain map-style datasets of (ids, labels), and the order in which they are read.
+
+A dataset has `train` and `validation`; each item of those is a pair of int64 tensors of `seq_len` tokens, where
+labels[t] is the token that follows ids[t], or -100 where there is none to learn. To add one, write a class with these
+two attributes. Three more make it better served:
+
+* `tokens_per_sequence` on `train` and `validation`: the number of labels that count in each of their items, where it
+  is the same in all. Without it the ranks must tell each other what they read in every step.
+* `encode(text) -> ids` and `decode(ids) -> text`: with them a run ends with a sample of generated text.
+"""
+
+from zerotrain.data.batches import GlobalBatchSampler
+from zerotrain.data.synthetic import SyntheticTokens
+from zerotrain.data.text import TextDataset
+from zerotrain.data.tokens import TokenFiles
+
+__all__ = ["GlobalBatchSampler", "SyntheticTokens", "TextDataset", "TokenFiles"]

@@ -1,0 +1,57 @@
+"""SyntheticTokens: sequences made up on the spot, for benchmarks and tests that want no files."""
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+MAX_STRIDE = 8
+
+
+class SyntheticTokens:
+    """Counting sequences: a random first token, then a random stride, modulo the vocabulary.
+
+    The second token gives the stride away, so a model that looks back learns them to a loss near zero; one that sees
+    only the last token stays at ln(8). Sequence i is a function of i, seq_len and vocab_size alone.
+
+    Args:
+        seq_len: tokens of a sequence.
+        vocab_size: tokens the model knows.
+        num_sequences: training sequences; validation has a tenth as many others, at least one.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(self, *, seq_len: int, vocab_size: int, num_sequences: int = 10000) -> None:
+        for name, value, minimum in (("seq_len", seq_len, 1), ("vocab_size", vocab_size, 2)):
+            if value < minimum:
+                raise ValueError(f"data.{name}={value} is too small; it must be at least {minimum}")
+        if num_sequences < 1:
+            raise ValueError(f"data.num_sequences={num_sequences} is too small; it must be at least 1")
+        self.vocab_size = vocab_size
+        num_validation = max(1, num_sequences // 10)
+        self.train = CountingSequences(0, num_sequences, seq_len=seq_len, vocab_size=vocab_size)
+        self.validation = CountingSequences(num_sequences, num_validation, seq_len=seq_len, vocab_size=vocab_size)
+
+
+class CountingSequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The `num_sequences` counting sequences from number `first` on."""
+
+    def __init__(self, first: int, num_sequences: int, *, seq_len: int, vocab_size: int) -> None:
+        self.first = first
+        self.num_sequences = num_sequences
+        self.vocab_size = vocab_size
+        self.tokens_per_sequence = seq_len
+
+    def __len__(self) -> int:
+        return self.num_sequences
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make sequence `index`: (ids, labels), each (seq_len,) int64, labels one token later."""
+        if not 0 <= index < self.num_sequences:
+            raise IndexError(f"sequence {index} of {self.num_sequences}")
+        # Raw bits, which numpy promises to be the same in all its versions.
+        start, stride = np.random.Philox(key=self.first + index).random_raw(2).tolist()
+        steps = torch.arange(self.tokens_per_sequence + 1)
+        tokens = (start % self.vocab_size + steps * (1 + stride % MAX_STRIDE)) % self.vocab_size
+        return tokens[:-1].clone(), tokens[1:]

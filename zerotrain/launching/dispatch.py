@@ -1,0 +1,107 @@
+"""launch.py as a command: which process does what, what is read of a failure, and the exit code.
+
+Imports no torch, since tab completion comes through here.
+"""
+
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+
+from zerotrain.config.explain import composition_problems
+from zerotrain.errors import ZeroTrainError
+from zerotrain.launching import exits, sweep
+from zerotrain.launching.environment import RankEnvironment
+from zerotrain.launching.signals import end_with_parent
+
+
+def dispatch(main: Callable[[], None]) -> NoReturn:
+    """Do this process's part of the command line, and exit.
+
+    Started by hand, it composes and starts the ranks. Under torchrun every rank gets here: rank 0 composes and shares
+    the job, except for a sweep, which the first rank drives as if started by hand, with ranks of its own.
+
+    Args:
+        main: the function that `hydra.main` has decorated.
+    """
+    # Users name classes of modules that lie in the folder they work in.
+    sys.path.append(os.getcwd())
+    # Hydra then passes its exceptions on instead of printing them in its own way.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    ranks = RankEnvironment.read()
+    if ranks is None:
+        sys.exit(_run_hydra(main))
+    # Torchrun ends its ranks, but not when it is killed itself.
+    end_with_parent(signal.SIGTERM)
+    sys.exit(_drive_sweep(main, ranks) if _is_sweep() else _run_as_rank(main, ranks))
+
+
+def _run_as_rank(main: Callable[[], None], ranks: RankEnvironment) -> int:
+    from zerotrain.launching.torchrun import JobExchange, run_here
+
+    exchange = JobExchange()
+    if ranks.rank == 0:
+        try:
+            return _run_hydra(main)
+        finally:
+            exchange.withdraw()
+    job = exchange.receive()
+    if job is not None:
+        run_here(job, ranks)
+    return exits.COMPLETED
+
+
+def _drive_sweep(main: Callable[[], None], ranks: RankEnvironment) -> int:
+    if ranks.local_world_size != ranks.world_size:
+        if ranks.rank == 0:
+            print("-m: a sweep runs on one machine; under torchrun with several, start each job apart", file=sys.stderr)
+        return exits.CONFIG_PROBLEM if ranks.rank == 0 else exits.COMPLETED
+    if ranks.rank > 0:
+        return exits.COMPLETED
+    ranks.leave()
+    if not any("launch.nproc_per_node=" in argument for argument in sys.argv):
+        sys.argv.append(f"launch.nproc_per_node={ranks.local_world_size}")
+    return _run_hydra(main)
+
+
+def _run_hydra(main: Callable[[], None]) -> int:
+    """Run Hydra on the command line; return the exit code."""
+    try:
+        main()
+        code = exits.COMPLETED
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        code = exits.of_signal(signal.SIGINT)
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else exits.COMPLETED
+    except ZeroTrainError:  # of a job of a sweep, and said when it happened
+        code = exits.FAILED
+    except Exception as error:  # jobs raise nothing else, so it comes from composing
+        for problem in _composition_problems(main) or [str(error)]:
+            print(problem, file=sys.stderr)
+        code = exits.CONFIG_PROBLEM
+    return sweep.report(code)
+
+
+def _composition_problems(main: Callable[[], None]) -> list[str]:
+    """What is wrong with this command line."""
+    arguments = get_args_parser().parse_args()
+    folder = Path(inspect.getfile(inspect.unwrap(main))).resolve().parent / "conf"
+    searched = [f"hydra.searchpath=[{path}]" for path in (arguments.config_path, arguments.config_dir) if path]
+    with hydra.initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        return composition_problems(
+            arguments.overrides,
+            lambda overrides: hydra.compose(arguments.config_name or "train", [*overrides, *searched]),
+            is_sweep=_is_sweep(),
+        )
+
+
+def _is_sweep() -> bool:
+    arguments = get_args_parser().parse_args()
+    return arguments.multirun or "hydra.mode=MULTIRUN" in arguments.overrides

@@ -1,0 +1,80 @@
+"""One job: what its ranks are told, and the result.json that says how it ended."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from zerotrain.config.compose import config_hash, from_values, save_config
+from zerotrain.config.schema import Config
+from zerotrain.training.result import RESULT_NAME, RunResult
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank of a run is told."""
+
+    config: Config
+    run_dir: Path
+    """Absolute, and the same on all machines."""
+    overrides: list[str]
+    """The settings given on the command line."""
+
+    @cached_property
+    def config_hash(self) -> str:
+        """Equal where all settings but those of `launch` are equal."""
+        return config_hash(self.config)
+
+    @property
+    def ranks_dir(self) -> Path:
+        """Where each rank keeps its log."""
+        return self.run_dir / "ranks"
+
+    def open_folder(self) -> None:
+        """Make the run folder, without what an earlier run has left there, and write config.yaml."""
+        self.ranks_dir.mkdir(parents=True, exist_ok=True)
+        for left in (*self.ranks_dir.iterdir(), self.run_dir / RESULT_NAME, self.run_dir / "metrics.jsonl"):
+            left.unlink(missing_ok=True)
+        save_config(self.config, self.run_dir / "config.yaml")
+
+    def complete_folder(self) -> None:
+        """Make what is missing of the run folder: on the other machines of a run nobody has opened it."""
+        self.ranks_dir.mkdir(parents=True, exist_ok=True)
+        if not (self.run_dir / "config.yaml").exists():
+            save_config(self.config, self.run_dir / "config.yaml")
+
+    def to_json(self) -> str:
+        """For ranks that another process starts."""
+        values = {"config": asdict(self.config), "run_dir": str(self.run_dir), "overrides": self.overrides}
+        return json.dumps(values)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        """Read what `to_json` wrote."""
+        values = json.loads(text)
+        return cls(config=from_values(values["config"]), run_dir=Path(values["run_dir"]), overrides=values["overrides"])
+
+
+def num_threads_per_rank(config: Config, num_local_ranks: int) -> int:
+    """CPU threads of each rank: as set, or this machine's cores shared out."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return config.launch.threads_per_rank or max(1, num_cores // num_local_ranks)
+
+
+def write_ending(job: Job, world_size: int, *, status: str, error: str) -> None:
+    """Say in result.json how a job ended that did not complete; keep what rank 0 may have written there.
+
+    Args:
+        status: stopped or failed.
+        error: the first cause.
+    """
+    path = job.run_dir / RESULT_NAME
+    facts = {
+        "world_size": world_size,
+        "stage": job.config.zero.stage,
+        "overrides": job.overrides,
+        "config_hash": job.config_hash,
+    }
+    written = json.loads(path.read_text()) if path.exists() else facts
+    RunResult(**(written | {"status": status, "error": error})).write(job.run_dir)

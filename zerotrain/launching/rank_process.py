@@ -1,0 +1,20 @@
+"""The main module of a rank that `spawn` has started. It imports torch only when it can be ended quietly."""
+
+import signal
+import sys
+
+from zerotrain.launching.signals import end_with_parent
+
+
+def main(run_dir: str, *overrides: str) -> None:
+    """Run a rank of the job whose config.yaml lies in `run_dir`."""
+    end_with_parent()
+    # Until the run can be stopped in order, Ctrl-C ends the process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from zerotrain.launching.worker import run_spawned
+
+    run_spawned(run_dir, list(overrides))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,99 @@
+"""Starting the ranks of a job on this machine, and waiting for them."""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from zerotrain.launching import exits
+from zerotrain.launching.failures import first_failure
+from zerotrain.launching.job import Job, num_threads_per_rank
+from zerotrain.launching.signals import handlers_restored
+
+RANK_MODULE = "zerotrain.launching.rank_process"
+
+
+def run_ranks(job: Job, num_ranks: int) -> None:
+    """Start the ranks and wait until all have ended. Whatever happens, none is left.
+
+    Raises:
+        RunError, ConfigError: the first cause of the failure of a rank.
+        KeyboardInterrupt: Ctrl-C; SystemExit: another signal to stop.
+    """
+    with tempfile.TemporaryDirectory(prefix="zerotrain_") as agent_dir, _rank_environment(job, num_ranks):
+        launch = elastic_launch(_launch_config(num_ranks, agent_dir), sys.executable)
+        # The agent reads its arguments as templates, in which $$ is a dollar.
+        overrides = [override.replace("$", "$$") for override in job.overrides]
+        try:
+            with _quiet_agent(), handlers_restored():
+                launch("-m", RANK_MODULE, str(job.run_dir), *overrides)
+        except ChildFailedError as error:
+            failure = first_failure(job.ranks_dir, error.failures)
+            assert failure is not None
+            raise failure.as_error(job.ranks_dir) from error
+        except SignalException as error:
+            # It is an Exception: to Hydra a failed job, after which a sweep would go on with the next.
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from error
+            print(f"stopped by {error.sigval.name}", file=sys.stderr)
+            raise SystemExit(exits.of_signal(error.sigval)) from error
+        finally:
+            Console().show_cursor(True)  # which the progress bar of a killed rank 0 leaves hidden
+
+
+def _launch_config(num_ranks: int, agent_dir: str) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=agent_dir),
+    )
+
+
+@contextmanager
+def _rank_environment(job: Job, num_ranks: int) -> Iterator[None]:
+    """What the ranks inherit: they import from where this process does, and share out its cores."""
+    changes = {
+        "OMP_NUM_THREADS": str(num_threads_per_rank(job.config, num_ranks)),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    previous = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """The agent warns of each process it ends; the user reads the first cause alone."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

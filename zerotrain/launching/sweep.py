@@ -1,0 +1,88 @@
+"""A sweep: where its jobs lie, and the table of what came of them."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zerotrain.launching import exits
+
+_SHORT_HASH = 12
+_folders: list[Path] = []
+"""The folder of the sweep that this process drives, if it drives one."""
+
+
+class SweepFolder(Callback):
+    """Notes where the jobs of a sweep lie. Hydra's hook for the end of a sweep is not called when a job has failed."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """The first job is about to start."""
+        _folders.append(Path(config.hydra.sweep.dir).absolute())
+
+
+def report(code: int) -> int:
+    """Print the table of the sweep this process has driven; nothing where it drove none.
+
+    Returns:
+        The exit code: `code`, or that of a failure where a job has failed that nobody raised.
+    """
+    if not _folders:
+        return code
+    results = read_results(_folders[-1])
+    if results:
+        print_table(results, Console())
+    any_failed = any(result["status"] != "completed" for result in results.values())
+    return exits.FAILED if any_failed and code == exits.COMPLETED else code
+
+
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """The result.json of each job of a sweep by the job's folder, in the order of the jobs."""
+    paths = folder.rglob("result.json")
+    results = {str(path.parent.relative_to(folder)): json.loads(path.read_text()) for path in paths}
+    return dict(sorted(results.items(), key=lambda item: (len(item[0]), item[0])))
+
+
+def print_table(results: dict[str, dict[str, Any]], console: Console) -> None:
+    """Print a row for each job, the errors of those that failed, and whether the weights agree."""
+    shared = set.intersection(*(set(result["overrides"]) for result in results.values()))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in ("job", "overrides", "status", "val loss", "tokens/s", "ms/step", "weights"):
+        is_text = name in ("overrides", "status")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "overrides", overflow="fold")
+    for job, result in results.items():
+        table.add_row(
+            job,
+            " ".join(override for override in result["overrides"] if override not in shared),
+            result["status"],
+            _number(result["final_val_loss"], ".4f"),
+            _number(result["tokens_per_s"], ",.0f"),
+            _number(result["step_ms_median"], ".1f"),
+            (result["weights_sha256"] or "-")[:_SHORT_HASH],
+        )
+    console.print(table)
+    for job, result in results.items():
+        if result["error"]:
+            line = f"job {job} {result['status']}: {result['error']}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(_agreement(results), highlight=False, soft_wrap=True)
+
+
+def _agreement(results: dict[str, dict[str, Any]]) -> str:
+    counts = Counter(result["weights_sha256"] for result in results.values() if result["weights_sha256"])
+    if not counts:
+        return "weights: no job has completed"
+    if len(counts) == 1:
+        [(sha256, count)] = counts.items()
+        return f"weights: {count} of {len(results)} jobs have the same sha256 {sha256}"
+    each = ", ".join(f"{sha256[:_SHORT_HASH]} x {count}" for sha256, count in counts.most_common())
+    return f"weights: {len(counts)} different sha256 in {len(results)} jobs: {each}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,113 @@
+"""The function that Hydra calls for each job: check the config, run the ranks, return the objective."""
+
+import json
+import math
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from zerotrain import factory
+from zerotrain.config.checks import OPEN_GROUPS, checked_config, without_effect
+from zerotrain.config.schema import Config
+from zerotrain.errors import ConfigError, ZeroTrainError
+from zerotrain.launching import exits
+from zerotrain.launching.environment import RankEnvironment
+from zerotrain.launching.failures import RunError
+from zerotrain.launching.job import Job, write_ending
+from zerotrain.launching.spawn import run_ranks
+from zerotrain.launching.torchrun import JobExchange, run_here
+from zerotrain.training.result import RESULT_NAME, RunResult
+
+
+def run_job(composed: DictConfig) -> float:
+    """Run one job, alone or of a sweep. What is wrong goes to stderr here, when it happens.
+
+    Returns:
+        The final validation loss in nats; nan where it is not a number.
+
+    Raises:
+        SystemExit: the job, alone, has failed.
+        ZeroTrainError: the job, of a sweep, has failed: the launcher marks it so and goes on.
+        KeyboardInterrupt: Ctrl-C.
+    """
+    hydra = HydraConfig.get()
+    run_dir = Path(hydra.runtime.output_dir)
+    try:
+        try:
+            result = _run(composed, run_dir, overrides=list(hydra.overrides.task))
+        except ZeroTrainError:
+            raise
+        except Exception as error:  # of a user's class, while it was tried out
+            traceback.print_exc()
+            raise RunError(f"{type(error).__name__}: {error}") from error
+    except ZeroTrainError as error:
+        if hydra.mode == RunMode.MULTIRUN:
+            print(f"job {hydra.job.num}: {error}", file=sys.stderr)
+            raise
+        print(error, file=sys.stderr)
+        raise SystemExit(exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED) from error
+    loss = result["final_val_loss"]
+    return math.nan if loss is None else loss
+
+
+def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
+    ranks = RankEnvironment.read()
+    try:
+        config = _checked(composed, ranks)
+    except Exception as error:
+        RunResult(world_size=0, overrides=overrides, error=str(error)).write(run_dir)
+        raise
+    num_ranks = _num_local_ranks(config) if ranks is None else ranks.world_size
+    for warning in without_effect(config, num_ranks):
+        print(f"warning: {warning}", file=sys.stderr)
+    job = Job(config=config, run_dir=run_dir, overrides=overrides)
+    job.open_folder()
+    print(f"stage {config.zero.stage}, ranks: {num_ranks}, run folder: {os.path.relpath(run_dir)}", flush=True)
+    if ranks is None:
+        return _run_spawned(job, num_ranks)
+    JobExchange().publish(job)
+    return run_here(job, ranks)
+
+
+def _run_spawned(job: Job, num_ranks: int) -> dict[str, Any]:
+    try:
+        run_ranks(job, num_ranks)
+    except ZeroTrainError as error:
+        write_ending(job, num_ranks, status="failed", error=str(error))
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        write_ending(job, num_ranks, status="stopped", error="stopped by a signal")
+        raise
+    result: dict[str, Any] = json.loads((job.run_dir / RESULT_NAME).read_text())
+    return result
+
+
+def _checked(composed: DictConfig, ranks: RankEnvironment | None) -> Config:
+    """The config, after all that can be checked without ranks."""
+    config, problems = checked_config(composed)
+    wanted = config.launch.nproc_per_node
+    if ranks is not None and wanted not in (None, ranks.local_world_size):
+        started = ranks.local_world_size
+        problems.append(f"launch.nproc_per_node: got {wanted}; torchrun has started {started}; leave it out")
+    # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
+    if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, "launch")) for problem in problems):
+        try:
+            factory.check(config, _num_local_ranks(config) if ranks is None else ranks.local_world_size)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return config
+
+
+def _num_local_ranks(config: Config) -> int:
+    """Ranks to start on this machine: as set, else one for each GPU, else one."""
+    num_gpus = 0 if config.launch.device == "cpu" else torch.cuda.device_count()
+    return config.launch.nproc_per_node or max(1, num_gpus)

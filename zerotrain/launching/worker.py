@@ -1,0 +1,62 @@
+"""What one rank runs, whoever has started it."""
+
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from zerotrain import factory
+from zerotrain.config.compose import load_config
+from zerotrain.launching import exits
+from zerotrain.launching.environment import RankEnvironment
+from zerotrain.launching.failures import Failure
+from zerotrain.launching.job import Job, num_threads_per_rank
+from zerotrain.launching.rank_log import open_rank_log
+from zerotrain.launching.signals import stop_in_order
+
+
+def run_rank(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
+    """Run this process's rank of a job, its output going to its log; return the body of result.json.
+
+    An exception is passed on after its traceback is in the log and its cause in ranks/<rank>.error.json.
+    """
+    (job.ranks_dir / f"{ranks.rank}.error.json").unlink(missing_ok=True)
+    log = open_rank_log(job.ranks_dir, ranks.rank)
+    torch.set_num_threads(num_threads_per_rank(job.config, ranks.local_world_size))
+    stop_in_order()
+    # Under torchrun, what it records of an exception becomes part of torchrun's own report.
+    torchrun_report = get_error_handler()
+    torchrun_report.initialize()
+    try:
+        return factory.run(job.config, job.run_dir, job.overrides, job.config_hash)
+    except Exception as error:
+        traceback.print_exc(file=log)
+        failure = Failure.of(error, ranks.rank)
+        failure.write(job.ranks_dir)
+        if not failure.from_peers:
+            torchrun_report.record_exception(error)
+        raise
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process without its clean-up: closing a process group waits for ranks that may be gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_spawned(run_dir: str, overrides: list[str]) -> None:
+    """Run this process's rank of the job whose config.yaml lies in `run_dir`; end the process if it fails."""
+    folder, ranks = Path(run_dir), RankEnvironment.read()
+    assert ranks is not None
+    try:
+        run_rank(Job(config=load_config(folder / "config.yaml"), run_dir=folder, overrides=overrides), ranks)
+    except KeyboardInterrupt:
+        exit_now(exits.of_signal(signal.SIGINT))
+    except Exception:  # is in the log, and the process that started this one says it
+        exit_now(exits.FAILED)

@@ -1,0 +1,22 @@
+"""The loss all language models here share."""
+
+import torch
+import torch.nn.functional as F
+
+IGNORED_LABEL = -100
+"""Positions with this label count neither in the loss nor in the number of tokens."""
+
+
+def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats over the labels that are not ignored, computed in fp32.
+
+    Args:
+        logits: (B, T, vocab_size), of any floating dtype.
+        labels: (B, T) int64, the token that follows each position, or `IGNORED_LABEL`.
+
+    Returns:
+        0-dim fp32 tensor. Zero where every label is ignored: torch's own mean is nan there, and nan times the weight
+        zero of such a micro-batch would still spoil the step.
+    """
+    total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    return total / (labels != IGNORED_LABEL).sum().clamp(min=1)

@@ -1,0 +1,112 @@
+"""What is measured along the way: metrics.jsonl, throughput, and how much of the device it uses."""
+
+import json
+import math
+import os
+import statistics
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from zerotrain.training.result import without_non_finite
+
+NUM_WARMUP_STEPS = 3
+"""First steps, which allocate and compile, left out of the run's speed where there are more."""
+
+PEAK_FLOPS = {
+    # Dense peak by (part of the device's name, dtype), from the vendor's data sheets; fp32 without TF32. The first
+    # part found in a name counts, so "H100 PCIe" comes before "H100".
+    ("H200 NVL", torch.bfloat16): 835.5e12,
+    ("H200 NVL", torch.float32): 60.0e12,
+    ("H200", torch.bfloat16): 989.4e12,
+    ("H200", torch.float32): 66.9e12,
+    ("H100 NVL", torch.bfloat16): 835.5e12,
+    ("H100 NVL", torch.float32): 60.0e12,
+    ("H100 PCIe", torch.bfloat16): 756.0e12,
+    ("H100 PCIe", torch.float32): 51.2e12,
+    ("H100", torch.bfloat16): 989.4e12,
+    ("H100", torch.float32): 66.9e12,
+    ("A100", torch.bfloat16): 312.0e12,
+    ("A100", torch.float32): 19.5e12,
+    ("L40S", torch.bfloat16): 362.0e12,
+    ("L40S", torch.float32): 91.6e12,
+    ("RTX 4090", torch.bfloat16): 165.2e12,
+    ("RTX 4090", torch.float32): 82.6e12,
+}
+
+
+def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Floating point operations per second the device can do in `dtype`; None where that is not known."""
+    if device.type != "cuda":
+        return None
+    device_name = torch.cuda.get_device_name(device)
+    for (name, peak_dtype), flops in PEAK_FLOPS.items():
+        if name in device_name and dtype == peak_dtype:
+            return flops
+    return None
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, readable while the run goes on. Without a path, nothing is written.
+
+    Use as a context manager; a file already there is written anew.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = os.devnull if path is None else path
+
+    def __enter__(self) -> "MetricsFile":
+        self._file = open(self._path, "w", buffering=1)
+        return self
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Append one line; a number that is nan or infinite becomes null."""
+        self._file.write(json.dumps(without_non_finite(metrics)) + "\n")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+class StepClock:
+    """Seconds and tokens of each training step. `with clock:` around a step, then `count` its tokens."""
+
+    def __init__(self) -> None:
+        self._durations_s: list[float] = []
+        self._num_tokens: list[float] = []
+        self._started_s = 0.0
+
+    def __enter__(self) -> "StepClock":
+        self._started_s = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._durations_s.append(time.perf_counter() - self._started_s)
+
+    def count(self, num_tokens: float) -> None:
+        """Note the tokens of the step just timed, of all ranks together."""
+        self._num_tokens.append(num_tokens)
+
+    def tokens_per_s(self, last_steps: int | None = None) -> float:
+        """Tokens per second over the last so many steps, or over the run without its first steps; nan before any."""
+        first = _num_warmup_steps(len(self._durations_s)) if last_steps is None else -last_steps
+        durations_s = self._durations_s[first:]
+        num_tokens = sum(self._num_tokens[first:])
+        return num_tokens / sum(durations_s) if durations_s else math.nan
+
+    def step_ms_median(self, last_steps: int | None = None) -> float:
+        """Median milliseconds of a step, over the same steps as `tokens_per_s`; nan before any."""
+        first = _num_warmup_steps(len(self._durations_s)) if last_steps is None else -last_steps
+        durations_s = self._durations_s[first:]
+        return 1e3 * statistics.median(durations_s) if durations_s else math.nan
+
+
+def _num_warmup_steps(num_steps: int) -> int:
+    return NUM_WARMUP_STEPS if num_steps > NUM_WARMUP_STEPS else 0

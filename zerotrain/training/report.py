@@ -1,0 +1,102 @@
+"""The table at the end of a run: what each rank holds and sends, beside what theory says."""
+
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zerotrain.comm.world import World
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.training.result import RunResult
+
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+
+
+@dataclass(frozen=True)
+class RankUsage:
+    """Bytes of one rank: held at rest, at most held at once, and sent in one optimizer step."""
+
+    parameters_nbytes: int
+    gradients_nbytes: int
+    optimizer_nbytes: int
+    sent_nbytes: int
+    theory_parameters_nbytes: int
+    theory_gradients_nbytes: int
+    theory_optimizer_nbytes: int
+    theory_sent_nbytes: int
+    peak_nbytes: int
+
+
+def measure_usage(*, engine: ZeroEngine, device: torch.device, num_micro_batches: int) -> RankUsage:
+    """What this rank holds now, between steps, and sent in the last step."""
+    memory = engine.memory_bytes()
+    theory = memory["theory"]
+    return RankUsage(
+        parameters_nbytes=memory["parameters"],
+        gradients_nbytes=memory["gradients"],
+        optimizer_nbytes=memory["optimizer"],
+        sent_nbytes=engine.ledger.last_step.sent_nbytes,
+        theory_parameters_nbytes=theory["parameters"],
+        theory_gradients_nbytes=theory["gradients"],
+        theory_optimizer_nbytes=theory["optimizer"],
+        theory_sent_nbytes=engine.theoretical_sent_nbytes(num_micro_batches),
+        peak_nbytes=peak_memory_nbytes(device),
+    )
+
+
+def peak_memory_nbytes(device: torch.device) -> int:
+    """Most bytes held at once: by tensors on the GPU, or by the whole process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def gather_usages(usage: RankUsage, world: World) -> list[RankUsage]:
+    """The usage of every rank, in rank order, on every rank. Collective."""
+    table = torch.zeros(world.size, len(fields(RankUsage)), dtype=torch.int64, device=world.device)
+    table[world.rank] = torch.tensor(list(asdict(usage).values()), device=world.device)
+    return [RankUsage(*row) for row in world.sum(table).tolist()]
+
+
+def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUsage], device: torch.device) -> None:
+    """Print one line of results and one table of bytes, readable at 80 columns.
+
+    Args:
+        usages: of all ranks, in rank order.
+        device: what the ranks ran on, which decides what their peak counts.
+    """
+    peak_of = "tensors on the GPU" if device.type == "cuda" else "the whole process"
+    table = Table(title=_summary(result), caption=f"measured / theory; peak of {peak_of}", box=box.SIMPLE_HEAD)
+    columns: dict[str, list[tuple[int, ...]]] = {
+        "parameters": [(usage.parameters_nbytes, usage.theory_parameters_nbytes) for usage in usages],
+        "gradients": [(usage.gradients_nbytes, usage.theory_gradients_nbytes) for usage in usages],
+        "optimizer": [(usage.optimizer_nbytes, usage.theory_optimizer_nbytes) for usage in usages],
+        "sent/step": [(usage.sent_nbytes, usage.theory_sent_nbytes) for usage in usages],
+        "peak": [(usage.peak_nbytes,) for usage in usages],
+    }
+    table.add_column("rank", justify="right")
+    cells = []
+    for name, values in columns.items():
+        unit, unit_nbytes = next((unit for unit in UNITS if max(map(max, values)) >= unit[1]), UNITS[-1])
+        table.add_column(f"{name}\n{unit}", justify="right")
+        cells.append([" / ".join(f"{nbytes / unit_nbytes:.4g}" for nbytes in cell) for cell in values])
+    for rank, row in enumerate(zip(*cells, strict=True)):
+        table.add_row(str(rank), *row)
+    console.print(table)
+
+
+def _summary(result: RunResult) -> str:
+    parts = [f"{result.steps} steps"]
+    if result.final_train_loss is not None:
+        parts.append(f"train loss {result.final_train_loss:.4f}")
+    if result.final_val_loss is not None:
+        parts.append(f"validation loss {result.final_val_loss:.4f}")
+    if result.tokens_per_s is not None:
+        parts.append(f"{result.tokens_per_s:,.0f} tokens/s")
+    return ", ".join(parts)

@@ -1,0 +1,61 @@
+"""result.json: what came out of a run, for people and for the tools that compare runs."""
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RESULT_NAME = "result.json"
+
+
+@dataclass
+class RunResult:
+    """The body of result.json. Null is what was not known when the run ended, and a loss that is no number."""
+
+    world_size: int
+    """Ranks."""
+    stage: int | None = None
+    """ZeRO stage."""
+    overrides: list[str] | None = None
+    """The settings given on the command line."""
+    config_hash: str | None = None
+    """Equal where all settings are equal."""
+    status: str = "failed"
+    """completed, stopped (from outside) or failed."""
+    error: str | None = None
+    """What ended a run that did not complete."""
+    steps: int = 0
+    """Optimizer steps done."""
+    final_train_loss: float | None = None
+    """Mean loss over the tokens of the last logged global batch, in nats."""
+    final_val_loss: float | None = None
+    """Mean loss over the tokens of the last evaluation, in nats."""
+    tokens_per_s: float | None = None
+    """Tokens of all ranks per second of training, the first steps and evaluations left out."""
+    step_ms_median: float | None = None
+    """Milliseconds of one optimizer step, the first steps left out."""
+    weights_sha256: str | None = None
+    """Hash of the full fp32 master weights in name order."""
+    comm_bytes_per_step: dict[str, int] | None = None
+    """Bytes rank 0 sent in the last step, and what theory says: {sent, theory}."""
+    memory_bytes: dict[str, Any] | None = None
+    """Bytes rank 0 holds at rest {parameters, gradients, optimizer}, the same in theory {theory}, and its {peak}."""
+
+    def body(self) -> dict[str, Any]:
+        """What is written."""
+        return without_non_finite(asdict(self))
+
+    def write(self, run_dir: Path) -> None:
+        """Write `run_dir`/result.json, whole or not at all."""
+        temporary = run_dir / f"{RESULT_NAME}.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(self.body(), indent=2) + "\n")
+        os.replace(temporary, run_dir / RESULT_NAME)
+
+
+def without_non_finite(value: Any) -> Any:
+    """The same value with null for each float that is nan or infinite: JSON has no such numbers."""
+    if isinstance(value, dict):
+        return {key: without_non_finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

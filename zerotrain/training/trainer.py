@@ -1,0 +1,228 @@
+"""The training loop."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.utils.data import DataLoader
+
+from zerotrain.comm.world import World
+from zerotrain.data.batches import IGNORED_LABEL, GlobalBatchSampler
+from zerotrain.engine.engine import TrainStepResult, ZeroEngine
+from zerotrain.training.evaluation import evaluate
+from zerotrain.training.generate import generate
+from zerotrain.training.metrics import MetricsFile, StepClock, device_peak_flops
+from zerotrain.training.progress import ProgressDisplay
+from zerotrain.training.report import RankUsage, gather_usages, measure_usage, print_report
+from zerotrain.training.result import RunResult
+from zerotrain.training.stop import interrupt_on_sigterm
+
+NUM_PROMPT_TOKENS = 32
+MicroBatch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Trains an engine's model on a dataset, and says on rank 0 what came of it.
+
+    The field names are those of the `train` settings. Every rank makes one and calls `run`.
+    """
+
+    engine: ZeroEngine
+    """Around a model with forward(ids, labels) -> mean loss and forward(ids) -> logits."""
+    world: World
+    dataset: Any
+    """Map-style datasets `train` and `validation` of (ids, labels); see `zerotrain.data`."""
+    schedule: Callable[[int, int], float]
+    """(step, max_steps) -> factor on the learning rate."""
+    seed: int
+    """Of the order of the data and of the sample of text."""
+    max_steps: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    eval_every: int
+    eval_batches: int
+    log_every: int
+    sample_tokens: int
+    run_dir: Path
+    """Exists; rank 0 writes metrics.jsonl and result.json there."""
+    run_facts: dict[str, Any]
+    """What result.json repeats of the settings: {stage, overrides, config_hash}."""
+    console: Console = field(default_factory=Console)
+    """Where rank 0 shows its progress."""
+
+    def __post_init__(self) -> None:
+        self.sampler = GlobalBatchSampler(
+            num_sequences=len(self.dataset.train),
+            micro_batch_size=self.micro_batch_size,
+            num_micro_batches=self.gradient_accumulation_steps,
+            rank=self.world.rank,
+            num_ranks=self.world.size,
+            seed=self.seed,
+        )
+        self.result = RunResult(world_size=self.world.size, **self.run_facts)
+        self.clock = StepClock()
+        self.num_skipped_steps = 0
+        if self.world.rank > 0:
+            self.console = Console(quiet=True)
+
+    def run(self) -> dict[str, Any]:
+        """Train, evaluate, show a sample and the report; return the body of result.json. Collective.
+
+        result.json is written however the run ends, as long as this process can.
+        """
+        with interrupt_on_sigterm() as stop:
+            try:
+                self._train()
+                self._show_sample()
+                usages = self._measure()
+                self.result.status = "completed"
+            except BaseException as error:
+                stopped = stop.received or isinstance(error, KeyboardInterrupt)
+                self.result.status = "stopped" if stopped else "failed"
+                self.result.error = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                self.result.tokens_per_s = self.clock.tokens_per_s()
+                self.result.step_ms_median = self.clock.step_ms_median()
+                if self.world.rank == 0:
+                    self.result.write(self.run_dir)
+        print_report(self.console, result=self.result, usages=usages, device=self.world.device)
+        return self.result.body()
+
+    def _train(self) -> None:
+        with (
+            MetricsFile(self.run_dir / "metrics.jsonl" if self.world.rank == 0 else None) as metrics,
+            ProgressDisplay(console=self.console, max_steps=self.max_steps) as progress,
+        ):
+            if self.eval_every:
+                metrics.write(self._evaluate())
+            batches = self._micro_batches()
+            for step in range(self.max_steps):
+                self._set_learning_rate(step)
+                with self.clock:
+                    micro_batches = next(batches)
+                    weights, num_tokens = self._loss_weights(micro_batches)
+                    outcome = self.engine.train_step(micro_batches, weights=weights)
+                # Read only now: the step has waited for the device anyway.
+                self.clock.count(float(num_tokens))
+                self.num_skipped_steps += outcome.skipped
+                self.result.steps = step + 1
+                progress.advance()
+                if self._is_due(self.log_every) or step == 0:
+                    measured = self._measure_step(outcome, seq_len=micro_batches[0][0].shape[1])
+                    metrics.write(measured)
+                    progress.describe(step + 1, self._describe(measured))
+                if self._is_due(self.eval_every):
+                    metrics.write(self._evaluate())
+
+    def _is_due(self, every: int) -> bool:
+        """Whether something to be done every so many steps comes now; 0: only after the last."""
+        return self.result.steps == self.max_steps or (every > 0 and self.result.steps % every == 0)
+
+    def _micro_batches(self) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches of each step, on its device."""
+        device = self.world.device
+        loader = DataLoader(self.dataset.train, batch_sampler=self.sampler, pin_memory=device.type == "cuda")
+        for rows in loader:
+            ids, labels = (part.to(device, non_blocking=True).split(self.micro_batch_size) for part in rows)
+            yield list(zip(ids, labels, strict=True))
+
+    def _set_learning_rate(self, step: int) -> None:
+        factor = self.schedule(step, self.max_steps)
+        for group in self.engine.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+
+    def _loss_weights(self, micro_batches: list[MicroBatch]) -> tuple[list[torch.Tensor] | None, float | torch.Tensor]:
+        """The weight of each micro-batch's mean loss in the mean over all tokens, and the number of those tokens.
+
+        The engine takes the mean over ranks, so a micro-batch with n of the global batch's tokens weighs
+        n * num_ranks / total. Where all sequences have the same number of tokens that is 1 / len, the engine's
+        default; else the ranks must add up their counts. That is not done needlessly: the sum would wait behind the
+        parameters still being gathered after the last step, which the engine hides behind the forward.
+        """
+        tokens_per_sequence = getattr(self.dataset.train, "tokens_per_sequence", None)
+        if tokens_per_sequence is not None:
+            return None, float(self.sampler.global_batch_size * tokens_per_sequence)
+        counts = torch.stack([(labels != IGNORED_LABEL).sum() for _, labels in micro_batches]).double()
+        total = self.world.sum(counts.sum())
+        return list((counts * self.world.size / total.clamp(min=1)).float()), total
+
+    def _measure_step(self, outcome: TrainStepResult, seq_len: int) -> dict[str, Any]:
+        """One line of metrics.jsonl. Collective."""
+        loss = self.world.sum(outcome.loss.double()).item() / self.world.size
+        self.result.final_train_loss = loss
+        tokens_per_s = self.clock.tokens_per_s(last_steps=self.log_every)
+        return {
+            "step": self.result.steps,
+            "train_loss": loss,
+            "lr": self.engine.param_groups[0]["lr"],
+            "grad_norm": outcome.grad_norm,
+            "grad_norm_clipped": outcome.grad_norm * outcome.clip_coefficient,
+            "skipped_steps": self.num_skipped_steps,
+            "tokens_per_s": tokens_per_s,
+            "step_ms_median": self.clock.step_ms_median(last_steps=self.log_every),
+            "mfu": self._model_flops_utilization(tokens_per_s, seq_len),
+        }
+
+    def _model_flops_utilization(self, tokens_per_s: float, seq_len: int) -> float | None:
+        """Part of the devices' peak that the model's own arithmetic takes (PaLM, arXiv 2204.02311, appendix B)."""
+        flops_per_token = getattr(self.engine.module, "flops_per_token", None)
+        dtype = next(self.engine.module.parameters()).dtype
+        peak_flops = device_peak_flops(self.world.device, dtype)
+        if flops_per_token is None or peak_flops is None:
+            return None
+        return tokens_per_s * flops_per_token(seq_len) / (peak_flops * self.world.size)
+
+    def _describe(self, measured: dict[str, Any]) -> str:
+        """A line of metrics.jsonl for the user, short enough for a terminal of 80 columns."""
+        parts = [f"loss {measured['train_loss']:.3f}"]
+        if self.result.final_val_loss is not None:
+            parts.append(f"val {self.result.final_val_loss:.3f}")
+        parts.append(f"{measured['tokens_per_s']:.0f} tok/s")
+        if measured["mfu"] is not None:
+            parts.append(f"mfu {measured['mfu']:.0%}")
+        parts.append(f"grad {measured['grad_norm']:.2f}>{measured['grad_norm_clipped']:.2f}")
+        if self.num_skipped_steps:
+            parts.append(f"{self.num_skipped_steps} skipped")
+        return " ".join(parts)
+
+    def _evaluate(self) -> dict[str, Any]:
+        self.result.final_val_loss = evaluate(
+            engine=self.engine,
+            world=self.world,
+            dataset=self.dataset.validation,
+            num_sequences=self.eval_batches * self.sampler.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+        )
+        return {"step": self.result.steps, "val_loss": self.result.final_val_loss}
+
+    def _show_sample(self) -> None:
+        """Let the model continue the beginning of the validation text. Collective."""
+        if self.sample_tokens == 0:
+            return
+        decode = getattr(self.dataset, "decode", None)
+        if decode is None:
+            self.console.print("No sample of text: the dataset has no decode().")
+            return
+        ids = self.dataset.validation[0][0].to(self.world.device)
+        prompt = ids[:NUM_PROMPT_TOKENS]
+        sample = generate(
+            engine=self.engine, prompt=prompt, num_tokens=self.sample_tokens, max_seq_len=len(ids), seed=self.seed
+        )
+        self.console.rule(f"{self.sample_tokens} tokens after {len(prompt)} of the validation text")
+        self.console.print(decode(sample), markup=False, highlight=False)
+        self.console.rule()
+
+    def _measure(self) -> list[RankUsage]:
+        """Fill in what is known at the end only; return the usage of all ranks. Collective."""
+        usage = measure_usage(
+            engine=self.engine, device=self.world.device, num_micro_batches=self.gradient_accumulation_steps
+        )
+        self.result.weights_sha256 = self.engine.weights_sha256()
+        self.result.comm_bytes_per_step = {"sent": usage.sent_nbytes, "theory": usage.theory_sent_nbytes}
+        self.result.memory_bytes = self.engine.memory_bytes() | {"peak": usage.peak_nbytes}
+        return gather_usages(usage, self.world)
