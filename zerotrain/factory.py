@@ -11,7 +11,8 @@ from hydra.utils import instantiate
 from torch import nn
 
 from zerotrain.comm.world import World, choose_device
-from zerotrain.config.schema import Config, ZeroConfig
+from zerotrain.config.checks import value_problems
+from zerotrain.config.schema import Config, TrainConfig, ZeroConfig
 from zerotrain.engine.build import EngineOptions
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.precision import precision_named
@@ -47,6 +48,9 @@ def build_engine(
         ConfigError: a setting is out of range, or the model or optimizer cannot be trained so.
     """
     zero = zero or ZeroConfig()
+    problems = value_problems(Config(zero=zero, train=TrainConfig(max_grad_norm=max_grad_norm)))
+    if problems:
+        raise ConfigError(*problems)
     if world is None:
         first = next(model.parameters(), None)
         world = World.current(first.device if first is not None else torch.device("cpu"))

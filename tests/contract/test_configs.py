@@ -20,16 +20,29 @@ GROUP_FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
 NEEDED = {"data/tokens": ["data.path=x"], "experiment/gpt2_bf16": ["data.path=x"]}
 """What a choice leaves to the user."""
 
-SETTINGS_OTHERS_RELY_ON = """
-seed
-zero.stage zero.bucket_mb zero.overlap zero.prefetch zero.reduction zero.units zero.reshard_after_forward
-precision.name
-train.max_steps train.micro_batch_size train.gradient_accumulation_steps train.max_grad_norm train.eval_every
-train.log_every
-model.num_layers model.num_heads model.hidden_size
-data.path data.seq_len
-launch.nproc_per_node
-""".split()
+SETTINGS_OTHERS_RELY_ON = [
+    "seed",
+    "zero.stage",
+    "zero.bucket_mb",
+    "zero.overlap",
+    "zero.prefetch",
+    "zero.reduction",
+    "zero.units",
+    "zero.reshard_after_forward",
+    "precision.name",
+    "train.max_steps",
+    "train.micro_batch_size",
+    "train.gradient_accumulation_steps",
+    "train.max_grad_norm",
+    "train.eval_every",
+    "train.log_every",
+    "model.num_layers",
+    "model.num_heads",
+    "model.hidden_size",
+    "data.path",
+    "data.seq_len",
+    "launch.nproc_per_node",
+]
 
 CHOICES_OTHERS_RELY_ON = {
     "precision": {"fp32", "bf16"},

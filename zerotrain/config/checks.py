@@ -99,11 +99,16 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
         ConfigError: an interpolation leads nowhere, so that there is no config to check.
     """
     config, problems = to_config(composed)
-    values_of = {rule: attrgetter(rule.setting)(config) for rule in RULES}
-    problems += [_must_be(rule, got) for rule, got in values_of.items() if not rule.holds(got)]
+    problems += value_problems(config)
     for group in OPEN_GROUPS:
         problems += _open_group_problems(getattr(config, group), group)
     return config, problems
+
+
+def value_problems(config: Config) -> list[str]:
+    """One line for each value that breaks its rule."""
+    values_of = {rule: attrgetter(rule.setting)(config) for rule in RULES}
+    return [_must_be(rule, got) for rule, got in values_of.items() if not rule.holds(got)]
 
 
 def must_be(setting: str, got: Any) -> str | None:

@@ -1,0 +1,122 @@
+"""Runs launch.py the way a user does, as processes of their own, and finds what is left of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+USER_CODE = Path(__file__).resolve().parent / "user_code"
+TINY = (
+    "launch.device=cpu",
+    "data=synthetic",
+    "data.num_sequences=64",
+    "data.seq_len=16",
+    "model=mlp",
+    "model.hidden_size=32",
+    "train.max_steps=3",
+    "train.micro_batch_size=2",
+    "train.eval_batches=1",
+    "train.sample_tokens=0",
+)
+"""A run of a second, apart from starting Python."""
+_MARK = "ZEROTRAIN_TEST_COMMAND"
+
+
+@dataclass
+class Command:
+    """A command under way in `folder`. It and all it starts carry a mark in their environment, so that none hides."""
+
+    arguments: list[str]
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self._out, self._err = self.folder / f"{self.mark}.out", self.folder / f"{self.mark}.err"
+        search = os.pathsep.join([str(REPOSITORY), str(USER_CODE)])
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.process = subprocess.Popen(
+                self.arguments,
+                cwd=self.folder,
+                env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", **self.environment, _MARK: self.mark},
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    def wait(self, timeout_s: float = 120.0) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            for process in self.processes():
+                # What a failing test leaves behind must not disturb the next.
+                if self.process.poll() is None:
+                    process.kill()
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text()
+
+    def send_signal_as_terminal(self, signum: int) -> None:
+        """As Ctrl-C does: to the whole process group."""
+        os.killpg(self.process.pid, signum)
+
+    def kill(self) -> None:
+        """As `kill -9` does: to the first process alone."""
+        self.process.send_signal(signal.SIGKILL)
+
+    def processes(self) -> list[psutil.Process]:
+        """The processes of this command that are alive, those included whose parent is gone."""
+        return [process for process in psutil.process_iter() if _is_alive_with_mark(process, self.mark)]
+
+    def wait_until_gone(self, timeout_s: float = 20.0) -> list[psutil.Process]:
+        """The processes that are left after at most `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def wait_for_text(self, path: Path, text: str, timeout_s: float = 90.0) -> None:
+        """Wait until a file that the command writes holds `text`."""
+        deadline = time.monotonic() + timeout_s
+        while not (path.exists() and text in path.read_text()):
+            assert self.process.poll() is None, f"ended early: {self.stderr}"
+            assert time.monotonic() < deadline, f"{text!r} never came to {path.name}: {self.stdout}{self.stderr}"
+            time.sleep(0.1)
+
+
+def by_hand(*arguments: str, folder: Path, **environment: str) -> Command:
+    """`python launch.py ...`"""
+    return Command([sys.executable, str(REPOSITORY / "launch.py"), *arguments], folder, environment)
+
+
+def by_torchrun(*arguments: str, folder: Path, options: tuple[str, ...] = ("--nproc-per-node=2",)) -> Command:
+    """`torchrun ... launch.py ...`"""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
+    return Command([*torchrun, str(REPOSITORY / "launch.py"), *arguments], folder)
+
+
+def result_of(run_dir: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
+    return result
+
+
+def _is_alive_with_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:  # gone since it was listed, or another user's
+        return False

@@ -1,0 +1,129 @@
+"""Four ways in, one design: whoever starts the ranks, there is one config, one folder and the same bits."""
+
+from pathlib import Path
+
+import pytest
+from commands import TINY, Command, by_hand, by_torchrun, result_of
+
+from zerotrain.config.compose import config_hash, load_config
+
+STAGE_3 = ("zero.stage=3", "zero.bucket_mb=0.01")
+
+
+@pytest.fixture(scope="module")
+def hand_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Command, Path]:
+    """`python launch.py` on two ranks, and its run folder."""
+    folder = tmp_path_factory.mktemp("by_hand")
+    command = by_hand(*TINY, *STAGE_3, "launch.nproc_per_node=2", folder=folder)
+    assert command.wait() == 0, command.stderr
+    [run_dir] = (folder / "outputs").glob("*/*")
+    return command, run_dir
+
+
+def test_a_run_by_hand_leaves_one_folder_with_all_its_files(hand_run):
+    _, run_dir = hand_run
+    names = {
+        str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file() and ".hydra" not in path.parts
+    }
+    assert names == {"config.yaml", "metrics.jsonl", "result.json", "ranks/0.log", "ranks/1.log"}
+
+
+def test_the_result_says_what_ran(hand_run):
+    _, run_dir = hand_run
+    result = result_of(run_dir)
+    assert (result["status"], result["error"], result["steps"]) == ("completed", None, 3)
+    assert (result["world_size"], result["stage"]) == (2, 3)
+    assert result["overrides"] == [*TINY, *STAGE_3, "launch.nproc_per_node=2"]
+    assert result["config_hash"] == config_hash(load_config(run_dir / "config.yaml"))
+
+
+def test_rank_0_speaks_on_the_terminal_and_in_its_log_and_the_others_in_theirs(hand_run):
+    command, run_dir = hand_run
+    assert "step 3/3" in command.stdout
+    assert "step 3/3" in (run_dir / "ranks/0.log").read_text()
+    assert "step" not in (run_dir / "ranks/1.log").read_text()
+    assert command.stdout.count("run folder: ") == 1
+    assert command.stderr == ""
+
+
+def test_nothing_is_left_of_a_run(hand_run):
+    command, _ = hand_run
+    assert command.wait_until_gone() == []
+
+
+def test_under_torchrun_one_rank_composes_and_all_compute_the_same_bits(hand_run, tmp_path: Path):
+    command = by_torchrun(*TINY, *STAGE_3, folder=tmp_path)
+    assert command.wait() == 0, command.stderr
+    [run_dir] = (tmp_path / "outputs").glob("*/*")
+    assert {path.name for path in (run_dir / "ranks").iterdir()} == {"0.log", "1.log"}
+    assert command.stdout.count("run folder: ") == 1
+    assert result_of(run_dir)["weights_sha256"] == result_of(hand_run[1])["weights_sha256"]
+    assert result_of(run_dir)["config_hash"] == result_of(hand_run[1])["config_hash"]
+
+
+def test_two_machines_run_one_job(hand_run, tmp_path: Path):
+    run_dir = tmp_path / "folder that nobody made" / "run"
+    store = tmp_path / "store"
+    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={store}", "--rdzv-id=job")
+    options += ("--rdzv-conf=store_type=file",)
+    arguments = (*TINY, *STAGE_3, f"hydra.run.dir={run_dir}")
+    commands = [by_torchrun(*arguments, folder=tmp_path, options=options) for _ in range(2)]
+    assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
+    assert sorted(command.stdout.count("run folder: ") for command in commands) == [0, 1]
+    assert {path.name for path in (run_dir / "ranks").iterdir()} == {"0.log", "1.log"}
+    assert result_of(run_dir)["weights_sha256"] == result_of(hand_run[1])["weights_sha256"]
+
+
+def test_a_sweep_goes_on_after_a_failed_job_and_compares_the_weights(hand_run, tmp_path: Path):
+    stages = "zero.stage=0,7,1"
+    command = by_hand("-m", *TINY, stages, "launch.nproc_per_node=2", "hydra.sweep.dir=sweep", folder=tmp_path)
+    assert command.wait() == 1
+    results = [result_of(tmp_path / "sweep" / job) for job in ("0", "1", "2")]
+    assert [result["status"] for result in results] == ["completed", "failed", "completed"]
+    refusal = "zero.stage: got 7; it must be 0, 1, 2 or 3; the default is 2"
+    assert results[1]["error"] == refusal
+    assert f"job 1: {refusal}" in command.stderr
+    assert "Traceback" not in command.stderr
+    sha256 = result_of(hand_run[1])["weights_sha256"]
+    assert f"weights: 2 of 3 jobs have the same sha256 {sha256}" in command.stdout
+    assert command.wait_until_gone() == []
+
+
+def test_under_torchrun_the_first_rank_drives_a_sweep_with_as_many_ranks(hand_run, tmp_path: Path):
+    command = by_torchrun("-m", *TINY, "zero.stage=2,3", "hydra.sweep.dir=sweep", folder=tmp_path)
+    assert command.wait() == 0, command.stderr
+    results = [result_of(tmp_path / "sweep" / job) for job in ("0", "1")]
+    assert [(result["status"], result["world_size"], result["stage"]) for result in results] == [
+        ("completed", 2, 2),
+        ("completed", 2, 3),
+    ]
+    sha256 = result_of(hand_run[1])["weights_sha256"]
+    assert command.stdout.count(f"weights: 2 of 2 jobs have the same sha256 {sha256}") == 1
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_one_rank_runs_a_class_from_the_working_folder_and_warns_of_settings_without_effect(tmp_path: Path):
+    (tmp_path / "my_models.py").write_text("from zerotrain.models import MLP\n\n\nclass MyMLP(MLP):\n    pass\n")
+    arguments = (*TINY, "model._target_=my_models.MyMLP", "zero.overlap=false", "hydra.run.dir=run")
+    command = by_hand(*arguments, folder=tmp_path)
+    assert command.wait() == 0, command.stderr
+    assert result_of(tmp_path / "run")["world_size"] == 1
+    assert command.stderr.splitlines() == [
+        "warning: zero.overlap=false has no effect with one rank; launch.nproc_per_node=2 starts two"
+    ]
+
+
+@pytest.mark.parametrize("option", ["--help", "--cfg=job"])
+def test_under_torchrun_what_is_asked_for_is_printed_once(tmp_path: Path, option: str):
+    command = by_torchrun(option, folder=tmp_path)
+    assert command.wait() == 0, command.stderr
+    assert command.stdout.count("bucket_mb: 25.0") == 1
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(("rank", "code"), [(0, 2), (1, 0)])
+def test_a_sweep_over_several_machines_is_refused_by_one_rank(tmp_path: Path, rank: int, code: int):
+    ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    command = by_hand("-m", "zero.stage=0,1", folder=tmp_path, MASTER_ADDR="localhost", MASTER_PORT="1", **ranks)
+    assert command.wait() == code
+    assert command.stderr.count("a sweep runs on one machine") == (rank == 0)

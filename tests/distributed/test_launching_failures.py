@@ -1,0 +1,123 @@
+"""However a run ends, the user reads the first cause, the exit code says it, and no process is left."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from commands import TINY, Command, by_hand, by_torchrun, result_of
+
+MISBEHAVING = (*TINY, "model._target_=misbehaving.MisbehavingMLP", "hydra.run.dir=run")
+TWO_RANKS = "launch.nproc_per_node=2"
+WITHIN_S = 30.0
+"""Far less than the 300 s for which a rank waits in a collective."""
+
+
+def end_of(command: Command) -> float:
+    """Wait for the end of a run that has begun; the seconds from its first step to the end."""
+    command.wait_for_text(command.folder / "run/ranks/0.log", "step 1/3")
+    started = time.monotonic()
+    command.wait()
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_on_one_rank_ends_all_and_is_what_the_user_reads(tmp_path: Path, rank: int):
+    command = by_hand(*MISBEHAVING, "+model.action=raise", f"+model.rank={rank}", TWO_RANKS, folder=tmp_path)
+    assert end_of(command) < WITHIN_S
+    log = tmp_path / f"run/ranks/{rank}.log"
+    assert command.stderr.splitlines() == [
+        f"rank {rank} failed: ValueError: the third batch is unlucky",
+        f"  its log: {log}",
+    ]
+    assert "Traceback" in log.read_text()
+    assert command.process.returncode == 1
+    result = result_of(tmp_path / "run")
+    assert result["status"] == "failed"
+    assert result["error"].startswith(f"rank {rank} failed: ValueError: the third batch is unlucky")
+    assert command.wait_until_gone() == []
+
+
+def test_a_killed_rank_ends_all_and_is_named_with_its_signal(tmp_path: Path):
+    command = by_hand(*MISBEHAVING, "+model.action=kill", TWO_RANKS, folder=tmp_path)
+    assert end_of(command) < WITHIN_S
+    cause, log = command.stderr.splitlines()
+    assert cause.startswith("rank 1 was killed by SIGKILL")
+    assert log == f"  its log: {tmp_path / 'run/ranks/1.log'}"
+    assert command.process.returncode == 1
+    assert result_of(tmp_path / "run")["status"] == "failed"
+    assert command.wait_until_gone() == []
+
+
+def test_under_torchrun_the_first_cause_comes_before_torchruns_own_report(tmp_path: Path):
+    command = by_torchrun(*MISBEHAVING, "+model.action=raise", folder=tmp_path)
+    assert end_of(command) < WITHIN_S
+    assert command.process.returncode == 1
+    cause = "rank 1 failed: ValueError: the third batch is unlucky"
+    assert command.stderr.startswith(cause)
+    root_cause = command.stderr.partition("Root Cause")[2]
+    assert "ValueError: the third batch is unlucky" in root_cause
+    assert result_of(tmp_path / "run")["error"].startswith(cause)
+    assert command.wait_until_gone() == []
+
+
+def test_ctrl_c_stops_a_sweep_at_once(tmp_path: Path):
+    sweep = ("-m", *TINY, "model._target_=misbehaving.MisbehavingMLP", "hydra.sweep.dir=sweep")
+    command = by_hand(*sweep, "+model.action=sleep", "zero.stage=1,2", TWO_RANKS, folder=tmp_path)
+    command.wait_for_text(tmp_path / "sweep/0/ranks/1.log", "asleep")
+    command.send_signal_as_terminal(signal.SIGINT)
+    assert command.wait(WITHIN_S) == 130
+    assert command.stderr.splitlines() == ["stopped by Ctrl-C"]
+    assert "job 0 stopped" in command.stdout
+    assert result_of(tmp_path / "sweep/0")["status"] == "stopped"
+    assert not (tmp_path / "sweep/1").exists()
+    assert command.wait_until_gone() == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_signal_stops_a_run_with_the_exit_code_of_the_signal(tmp_path: Path, signum: int):
+    command = by_hand(*MISBEHAVING, "+model.action=sleep", TWO_RANKS, folder=tmp_path)
+    command.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
+    command.send_signal_as_terminal(signum)
+    assert command.wait(WITHIN_S) == 128 + signum
+    assert result_of(tmp_path / "run")["status"] == "stopped"
+    assert command.wait_until_gone() == []
+
+
+def test_the_ranks_end_with_a_parent_that_was_killed(tmp_path: Path):
+    command = by_hand(*MISBEHAVING, "+model.action=sleep", TWO_RANKS, folder=tmp_path)
+    command.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
+    command.kill()
+    assert command.wait() == -signal.SIGKILL
+    assert command.wait_until_gone() == []
+
+
+def test_a_bad_command_line_is_answered_before_any_rank_starts(tmp_path: Path):
+    command = by_hand("zero.stge=3", "zero.bucket_mb=-1", "precision=bf17", TWO_RANKS, folder=tmp_path)
+    assert command.wait() == 2
+    assert sorted(command.stderr.splitlines()) == [
+        "precision=bf17: there is no such choice; did you mean bf16?; there are bf16, fp32",
+        "zero.bucket_mb: got -1.0; it must be a number of MiB above 0; the default is 25.0",
+        "zero.stge: there is no such setting; did you mean zero.stage?",
+    ]
+    assert command.stdout == ""
+
+
+def test_what_a_class_refuses_is_told_with_the_other_problems(tmp_path: Path):
+    arguments = ("zero.stage=9", "model.num_heads=3", "data.path=nowhere.txt", "hydra.run.dir=run")
+    command = by_hand(*arguments, TWO_RANKS, folder=tmp_path)
+    assert command.wait() == 2
+    lines = command.stderr.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("zero.stage: got 9")
+    assert any("model.num_heads" in line and "model.hidden_size" in line for line in lines)
+    assert any("data.path" in line and "nowhere.txt" in line for line in lines)
+    assert not (tmp_path / "run/ranks").exists()
+    assert result_of(tmp_path / "run")["status"] == "failed"
+
+
+def test_under_torchrun_a_problem_is_told_once(tmp_path: Path):
+    command = by_torchrun(*TINY, "zero.stage=5", folder=tmp_path)
+    assert command.wait() == 1
+    assert (command.stdout + command.stderr).count("zero.stage: got 5") == 1
+    assert command.wait_until_gone() == []

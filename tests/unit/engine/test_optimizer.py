@@ -1,0 +1,99 @@
+"""Parameter groups and refusals of the sharded optimizer, in a world of one."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import zerotrain
+from zerotrain.errors import ConfigError
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+def one_step(engine: zerotrain.ZeroEngine) -> dict[str, torch.Tensor]:
+    engine.backward(engine(torch.ones(5, 3)).square().mean())
+    engine.step()
+    return engine.full_state_dict()
+
+
+def plain_step(groups: list[dict], optimizer: functools.partial, plain: nn.Module) -> dict[str, torch.Tensor]:
+    steps = optimizer(groups)
+    plain(torch.ones(5, 3)).square().mean().backward()
+    steps.step()
+    return plain.state_dict()
+
+
+@pytest.mark.parametrize("decay_all", [False, True])
+def test_weight_decay_is_on_matrices_alone_unless_asked_for_all(decay_all: bool) -> None:
+    optimizer = functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    plain = model()
+    vectors = {"params": [each for each in plain.parameters() if each.ndim < 2]}
+    if not decay_all:
+        vectors["weight_decay"] = 0.0
+    groups = [{"params": [each for each in plain.parameters() if each.ndim >= 2]}, vectors]
+    expected = plain_step(groups, optimizer, plain)
+    got = one_step(zerotrain.build_engine(model(), optimizer=optimizer, decay_all=decay_all))
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+        functools.partial(torch.optim.Adagrad, lr=0.1),
+        functools.partial(torch.optim.RMSprop, lr=0.1, centered=True),
+        functools.partial(torch.optim.Rprop, lr=0.1),
+        functools.partial(torch.optim.NAdam, lr=0.1),
+    ],
+    ids=lambda each: each.func.__name__,
+)
+def test_any_element_wise_optimizer_of_torch_updates_as_by_itself(optimizer: functools.partial) -> None:
+    plain = model()
+    expected = plain_step([{"params": list(plain.parameters())}], optimizer, plain)
+    got = one_step(zerotrain.build_engine(model(), optimizer=optimizer))
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+def test_an_optimizer_that_needs_whole_tensors_is_refused() -> None:
+    with pytest.raises(ConfigError, match="optimizer=Adafactor: factors whole matrices"):
+        zerotrain.build_engine(model(), optimizer=functools.partial(torch.optim.Adafactor, lr=0.1))
+
+
+def test_a_learning_rate_set_on_the_groups_reaches_every_bucket() -> None:
+    engine = zerotrain.build_engine(
+        model(), optimizer=functools.partial(torch.optim.SGD, lr=0.1), zero=zerotrain.ZeroConfig(bucket_mb=1e-5)
+    )
+    assert len(engine.schedule.buckets) > 2
+    assert {group["initial_lr"] for group in engine.param_groups} == {0.1}
+    before = engine.weights_sha256()
+    for group in engine.param_groups:
+        group["lr"] = 0.0
+    one_step(engine)
+    assert engine.weights_sha256() == before
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no trainable floating-point parameter"):
+        zerotrain.build_engine(model().requires_grad_(False), optimizer=torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    ("zero", "problem"),
+    [
+        (zerotrain.ZeroConfig(stage=5), "zero.stage: got 5"),
+        (zerotrain.ZeroConfig(bucket_mb=0), "zero.bucket_mb: got 0"),
+        (zerotrain.ZeroConfig(reduction="ring"), "zero.reduction: got ring"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_in_python_as_on_the_command_line(
+    zero: zerotrain.ZeroConfig, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        zerotrain.build_engine(model(), optimizer=torch.optim.SGD, zero=zero)
