@@ -58,39 +58,62 @@ class Collectives:
         work = _all_gather(full, shard, group=self.world.gather_group, async_op=True)
         return self._issued(work, full, shard)
 
+    def received_numel(self, full_numel: int) -> int:
+        """Elements of scratch that a reduction of `full_numel` elements needs, 0 for none."""
+        return full_numel - self._left_out(full_numel) if self.ordered else 0
+
     def reduce(self, full: torch.Tensor, received: torch.Tensor | None, out: torch.Tensor) -> Pending:
         """Start the reduce-scatter of `full` (numel); `finish_reduce` puts the sum into `out` (numel / ranks).
 
         Args:
             full: this rank's unreduced gradient; must stay as it is until finished.
-            received: scratch of the same shape as `full`, for the ordered reduction only.
+            received: scratch of `received_numel` elements, for the ordered reduction only.
             out: this rank's shard, of the same dtype as `full`. It may lie inside `full`.
         """
         if self.world.size == 1:
             return Pending(None)
         self.ledger.record("reduce", self._ring_nbytes(full) * self._reduce_passes)
         group = self.world.reduce_group
-        if received is not None:
-            work = dist.all_to_all_single(received, full, group=group, async_op=True)
-            return self._issued(work, full, received)
-        work = _reduce_scatter(out, full, group=group, async_op=True)
-        return self._issued(work, full, out)
+        if received is None:
+            return self._issued(_reduce_scatter(out, full, group=group, async_op=True), full, out)
+        shard_numel, sent = full.numel() // self.world.size, full
+        splits = [shard_numel] * self.world.size
+        if self._left_out(full.numel()):
+            splits[self.world.rank] = 0
+            sent = full[shard_numel:] if self.world.rank == 0 else full[:-shard_numel]
+        work = dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
+        return self._issued(work, full, received)
 
-    def finish_reduce(self, pending: Pending, received: torch.Tensor | None, out: torch.Tensor) -> None:
+    def _left_out(self, full_numel: int) -> int:
+        """Elements of this rank's own part, where an all-to-all can leave it out: at one end of the buffer.
+
+        It need not be copied from one buffer to another. Between the parts of other ranks there is no way round it.
+        """
+        at_an_end = self.world.rank in (0, self.world.size - 1)
+        return full_numel // self.world.size if at_an_end else 0
+
+    def finish_reduce(
+        self, pending: Pending, full: torch.Tensor, received: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
         """Wait for a reduction and leave the sum over ranks in `out`, added in rank order in fp32 if ordered."""
         pending.wait()
         if received is None:
             return
-        parts = received.view(self.world.size, -1)
-        if out.dtype == torch.float32:
-            torch.add(parts[0], parts[1], out=out)
-            for part in parts[2:]:
-                out.add_(part)
-            return
+        own = full.view(self.world.size, -1)[self.world.rank]
+        parts = list(received.view(-1, own.numel()))
+        if len(parts) == self.world.size:
+            parts[self.world.rank] = own
+        else:
+            parts.insert(self.world.rank, own)
         total = parts[0].to(torch.float32)
-        for part in parts[1:]:
-            total.add_(part)
-        out.copy_(total)
+        # The sums on the way go over what was received: `out` may be one of the parts still to be added.
+        on_the_way = received[: own.numel()] if received.dtype == torch.float32 else total
+        for part in parts[1:-1]:
+            total = torch.add(total, part, out=on_the_way)
+        if out.dtype == torch.float32:
+            torch.add(total, parts[-1], out=out)
+        else:
+            out.copy_(torch.add(total, parts[-1], out=on_the_way))
 
     def gather_small(self, values: torch.Tensor) -> torch.Tensor:
         """(n,) on each rank -> (ranks, n) on every rank, waited for."""

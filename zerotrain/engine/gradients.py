@@ -153,12 +153,16 @@ class BucketGradient:
         unreduced = _held(self._filling).cut(self.layout)[0]
         self.life.become(GradientState.REDUCING)
         if self.collectives.ordered:
-            self._received = self.pool.take(self.layout.padded_numel)
+            self._received = self.pool.take(self._received_numel)
         self._pending = self.collectives.reduce(unreduced, self._received_flat, self.shard)
 
     @property
     def _received_flat(self) -> torch.Tensor | None:
-        return None if self._received is None else self._received.storage[: self.layout.padded_numel]
+        return None if self._received is None else self._received.storage[: self._received_numel]
+
+    @property
+    def _received_numel(self) -> int:
+        return self.collectives.received_numel(self.layout.padded_numel)
 
     @property
     def reduction_done(self) -> bool:
@@ -170,7 +174,8 @@ class BucketGradient:
 
         Where the optimizer is replicated the reduced shards are gathered at once; `reduced` waits for that.
         """
-        self.collectives.finish_reduce(_held(self._pending), self._received_flat, self.shard)
+        unreduced = _held(self._filling).cut(self.layout)[0]
+        self.collectives.finish_reduce(_held(self._pending), unreduced, self._received_flat, self.shard)
         self._pending = None
         if self._carry is not None:
             self.shard.copy_(self._carry.add_(self.shard))

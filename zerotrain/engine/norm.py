@@ -26,8 +26,10 @@ _NO_DIGIT = -1000.0
 def block_squares(shard: torch.Tensor) -> torch.Tensor:
     """(n,) any floating dtype, n a multiple of 64 -> (n / 64,) fp64: the sum of squares of each block."""
     squares = torch.empty(shard.numel() // ALIGN_NUMEL, dtype=torch.float64, device=shard.device)
+    exact = torch.empty(min(CHUNK_NUMEL, shard.numel()), dtype=torch.float64, device=shard.device)
     for chunk, out in zip(shard.split(CHUNK_NUMEL), squares.split(CHUNK_NUMEL // ALIGN_NUMEL), strict=True):
-        torch.linalg.vector_norm(chunk.to(torch.float64).view(-1, ALIGN_NUMEL), dim=1, out=out)
+        values = exact[: chunk.numel()].copy_(chunk)
+        torch.linalg.vector_norm(values.view(-1, ALIGN_NUMEL), dim=1, out=out)
     return squares.square_()
 
 
