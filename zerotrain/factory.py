@@ -86,17 +86,19 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
     """
     problems: list[str] = []
 
-    def attempt(build: Callable[[], object]) -> None:
+    def attempt(group: str, build: Callable[[], object]) -> None:
         try:
             build()
         except ConfigError as error:
             problems.extend(error.problems)
+        except (ValueError, TypeError, OSError) as error:
+            problems.append(f"{group}: {str(error).splitlines()[0]}")
 
-    attempt(lambda: choose_device(config.launch.device, num_local_ranks - 1))
-    attempt(lambda: _build_on_meta(config))
-    attempt(lambda: _build("data", config.data))
-    attempt(lambda: _build("optimizer", config.optimizer)([nn.Parameter(torch.zeros(64))]))
-    attempt(lambda: _build("scheduler", config.scheduler)(0, config.train.max_steps))
+    attempt("launch", lambda: choose_device(config.launch.device, num_local_ranks - 1))
+    attempt("model", lambda: _build_on_meta(config))
+    attempt("data", lambda: _build("data", config.data))
+    attempt("optimizer", lambda: _build("optimizer", config.optimizer)([nn.Parameter(torch.zeros(64))]))
+    attempt("scheduler", lambda: _build("scheduler", config.scheduler)(0, config.train.max_steps))
     if problems:
         raise ConfigError(*problems)
 

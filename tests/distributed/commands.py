@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 USER_CODE = Path(__file__).resolve().parent / "user_code"
 TINY = (
     "launch.device=cpu",
+    "launch.threads_per_rank=1",
     "data=synthetic",
     "data.num_sequences=64",
     "data.seq_len=16",

@@ -63,9 +63,8 @@ def test_under_torchrun_one_rank_composes_and_all_compute_the_same_bits(hand_run
 
 def test_two_machines_run_one_job(hand_run, tmp_path: Path):
     run_dir = tmp_path / "folder that nobody made" / "run"
-    store = tmp_path / "store"
-    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={store}", "--rdzv-id=job")
-    options += ("--rdzv-conf=store_type=file",)
+    rendezvous = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}")
+    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=job", *rendezvous)
     arguments = (*TINY, *STAGE_3, f"hydra.run.dir={run_dir}")
     commands = [by_torchrun(*arguments, folder=tmp_path, options=options) for _ in range(2)]
     assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
@@ -113,11 +112,10 @@ def test_one_rank_runs_a_class_from_the_working_folder_and_warns_of_settings_wit
     ]
 
 
-@pytest.mark.parametrize("option", ["--help", "--cfg=job"])
-def test_under_torchrun_what_is_asked_for_is_printed_once(tmp_path: Path, option: str):
-    command = by_torchrun(option, folder=tmp_path)
-    assert command.wait() == 0, command.stderr
-    assert command.stdout.count("bucket_mb: 25.0") == 1
+def test_under_torchrun_what_is_asked_for_is_printed_once(tmp_path: Path):
+    commands = [by_torchrun(option, folder=tmp_path) for option in ("--help", "--cfg=job")]
+    assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
+    assert [command.stdout.count("bucket_mb: 25.0") for command in commands] == [1, 1]
     assert not (tmp_path / "outputs").exists()
 
 

@@ -1,37 +1,27 @@
 """However a run ends, the user reads the first cause, the exit code says it, and no process is left."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from commands import TINY, Command, by_hand, by_torchrun, result_of
+from commands import TINY, by_hand, by_torchrun, result_of
 
 MISBEHAVING = (*TINY, "model._target_=misbehaving.MisbehavingMLP", "hydra.run.dir=run")
 TWO_RANKS = "launch.nproc_per_node=2"
-WITHIN_S = 30.0
-"""Far less than the 300 s for which a rank waits in a collective."""
-
-
-def end_of(command: Command) -> float:
-    """Wait for the end of a run that has begun; the seconds from its first step to the end."""
-    command.wait_for_text(command.folder / "run/ranks/0.log", "step 1/3")
-    started = time.monotonic()
-    command.wait()
-    return time.monotonic() - started
+WITHIN_S = 60.0
+"""A rank that waited in a collective for others that are gone would wait for 300 s."""
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_on_one_rank_ends_all_and_is_what_the_user_reads(tmp_path: Path, rank: int):
     command = by_hand(*MISBEHAVING, "+model.action=raise", f"+model.rank={rank}", TWO_RANKS, folder=tmp_path)
-    assert end_of(command) < WITHIN_S
+    assert command.wait(WITHIN_S) == 1
     log = tmp_path / f"run/ranks/{rank}.log"
     assert command.stderr.splitlines() == [
         f"rank {rank} failed: ValueError: the third batch is unlucky",
         f"  its log: {log}",
     ]
     assert "Traceback" in log.read_text()
-    assert command.process.returncode == 1
     result = result_of(tmp_path / "run")
     assert result["status"] == "failed"
     assert result["error"].startswith(f"rank {rank} failed: ValueError: the third batch is unlucky")
@@ -40,19 +30,17 @@ def test_an_exception_on_one_rank_ends_all_and_is_what_the_user_reads(tmp_path: 
 
 def test_a_killed_rank_ends_all_and_is_named_with_its_signal(tmp_path: Path):
     command = by_hand(*MISBEHAVING, "+model.action=kill", TWO_RANKS, folder=tmp_path)
-    assert end_of(command) < WITHIN_S
+    assert command.wait(WITHIN_S) == 1
     cause, log = command.stderr.splitlines()
     assert cause.startswith("rank 1 was killed by SIGKILL")
     assert log == f"  its log: {tmp_path / 'run/ranks/1.log'}"
-    assert command.process.returncode == 1
     assert result_of(tmp_path / "run")["status"] == "failed"
     assert command.wait_until_gone() == []
 
 
 def test_under_torchrun_the_first_cause_comes_before_torchruns_own_report(tmp_path: Path):
     command = by_torchrun(*MISBEHAVING, "+model.action=raise", folder=tmp_path)
-    assert end_of(command) < WITHIN_S
-    assert command.process.returncode == 1
+    assert command.wait(WITHIN_S) == 1
     cause = "rank 1 failed: ValueError: the third batch is unlucky"
     assert command.stderr.startswith(cause)
     root_cause = command.stderr.partition("Root Cause")[2]
@@ -74,12 +62,12 @@ def test_ctrl_c_stops_a_sweep_at_once(tmp_path: Path):
     assert command.wait_until_gone() == []
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_a_signal_stops_a_run_with_the_exit_code_of_the_signal(tmp_path: Path, signum: int):
+def test_sigterm_stops_a_run_which_says_so_in_its_result(tmp_path: Path):
     command = by_hand(*MISBEHAVING, "+model.action=sleep", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
-    command.send_signal_as_terminal(signum)
-    assert command.wait(WITHIN_S) == 128 + signum
+    command.send_signal_as_terminal(signal.SIGTERM)
+    assert command.wait(WITHIN_S) == 128 + signal.SIGTERM
+    assert command.stderr.splitlines() == ["stopped by SIGTERM"]
     assert result_of(tmp_path / "run")["status"] == "stopped"
     assert command.wait_until_gone() == []
 

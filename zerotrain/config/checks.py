@@ -108,7 +108,7 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
 def value_problems(config: Config) -> list[str]:
     """One line for each value that breaks its rule."""
     values_of = {rule: attrgetter(rule.setting)(config) for rule in RULES}
-    return [_must_be(rule, got) for rule, got in values_of.items() if not rule.holds(got)]
+    return [_must_be(rule, got) for rule, got in values_of.items() if not _is_kept(rule, got)]
 
 
 def must_be(setting: str, got: Any) -> str | None:
@@ -137,6 +137,13 @@ def _open_group_problems(values: dict[str, Any], group: str) -> Iterator[str]:
     yield from target_problems(values, name=group)
     if group in PARTIAL_GROUPS and values.get("_partial_") is not True:
         yield f"{group}._partial_: got {_word(values.get('_partial_'))}; it must be true"
+
+
+def _is_kept(rule: Rule, value: Any) -> bool:
+    try:
+        return rule.holds(value)
+    except TypeError:  # a config made in Python may hold a value of any type
+        return False
 
 
 def _must_be(rule: Rule, got: Any) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
@@ -111,6 +112,9 @@ def _choices(override: str) -> list[str]:
         [parsed] = OverridesParser.create().parse_overrides([override])
     except OverrideParseException:
         return [override]
+    value = parsed.value()
+    if isinstance(value, IntervalSweep):
+        return [f"{parsed.get_key_element()}={value.start}"]
     if not parsed.is_discrete_sweep():
         return [override]
-    return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+    return [f"{parsed.get_key_element()}={choice}" for choice in parsed.sweep_string_iterator()]

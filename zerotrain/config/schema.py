@@ -67,7 +67,8 @@ class LaunchConfig:
     device: str = "auto"
     """cpu, cuda or auto (cuda where there is one). The backend follows: gloo on cpu, nccl on cuda."""
     threads_per_rank: int | None = None
-    """CPU threads of one rank; null: the machine's cores divided by its ranks, at least 1."""
+    """CPU threads of one rank; null: the machine's cores divided by its ranks, at least 1. The bits of a matrix product
+    on the CPU depend on it."""
     timeout_s: float = 300.0
     """Seconds a collective may wait for the other ranks before the run is ended."""
 

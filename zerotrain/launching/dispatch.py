@@ -7,6 +7,7 @@ import inspect
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -76,17 +77,27 @@ def _run_hydra(main: Callable[[], None]) -> int:
         main()
         code = exits.COMPLETED
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice, it would interrupt the table
         print("stopped by Ctrl-C", file=sys.stderr)
         code = exits.of_signal(signal.SIGINT)
     except SystemExit as ending:
-        code = ending.code if isinstance(ending.code, int) else exits.COMPLETED
+        code = _code_of(ending)
     except ZeroTrainError:  # of a job of a sweep, and said when it happened
         code = exits.FAILED
-    except Exception as error:  # jobs raise nothing else, so it comes from composing
-        for problem in _composition_problems(main) or [str(error)]:
+    except Exception as error:  # jobs raise nothing else
+        problems = _composition_problems(main)
+        for problem in problems or traceback.format_exception(error):
             print(problem, file=sys.stderr)
-        code = exits.CONFIG_PROBLEM
+        code = exits.CONFIG_PROBLEM if problems else exits.FAILED
     return sweep.report(code)
+
+
+def _code_of(ending: SystemExit) -> int:
+    """As Python itself reads it: a text is printed, and means failure."""
+    if isinstance(ending.code, str):
+        print(ending.code, file=sys.stderr)
+        return exits.FAILED
+    return ending.code or exits.COMPLETED
 
 
 def _composition_problems(main: Callable[[], None]) -> list[str]:

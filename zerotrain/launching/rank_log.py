@@ -14,17 +14,21 @@ _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 class TerminalAndFile(io.TextIOBase):
     """Writes to both. To those who ask, it is the terminal: a progress bar works as if there were no file.
 
-    The file gets no colours, and nothing of a line that is drawn again and again.
+    The file gets whole lines, without colours, and nothing of a line that is drawn again and again.
     """
 
     def __init__(self, terminal: TextIO, file: TextIO) -> None:
         self._terminal = terminal
         self._file = file
+        self._unfinished_line = ""
 
     def write(self, text: str) -> int:
         """Write to both."""
-        if not _MOVES_THE_CURSOR.search(text):
-            self._file.write(_COLOUR.sub("", text))
+        if _MOVES_THE_CURSOR.search(text):
+            self._unfinished_line = ""
+        else:
+            lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
+            self._file.write(_COLOUR.sub("", lines + newline))
         written = self._terminal.write(text)
         self._terminal.flush()
         return written

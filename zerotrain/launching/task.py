@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -40,19 +39,16 @@ def run_job(composed: DictConfig) -> float:
     hydra = HydraConfig.get()
     run_dir = Path(hydra.runtime.output_dir)
     try:
-        try:
-            result = _run(composed, run_dir, overrides=list(hydra.overrides.task))
-        except ZeroTrainError:
-            raise
-        except Exception as error:  # of a user's class, while it was tried out
+        result = _run(composed, run_dir, overrides=list(hydra.overrides.task))
+    except Exception as error:
+        failure = error if isinstance(error, ZeroTrainError) else RunError(f"{type(error).__name__}: {error}")
+        if failure is not error:  # of a user's class, while it was tried out: the user needs to see where
             traceback.print_exc()
-            raise RunError(f"{type(error).__name__}: {error}") from error
-    except ZeroTrainError as error:
-        if hydra.mode == RunMode.MULTIRUN:
-            print(f"job {hydra.job.num}: {error}", file=sys.stderr)
-            raise
-        print(error, file=sys.stderr)
-        raise SystemExit(exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED) from error
+        is_sweep = hydra.mode == RunMode.MULTIRUN
+        print(f"job {hydra.job.num}: {failure}" if is_sweep else failure, file=sys.stderr)
+        if is_sweep:
+            raise failure from error
+        raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
     loss = result["final_val_loss"]
     return math.nan if loss is None else loss
 
@@ -69,7 +65,8 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
         print(f"warning: {warning}", file=sys.stderr)
     job = Job(config=config, run_dir=run_dir, overrides=overrides)
     job.open_folder()
-    print(f"stage {config.zero.stage}, ranks: {num_ranks}, run folder: {os.path.relpath(run_dir)}", flush=True)
+    shown_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+    print(f"stage {config.zero.stage}, ranks: {num_ranks}, run folder: {shown_dir}", flush=True)
     if ranks is None:
         return _run_spawned(job, num_ranks)
     JobExchange().publish(job)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerotrain.config.checks import RULES, checked_config, without_effect
+from zerotrain.config.checks import RULES, checked_config, value_problems, without_effect
 from zerotrain.config.schema import Config, ZeroConfig
 
 
@@ -86,6 +86,11 @@ def test_every_default_keeps_the_rules():
     for rule in RULES:
         section, _, name = rule.setting.rpartition(".")
         assert rule.holds(getattr(getattr(config, section) if section else config, name)), rule.setting
+
+
+def test_a_value_of_the_wrong_type_breaks_the_rule_too():
+    [problem] = value_problems(Config(zero=ZeroConfig(bucket_mb="large")))  # type: ignore[arg-type]
+    assert problem == "zero.bucket_mb: got large; it must be a number of MiB above 0; the default is 25.0"
 
 
 def test_a_setting_without_effect_at_this_stage_is_named():

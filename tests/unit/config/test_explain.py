@@ -68,5 +68,10 @@ def test_of_a_sweep_the_job_with_the_problem_speaks(compose):
     assert lines == ["zero.stage: got abc; it must be 0, 1, 2 or 3; the default is 2"]
 
 
+def test_a_range_for_a_sweeper_plugin_is_no_problem_of_its_own(compose):
+    lines = composition_problems(["optimizer.lr=interval(0.001,0.1)", "zero.stge=1"], compose, is_sweep=True)
+    assert lines == ["zero.stge: there is no such setting; did you mean zero.stage?"]
+
+
 def test_a_command_line_without_problems_has_none(compose):
     assert composition_problems(["zero.stage=0,1", "seed=1"], compose, is_sweep=True) == []

@@ -1,0 +1,115 @@
+"""`python -m benchmarks`: our engine beside its peers: a table, results.json, report.md and chart.png."""
+
+import argparse
+import shlex
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from datetime import date
+from pathlib import Path
+
+from benchmarks.chart import draw
+from benchmarks.engines import ENGINES, choose_engines
+from benchmarks.errors import BenchmarkError
+from benchmarks.network import LINKS_BIT_PER_S, SHARED, Network, link, loopback
+from benchmarks.report import report
+from benchmarks.results import Comparison
+from benchmarks.rounds import machine, run_rounds
+from benchmarks.workload import SIZES, Workload
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The options of a benchmark. Ends the process with exit code 2 on one that is not allowed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    add = parser.add_argument
+    add("--engines", default="all", help=f"comma-separated, or all: {', '.join(ENGINES)}")
+    add("--size", default="13.9m", choices=SIZES, help="the GPT and its micro-batch")
+    add("--ranks", type=_at_least_one, default=2)
+    add("--precision", default="fp32", choices=("fp32", "bf16"))
+    add("--accumulation", type=_at_least_one, default=1, help="micro-batches in a step")
+    add("--rounds", type=_at_least_one, default=5, help="times each engine is run, in turn with the others")
+    add("--warmup", type=_at_least_one, default=3, help="steps before the clock starts")
+    add("--steps", type=_at_least_one, default=8, help="steps on the clock in each run")
+    add("--bucket-mb", type=_positive, default=25.0, help="MiB of zerotrain's buckets")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="cpu: gloo, one thread a rank; cuda: NCCL")
+    add("--compile", action="store_true", help="torch.compile, as each engine documents it")
+    add("--link", choices=LINKS_BIT_PER_S, help="ranks on two hosts joined by a link of this rate; default: one host")
+    add("--max-load", type=_positive, default=1.0, help="share of the machine others may use before a run is repeated")
+    add("--out", type=Path, default=Path("outputs/benchmark"), help="folder for the results")
+    return parser.parse_args(arguments)
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too small; it must be at least 1")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
+def choose_network(options: argparse.Namespace) -> AbstractContextManager[Network]:
+    """Where the ranks are to meet. GPUs of one machine meet without a network of their own."""
+    if options.device == "cuda":
+        return nullcontext(SHARED)
+    return link(options.link) if options.link else loopback()
+
+
+def run(options: argparse.Namespace) -> Comparison:
+    """Measure, with a line of progress for each run."""
+    engines = choose_engines(options.engines, options.precision)
+    workload = Workload(
+        size=options.size,
+        precision=options.precision,
+        num_ranks=options.ranks,
+        num_micro_batches=options.accumulation,
+        num_warmup_steps=options.warmup,
+        num_steps=options.steps,
+        bucket_mb=options.bucket_mb,
+        device=options.device,
+        compiled=options.compile,
+    )
+    measurements = []
+    with choose_network(options) as network:
+        runs = run_rounds(engines, workload, network, options.rounds, options.max_load)
+        for count, measurement in enumerate(runs, start=1):
+            measurements.append(measurement)
+            print(
+                f"[{count}/{options.rounds * len(engines)}] {measurement.engine:<12} "
+                f"{measurement.step_ms:8.1f} ms/step, "
+                f"loss {measurement.loss:.5f}, others used {measurement.other_load:.0%} of the machine",
+                flush=True,
+            )
+    return Comparison(
+        command="python -m benchmarks " + shlex.join(sys.argv[1:]),
+        date=date.today().isoformat(),
+        machine=machine(),
+        workload=workload,
+        link_bit_per_s=network.bit_per_s,
+        measurements=measurements,
+    )
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    options = parse(sys.argv[1:])
+    try:
+        comparison = run(options)
+    except BenchmarkError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    options.out.mkdir(parents=True, exist_ok=True)
+    comparison.save(options.out / "results.json")
+    text = report(comparison)
+    (options.out / "report.md").write_text(text)
+    draw(comparison, options.out / "chart.png")
+    print(f"\n{text}\nwritten to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

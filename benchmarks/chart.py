@@ -1,0 +1,48 @@
+"""The bar chart of one comparison."""
+
+from pathlib import Path
+
+from benchmarks.engines import ENGINES
+from benchmarks.errors import BenchmarkError
+from benchmarks.results import Comparison
+from benchmarks.standing import Standing
+
+OURS, PEER = "#1f6fb4", "#b8b8b8"
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Write a PNG: a bar for each engine, the rounds' spread on it, and the floor as a line through all.
+
+    Raises:
+        BenchmarkError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BenchmarkError("no chart: matplotlib is not installed; pip install -e '.[bench]'") from error
+    standing = Standing(comparison)
+    names = [name for name in ENGINES if name in standing.medians]
+    times_ms = [standing.medians[name].step_ms for name in names]
+    rounds_ms = [[each.step_ms for each in comparison.rounds_of(name)] for name in names]
+    spread = [
+        [time - min(rounds) for time, rounds in zip(times_ms, rounds_ms, strict=True)],
+        [max(rounds) - time for time, rounds in zip(times_ms, rounds_ms, strict=True)],
+    ]
+    figure = Figure(figsize=(9, 1.5 + 0.38 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    colors = [OURS if ENGINES[name].is_ours else PEER for name in names]
+    bars = axes.barh([ENGINES[name].label for name in names], times_ms, color=colors, xerr=spread)
+    axes.bar_label(bars, fmt="%.0f", padding=6)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.axvline(standing.floor_ms, color="black", linestyle="--", label="compute alone")
+    if comparison.link_bit_per_s is not None:
+        wire_ms = max((standing.limit_ms(name) for name in names if ENGINES[name].is_ours), default=None)
+        if wire_ms is not None:
+            axes.axvline(wire_ms, color="black", linestyle=":", label="zerotrain's bytes at the link's rate")
+    workload = comparison.workload
+    place = "one host" if comparison.link_bit_per_s is None else f"{comparison.link_bit_per_s / 1e9:g} Gbit/s link"
+    axes.set_title(f"GPT {workload.size}, {workload.precision}, {workload.num_ranks} ranks, {place}")
+    axes.set_xlabel("ms per step (median of the rounds; line: fastest to slowest round)")
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)

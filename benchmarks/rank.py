@@ -1,0 +1,160 @@
+"""What one rank of a benchmark does: build an engine, train, and write down what it took. Started by `rounds`."""
+
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.engines import ENGINES, Engine
+from benchmarks.network import sent_nbytes
+from benchmarks.workload import Workload
+from zerotrain.comm.world import choose_device
+from zerotrain.training.metrics import device_peak_flops
+
+NUM_HOST_STEPS = 5
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank measured. Times in ms, one for each timed step."""
+
+    step_ms: list[float]
+    loss: float
+    """Of this rank's last step."""
+    start_nbytes: int
+    """Resident memory after the imports and the start of the process group: the interpreter's own."""
+    peak_nbytes: int
+    """Highest resident memory, the interpreter's included."""
+    sent_nbytes: int | None
+    """What left this rank's interface in all timed steps (of all ranks that share it)."""
+    counted_nbytes: int | None
+    """What the engine says this rank sent in its last step."""
+    theory_nbytes: int | None
+    """What theory says a rank sends in a step."""
+    full_speed_ms: float | None
+    """What the model's share of this rank would take at the device's peak FLOP/s, where that is known."""
+    host_ms: float | None
+    """CUDA: median time until a step returns to Python, with the device idle before."""
+    device_peak_nbytes: int | None
+    """CUDA: highest memory allocated from the first step on."""
+
+
+class StepClock:
+    """Marks on the time line of the device. The time between two marks is a step's, and none is lost between steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._times_s: list[float] = []
+
+    def mark(self) -> None:
+        """A step ends here, and the next one begins."""
+        if self._on_cuda:
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record()
+        else:
+            self._times_s.append(time.perf_counter())
+
+    def durations_ms(self) -> list[float]:
+        """Milliseconds between neighbouring marks."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) for a, b in zip(self._events, self._events[1:], strict=False)]
+        return [1e3 * (b - a) for a, b in zip(self._times_s, self._times_s[1:], strict=False)]
+
+
+def measure(engine_name: str, workload: Workload, interface: str | None) -> RankResult:
+    """Train as one rank of an initialised process group and return what it took."""
+    spec = ENGINES[engine_name]
+    spec.load()
+    device = choose_device(workload.device, int(os.environ["LOCAL_RANK"]))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.barrier()
+    # The first optimizer of a process imports the half of torch that no engine can do without.
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    start_nbytes = resident_nbytes("VmRSS")
+
+    model = workload.build_model(device)
+    num_flops = model.flops_per_token(workload.shape.seq_len) * workload.num_tokens / workload.num_ranks
+    engine = spec.build(model, workload)
+    num_steps = workload.num_warmup_steps + workload.num_steps
+    batches = [workload.micro_batches(step, dist.get_rank(), device) for step in range(num_steps)]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for batch in batches[: workload.num_warmup_steps]:
+        engine.step(batch)
+    dist.barrier()
+    sent_before = _sent_once_quiet(interface)
+    clock = StepClock(device)
+    clock.mark()
+    for batch in batches[workload.num_warmup_steps :]:
+        loss = engine.step(batch)
+        clock.mark()
+    peak_flops = device_peak_flops(device, torch.bfloat16 if workload.precision == "bf16" else torch.float32)
+    step_ms = clock.durations_ms()
+    sent_after = _sent_once_quiet(interface)
+    traffic = engine.traffic()
+    return RankResult(
+        step_ms=step_ms,
+        loss=loss.item(),
+        start_nbytes=start_nbytes,
+        peak_nbytes=resident_nbytes("VmHWM"),
+        sent_nbytes=None if sent_before is None or sent_after is None else sent_after - sent_before,
+        counted_nbytes=traffic.counted_nbytes if traffic else None,
+        theory_nbytes=traffic.theory_nbytes if traffic else None,
+        full_speed_ms=1e3 * num_flops / peak_flops if peak_flops else None,
+        host_ms=_host_ms(engine, batches[-1]) if device.type == "cuda" else None,
+        device_peak_nbytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+    )
+
+
+def resident_nbytes(field: str) -> int:
+    """VmRSS (now) or VmHWM (highest so far) of this process. Not ru_maxrss, which a child inherits from its parent."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status has no {field}")
+
+
+def _sent_once_quiet(interface: str | None) -> int | None:
+    """Bytes sent so far, read when nothing is under way any more: a collective may outlast the step that issued it."""
+    if interface is None:
+        return None
+    before = -1
+    while (now := sent_nbytes(interface)) != before:
+        before = now
+        time.sleep(0.1)
+    return now
+
+
+def _host_ms(engine: Engine, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    times_ms = []
+    for _ in range(NUM_HOST_STEPS):
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        engine.step(batch)
+        times_ms.append(1e3 * (time.perf_counter() - start_s))
+    return statistics.median(times_ms)
+
+
+def main() -> None:
+    """Read the job from the command line, measure, write the result."""
+    job = json.loads(sys.argv[1])
+    result = measure(job["engine"], Workload(**job["workload"]), job["interface"])
+    Path(job["result"]).write_text(json.dumps(asdict(result)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Runs the engines in turn, round after round, each time on fresh ranks."""
+
+import json
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.network import Network
+from benchmarks.rank import RankResult
+from benchmarks.results import Measurement, over_ranks
+from benchmarks.workload import Workload
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 1800.0
+POLL_S = 0.05
+MAX_ATTEMPTS = 5
+
+
+def run_rounds(
+    engines: list[str], workload: Workload, network: Network, num_rounds: int, max_load: float
+) -> Iterator[Measurement]:
+    """Measure every engine once a round. Each round begins with another engine, so that drift hits all alike.
+
+    Args:
+        max_load: a run during which others used more than this share of the machine is made again, at most
+            MAX_ATTEMPTS times in all; the quietest counts.
+
+    Raises:
+        BenchmarkError: a rank failed.
+    """
+    for round_index in range(num_rounds):
+        first = round_index % len(engines)
+        for engine in engines[first:] + engines[:first]:
+            quietest = measure(engine, workload, network)
+            for _ in range(MAX_ATTEMPTS - 1):
+                if quietest.other_load > max_load:
+                    again = measure(engine, workload, network)
+                    quietest = min(quietest, again, key=lambda each: each.other_load)
+            yield quietest
+
+
+def measure(engine: str, workload: Workload, network: Network) -> Measurement:
+    """Start fresh ranks, wait for them, and put together what they measured.
+
+    Raises:
+        BenchmarkError: a rank failed; the message ends with its last output.
+    """
+    watch = _LoadWatch()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        try:
+            port = _free_port()
+            for rank in range(workload.num_ranks):
+                ranks.append(_start_rank(rank, port, engine, workload, network, Path(folder)))
+            _wait(ranks, engine, Path(folder))
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        results = [json.loads(_result_file(Path(folder), rank).read_text()) for rank in range(workload.num_ranks)]
+    return over_ranks(
+        engine,
+        [RankResult(**result) for result in results],
+        num_interfaces=len(network.hosts),
+        num_steps=workload.num_steps,
+        other_load=watch.other_load(),
+    )
+
+
+def machine() -> str:
+    """The machine and the software, in one line."""
+    models = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return (
+        f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores{gpu}; "
+        f"Python {platform.python_version()}, torch {torch.__version__}, Linux {platform.release()}"
+    )
+
+
+def _start_rank(
+    rank: int, port: int, engine: str, workload: Workload, network: Network, folder: Path
+) -> subprocess.Popen[bytes]:
+    host = network.host_of(rank)
+    job = {
+        "engine": engine,
+        "workload": asdict(workload),
+        "interface": host.interface,
+        "result": str(_result_file(folder, rank)),
+    }
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(workload.num_ranks),
+        "MASTER_ADDR": network.hosts[0].address,
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": workload.device,
+    }
+    if workload.device == "cpu":
+        environment["OMP_NUM_THREADS"] = "1"
+        environment["GLOO_SOCKET_IFNAME"] = host.interface or "lo"
+    with open(_log_file(folder, rank), "wb") as log:
+        return subprocess.Popen(
+            [*host.command_prefix, sys.executable, "-m", "benchmarks.rank", json.dumps(job)],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], engine: str, folder: Path) -> None:
+    """Until all ranks have ended, or one has failed."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            tail = "\n".join(_log_file(folder, failed[0]).read_text(errors="replace").splitlines()[-30:])
+            raise BenchmarkError(f"{engine}: rank {failed[0]} ended with exit code {codes[failed[0]]}:\n{tail}")
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline_s:
+            raise BenchmarkError(f"{engine}: no result after {TIMEOUT_S:.0f} s")
+        time.sleep(POLL_S)
+
+
+def _result_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.json"
+
+
+def _log_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.log"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class _LoadWatch:
+    """Tells what share of the cores something else used since the watch was made."""
+
+    def __init__(self) -> None:
+        self._start = self._reading()
+
+    def other_load(self) -> float:
+        wall_s, busy_s, own_s = (now - then for now, then in zip(self._reading(), self._start, strict=True))
+        return max(0.0, (busy_s - own_s) / (wall_s * (os.cpu_count() or 1)))
+
+    @staticmethod
+    def _reading() -> tuple[float, float, float]:
+        """Seconds: wall clock, all cores' work, this process's and its ended children's work."""
+        user, nice, system = map(int, Path("/proc/stat").read_text().split(maxsplit=4)[1:4])
+        own_s = 0.0
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+            usage = resource.getrusage(who)
+            own_s += usage.ru_utime + usage.ru_stime
+        return time.monotonic(), (user + nice + system) / os.sysconf("SC_CLK_TCK"), own_s

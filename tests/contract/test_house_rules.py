@@ -1,0 +1,50 @@
+"""Rules on the code that a machine can see: short files and functions, and a stage that is a row of data."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "zerotrain"
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+BLIND_TO_THE_STAGE = ("comm", "sharding", "engine", "training")
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 60
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_a_file_and_its_functions_are_short(path: Path):
+    text = (PACKAGE / path).read_text()
+    assert len(text.splitlines()) < MAX_FILE_LINES
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    assert [node.name for node in functions if node.end_lineno - node.lineno >= MAX_FUNCTION_LINES] == []
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] in BLIND_TO_THE_STAGE], ids=str)
+def test_no_code_compares_the_stage_number(path: Path):
+    assert list(stage_comparisons((PACKAGE / path).read_text())) == []
+
+
+def test_a_comparison_of_the_stage_number_is_seen():
+    texts = [
+        "if stage == 3: pass",
+        "x = plan.stage in (0, 1)",
+        "while zero.stage > 1: pass",
+        "match stage:\n case 3: 0",
+    ]
+    assert [len(list(stage_comparisons(text))) for text in texts] == [1, 1, 1, 1]
+    assert list(stage_comparisons("plan = STAGES[stage]; sharded = plan.shards_gradients")) == []
+
+
+def stage_comparisons(text: str) -> Iterator[str]:
+    """Every comparison or match that has something called stage in it."""
+    for node in ast.walk(ast.parse(text)):
+        compared = [node.subject] if isinstance(node, ast.Match) else []
+        compared += [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        if any(called(part) == "stage" for part in compared):
+            yield ast.unparse(node)
+
+
+def called(node: ast.expr) -> str | None:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None

@@ -1,0 +1,71 @@
+"""Which part may know which: an import only goes down the layers, and only comm talks to other ranks."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "zerotrain"
+MAY_IMPORT = {
+    "errors": set(),
+    "config": {"errors"},
+    "comm": {"errors"},
+    "sharding": {"errors"},
+    "engine": {"errors", "comm", "sharding"},
+    "models": set(),
+    "data": set(),
+    "training": {"comm", "engine", "data"},
+    "testing": set(),
+}
+"""What each part of the package may import of it. The factory and the launcher, which put all together, are left out."""
+
+MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "testing"}
+"""The collectives, the agent that starts ranks, and the ranks of tests."""
+
+
+@pytest.fixture(scope="module")
+def imports() -> grimp.ImportGraph:
+    return grimp.build_graph("zerotrain", cache_dir=None)
+
+
+def test_the_import_contracts_of_the_project_file_are_kept():
+    lint_imports = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()"]
+    process = subprocess.run([*lint_imports, "--no-cache"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert ", 0 broken" in process.stdout
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_a_part_imports_only_what_it_is_built_on(part: str, imports: grimp.ImportGraph):
+    name = f"zerotrain.{part}"
+    members = {name, *imports.find_descendants(name)}
+    imported = {found for member in members for found in imports.find_modules_directly_imported_by(member)}
+    others = {found.split(".")[1] for found in imported - members}
+    assert others <= MAY_IMPORT[part]
+
+
+def test_every_part_of_the_package_has_its_place():
+    parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert parts == {*MAY_IMPORT, "__init__", "factory", "launching"}
+
+
+def test_only_these_parts_know_torch_distributed():
+    knowing = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if imports_torch_distributed(path)}
+    assert knowing == MAY_TALK_TO_OTHER_RANKS
+
+
+def imports_torch_distributed(path: Path) -> bool:
+    """Whether a file imports torch.distributed or mentions it as an attribute of torch."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name}" for name in names]
+        if isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        if any(name.startswith("torch.distributed") for name in names):
+            return True
+    return False

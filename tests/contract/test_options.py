@@ -1,0 +1,77 @@
+"""The names of all settings are frozen: command lines, yaml files and other people's tools are written with them.
+
+When this fails on purpose: change the list below, say in CHANGELOG.md what a user must now write, and look whether the
+tables of README.md and docs/adding_components.md still hold.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import OmegaConf
+
+from zerotrain.config.compose import register_schema
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+OPTIONS = """
+    seed
+    zero.stage
+    zero.bucket_mb
+    zero.overlap
+    zero.prefetch
+    zero.reduction
+    zero.units
+    zero.reshard_after_forward
+    precision.name
+    model._target_
+    model.vocab_size
+    model.max_seq_len
+    model.num_layers
+    model.num_heads
+    model.hidden_size
+    model.dropout
+    data._target_
+    data.path
+    data.seq_len
+    data.vocab_size
+    data.validation_fraction
+    data.cache_dir
+    optimizer._target_
+    optimizer._partial_
+    optimizer.lr
+    optimizer.betas
+    optimizer.eps
+    optimizer.weight_decay
+    optimizer.fused
+    scheduler._target_
+    scheduler._partial_
+    scheduler.warmup_steps
+    scheduler.final_fraction
+    train.max_steps
+    train.micro_batch_size
+    train.gradient_accumulation_steps
+    train.max_grad_norm
+    train.eval_every
+    train.eval_batches
+    train.log_every
+    train.sample_tokens
+    launch.nproc_per_node
+    launch.device
+    launch.threads_per_rank
+    launch.timeout_s
+"""
+
+
+def test_the_default_config_has_these_options_and_no_others():
+    register_schema()
+    with hydra.initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        composed = hydra.compose("train")
+    assert flattened(OmegaConf.to_container(composed)) == OPTIONS.split()
+
+
+def flattened(values: dict[Any, Any], prefix: str = "") -> list[str]:
+    """The dotted names of all values, in order."""
+    names = []
+    for name, value in values.items():
+        names += flattened(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+    return names

@@ -1,0 +1,180 @@
+"""What the documents show is run as it stands there, so that it cannot drift from the code.
+
+Every command of a `bash` block runs in a copy of the repository's own files. The `python` and `yaml` blocks, whose
+first lines name a file, lie there as that file. A command of launch.py gets overrides at its end that make it small.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from zerotrain.config.compose import register_schema
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+COPIED = ("launch.py", "Makefile", "pyproject.toml", "constraints.txt", "conf", "docs")
+STARTERS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+CHEAP = (
+    "launch.threads_per_rank=1",
+    "data.seq_len=16",
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "train.max_steps=2",
+    "train.micro_batch_size=2",
+    "train.eval_batches=1",
+    "train.sample_tokens=4",
+)
+"""A run of a second, apart from starting Python."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One markdown file of the repository."""
+
+    name: str
+
+    @cached_property
+    def text(self) -> str:
+        return (REPOSITORY / self.name).read_text()
+
+    def blocks(self, *languages: str) -> list[str]:
+        """The code blocks of these languages, in order."""
+        return re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```$", self.text, re.MULTILINE | re.DOTALL)
+
+    @cached_property
+    def commands(self) -> list[str]:
+        """The lines of the bash blocks without comments, continued lines joined."""
+        lines = "".join(self.blocks("bash")).replace("\\\n", " ").splitlines()
+        commands = [shlex.join(shlex.split(line, comments=True)) for line in lines]
+        return [command for command in commands if command]
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """What the reader is told to write: path -> text of each block that begins with `# path`."""
+        named = ((re.match(r"# ([\w/]+\.(?:py|yaml))\n", block), block) for block in self.blocks("python", "yaml"))
+        return {name[1]: block for name, block in named if name}
+
+
+README = Document("README.md")
+DOCUMENTS = [README, Document("docs/adding_components.md")]
+COMMANDS = [(document, command) for document in DOCUMENTS for command in document.commands]
+
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a user has after a clone, and with the files that the documents tell to write."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in COPIED:
+        source = REPOSITORY / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / name)
+    for document in DOCUMENTS:
+        for name, text in document.files.items():
+            (folder / name).write_text(text)
+    return folder
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    """Run a command in `folder` on the CPU; what it printed."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.run(
+        arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+    )
+    assert process.returncode == 0, process.stdout
+    return process.stdout
+
+
+def recipe(target: str, folder: Path) -> list[str]:
+    """The commands that make would run for a target."""
+    return run(["make", "-n", target], folder).replace("\\\n", " ").splitlines()
+
+
+def launches(command: str, folder: Path) -> list[list[str]]:
+    """The arguments of each Python program that a shown command starts, made small where it is launch.py."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        lines = [line for line in recipe(words[1], folder) if "launch.py" in line]
+        return [arguments for line in lines for arguments in launches(line, folder)]
+    starter = STARTERS[Path(words[0]).name]
+    if "launch.py" not in words:
+        return [[*starter, *words[1:]]]
+    return [[*starter, *(thinned(words[1:]) if is_sweep(words) else words[1:]), *CHEAP]]
+
+
+def is_sweep(arguments: list[str]) -> bool:
+    return "launch.py" in arguments and "-m" in arguments[arguments.index("launch.py") :]
+
+
+def thinned(arguments: list[str]) -> list[str]:
+    """The same sweep over the last value of each setting: one job."""
+    return [re.sub(r"=.*,", "=", argument) for argument in arguments]
+
+
+@pytest.mark.parametrize(("document", "command"), COMMANDS, ids=[f"{document.name}: {c}" for document, c in COMMANDS])
+def test_a_command_that_is_shown_runs(document: Document, command: str, checkout: Path):
+    for arguments in launches(command, checkout):
+        output = run(arguments, checkout)
+        if is_sweep(arguments):
+            assert "weights: 1 of 1 jobs have the same sha256" in output
+
+
+@each_document
+def test_every_file_that_is_shown_is_used_by_a_command(document: Document):
+    assert len(document.files) == len(document.blocks("python", "yaml")) > 0
+    used = set(re.findall(r"\w+", " ".join(document.commands)))
+    assert {Path(name).stem for name in document.files} <= used
+
+
+@each_document
+def test_every_link_leads_somewhere(document: Document):
+    links = re.findall(r"\]\(([^):]+)\)", document.text)
+    assert [link for link in links if not (REPOSITORY / document.name).parent.joinpath(link).exists()] == []
+
+
+def test_every_make_target_that_is_named_exists(checkout: Path):
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README.text, re.MULTILINE))
+    assert {"train", "test"} <= named
+    assert all(recipe(target, checkout) for target in named)
+
+
+def test_make_test_runs_pytest(checkout: Path):
+    assert recipe("test", checkout)[-1].endswith("python -m pytest")
+
+
+def test_every_setting_in_the_table_has_the_default_it_shows():
+    shown = dict(re.findall(r"^\| `([a-z_.]+)` \| `([^`]+)` \|", README.text, re.MULTILINE))
+    assert len(shown) > 10
+    register_schema()
+    with hydra.initialize_config_dir(config_dir=str(REPOSITORY / "conf"), version_base="1.3"):
+        composed = hydra.compose("train", return_hydra_config=True)
+    choices = composed.hydra.runtime.choices
+    defaults = {name: choices[name] if name in choices else OmegaConf.select(composed, name) for name in shown}
+    assert {name: value if isinstance(value, str) else json.dumps(value) for name, value in defaults.items()} == shown
+
+
+def test_the_tree_names_what_is_there_and_every_part_of_the_package():
+    [tree] = [block for block in README.blocks("text") if "zerotrain/\n" in block]
+    names, parent = [], ""
+    for indent, name in re.findall(r"^( *)([\w.]+/?)", tree, re.MULTILINE):
+        names.append(f"{parent}{name}" if indent else name)
+        parent = parent if indent else name
+    assert [name for name in names if not (REPOSITORY / name).exists()] == []
+    parts = {f"zerotrain/{path.parent.name}/" for path in (REPOSITORY / "zerotrain").glob("*/__init__.py")}
+    assert parts <= set(names)
