@@ -15,6 +15,7 @@ from zerotrain.config.checks import value_problems
 from zerotrain.config.schema import Config, TrainConfig, ZeroConfig
 from zerotrain.engine.build import EngineOptions
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.optimizer import require_elementwise
 from zerotrain.engine.precision import precision_named
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.plan import plan_for
@@ -92,12 +93,12 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
         except ConfigError as error:
             problems.extend(error.problems)
         except (ValueError, TypeError, OSError) as error:
-            problems.append(f"{group}: {str(error).splitlines()[0]}")
+            problems.append(_in_group(group, error))
 
     attempt("launch", lambda: choose_device(config.launch.device, num_local_ranks - 1))
     attempt("model", lambda: _build_on_meta(config))
     attempt("data", lambda: _build("data", config.data))
-    attempt("optimizer", lambda: _build("optimizer", config.optimizer)([nn.Parameter(torch.zeros(64))]))
+    attempt("optimizer", lambda: require_elementwise(_build("optimizer", config.optimizer)([torch.zeros(64, 64)])))
     attempt("scheduler", lambda: _build("scheduler", config.scheduler)(0, config.train.max_steps))
     if problems:
         raise ConfigError(*problems)
@@ -149,7 +150,13 @@ def _build(group: str, values: dict[str, Any]) -> Any:
         cause = error.__cause__ or error
         if not isinstance(cause, (ValueError, TypeError, OSError, ImportError, InstantiationException)):
             raise cause from None
-        raise ConfigError(f"{group}: {str(cause).splitlines()[0]}") from cause
+        raise ConfigError(_in_group(group, cause)) from cause
+
+
+def _in_group(group: str, error: Exception) -> str:
+    """The first line of an error, saying which group of settings it is about."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line if line.startswith(f"{group}.") else f"{group}: {line}"
 
 
 def _build_on_meta(config: Config) -> None:

@@ -123,8 +123,8 @@ def is_sweep(arguments: list[str]) -> bool:
 
 
 def thinned(arguments: list[str]) -> list[str]:
-    """The same sweep over the last value of each setting: one job."""
-    return [re.sub(r"=.*,", "=", argument) for argument in arguments]
+    """The same sweep over the last value of each setting: one job, of one rank."""
+    return [*(re.sub(r"=.*,", "=", argument) for argument in arguments), "launch.nproc_per_node=1"]
 
 
 @pytest.mark.parametrize(("document", "command"), COMMANDS, ids=[f"{document.name}: {c}" for document, c in COMMANDS])

@@ -77,16 +77,27 @@ def train(case: Case) -> zerotrain.ZeroEngine:
     return engine
 
 
-def hashes(cases: list[Case]) -> list[str]:
-    """On each rank: the hash of the weights after each of several trainings."""
-    return [train(case).weights_sha256() for case in cases]
+def train_and_hash(case: Case) -> str:
+    """On each rank: the hash of the weights after training as the case says."""
+    return train(case).weights_sha256()
+
+
+def over(values: list[Any], fn: Any) -> list[Any]:
+    """On each rank: `fn` of each value, one after another in the same processes."""
+    return [fn(value) for value in values]
+
+
+def run_over(values: list[Any], fn: Any, size: int) -> list[list[Any]]:
+    """What `fn(value)` returned on each rank, for each value. One start of the ranks for all: it takes a second."""
+    by_rank = run_ranks(over, size, values, fn) if size > 1 else [over(values, fn)]
+    return [list(each) for each in zip(*by_rank, strict=True)]
 
 
 def hashes_over_ranks(cases: list[Case], size: int) -> list[str]:
     """The hash of each case, on which all ranks agree."""
-    by_rank = run_ranks(hashes, size, cases)
-    assert all(each == by_rank[0] for each in by_rank)
-    return by_rank[0]
+    by_case = run_over(cases, train_and_hash, size)
+    assert all(len(set(by_rank)) == 1 for by_rank in by_case)
+    return [by_rank[0] for by_rank in by_case]
 
 
 def reference_weights(case: Case, num_ranks: int) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from cases import Case, batch, build, micro_batches, place, reference_weights, sha256
+
 from zerotrain.comm.collectives import Collectives
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.testing import run_ranks

@@ -2,16 +2,25 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, batch, build, hashes_over_ranks, make_model, micro_batches, place, reference_weights, sha256
+from cases import (
+    Case,
+    batch,
+    build,
+    hashes_over_ranks,
+    make_model,
+    micro_batches,
+    place,
+    reference_weights,
+    run_over,
+    sha256,
+)
 from torch import nn
 
 import zerotrain
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.errors import EngineStateError
-from zerotrain.testing import run_ranks
 
 STAGES = [0, 1, 2, 3]
 SMALL = Case(ZeroConfig(bucket_mb=0.05), num_micro_batches=2)
@@ -32,9 +41,9 @@ def by_hand(stage: int) -> str:
     return engine.weights_sha256()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_forward_backward_and_step_by_hand_are_train_step(stage: int) -> None:
-    assert set(run_ranks(by_hand, 2, stage)) == {sha256(reference_weights(SMALL, 2))}
+def test_forward_backward_and_step_by_hand_are_train_step() -> None:
+    expected = sha256(reference_weights(SMALL, 2))
+    assert run_over(STAGES, by_hand, 2) == [[expected, expected]] * 4
 
 
 def two_backwards(stage: int) -> dict[str, torch.Tensor]:
@@ -50,7 +59,7 @@ def two_backwards(stage: int) -> dict[str, torch.Tensor]:
 
 def test_two_reduced_backwards_before_a_step_add_up() -> None:
     expected = reference_weights(SMALL, 2)
-    results = [run_ranks(two_backwards, 2, stage)[0] for stage in STAGES]
+    results = [on_rank_0 for on_rank_0, _ in run_over(STAGES, two_backwards, 2)]
     for got in results:
         for name, weight in expected.items():
             assert torch.equal(got[name], results[0][name])
@@ -111,13 +120,12 @@ def odd_reference() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_unannounced_unused_frozen_and_one_sided_parameters_train_as_in_plain_pytorch(stage: int) -> None:
-    got = run_ranks(train_odd, 2, stage)[0]
+def test_unannounced_unused_frozen_and_one_sided_parameters_train_as_in_plain_pytorch() -> None:
     expected = odd_reference()
-    assert list(got) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name
+    for got, _ in run_over(STAGES, train_odd, 2):
+        assert list(got) == list(expected)
+        for name, value in expected.items():
+            assert torch.equal(got[name], value), name
 
 
 def overflow(stage: int) -> list[bool]:
@@ -135,24 +143,35 @@ def overflow(stage: int) -> list[bool]:
     return skipped
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(stage: int) -> None:
-    assert run_ranks(overflow, 2, stage) == [[False, True, False]] * 2
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> None:
+    assert run_over(STAGES, overflow, 2) == [[[False, True, False]] * 2] * 4
+
+
+MISTAKES: dict[str, Any] = {
+    "step without backward": (lambda engine, inputs: engine.step(), "call engine.backward(loss) first"),
+    "loss.backward()": (
+        lambda engine, inputs: engine(*inputs).backward(),
+        "call engine.backward(loss), not loss.backward()",
+    ),
+    "weight read at rest": (
+        lambda engine, inputs: engine.module.wte.weight.sum(),
+        "take them from engine.full_state_dict()",
+    ),
+    "step after no_sync only": (
+        lambda engine, inputs: accumulate_only(engine, inputs),
+        "outside `with engine.no_sync()`",
+    ),
+    "loss without graph": (lambda engine, inputs: engine.backward(torch.zeros(())), "torch.no_grad()"),
+}
+"""What a user may do wrong, and what the answer must contain."""
 
 
 def raised_by(mistake: str) -> str:
     rank, size = place()
     engine = build(SMALL.with_zero(stage=3))
-    inputs = micro_batches(batch(0, size, 1), rank)[0]
-    mistakes: dict[str, Any] = {
-        "step without backward": lambda: engine.step(),
-        "loss.backward()": lambda: engine(*inputs).backward(),
-        "weight read at rest": lambda: engine.module.wte.weight.sum(),
-        "step after no_sync only": lambda: accumulate_only(engine, inputs),
-        "loss without graph": lambda: engine.backward(torch.zeros(())),
-    }
+    make, _ = MISTAKES[mistake]
     try:
-        mistakes[mistake]()
+        make(engine, micro_batches(batch(0, size, 1), rank)[0])
     except EngineStateError as error:
         return str(error)
     return "nothing was raised"
@@ -164,19 +183,9 @@ def accumulate_only(engine: zerotrain.ZeroEngine, inputs: Any) -> None:
     engine.step()
 
 
-@pytest.mark.parametrize(
-    ("mistake", "answer"),
-    [
-        ("step without backward", "call engine.backward(loss) first"),
-        ("loss.backward()", "call engine.backward(loss), not loss.backward()"),
-        ("weight read at rest", "take them from engine.full_state_dict()"),
-        ("step after no_sync only", "outside `with engine.no_sync()`"),
-        ("loss without graph", "torch.no_grad()"),
-    ],
-)
-def test_a_wrong_call_is_answered_with_what_to_do(mistake: str, answer: str) -> None:
-    for message in run_ranks(raised_by, 2, mistake):
-        assert answer in message
+def test_a_wrong_call_is_answered_with_what_to_do() -> None:
+    for (_, answer), by_rank in zip(MISTAKES.values(), run_over(list(MISTAKES), raised_by, 2), strict=True):
+        assert all(answer in message for message in by_rank)
 
 
 def evaluate_between_forward_and_backward(stage: int) -> str:
@@ -196,15 +205,14 @@ def evaluate_between_forward_and_backward(stage: int) -> str:
     return engine.weights_sha256()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_forwards_before_their_backwards_with_evaluations_between(stage: int) -> None:
-    assert set(run_ranks(evaluate_between_forward_and_backward, 2, stage)) == {sha256(reference_weights(SMALL, 2))}
+def test_two_forwards_before_their_backwards_with_evaluations_between() -> None:
+    expected = sha256(reference_weights(SMALL, 2))
+    assert run_over(STAGES, evaluate_between_forward_and_backward, 2) == [[expected, expected]] * 4
 
 
 def test_every_rank_starts_from_the_weights_of_rank_0() -> None:
     expected = sha256({name: value.detach() for name, value in make_model().named_parameters()})
-    for stage in STAGES:
-        assert set(run_ranks(start_apart, 2, stage)) == {expected}
+    assert run_over(STAGES, start_apart, 2) == [[expected, expected]] * 4
 
 
 def start_apart(stage: int) -> str:

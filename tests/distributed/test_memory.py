@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, batch, build, make_model, micro_batches, place, train
+from cases import Case, batch, build, make_model, micro_batches, place, run_over, train
+
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.sharding.plan import STAGES, Placement
 from zerotrain.testing import run_ranks
@@ -22,9 +23,9 @@ def at_rest(case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_at_rest_a_rank_holds_the_sum_of_its_placements(precision: str, num_ranks: int) -> None:
     itemsize, optimizer_itemsize = {"fp32": (4, 8), "bf16": (2, 12)}[precision]
-    for stage, plan in enumerate(STAGES):
-        case = Case(ZeroConfig(stage=stage, bucket_mb=0.05), precision=precision)
-        for held in run_ranks(at_rest, num_ranks, case):
+    cases = [Case(ZeroConfig(stage=stage, bucket_mb=0.05), precision=precision) for stage in range(4)]
+    for plan, by_rank in zip(STAGES, run_over(cases, at_rest, num_ranks), strict=True):
+        for held in by_rank:
 
             def share(placement: Placement) -> int:
                 return num_ranks if placement is Placement.SHARDED else 1

@@ -4,7 +4,8 @@ from itertools import product
 
 import pytest
 import torch
-from cases import Case, hashes_over_ranks, reference_weights, sha256, train
+from cases import Case, hashes_over_ranks, reference_weights, run_over, sha256, train
+
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.testing import run_ranks
 
@@ -36,8 +37,8 @@ def test_every_setting_gives_the_bits_of_plain_pytorch(name: str, num_ranks: int
     case = TRAININGS[name]
     expected = sha256(reference_weights(case, num_ranks))
     settings = all_settings(case)
-    if num_ranks > 2:  # two cores: the full product with two ranks, each stage and bucket size with more
-        settings = [each for each in settings if each.zero.overlap]
+    if num_ranks > 2:  # two cores: the full product with two ranks, each stage cut fine and whole with more
+        settings = [each for each in settings if each.zero.overlap and each.zero.bucket_mb != 0.25]
     got = hashes_over_ranks(settings, num_ranks)
     wrong = [each.zero for each, value in zip(settings, got, strict=True) if value != expected]
     assert not wrong
@@ -62,8 +63,7 @@ def test_the_native_reduction_agrees_up_to_rounding(precision: str) -> None:
     """gloo sums in an order of its own, in the wire's precision: equal over stages only within rounding."""
     case = Case(ZeroConfig(reduction="native", bucket_mb=0.25), precision=precision, optimizer="sgd")
     expected = reference_weights(case, 3)
-    for stage in STAGES:
-        got = run_ranks(full_weights, 3, case.with_zero(stage=stage))[0]
+    for got, *_ in run_over([case.with_zero(stage=stage) for stage in STAGES], full_weights, 3):
         for name, weight in expected.items():
             torch.testing.assert_close(got[name], weight, rtol=0, atol=1e-6 if precision == "fp32" else 5e-3)
 

@@ -1,11 +1,12 @@
 """Promise 2, on the wire: bytes at the theory and a known number of collectives, at every stage."""
 
+from itertools import product
 from typing import Any
 
 import pytest
-from cases import Case, train
+from cases import Case, run_over, train
+
 from zerotrain.config.schema import ZeroConfig
-from zerotrain.testing import run_ranks
 
 NORM_NBYTES = 5 * 8
 """What one rank tells each other one for the gradient norm."""
@@ -27,55 +28,50 @@ def last_step(case: Case) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_step_with_replicated_parameters_sends_each_byte_down_and_up_once(
-    stage: int, precision: str, num_ranks: int, num_micro_batches: int
-) -> None:
-    case = Case(ZeroConfig(stage=stage, bucket_mb=0.05), precision=precision, num_micro_batches=num_micro_batches)
-    for step in run_ranks(last_step, num_ranks, case):
-        itemsize = {"fp32": 4, "bf16": 2}[precision]
-        theory = 2 * step["numel"] * itemsize * (num_ranks - 1) / num_ranks
-        assert step["theory"] == round(theory)
-        extra = 2 * step["padding"] * (num_ranks - 1) / num_ranks + NORM_NBYTES * (num_ranks - 1)
-        assert step["sent"] == pytest.approx(theory + extra, abs=1)
-        assert step["padding"] < 0.02 * step["numel"] * itemsize
-        assert step["calls"] == {"reduce": step["num_buckets"], "gather": step["num_buckets"], "norm": 1}
-        assert step["num_buckets"] > 5
+def test_a_step_with_replicated_parameters_sends_each_byte_down_and_up_once(precision: str, num_ranks: int) -> None:
+    itemsize = {"fp32": 4, "bf16": 2}[precision]
+    cases = [
+        Case(ZeroConfig(stage=stage, bucket_mb=0.05), precision=precision, num_micro_batches=num_micro_batches)
+        for stage, num_micro_batches in product((0, 1, 2), (1, 3))
+    ]
+    for by_rank in run_over(cases, last_step, num_ranks):
+        for step in by_rank:
+            theory = 2 * step["numel"] * itemsize * (num_ranks - 1) / num_ranks
+            assert step["theory"] == round(theory)
+            extra = 2 * step["padding"] * (num_ranks - 1) / num_ranks + NORM_NBYTES * (num_ranks - 1)
+            assert step["sent"] == pytest.approx(theory + extra, abs=1)
+            assert step["padding"] < 0.02 * step["numel"] * itemsize
+            assert step["calls"] == {"reduce": step["num_buckets"], "gather": step["num_buckets"], "norm": 1}
+            assert step["num_buckets"] > 5
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_step_with_sharded_parameters_sends_at_most_three_times_their_bytes(
-    num_ranks: int, num_micro_batches: int
-) -> None:
-    case = Case(ZeroConfig(stage=3, bucket_mb=0.05), num_micro_batches=num_micro_batches)
-    for step in run_ranks(last_step, num_ranks, case):
-        share = step["numel"] * 4 * (num_ranks - 1) / num_ranks
-        assert step["theory"] == round((1 + 2 * num_micro_batches) * share)
-        assert 2 * share < step["sent"] <= step["theory"]
-        # A bucket is gathered for its forward and for its backward, but those kept from one to the other once.
-        gathers = num_micro_batches * (2 * step["num_buckets"] - step["num_kept"])
-        assert step["calls"] == {"reduce": step["num_buckets"], "gather": gathers, "norm": 1}
+def test_a_step_with_sharded_parameters_sends_at_most_three_times_their_bytes(num_ranks: int) -> None:
+    cases = [Case(ZeroConfig(stage=3, bucket_mb=0.05), num_micro_batches=number) for number in (1, 3)]
+    for case, by_rank in zip(cases, run_over(cases, last_step, num_ranks), strict=True):
+        for step in by_rank:
+            share = step["numel"] * 4 * (num_ranks - 1) / num_ranks
+            assert step["theory"] == round((1 + 2 * case.num_micro_batches) * share)
+            assert 2 * share < step["sent"] <= step["theory"]
+            # A bucket is gathered for its forward and for its backward, but those kept from one to the other once.
+            gathers = case.num_micro_batches * (2 * step["num_buckets"] - step["num_kept"])
+            assert step["calls"] == {"reduce": step["num_buckets"], "gather": gathers, "norm": 1}
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_parameters_kept_after_the_forward_are_gathered_once_a_step(num_micro_batches: int) -> None:
+def test_parameters_kept_after_the_forward_are_gathered_once_a_step() -> None:
     zero = ZeroConfig(stage=3, bucket_mb=0.05, reshard_after_forward=False)
-    for step in run_ranks(last_step, 2, Case(zero, num_micro_batches=num_micro_batches)):
-        assert step["calls"] == {"reduce": step["num_buckets"], "gather": step["num_buckets"], "norm": 1}
-        assert step["theory"] == step["numel"] * 4
+    for by_rank in run_over([Case(zero), Case(zero, num_micro_batches=3)], last_step, 2):
+        for step in by_rank:
+            assert step["calls"] == {"reduce": step["num_buckets"], "gather": step["num_buckets"], "norm": 1}
+            assert step["theory"] == step["numel"] * 4
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_without_overlap_the_same_collectives_are_issued(stage: int) -> None:
-    case = Case(ZeroConfig(stage=stage, bucket_mb=0.05))
-    overlapped = run_ranks(last_step, 2, case)
-    assert run_ranks(last_step, 2, case.with_zero(overlap=False)) == overlapped
-
-
+def test_without_overlap_the_same_collectives_are_issued() -> None:
+    overlapped = [Case(ZeroConfig(stage=stage, bucket_mb=0.05)) for stage in range(4)]
+    waiting = [case.with_zero(overlap=False) for case in overlapped]
+    assert run_over(waiting, last_step, 2) == run_over(overlapped, last_step, 2)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -19,6 +19,18 @@ NOT_ELEMENTWISE = {
 """Optimizers of torch whose update of one element depends on others, which a shard may not hold."""
 
 
+def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that is known to need more than a shard holds.
+
+    Raises:
+        ConfigError: it is one of `NOT_ELEMENTWISE`.
+    """
+    kind = type(optimizer).__name__
+    if kind in NOT_ELEMENTWISE:
+        reason = NOT_ELEMENTWISE[kind]
+        raise ConfigError(f"optimizer={kind}: {reason}, which a shard does not hold; use AdamW, SGD or the like")
+
+
 class ShardedOptimizer:
     """One torch optimizer a bucket, driven by one set of hyperparameters.
 
@@ -47,10 +59,7 @@ class ShardedOptimizer:
 
     def _build(self, factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         optimizer = factory(groups)
-        kind = type(optimizer).__name__
-        if kind in NOT_ELEMENTWISE:
-            reason = NOT_ELEMENTWISE[kind]
-            raise ConfigError(f"optimizer={kind}: {reason}, which a shard does not hold; use AdamW, SGD or the like")
+        require_elementwise(optimizer)
         for group in optimizer.param_groups:
             if group["name"] != "matrices" and not self._decay_all and "weight_decay" in group:
                 group["weight_decay"] = 0.0

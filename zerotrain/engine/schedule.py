@@ -170,9 +170,9 @@ class Schedule:
             )
         if not weights.is_full:
             raise EngineStateError(
-                f"the backward of {weights.spec.parameters[0].names[0]} ran before its parameters were gathered: a tensor "
-                "left its unit by another way than the unit's output; return it from the unit's forward, or set "
-                "zero.reshard_after_forward=false"
+                f"the backward of {weights.spec.parameters[0].names[0]} ran before its parameters were gathered: a "
+                "tensor left its unit by another way than the unit's output; return it from the unit's forward, or "
+                "set zero.reshard_after_forward=false"
             )
         if gradient.life.state in (GradientState.EMPTY, GradientState.REDUCED):
             self._make_room()

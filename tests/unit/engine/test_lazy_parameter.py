@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+
 from zerotrain.engine.lazy_parameter import LazyParameter
 
 

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+
 from zerotrain.engine.norm import block_squares, clip_coefficient, digit_sums, norm_of_digit_sums
 
 

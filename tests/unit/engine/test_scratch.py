@@ -1,4 +1,5 @@
 import torch
+
 from zerotrain.engine.scratch import ScratchPool
 from zerotrain.sharding.layout import BucketLayout
 

@@ -1,4 +1,5 @@
 import pytest
+
 from zerotrain.engine.states import GRADIENT_TRANSITIONS, WEIGHT_TRANSITIONS, GradientState, Life, WeightState
 from zerotrain.errors import EngineStateError
 

@@ -1,4 +1,5 @@
 import pytest
+
 from zerotrain.sharding.layout import ALIGN_NUMEL, BucketLayout
 
 SHAPES = [(7, 15), (3,), (), (64, 64), (0, 5), (257, 17), (1,)]

@@ -1,4 +1,5 @@
 import pytest
+
 from zerotrain.sharding.plan import STAGES, Volume, plan_for
 
 MIXED_PRECISION_ADAM = 12

@@ -4,6 +4,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from zerotrain.testing import RankError, run_ranks
 
 

@@ -1,0 +1,76 @@
+"""What is refused before any rank starts, and building an engine in a process of its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerotrain import factory
+from zerotrain.config.schema import Config, LaunchConfig
+from zerotrain.errors import ConfigError
+
+GPT = {
+    "_target_": "zerotrain.models.GPT",
+    "vocab_size": 256,
+    "max_seq_len": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "hidden_size": 8,
+}
+ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3}
+COSINE = {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 2, "final_fraction": 0.1}
+SYNTHETIC = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 16, "vocab_size": 256, "num_sequences": 64}
+
+
+def config(**groups: Any) -> Config:
+    return Config(**({"model": GPT, "data": SYNTHETIC, "optimizer": ADAMW, "scheduler": COSINE} | groups))
+
+
+def test_a_config_that_can_run_passes() -> None:
+    factory.check(config())
+
+
+@pytest.mark.parametrize(
+    ("groups", "problem"),
+    [
+        ({"model": GPT | {"num_heads": 3}}, "model.num_heads=3 does not divide model.hidden_size=8"),
+        ({"optimizer": ADAMW | {"lr": -1.0}}, "optimizer: Invalid learning rate: -1.0"),
+        ({"optimizer": ADAMW | {"_target_": "torch.optim.Adafactor"}}, "optimizer=Adafactor: factors whole matrices"),
+        ({"scheduler": COSINE | {"warmup_steps": "abc"}}, "scheduler: "),
+        ({"data": {"_target_": "zerotrain.data.TextDataset", "path": "no/such", "seq_len": 8}}, "data.path=no/such"),
+    ],
+)
+def test_what_a_class_refuses_is_one_line_with_its_group(groups: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        factory.check(config(**groups))
+    assert len(refused.value.problems) == 1
+    assert refused.value.problems[0].startswith(problem)
+    assert "\n" not in refused.value.problems[0]
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        factory.check(config(model=GPT | {"num_heads": 3}, optimizer=ADAMW | {"lr": -1.0}))
+    assert len(refused.value.problems) == 2
+
+
+def test_asking_for_gpus_that_are_not_there_is_refused() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        few = torch.cuda.device_count()
+        with pytest.raises(ConfigError, match="has no GPU"):
+            factory.check(config(launch=LaunchConfig(device="cuda")), num_local_ranks=few + 1)
+    else:
+        with pytest.raises(ConfigError, match=r"launch\.device=cuda, but torch sees no GPU here"):
+            factory.check(config(launch=LaunchConfig(device="cuda")))
+
+
+def test_one_process_without_a_group_trains_and_writes_its_result(tmp_path: Path) -> None:
+    settings = config()
+    settings.train.max_steps = 2
+    settings.train.eval_batches = 1
+    result = factory.run(settings, tmp_path, overrides=["train.max_steps=2"], config_hash="abc")
+    assert result["status"] == "completed"
+    assert result["overrides"] == ["train.max_steps=2"]
+    assert (tmp_path / "result.json").exists()
