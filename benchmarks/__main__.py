@@ -100,15 +100,19 @@ def main() -> None:
     try:
         comparison = run(options)
     except BenchmarkError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     options.out.mkdir(parents=True, exist_ok=True)
     comparison.save(options.out / "results.json")
     text = report(comparison)
     (options.out / "report.md").write_text(text)
-    draw(comparison, options.out / "chart.png")
     print(f"\n{text}\nwritten to {options.out}")
+    try:
+        draw(comparison, options.out / "chart.png")
+    except ImportError:
+        print("without chart.png: matplotlib is not installed; pip install -e '.[bench]'")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from benchmarks.engines import ENGINES
-from benchmarks.errors import BenchmarkError
 from benchmarks.results import Comparison
 from benchmarks.standing import Standing
 
@@ -14,12 +13,10 @@ def draw(comparison: Comparison, path: Path) -> None:
     """Write a PNG: a bar for each engine, the rounds' spread on it, and the floor as a line through all.
 
     Raises:
-        BenchmarkError: matplotlib is not installed.
+        ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BenchmarkError("no chart: matplotlib is not installed; pip install -e '.[bench]'") from error
+    from matplotlib.figure import Figure
+
     standing = Standing(comparison)
     names = [name for name in ENGINES if name in standing.medians]
     times_ms = [standing.medians[name].step_ms for name in names]

@@ -69,16 +69,20 @@ class StepClock:
         return [1e3 * (b - a) for a, b in zip(self._times_s, self._times_s[1:], strict=False)]
 
 
-def measure(engine_name: str, workload: Workload, interface: str | None) -> RankResult:
-    """Train as one rank of an initialised process group and return what it took."""
-    spec = ENGINES[engine_name]
-    spec.load()
-    device = choose_device(workload.device, int(os.environ["LOCAL_RANK"]))
+def own_device(workload: Workload) -> torch.device:
+    """The device of this rank, made ready for it."""
+    device = choose_device(workload.device, int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def measure(engine_name: str, workload: Workload, device: torch.device, interface: str | None = None) -> RankResult:
+    """Train as one rank of the process group there is and return what it took."""
+    spec = ENGINES[engine_name]
+    spec.load()
     dist.barrier()
     # The first optimizer of a process imports the half of torch that no engine can do without.
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
@@ -150,7 +154,10 @@ def _host_ms(engine: Engine, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> 
 def main() -> None:
     """Read the job from the command line, measure, write the result."""
     job = json.loads(sys.argv[1])
-    result = measure(job["engine"], Workload(**job["workload"]), job["interface"])
+    workload = Workload(**job["workload"])
+    device = own_device(workload)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    result = measure(job["engine"], workload, device, job["interface"])
     Path(job["result"]).write_text(json.dumps(asdict(result)))
     dist.barrier()
     dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 import statistics
 
-from benchmarks.engines import DDP_WAYS, ENGINES
+from benchmarks.engines import DDP_WAYS, ENGINES, PEERS
 from benchmarks.results import Comparison, Measurement, lowest
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
@@ -30,11 +30,8 @@ class Standing:
     def peers_of(self, engine: str) -> list[Measurement]:
         """The measurements of other libraries at the stage of `engine`."""
         stage = ENGINES[engine].stage
-        return [
-            median
-            for name, median in self.medians.items()
-            if stage is not None and ENGINES[name].stage == stage and not ENGINES[name].is_ours
-        ]
+        names = PEERS[stage] if stage is not None else []
+        return [self.medians[name] for name in names if name in self.medians]
 
     def best_peer_ms(self, engine: str) -> float:
         """Milliseconds of a step of the fastest peer at the stage of `engine`."""

@@ -17,6 +17,7 @@ from zerotrain.engine.build import EngineOptions
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.optimizer import require_elementwise
 from zerotrain.engine.precision import precision_named
+from zerotrain.engine.unit_forward import replace_forwards, require_compiler
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.plan import plan_for
 from zerotrain.training import Trainer
@@ -30,6 +31,8 @@ def build_engine(
     precision: str = "fp32",
     max_grad_norm: float | None = None,
     decay_all: bool = False,
+    compile: bool = False,
+    activation_checkpointing: bool = False,
     world: World | None = None,
 ) -> ZeroEngine:
     """Wrap a model in the sharded engine.
@@ -42,6 +45,9 @@ def build_engine(
         precision: fp32 or bf16.
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
         decay_all: apply weight decay to every parameter, not to matrices alone.
+        compile: torch.compile each unit's forward.
+        activation_checkpointing: keep a unit's inputs alone from its forward, and compute the rest again in its
+            backward.
         world: default: the process group the caller has initialised, or one process, on the device of the model's
             first parameter.
 
@@ -55,6 +61,14 @@ def build_engine(
     if world is None:
         first = next(model.parameters(), None)
         world = World.current(first.device if first is not None else torch.device("cpu"))
+    units = None if zero.units == "auto" else list(zero.units)
+    replace_forwards(
+        model,
+        units=units,
+        compile=compile,
+        activation_checkpointing=activation_checkpointing,
+        device=world.device,
+    )
     return ZeroEngine(
         model,
         optimizer=optimizer,
@@ -65,7 +79,7 @@ def build_engine(
             overlap=zero.overlap,
             prefetch=zero.prefetch,
             ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and world.device.type == "cpu"),
-            units=None if zero.units == "auto" else list(zero.units),
+            units=units,
             reshard_after_forward=zero.reshard_after_forward,
         ),
         precision=precision_named(precision),

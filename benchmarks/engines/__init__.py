@@ -84,6 +84,12 @@ ENGINES |= {
     )
     for stage in range(4)
 }
+PEERS: dict[int, list[str]] = {}
+"""Engines of other libraries by ZeRO stage."""
+for _name, _spec in ENGINES.items():
+    if _spec.stage is not None and not _spec.is_ours:
+        PEERS.setdefault(_spec.stage, []).append(_name)
+
 DDP_WAYS = ("ddp", "ddp_bf16")
 """Plain data parallel training by PyTorch, in its documented way and in the one with our dtypes."""
 

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "training": {"comm", "engine", "data"},
     "testing": set(),
 }
-"""What each part of the package may import of it. The factory and the launcher, which put all together, are left out."""
+"""What each part of the package may import of it. The factory and the launcher put all together and are left out."""
 
 MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "testing"}
 """The collectives, the agent that starts ranks, and the ranks of tests."""

@@ -17,6 +17,7 @@ from zerotrain.engine.hooks import hook_gradients, hook_unit
 from zerotrain.engine.norm import block_squares, clip_coefficient, digit_sums, norm_of_digit_sums
 from zerotrain.engine.optimizer import OptimizerFactory, ShardedOptimizer
 from zerotrain.engine.precision import Precision
+from zerotrain.engine.ranges import named_range
 from zerotrain.engine.scratch import ScratchPool
 from zerotrain.engine.state import full_state_dict, weights_sha256
 from zerotrain.engine.states import GradientState, Phase
@@ -156,12 +157,14 @@ class ZeroEngine:
         """
         self._require_reduced()
         self.schedule.finish_reductions()
-        norm = self._grad_norm()
+        with named_range("norm of", "the gradient"):
+            norm = self._grad_norm()
         coefficient = clip_coefficient(norm, self.max_grad_norm)
         skipped = not torch.isfinite(norm).item()
         for index, (weights, gradient) in enumerate(self._trained):
             if not skipped:
-                self._update(index, weights, gradient, coefficient)
+                with named_range("optimizer", weights.spec.name):
+                    self._update(index, weights, gradient, coefficient)
             gradient.drop()
         self.schedule.rest()
         self.ledger.close_step()

@@ -7,6 +7,7 @@ import torch
 
 from zerotrain.comm.collectives import Collectives, Pending
 from zerotrain.engine.precision import Precision
+from zerotrain.engine.ranges import named_range
 from zerotrain.engine.scratch import Scratch, ScratchPool
 from zerotrain.engine.states import GRADIENT_TRANSITIONS, GradientState, Life
 from zerotrain.errors import EngineStateError
@@ -154,7 +155,8 @@ class BucketGradient:
         self.life.become(GradientState.REDUCING)
         if self.collectives.ordered:
             self._received = self.pool.take(self._received_numel)
-        self._pending = self.collectives.reduce(unreduced, self._received_flat, self.shard)
+        with named_range("reduce", self.spec.name):
+            self._pending = self.collectives.reduce(unreduced, self._received_flat, self.shard)
 
     @property
     def _received_flat(self) -> torch.Tensor | None:
@@ -175,7 +177,11 @@ class BucketGradient:
         Where the optimizer is replicated the reduced shards are gathered at once; `reduced` waits for that.
         """
         unreduced = _held(self._filling).cut(self.layout)[0]
-        self.collectives.finish_reduce(_held(self._pending), unreduced, self._received_flat, self.shard)
+        pending = _held(self._pending)
+        with named_range("wait for reduce", self.spec.name):
+            pending.wait()
+        with named_range("sum", self.spec.name):
+            self.collectives.finish_reduce(pending, unreduced, self._received_flat, self.shard)
         self._pending = None
         if self._carry is not None:
             self.shard.copy_(self._carry.add_(self.shard))
@@ -186,7 +192,8 @@ class BucketGradient:
         if self._own is None:
             self.pool.give_back(_held(self._filling))
         elif not self.plan.shards_optimizer:
-            self._pending = self.collectives.gather(self._own.storage, self.shard)
+            with named_range("gather gradient", self.spec.name):
+                self._pending = self.collectives.gather(self._own.storage, self.shard)
         self._filling = None
         self._accumulating = False
         for segment in self.segments:
@@ -200,7 +207,8 @@ class BucketGradient:
 
     def _wait_gathered(self) -> None:
         if self._pending is not None:
-            self._pending.wait()
+            with named_range("wait for gather gradient", self.spec.name):
+                self._pending.wait()
             self._pending = None
 
     def drop(self) -> None:

@@ -1,6 +1,7 @@
 """The hooks that tell the schedule where the model is. Each is one call."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from zerotrain.engine.ranges import named_range, profiler_runs
 from zerotrain.engine.schedule import LiveUnit, Schedule
 
 
@@ -45,10 +47,17 @@ class LastGradientHook:
 def hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
     """Announce to the schedule when a unit's modules start and end their forward and start their backward."""
 
+    ranges: list[AbstractContextManager[object]] = []
+
     def before_forward(*_: Any) -> None:
         schedule.before_forward(unit)
+        if profiler_runs():
+            ranges.append(named_range("forward", unit.name))
+            ranges[-1].__enter__()
 
     def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        if ranges:
+            ranges.pop().__exit__(None, None, None)
         if torch.is_grad_enabled():
             before_backward = partial(_before_backward, unit, schedule)
             for leaf in pytree.tree_leaves(output):

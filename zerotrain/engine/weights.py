@@ -7,6 +7,7 @@ import torch
 from zerotrain.comm.collectives import Collectives, Pending
 from zerotrain.engine.lazy_parameter import LazyParameter
 from zerotrain.engine.precision import Precision
+from zerotrain.engine.ranges import named_range
 from zerotrain.engine.states import WEIGHT_TRANSITIONS, Life, WeightState
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.flat_buffer import FlatBuffer
@@ -104,13 +105,15 @@ class BucketWeights:
             return
         self.life.become(WeightState.GATHERING)
         self.model_weight.allocate()
-        self._pending = self.collectives.gather(self.model_weight.tensor, self.weight_shard)
+        with named_range("gather", self.spec.name):
+            self._pending = self.collectives.gather(self.model_weight.tensor, self.weight_shard)
 
     def finish_gather(self) -> None:
         """Wait for the gather under way, if any, and show the parameters to the model."""
         if self._pending is None:
             return
-        self._pending.wait()
+        with named_range("wait for gather", self.spec.name):
+            self._pending.wait()
         self._pending = None
         self.life.become(WeightState.FULL)
         for parameters, name, parameter, _ in self._places:

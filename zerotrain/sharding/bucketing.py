@@ -7,6 +7,7 @@ model is called, its `tail` (a large output layer behind the units, say) not bef
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from torch import nn
 
@@ -44,6 +45,15 @@ class BucketSpec:
     units: list[Unit]
     parameters: list[ManagedParameter]
     trainable: bool
+
+    @cached_property
+    def name(self) -> str:
+        """Its unit, or the first and last of several; its first and last parameter where it is a part of a unit."""
+        parts = {unit.name: list(_select(unit, self.trainable)) for unit in self.units}
+        names = [name for name, members in parts.items() if members]
+        if sum(map(len, parts.values())) > len(self.parameters):
+            names = [managed.names[0] for managed in self.parameters]
+        return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Module]:

@@ -1,0 +1,114 @@
+"""Compiled and checkpointed units: the same bits at every stage, and nothing left gathered."""
+
+import os
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import OPTIMIZERS, SEQ_LEN, VOCAB, batch, micro_batches, over, place
+from torch._dynamo.utils import counters
+
+import zerotrain
+from zerotrain.models import GPT
+from zerotrain.testing import run_ranks
+
+HAS_COMPILER = bool(shutil.which("g++")) and (Path(sysconfig.get_path("include")) / "Python.h").exists()
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile needs g++ and Python.h")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way to train the GPT of `make_model`."""
+
+    stage: int
+    compile: bool = False
+    checkpointing: bool = False
+    dropout: float = 0.0
+    precision: str = "fp32"
+    num_layers: int = 3
+
+
+def build(run: Run) -> zerotrain.ZeroEngine:
+    torch.manual_seed(0)
+    model = GPT(
+        vocab_size=VOCAB,
+        max_seq_len=SEQ_LEN,
+        num_layers=run.num_layers,
+        num_heads=4,
+        hidden_size=64,
+        dropout=run.dropout,
+    )
+    return zerotrain.build_engine(
+        model,
+        optimizer=OPTIMIZERS["adamw"],
+        zero=zerotrain.ZeroConfig(stage=run.stage, bucket_mb=0.15),
+        precision=run.precision,
+        max_grad_norm=0.5,
+        compile=run.compile,
+        activation_checkpointing=run.checkpointing,
+    )
+
+
+def train(run: Run) -> dict[str, Any]:
+    """On each rank: two steps of two micro-batches, an evaluation between; what came of it."""
+    rank, size = place()
+    engine = build(run)
+    torch.manual_seed(rank + 1)  # of the dropout
+    num_forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal num_forwards
+        num_forwards += 1
+
+    if not run.compile:  # a hook within the graph would be compiled with it, and a count that changes anew each time
+        engine.module.blocks[1].mlp.in_proj.register_forward_hook(count)
+    counters["stats"].clear()
+    losses = []
+    for step in range(2):
+        losses.append(engine.train_step(micro_batches(batch(step, size, 2), rank)).loss.item())
+    return {
+        "sha256": engine.weights_sha256(),
+        "losses": losses,
+        "num_forwards": num_forwards,
+        "num_graphs": counters["stats"]["unique_graphs"],
+    }
+
+
+def train_over(runs: list[Run], num_ranks: int, cache_dir: Path | None = None) -> list[dict[str, Any]]:
+    """What each run came to on rank 0; all ranks have the same weights."""
+    by_rank = run_ranks(with_cache, num_ranks, cache_dir, runs)
+    for others in zip(*by_rank, strict=True):
+        assert len({each["sha256"] for each in others}) == 1
+    return by_rank[0]
+
+
+def with_cache(cache_dir: Path | None, runs: list[Run]) -> list[dict[str, Any]]:
+    """On each rank: all runs, with torch.compile's files in a folder of this test."""
+    if cache_dir is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_dir)
+    return over(runs, train)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_checkpointing_computes_units_twice_and_changes_no_bit_at_any_stage(dropout: float) -> None:
+    plain, *checkpointed = train_over(
+        [Run(0, dropout=dropout)] + [Run(stage, dropout=dropout, checkpointing=True) for stage in range(4)], 2
+    )
+    assert [each["num_forwards"] for each in checkpointed] == [2 * plain["num_forwards"]] * 4
+    for each in checkpointed:
+        assert (each["sha256"], each["losses"]) == (plain["sha256"], plain["losses"])
+
+
+@needs_compiler
+def test_compiled_units_give_the_same_bits_at_every_stage(tmp_path: Path) -> None:
+    runs = [Run(stage, compile=True, num_layers=2) for stage in range(4)]
+    both = Run(3, compile=True, checkpointing=True, num_layers=2)
+    plain, *compiled, recomputed = train_over([Run(0, num_layers=2), *runs, both], 2, tmp_path)
+    print([each["num_graphs"] for each in [plain,*compiled,recomputed]])
+    assert len({each["sha256"] for each in compiled}) == 1
+    assert recomputed["sha256"] == compiled[0]["sha256"]
+    assert compiled[0]["losses"] == pytest.approx(plain["losses"], rel=1e-4)

@@ -1,0 +1,103 @@
+"""The forward of a unit while it trains: compiled, or computed again in the backward, or both.
+
+A unit's `forward` is replaced, and its hooks stay where they are, around `__call__`: they gather and free parameters
+outside the compiled graph. A recomputation happens within the unit's backward, whose hook has gathered them.
+"""
+
+import functools
+import importlib.util
+import sysconfig
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zerotrain.engine.ranges import named_range
+from zerotrain.errors import ConfigError
+from zerotrain.sharding.bucketing import find_units
+
+Forward = Callable[..., Any]
+
+
+def replace_forwards(
+    model: nn.Module,
+    *,
+    units: Sequence[str] | None,
+    compile: bool,
+    activation_checkpointing: bool,
+    device: torch.device,
+) -> None:
+    """Compile the forward of each unit of `model`, or drop its activations and compute them again in the backward.
+
+    Forwards without gradients stay as they are. They have nothing to drop, and come in ever new shapes (the text of a
+    sample grows with each token), each of which would be compiled anew.
+
+    Args:
+        units: module name patterns; None: the repeated blocks.
+        device: what the model will run on.
+
+    Raises:
+        ConfigError: the model has no units, or this machine lacks what torch.compile needs.
+    """
+    if not (compile or activation_checkpointing):
+        return
+    modules = find_units(model, units)
+    if not modules:
+        setting = "compile" if compile else "activation_checkpointing"
+        raise ConfigError(
+            f"model.{setting}=true: works unit by unit, and {type(model).__name__} has no repeated blocks; name its "
+            "units with zero.units, or set it to false"
+        )
+    if compile:
+        require_compiler(device)
+    for name, module in modules.items():
+        trained = torch.compile(module.forward) if compile else module.forward
+        if activation_checkpointing:
+            trained = _checkpointed(trained, name)
+        module.forward = _with_gradients_only(trained, otherwise=module.forward)
+
+
+def _checkpointed(forward: Forward, name: str) -> Forward:
+    def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        return nullcontext(), named_range("recompute", name)
+
+    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+
+
+def _with_gradients_only(trained: Forward, *, otherwise: Forward) -> Forward:
+    @functools.wraps(otherwise)
+    def forward(*inputs: Any, **named_inputs: Any) -> Any:
+        chosen = trained if torch.is_grad_enabled() else otherwise
+        return chosen(*inputs, **named_inputs)
+
+    return forward
+
+
+def require_compiler(device: torch.device) -> None:
+    """Make sure that torch.compile finds what it makes machine code with.
+
+    Raises:
+        ConfigError: naming what this machine lacks.
+    """
+    # Imported here: both take a second, which only those who compile should pay.
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    lacking = []
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        lacking.append("a C++ compiler such as g++")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        lacking.append("Python.h, the headers of this Python (often the package python3-dev)")
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        lacking.append("the Python package triton")
+    if lacking:
+        raise ConfigError(
+            f"model.compile=true: torch.compile needs {' and '.join(lacking)}, which this machine does not have; "
+            "install it, or set model.compile=false"
+        )
