@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from datetime import date
@@ -97,6 +98,8 @@ def run(options: argparse.Namespace) -> Comparison:
 def main() -> None:
     """Run what the command line asks for."""
     options = parse(sys.argv[1:])
+    # As Ctrl-C does: ranks and network end with it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         comparison = run(options)
     except BenchmarkError as error:

@@ -15,6 +15,7 @@ from benchmarks.engines import ENGINES, Engine
 from benchmarks.network import sent_nbytes
 from benchmarks.workload import Workload
 from zerotrain.comm.world import choose_device
+from zerotrain.launching.signals import end_with_parent
 from zerotrain.training.metrics import device_peak_flops
 
 NUM_HOST_STEPS = 5
@@ -153,6 +154,7 @@ def _host_ms(engine: Engine, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> 
 
 def main() -> None:
     """Read the job from the command line, measure, write the result."""
+    end_with_parent()
     job = json.loads(sys.argv[1])
     workload = Workload(**job["workload"])
     device = own_device(workload)

@@ -54,17 +54,17 @@ def test_all_engines_are_those_that_the_precision_allows() -> None:
 
 
 def test_a_run_leaves_its_numbers_and_its_table(tmp_path: Path) -> None:
-    arguments = "--size tiny --engines alone,zero2,ddp --rounds 1 --warmup 1 --steps 2 --out".split()
-    process = benchmark(*arguments, str(tmp_path))
+    arguments = ["--size", "tiny", "--engines", "alone,zero2", "--rounds", "1", "--warmup", "1", "--steps", "2"]
+    process = benchmark(*arguments, "--out", str(tmp_path))
     assert process.returncode == 0, process.stderr
     measured = json.loads((tmp_path / "results.json").read_text())["measurements"]
-    assert [each["engine"] for each in measured] == ["alone", "zero2", "ddp"]
+    assert [each["engine"] for each in measured] == ["alone", "zero2"]
     assert (tmp_path / "report.md").read_text() in process.stdout
 
 
 def test_a_rank_that_fails_is_quoted(tmp_path: Path) -> None:
     process = benchmark(
-        "--size", "tiny", "--engines", "zero2", "--device", "cuda", "--ranks", "99", "--out", str(tmp_path)
+        "--size", "tiny", "--engines", "zero2", "--device", "cuda", "--ranks", "1", "--out", str(tmp_path)
     )
     assert process.returncode == 2
     assert "zero2: rank" in process.stderr

@@ -108,7 +108,7 @@ def test_compiled_units_give_the_same_bits_at_every_stage(tmp_path: Path) -> Non
     runs = [Run(stage, compile=True, num_layers=2) for stage in range(4)]
     both = Run(3, compile=True, checkpointing=True, num_layers=2)
     plain, *compiled, recomputed = train_over([Run(0, num_layers=2), *runs, both], 2, tmp_path)
-    print([each["num_graphs"] for each in [plain,*compiled,recomputed]])
+    print([each["num_graphs"] for each in [plain, *compiled, recomputed]])
     assert len({each["sha256"] for each in compiled}) == 1
     assert recomputed["sha256"] == compiled[0]["sha256"]
     assert compiled[0]["losses"] == pytest.approx(plain["losses"], rel=1e-4)

@@ -29,7 +29,10 @@ class Pending:
         self.tensors = tensors
 
     def done(self) -> bool:
-        """Whether `wait` would return at once (on CUDA: whether the device has finished)."""
+        """Whether `wait` would return at once (on CUDA: whether the device has finished).
+
+        False also where that is not known: gloo's sends and receives do not tell before they were waited for.
+        """
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:

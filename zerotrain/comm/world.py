@@ -52,9 +52,18 @@ class World:
 
     @classmethod
     def current(cls, device: torch.device) -> "World":
-        """The world of the process group the caller has initialised, or one process where there is none."""
+        """The world of the process group the caller has initialised, or one process where there is none.
+
+        Raises:
+            ConfigError: the group is NCCL's and `device` the CPU.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(rank=0, size=1, local_rank=0, device=device)
+        if device.type == "cpu" and "gloo" not in dist.get_backend():
+            raise ConfigError(
+                f"the process group is {dist.get_backend()} and the model is on the CPU; move the model to this rank's "
+                "GPU before build_engine, or initialise the group with gloo"
+            )
         return cls._around(device, int(os.environ.get("LOCAL_RANK", dist.get_rank())), started_here=False)
 
     @classmethod

@@ -6,6 +6,14 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+MODEL_SWITCHES = ("compile", "activation_checkpointing")
+"""Settings of every model, also of the user's own, which are no arguments of its class. Both are false by default.
+
+compile: torch.compile the forward of each unit (see `ZeroConfig.units`). The first step takes seconds to minutes longer.
+activation_checkpointing: keep of a unit's forward its inputs alone, and compute the rest again in its backward: less
+memory for about a third more compute, and the same bits.
+"""
+
 
 @dataclass
 class ZeroConfig:
@@ -56,6 +64,10 @@ class TrainConfig:
     """Optimizer steps between lines of metrics.jsonl."""
     sample_tokens: int = 200
     """Tokens of text generated at the end of the run; 0 for none. Needs a dataset that can decode."""
+    profile: bool = False
+    """Write a chrome trace of three steps, after three others, to profile/rank<r>.json of the run folder."""
+    memory_snapshot: bool = False
+    """CUDA: write the allocations of the first six steps, or up to an error before, to profile/memory_rank<r>.pickle."""
 
 
 @dataclass
@@ -82,8 +94,9 @@ class Config:
     """Seeds the initial weights, the order of the data and dropout."""
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    model: dict[str, Any] = field(default_factory=dict)
-    """An nn.Module: forward(inputs, labels) returns the mean loss over labels != -100; forward(inputs) the logits."""
+    model: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(MODEL_SWITCHES, False))
+    """An nn.Module: forward(inputs, labels) returns the mean loss over labels != -100; forward(inputs) the logits.
+    Beside the arguments of its class it has the `MODEL_SWITCHES`."""
     data: dict[str, Any] = field(default_factory=dict)
     """An object with map-style datasets `train` and `validation` of (inputs, labels) tensor pairs."""
     optimizer: dict[str, Any] = field(default_factory=dict)

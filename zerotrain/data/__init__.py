@@ -6,7 +6,7 @@ two attributes. Three more make it better served:
 
 * `tokens_per_sequence` on `train` and `validation`: the number of labels that count in each of their items, where it
   is the same in all. Without it the ranks must tell each other what they read in every step.
-* `encode(text) -> ids` and `decode(ids) -> text`: with them a run ends with a sample of generated text.
+* `decode(ids) -> text`: with it a run ends with a sample of generated text.
 """
 
 from zerotrain.data.batches import GlobalBatchSampler

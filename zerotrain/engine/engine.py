@@ -213,7 +213,8 @@ class ZeroEngine:
                 )
 
     def _grad_norm(self) -> torch.Tensor:
-        squares = [block_squares(gradient.shard) for _, gradient in self._trained]
+        exact = self.max_grad_norm is not None
+        squares = [block_squares(gradient.shard, exact=exact) for _, gradient in self._trained]
         return norm_of_digit_sums(self.collectives.gather_small(digit_sums(torch.cat(squares))))
 
     def _update(self, index: int, weights: BucketWeights, gradient: BucketGradient, coefficient: torch.Tensor) -> None:
