@@ -16,6 +16,8 @@ from benchmarks.report import report
 from benchmarks.results import Comparison
 from benchmarks.rounds import machine, run_rounds
 from benchmarks.workload import SIZES, Workload
+from zerotrain.comm.world import choose_device
+from zerotrain.errors import ConfigError
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -60,8 +62,16 @@ def choose_network(options: argparse.Namespace) -> AbstractContextManager[Networ
     return link(options.link) if options.link else loopback()
 
 
-def run(options: argparse.Namespace) -> Comparison:
-    """Measure, with a line of progress for each run."""
+def run(options: argparse.Namespace, command: str) -> Comparison:
+    """Measure, with a line of progress for each run.
+
+    Args:
+        command: what was typed, to be kept with the figures.
+
+    Raises:
+        BenchmarkError, ConfigError: it cannot be run as asked, or a rank failed.
+    """
+    choose_device(options.device, options.ranks - 1)
     engines = choose_engines(options.engines, options.precision)
     workload = Workload(
         size=options.size,
@@ -86,7 +96,7 @@ def run(options: argparse.Namespace) -> Comparison:
                 flush=True,
             )
     return Comparison(
-        command="python -m benchmarks " + shlex.join(sys.argv[1:]),
+        command=command,
         date=date.today().isoformat(),
         machine=machine(),
         workload=workload,
@@ -95,18 +105,16 @@ def run(options: argparse.Namespace) -> Comparison:
     )
 
 
-def main() -> None:
-    """Run what the command line asks for."""
-    options = parse(sys.argv[1:])
-    # As Ctrl-C does: ranks and network end with it.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+def main(arguments: list[str]) -> int:
+    """Run what the command line asks for and return the exit code."""
+    options = parse(arguments)
     try:
-        comparison = run(options)
-    except BenchmarkError as error:
+        comparison = run(options, shlex.join(["python", "-m", "benchmarks", *arguments]))
+    except (BenchmarkError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
     options.out.mkdir(parents=True, exist_ok=True)
     comparison.save(options.out / "results.json")
     text = report(comparison)
@@ -116,7 +124,10 @@ def main() -> None:
         draw(comparison, options.out / "chart.png")
     except ImportError:
         print("without chart.png: matplotlib is not installed; pip install -e '.[bench]'")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    # SIGTERM as Ctrl-C: ranks and network end with the benchmark.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main(sys.argv[1:]))

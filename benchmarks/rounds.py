@@ -25,6 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 1800.0
 POLL_S = 0.05
 MAX_ATTEMPTS = 5
+QUIET_WAIT_S = 300.0
 
 
 def run_rounds(
@@ -33,8 +34,8 @@ def run_rounds(
     """Measure every engine once a round. Each round begins with another engine, so that drift hits all alike.
 
     Args:
-        max_load: a run during which others used more than this share of the machine is made again, at most
-            MAX_ATTEMPTS times in all; the quietest counts.
+        max_load: share of the machine that others may use. A run waits until they use less, for QUIET_WAIT_S at most,
+            and is made again if they used more meanwhile, MAX_ATTEMPTS times in all; the quietest counts.
 
     Raises:
         BenchmarkError: a rank failed.
@@ -42,12 +43,11 @@ def run_rounds(
     for round_index in range(num_rounds):
         first = round_index % len(engines)
         for engine in engines[first:] + engines[:first]:
-            quietest = measure(engine, workload, network)
-            for _ in range(MAX_ATTEMPTS - 1):
-                if quietest.other_load > max_load:
-                    again = measure(engine, workload, network)
-                    quietest = min(quietest, again, key=lambda each: each.other_load)
-            yield quietest
+            runs: list[Measurement] = []
+            while not runs or (runs[-1].other_load > max_load and len(runs) < MAX_ATTEMPTS):
+                _wait_until_quiet(max_load)
+                runs.append(measure(engine, workload, network))
+            yield min(runs, key=lambda run: run.other_load)
 
 
 def measure(engine: str, workload: Workload, network: Network) -> Measurement:
@@ -143,6 +143,15 @@ def _result_file(folder: Path, rank: int) -> Path:
 
 def _log_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.log"
+
+
+def _wait_until_quiet(max_load: float) -> None:
+    deadline_s = time.monotonic() + QUIET_WAIT_S
+    while max_load < 1 and time.monotonic() < deadline_s:
+        watch = _LoadWatch()
+        time.sleep(1)
+        if watch.other_load() <= max_load:
+            return
 
 
 def _free_port() -> int:

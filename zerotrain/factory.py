@@ -17,10 +17,12 @@ from zerotrain.engine.build import EngineOptions
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.optimizer import require_elementwise
 from zerotrain.engine.precision import precision_named
-from zerotrain.engine.unit_forward import replace_forwards, require_compiler
+from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.plan import plan_for
 from zerotrain.training import Trainer
+from zerotrain.training.flops import ModelFlops, count_flops
+from zerotrain.training.metrics import device_peak_flops
 
 
 def build_engine(
@@ -61,14 +63,7 @@ def build_engine(
     if world is None:
         first = next(model.parameters(), None)
         world = World.current(first.device if first is not None else torch.device("cpu"))
-    units = None if zero.units == "auto" else list(zero.units)
-    replace_forwards(
-        model,
-        units=units,
-        compile=compile,
-        activation_checkpointing=activation_checkpointing,
-        device=world.device,
-    )
+    replace_forwards(model, units=_patterns(zero), compile=compile, activation_checkpointing=activation_checkpointing)
     return ZeroEngine(
         model,
         optimizer=optimizer,
@@ -79,7 +74,7 @@ def build_engine(
             overlap=zero.overlap,
             prefetch=zero.prefetch,
             ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and world.device.type == "cpu"),
-            units=units,
+            units=_patterns(zero),
             reshard_after_forward=zero.reshard_after_forward,
         ),
         precision=precision_named(precision),
@@ -110,7 +105,7 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
             problems.append(_in_group(group, error))
 
     attempt("launch", lambda: choose_device(config.launch.device, num_local_ranks - 1))
-    attempt("model", lambda: _build_on_meta(config))
+    attempt("model", lambda: _try_model(config))
     attempt("data", lambda: _build("data", config.data))
     attempt("optimizer", lambda: require_elementwise(_build("optimizer", config.optimizer)([torch.zeros(64, 64)])))
     attempt("scheduler", lambda: _build("scheduler", config.scheduler)(0, config.train.max_steps))
@@ -128,7 +123,7 @@ def run(config: Config, run_dir: Path, overrides: list[str], config_hash: str) -
     with World.from_environment(config.launch.device, config.launch.timeout_s) as world:
         torch.manual_seed(config.seed)
         with world.device:
-            model = _build("model", config.model)
+            model = _build("model", config.model_target)
         # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
         torch.manual_seed(config.seed + 1 + world.rank)
         engine = build_engine(
@@ -138,15 +133,18 @@ def run(config: Config, run_dir: Path, overrides: list[str], config_hash: str) -
             precision=config.precision.name,
             max_grad_norm=config.train.max_grad_norm,
             world=world,
+            **config.model_switches,
         )
+        dataset = _build("data", config.data)
         loop = {key: value for key, value in asdict(config.train).items() if key != "max_grad_norm"}
         return Trainer(
             engine=engine,
             world=world,
-            dataset=_build("data", config.data),
+            dataset=dataset,
             schedule=_build("scheduler", config.scheduler),
             seed=config.seed,
             run_dir=run_dir,
+            model_flops=_model_flops(config, world, dataset),
             run_facts={"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash},
             **loop,
         ).run()
@@ -173,11 +171,32 @@ def _in_group(group: str, error: Exception) -> str:
     return line if line.startswith(f"{group}.") else f"{group}: {line}"
 
 
-def _build_on_meta(config: Config) -> None:
-    """Run the model's constructor without memory, for what it refuses."""
+def _patterns(zero: ZeroConfig) -> list[str] | None:
+    return None if zero.units == "auto" else list(zero.units)
+
+
+def _try_model(config: Config) -> None:
+    """Run the model's constructor without memory, and look whether its switches can be followed."""
+    model = _build_on_meta(config)
+    if model is not None:
+        replace_forwards(model, units=_patterns(config.zero), **config.model_switches)
+
+
+def _build_on_meta(config: Config) -> nn.Module | None:
+    """The model without memory; None where its constructor computes with values, which meta tensors do not have."""
     try:
         with torch.device("meta"):
-            _build("model", config.model)
-    except (RuntimeError, NotImplementedError):
-        # The constructor computes with values, which meta tensors do not have; the ranks will run it for real.
-        return
+            model: nn.Module = _build("model", config.model_target)
+            return model
+    except RuntimeError:
+        return None
+
+
+def _model_flops(config: Config, world: World, dataset: Any) -> ModelFlops | None:
+    """What MFU is computed from; None where the device's peak or the model's operations are not known."""
+    peak = device_peak_flops(world.device, precision_named(config.precision.name).compute)
+    model = None if peak is None else _build_on_meta(config)
+    per_sequence = None if model is None else count_flops(model, dataset.train[0])
+    if peak is None or per_sequence is None:
+        return None
+    return ModelFlops(per_sequence=per_sequence, peak_per_s=peak * world.size)

@@ -37,5 +37,6 @@ def build(model: nn.Module, workload: Workload, *, stage: int) -> ZerotrainTrain
         zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=workload.bucket_mb),
         precision=workload.precision,
         decay_all=True,
+        compile=workload.compiled,
     )
     return ZerotrainTraining(engine, workload.num_micro_batches)

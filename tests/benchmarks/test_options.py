@@ -1,40 +1,52 @@
 """What the command line of the benchmarks refuses, and the files a run leaves."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.__main__ import main
 from benchmarks.engines import ENGINES, choose_engines
 from benchmarks.errors import BenchmarkError
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=200
-    )
+from benchmarks.network import SHARED
+from benchmarks.rounds import measure
+from benchmarks.workload import Workload
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--engines", "zero2,zer03"], "unknown engine 'zer03'"),
-        (["--engines", "ddp_bf16"], "ddp_bf16 runs in bf16 only, not in fp32"),
         (["--rounds", "0"], "0 is too small; it must be at least 1"),
         (["--bucket-mb", "-1"], "-1 must be above 0"),
         (["--link", "1tbit"], "invalid choice: '1tbit'"),
     ],
 )
-def test_a_bad_option_is_refused_before_any_rank_starts(arguments: list[str], words: str) -> None:
-    process = benchmark(*arguments)
-    assert process.returncode == 2
-    assert words in process.stderr
-    assert "Traceback" not in process.stderr
+def test_an_option_out_of_range_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--engines", "zero2,zer03"], "unknown engine 'zer03'; allowed: all, alone"),
+        (["--engines", "ddp_bf16"], "ddp_bf16 runs in bf16 only, not in fp32"),
+        (["--device", "cuda", "--ranks", str(torch.cuda.device_count() + 1)], "GPU"),
+    ],
+)
+def test_what_cannot_run_here_is_refused_in_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
 
 
 def test_a_package_that_is_not_installed_is_named_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,25 +59,16 @@ def test_a_package_that_is_not_installed_is_named_with_the_way_to_install_it(mon
     )
 
 
-def test_all_engines_are_those_that_the_precision_allows() -> None:
-    without_deepspeed = [name for name, spec in ENGINES.items() if spec.package is None]
-    assert choose_engines(",".join(without_deepspeed), "bf16") == without_deepspeed
-    assert {"ddp_bf16", "alone_bf16"} == {name for name, spec in ENGINES.items() if "fp32" not in spec.precisions}
-
-
-def test_a_run_leaves_its_numbers_and_its_table(tmp_path: Path) -> None:
-    arguments = ["--size", "tiny", "--engines", "alone,zero2", "--rounds", "1", "--warmup", "1", "--steps", "2"]
-    process = benchmark(*arguments, "--out", str(tmp_path))
-    assert process.returncode == 0, process.stderr
+def test_a_run_leaves_its_numbers_and_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--size", "tiny", "--engines", "alone,zero2", "--rounds", "1", "--warmup", "1", "--steps", "2"]
+    code = main([*options, "--out", str(tmp_path)])
+    output = capsys.readouterr()
+    assert code == 0, output.err
     measured = json.loads((tmp_path / "results.json").read_text())["measurements"]
     assert [each["engine"] for each in measured] == ["alone", "zero2"]
-    assert (tmp_path / "report.md").read_text() in process.stdout
+    assert (tmp_path / "report.md").read_text() in output.out
 
 
-def test_a_rank_that_fails_is_quoted(tmp_path: Path) -> None:
-    process = benchmark(
-        "--size", "tiny", "--engines", "zero2", "--device", "cuda", "--ranks", "1", "--out", str(tmp_path)
-    )
-    assert process.returncode == 2
-    assert "zero2: rank" in process.stderr
-    assert "ConfigError" in process.stderr
+def test_a_rank_that_fails_is_quoted() -> None:
+    with pytest.raises(BenchmarkError, match=r"(?s)zero2: rank 0 ended with exit code 1:.*precision=fp16: is none of"):
+        measure("zero2", Workload(size="tiny", precision="fp16", num_ranks=1), SHARED)

@@ -23,6 +23,8 @@ OPTIONS = """
     zero.units
     zero.reshard_after_forward
     precision.name
+    model.compile
+    model.activation_checkpointing
     model._target_
     model.vocab_size
     model.max_seq_len
@@ -55,6 +57,8 @@ OPTIONS = """
     train.eval_batches
     train.log_every
     train.sample_tokens
+    train.profile
+    train.memory_snapshot
     launch.nproc_per_node
     launch.device
     launch.threads_per_rank

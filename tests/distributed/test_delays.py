@@ -11,7 +11,8 @@ from zerotrain.config.schema import ZeroConfig
 from zerotrain.testing import run_ranks
 
 DELAY_S = 0.1
-CASE = Case(ZeroConfig(bucket_mb=0.25), num_steps=2)
+CASE = Case(ZeroConfig(bucket_mb=0.45), num_steps=2)
+"""Three buckets: the head, two blocks, one block."""
 
 
 def train_late(stages: list[int], late_rank: int, late_at: str) -> list[str]:
@@ -35,7 +36,7 @@ def train_late(stages: list[int], late_rank: int, late_at: str) -> list[str]:
     return hashes
 
 
-@pytest.mark.parametrize("late_at", ["gather", "reduce", "finish_reduce", "step"])
+@pytest.mark.parametrize("late_at", ["gather", "reduce", "step"])
 def test_a_rank_that_is_late_changes_no_bit(late_at: str) -> None:
     assert late_at == "step" or hasattr(Collectives, late_at)
     expected = sha256(reference_weights(CASE, 2))

@@ -54,6 +54,12 @@ def test_all_problems_are_reported_at_once() -> None:
     assert len(refused.value.problems) == 2
 
 
+@pytest.mark.parametrize("switch", ["compile", "activation_checkpointing"])
+def test_what_works_unit_by_unit_is_refused_for_a_model_without_units(switch: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.{switch}=true: works unit by unit, and GPT has no repeated blocks"):
+        factory.check(config(model=GPT | {switch: True}))  # one block repeats nothing
+
+
 def test_asking_for_gpus_that_are_not_there_is_refused() -> None:
     import torch
 
@@ -66,11 +72,31 @@ def test_asking_for_gpus_that_are_not_there_is_refused() -> None:
             factory.check(config(launch=LaunchConfig(device="cuda")))
 
 
-def test_one_process_without_a_group_trains_and_writes_its_result(tmp_path: Path) -> None:
-    settings = config()
+def run(folder: Path, **groups: Any) -> dict[str, Any]:
+    settings = config(**groups)
     settings.train.max_steps = 2
     settings.train.eval_batches = 1
-    result = factory.run(settings, tmp_path, overrides=["train.max_steps=2"], config_hash="abc")
+    folder.mkdir(exist_ok=True)
+    return factory.run(settings, folder, overrides=["train.max_steps=2"], config_hash="abc")
+
+
+def test_mfu_counts_no_operation_that_is_made_twice_to_save_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factory, "device_peak_flops", lambda device, dtype: 1e12)
+    model = GPT | {"num_layers": 2}
+    plain = run(tmp_path / "plain", model=model)
+    recomputed = run(tmp_path / "recomputed", model=model | {"activation_checkpointing": True})
+    assert plain["weights_sha256"] == recomputed["weights_sha256"]
+    assert plain["mfu"] / plain["tokens_per_s"] == pytest.approx(recomputed["mfu"] / recomputed["tokens_per_s"])
+
+
+def test_where_the_peak_of_the_device_is_not_known_there_is_no_mfu(tmp_path: Path) -> None:
+    assert run(tmp_path)["mfu"] is None
+
+
+def test_one_process_without_a_group_trains_and_writes_its_result(tmp_path: Path) -> None:
+    result = run(tmp_path)
     assert result["status"] == "completed"
     assert result["overrides"] == ["train.max_steps=2"]
     assert (tmp_path / "result.json").exists()

@@ -57,6 +57,8 @@ RULES = (
     Rule("zero.units", "auto or a list of module name patterns such as [blocks.*]", _is_units),
     Rule("zero.reshard_after_forward", "true or false", _one_of(True, False)),
     Rule("precision.name", "fp32 or bf16", _one_of("fp32", "bf16")),
+    Rule("model.compile", "true or false", _one_of(True, False)),
+    Rule("model.activation_checkpointing", "true or false", _one_of(True, False)),
     Rule("train.max_steps", "1 or more steps", _at_least(1)),
     Rule("train.micro_batch_size", "1 or more sequences", _at_least(1)),
     Rule("train.gradient_accumulation_steps", "1 or more micro-batches", _at_least(1)),
@@ -65,6 +67,8 @@ RULES = (
     Rule("train.eval_batches", "1 or more batches", _at_least(1)),
     Rule("train.log_every", "1 or more steps", _at_least(1)),
     Rule("train.sample_tokens", "0 or more tokens", _at_least(0)),
+    Rule("train.profile", "true or false", _one_of(True, False)),
+    Rule("train.memory_snapshot", "true or false", _one_of(True, False)),
     Rule("launch.nproc_per_node", "1 or more ranks, or null", _or_null(_at_least(1))),
     Rule("launch.device", "auto, cpu or cuda", _one_of("auto", "cpu", "cuda")),
     Rule("launch.threads_per_rank", "1 or more threads, or null", _or_null(_at_least(1))),
@@ -101,13 +105,14 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
     config, problems = to_config(composed)
     problems += value_problems(config)
     for group in OPEN_GROUPS:
-        problems += _open_group_problems(getattr(config, group), group)
+        values = config.model_target if group == "model" else getattr(config, group)
+        problems += _open_group_problems(values, group)
     return config, problems
 
 
 def value_problems(config: Config) -> list[str]:
     """One line for each value that breaks its rule."""
-    values_of = {rule: attrgetter(rule.setting)(config) for rule in RULES}
+    values_of = {rule: _value_of(config, rule.setting) for rule in RULES}
     return [_must_be(rule, got) for rule, got in values_of.items() if not _is_kept(rule, got)]
 
 
@@ -139,6 +144,11 @@ def _open_group_problems(values: dict[str, Any], group: str) -> Iterator[str]:
         yield f"{group}._partial_: got {_word(values.get('_partial_'))}; it must be true"
 
 
+def _value_of(config: Config, setting: str) -> Any:
+    group, _, switch = setting.partition(".")
+    return config.model_switches[switch] if group == "model" else attrgetter(setting)(config)
+
+
 def _is_kept(rule: Rule, value: Any) -> bool:
     try:
         return rule.holds(value)
@@ -147,7 +157,7 @@ def _is_kept(rule: Rule, value: Any) -> bool:
 
 
 def _must_be(rule: Rule, got: Any) -> str:
-    default = attrgetter(rule.setting)(Config())
+    default = _value_of(Config(), rule.setting)
     return f"{rule.setting}: got {_word(got)}; it must be {rule.allowed}; the default is {_word(default)}"
 
 

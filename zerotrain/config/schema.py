@@ -9,7 +9,8 @@ from typing import Any
 MODEL_SWITCHES = ("compile", "activation_checkpointing")
 """Settings of every model, also of the user's own, which are no arguments of its class. Both are false by default.
 
-compile: torch.compile the forward of each unit (see `ZeroConfig.units`). The first step takes seconds to minutes longer.
+compile: torch.compile the forward of each unit (see `ZeroConfig.units`) in training. Needs a C++ compiler; the first
+step takes half a minute longer.
 activation_checkpointing: keep of a unit's forward its inputs alone, and compute the rest again in its backward: less
 memory for about a third more compute, and the same bits.
 """
@@ -67,7 +68,8 @@ class TrainConfig:
     profile: bool = False
     """Write a chrome trace of three steps, after three others, to profile/rank<r>.json of the run folder."""
     memory_snapshot: bool = False
-    """CUDA: write the allocations of the first six steps, or up to an error before, to profile/memory_rank<r>.pickle."""
+    """CUDA: write the allocations of the first six steps, or those before an error, to profile/memory_rank<r>.pickle of
+    the run folder."""
 
 
 @dataclass
@@ -105,3 +107,13 @@ class Config:
     """A function (step, max_steps, ...) -> factor on the learning rate, with `_partial_: true`."""
     train: TrainConfig = field(default_factory=TrainConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    @property
+    def model_target(self) -> dict[str, Any]:
+        """The model's class and its arguments, without the switches."""
+        return {key: value for key, value in self.model.items() if key not in MODEL_SWITCHES}
+
+    @property
+    def model_switches(self) -> dict[str, bool]:
+        """The value of each of the `MODEL_SWITCHES`."""
+        return {switch: self.model.get(switch, False) for switch in MODEL_SWITCHES}

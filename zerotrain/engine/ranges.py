@@ -15,7 +15,7 @@ def profiler_runs() -> bool:
 def named_range(action: str, owner: str) -> AbstractContextManager[object]:
     """A range of the trace called "action owner", such as "gather blocks.0", while a profiler runs.
 
-    Without a profiler it is one comparison: torch's `record_function` costs 10 microseconds also when nobody records,
-    and a step of 100 buckets has 700 ranges.
+    Without a profiler it costs 0.2 microseconds. torch's `record_function` costs 6 also when nobody records, and a step
+    of 100 buckets has up to 800 ranges.
     """
     return profiler.record_function(f"{action} {owner}") if profiler_runs() else _UNNAMED

@@ -5,7 +5,6 @@ outside the compiled graph. A recomputation happens within the unit's backward, 
 """
 
 import functools
-import importlib.util
 import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +28,6 @@ def replace_forwards(
     units: Sequence[str] | None,
     compile: bool,
     activation_checkpointing: bool,
-    device: torch.device,
 ) -> None:
     """Compile the forward of each unit of `model`, or drop its activations and compute them again in the backward.
 
@@ -38,7 +36,6 @@ def replace_forwards(
 
     Args:
         units: module name patterns; None: the repeated blocks.
-        device: what the model will run on.
 
     Raises:
         ConfigError: the model has no units, or this machine lacks what torch.compile needs.
@@ -53,7 +50,7 @@ def replace_forwards(
             "units with zero.units, or set it to false"
         )
     if compile:
-        require_compiler(device)
+        require_compiler()
     for name, module in modules.items():
         trained = torch.compile(module.forward) if compile else module.forward
         if activation_checkpointing:
@@ -77,13 +74,13 @@ def _with_gradients_only(trained: Forward, *, otherwise: Forward) -> Forward:
     return forward
 
 
-def require_compiler(device: torch.device) -> None:
+def require_compiler() -> None:
     """Make sure that torch.compile finds what it makes machine code with.
 
     Raises:
         ConfigError: naming what this machine lacks.
     """
-    # Imported here: both take a second, which only those who compile should pay.
+    # Imported here, for those who compile: it takes a second.
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -94,8 +91,6 @@ def require_compiler(device: torch.device) -> None:
         lacking.append("a C++ compiler such as g++")
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         lacking.append("Python.h, the headers of this Python (often the package python3-dev)")
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        lacking.append("the Python package triton")
     if lacking:
         raise ConfigError(
             f"model.compile=true: torch.compile needs {' and '.join(lacking)}, which this machine does not have; "

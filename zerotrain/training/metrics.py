@@ -16,36 +16,34 @@ from zerotrain.training.result import without_non_finite
 NUM_WARMUP_STEPS = 3
 """First steps, which allocate and compile, left out of the run's speed where there are more."""
 
-PEAK_FLOPS = {
-    # Dense peak by (part of the device's name, dtype), from the vendor's data sheets; fp32 without TF32. The first
-    # part found in a name counts, so "H100 PCIe" comes before "H100".
-    ("H200 NVL", torch.bfloat16): 835.5e12,
-    ("H200 NVL", torch.float32): 60.0e12,
-    ("H200", torch.bfloat16): 989.4e12,
-    ("H200", torch.float32): 66.9e12,
-    ("H100 NVL", torch.bfloat16): 835.5e12,
-    ("H100 NVL", torch.float32): 60.0e12,
-    ("H100 PCIe", torch.bfloat16): 756.0e12,
-    ("H100 PCIe", torch.float32): 51.2e12,
-    ("H100", torch.bfloat16): 989.4e12,
-    ("H100", torch.float32): 66.9e12,
-    ("A100", torch.bfloat16): 312.0e12,
-    ("A100", torch.float32): 19.5e12,
-    ("L40S", torch.bfloat16): 362.0e12,
-    ("L40S", torch.float32): 91.6e12,
-    ("RTX 4090", torch.bfloat16): 165.2e12,
-    ("RTX 4090", torch.float32): 82.6e12,
+PEAK_TFLOPS = {
+    # (bf16, fp32 without TF32) by a part of the device's name; the first part found counts, so "H100 PCIe" comes before
+    # "H100". Dense peaks from NVIDIA's data sheets and, for RTX, its architecture whitepapers; bf16 with fp32 sums.
+    "GB200": (2500.0, 80.0),
+    "B200": (2250.0, 75.0),
+    "H200 NVL": (835.5, 60.0),
+    "H200": (989.4, 66.9),
+    "H100 NVL": (835.5, 60.0),
+    "H100 PCIe": (756.0, 51.2),
+    "H100": (989.4, 66.9),
+    "A100": (312.0, 19.5),
+    "L40S": (362.0, 91.6),
+    "L40": (181.0, 90.5),
+    "L4": (121.0, 30.3),
+    "RTX 5090": (209.5, 104.8),
+    "RTX 4090": (165.2, 82.6),
+    "RTX 3090": (71.0, 35.6),
 }
 
 
 def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Floating point operations per second the device can do in `dtype`; None where that is not known."""
-    if device.type != "cuda":
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float32):
         return None
     device_name = torch.cuda.get_device_name(device)
-    for (name, peak_dtype), flops in PEAK_FLOPS.items():
-        if name in device_name and dtype == peak_dtype:
-            return flops
+    for name, (bf16, fp32) in PEAK_TFLOPS.items():
+        if name in device_name:
+            return 1e12 * (bf16 if dtype == torch.bfloat16 else fp32)
     return None
 
 
@@ -100,6 +98,12 @@ class StepClock:
         durations_s = self._durations_s[first:]
         num_tokens = sum(self._num_tokens[first:])
         return num_tokens / sum(durations_s) if durations_s else math.nan
+
+    def steps_per_s(self, last_steps: int | None = None) -> float:
+        """Steps per second, over the same steps as `tokens_per_s`; nan before any."""
+        first = _num_warmup_steps(len(self._durations_s)) if last_steps is None else -last_steps
+        durations_s = self._durations_s[first:]
+        return len(durations_s) / sum(durations_s) if durations_s else math.nan
 
     def step_ms_median(self, last_steps: int | None = None) -> float:
         """Median milliseconds of a step, over the same steps as `tokens_per_s`; nan before any."""

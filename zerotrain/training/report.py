@@ -99,4 +99,6 @@ def _summary(result: RunResult) -> str:
         parts.append(f"validation loss {result.final_val_loss:.4f}")
     if result.tokens_per_s is not None:
         parts.append(f"{result.tokens_per_s:,.0f} tokens/s")
+    if result.mfu is not None:
+        parts.append(f"{result.mfu:.0%} MFU")
     return ", ".join(parts)

@@ -1,6 +1,7 @@
 """The training loop."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from zerotrain.comm.world import World
 from zerotrain.data.batches import IGNORED_LABEL, GlobalBatchSampler
 from zerotrain.engine.engine import TrainStepResult, ZeroEngine
 from zerotrain.training.evaluation import evaluate
+from zerotrain.training.flops import ModelFlops
 from zerotrain.training.generate import generate
-from zerotrain.training.metrics import MetricsFile, StepClock, device_peak_flops
+from zerotrain.training.metrics import MetricsFile, StepClock
+from zerotrain.training.profile import recorded_steps
 from zerotrain.training.progress import ProgressDisplay
 from zerotrain.training.report import RankUsage, gather_usages, measure_usage, print_report
 from zerotrain.training.result import RunResult
@@ -51,6 +54,10 @@ class Trainer:
     """Exists; rank 0 writes metrics.jsonl and result.json there."""
     run_facts: dict[str, Any]
     """What result.json repeats of the settings: {stage, overrides, config_hash}."""
+    profile: bool = False
+    memory_snapshot: bool = False
+    model_flops: ModelFlops | None = None
+    """For MFU; None where it is not known."""
     console: Console = field(default_factory=Console)
     """Where rank 0 shows its progress."""
 
@@ -88,6 +95,7 @@ class Trainer:
             finally:
                 self.result.tokens_per_s = self.clock.tokens_per_s()
                 self.result.step_ms_median = self.clock.step_ms_median()
+                self.result.mfu = self._utilization()
                 if self.world.rank == 0:
                     self.result.write(self.run_dir)
         print_report(self.console, result=self.result, usages=usages, device=self.world.device)
@@ -97,6 +105,7 @@ class Trainer:
         with (
             MetricsFile(self.run_dir / "metrics.jsonl" if self.world.rank == 0 else None) as metrics,
             ProgressDisplay(console=self.console, max_steps=self.max_steps) as progress,
+            self._recorded_steps() as step_done,
         ):
             if self.eval_every:
                 metrics.write(self._evaluate())
@@ -111,9 +120,10 @@ class Trainer:
                 self.clock.count(float(num_tokens))
                 self.num_skipped_steps += outcome.skipped
                 self.result.steps = step + 1
+                step_done()
                 progress.advance()
                 if self._is_due(self.log_every) or step == 0:
-                    measured = self._measure_step(outcome, seq_len=micro_batches[0][0].shape[1])
+                    measured = self._measure_step(outcome)
                     metrics.write(measured)
                     progress.describe(step + 1, self._describe(measured))
                 if self._is_due(self.eval_every):
@@ -151,11 +161,10 @@ class Trainer:
         total = self.world.sum(counts.sum())
         return list((counts * self.world.size / total.clamp(min=1)).float()), total
 
-    def _measure_step(self, outcome: TrainStepResult, seq_len: int) -> dict[str, Any]:
+    def _measure_step(self, outcome: TrainStepResult) -> dict[str, Any]:
         """One line of metrics.jsonl. Collective."""
         loss = self.world.sum(outcome.loss.double()).item() / self.world.size
         self.result.final_train_loss = loss
-        tokens_per_s = self.clock.tokens_per_s(last_steps=self.log_every)
         return {
             "step": self.result.steps,
             "train_loss": loss,
@@ -163,19 +172,28 @@ class Trainer:
             "grad_norm": outcome.grad_norm,
             "grad_norm_clipped": outcome.grad_norm * outcome.clip_coefficient,
             "skipped_steps": self.num_skipped_steps,
-            "tokens_per_s": tokens_per_s,
+            "tokens_per_s": self.clock.tokens_per_s(last_steps=self.log_every),
             "step_ms_median": self.clock.step_ms_median(last_steps=self.log_every),
-            "mfu": self._model_flops_utilization(tokens_per_s, seq_len),
+            "mfu": self._utilization(last_steps=self.log_every),
         }
 
-    def _model_flops_utilization(self, tokens_per_s: float, seq_len: int) -> float | None:
-        """Part of the devices' peak that the model's own arithmetic takes (PaLM, arXiv 2204.02311, appendix B)."""
-        flops_per_token = getattr(self.engine.module, "flops_per_token", None)
-        dtype = next(self.engine.module.parameters()).dtype
-        peak_flops = device_peak_flops(self.world.device, dtype)
-        if flops_per_token is None or peak_flops is None:
+    def _utilization(self, last_steps: int | None = None) -> float | None:
+        """MFU over the last so many steps, or over the run without its first steps."""
+        if self.model_flops is None:
             return None
-        return tokens_per_s * flops_per_token(seq_len) / (peak_flops * self.world.size)
+        return self.model_flops.utilization(self.sampler.global_batch_size * self.clock.steps_per_s(last_steps))
+
+    def _recorded_steps(self) -> AbstractContextManager[Callable[[], None]]:
+        if self.memory_snapshot and self.world.device.type != "cuda":
+            self.console.print("warning: train.memory_snapshot=true has no effect on the CPU", highlight=False)
+        return recorded_steps(
+            self.run_dir / "profile",
+            rank=self.world.rank,
+            device=self.world.device,
+            max_steps=self.max_steps,
+            trace=self.profile,
+            memory=self.memory_snapshot,
+        )
 
     def _describe(self, measured: dict[str, Any]) -> str:
         """A line of metrics.jsonl for the user, short enough for a terminal of 80 columns."""

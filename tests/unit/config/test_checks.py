@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerotrain.config.checks import RULES, checked_config, value_problems, without_effect
+from zerotrain.config.checks import checked_config, value_problems, without_effect
 from zerotrain.config.schema import Config, ZeroConfig
 
 
@@ -31,6 +31,8 @@ def test_what_we_ship_has_no_problems(compose, group):
         "zero.units=[]",
         "zero.units=[1]",
         "precision.name=fp8",
+        "model.compile=maybe",
+        "model.activation_checkpointing=null",
         "train.max_steps=0",
         "train.micro_batch_size=0",
         "train.gradient_accumulation_steps=0",
@@ -63,6 +65,14 @@ def test_the_edge_of_a_range_is_allowed(compose, override):
     assert problems_of(compose, override) == []
 
 
+@pytest.mark.parametrize("group", ["model=gpt2", "model=mlp"])
+def test_every_model_can_be_compiled_and_checkpointed(compose, group):
+    config, problems = checked_config(compose([group, "model.compile=true", "model.activation_checkpointing=true"]))
+    assert problems == []
+    assert config.model_switches == {"compile": True, "activation_checkpointing": True}
+    assert not config.model_switches.keys() & config.model_target.keys()
+
+
 def test_all_problems_are_reported_at_once(compose):
     problems = problems_of(
         compose, "zero.stage=5", "train.max_steps=-1", "+foo=1", "optimizer.lr=nan", "+model.depth=3"
@@ -82,10 +92,7 @@ def test_an_optimizer_that_would_be_built_too_early_is_refused(compose):
 
 
 def test_every_default_keeps_the_rules():
-    config = Config()
-    for rule in RULES:
-        section, _, name = rule.setting.rpartition(".")
-        assert rule.holds(getattr(getattr(config, section) if section else config, name)), rule.setting
+    assert value_problems(Config()) == []
 
 
 def test_a_value_of_the_wrong_type_breaks_the_rule_too():

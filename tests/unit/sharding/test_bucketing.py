@@ -86,6 +86,14 @@ def test_trainable_and_frozen_parameters_never_share_a_bucket_and_matrices_come_
         assert kinds == sorted(kinds, reverse=True)
 
 
+def test_a_bucket_is_named_by_its_units_or_by_its_parameters_where_it_is_a_part_of_one() -> None:
+    units = cut_units(gpt(), None, max_numel=10**6)
+    assert [spec.name for spec in cut_buckets(units, max_numel=10**6)] == ["head", "blocks.0..blocks.2"]
+    in_parts = [spec.name for spec in cut_buckets(units, max_numel=100)]
+    assert "blocks.0.attention.qkv_proj.weight" in in_parts
+    assert "blocks.0" not in in_parts
+
+
 def test_integer_parameters_are_left_alone() -> None:
     model = nn.Linear(2, 2)
     model.register_parameter("table", nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False))

@@ -13,6 +13,7 @@ KEYS = [
     "steps",
     "tokens_per_s",
     "step_ms_median",
+    "mfu",
     "weights_sha256",
     "comm_bytes_per_step",
     "memory_bytes",

@@ -1,0 +1,73 @@
+"""The trace of a run: one file a rank, with ranges named by unit, bucket and collective."""
+
+import json
+from pathlib import Path
+
+import torch
+from cases import OPTIMIZERS, make_model
+
+import zerotrain
+from zerotrain.data import SyntheticTokens
+from zerotrain.testing import run_ranks
+from zerotrain.training import Trainer, constant
+from zerotrain.training.profile import NUM_STEPS_BEFORE, NUM_TRACED_STEPS
+
+NUM_STEPS = NUM_STEPS_BEFORE + NUM_TRACED_STEPS
+BLOCKS = [f"blocks.{index}" for index in range(3)]
+
+
+def train(stages: tuple[int, ...], folder: Path) -> None:
+    world = zerotrain.World.current(torch.device("cpu"))
+    for stage in stages:
+        run_dir = folder / f"stage{stage}"
+        run_dir.mkdir(exist_ok=True)
+        Trainer(
+            engine=zerotrain.build_engine(
+                make_model(),
+                optimizer=OPTIMIZERS["adamw"],
+                zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.2),
+                max_grad_norm=1.0,
+                activation_checkpointing=True,
+                world=world,
+            ),
+            world=world,
+            dataset=SyntheticTokens(seq_len=32, vocab_size=256, num_sequences=64),
+            schedule=constant,
+            seed=0,
+            max_steps=NUM_STEPS,
+            micro_batch_size=2,
+            gradient_accumulation_steps=1,
+            eval_every=0,
+            eval_batches=1,
+            log_every=1,
+            sample_tokens=0,
+            run_dir=run_dir,
+            run_facts={},
+            profile=True,
+        ).run()
+
+
+def num_ranges(path: Path) -> dict[str, int]:
+    """How often each named range occurs in a trace."""
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    return {name: names.count(name) for name in names}
+
+
+def test_each_rank_writes_a_trace_with_the_units_and_collectives_of_three_steps(tmp_path: Path) -> None:
+    run_ranks(train, 2, (0, 3), tmp_path)
+    for rank in range(2):
+        replicated = num_ranges(tmp_path / "stage0" / "profile" / f"rank{rank}.json")
+        sharded = num_ranges(tmp_path / "stage3" / "profile" / f"rank{rank}.json")
+        for ranges in (replicated, sharded):
+            assert ranges["norm of the gradient"] == NUM_TRACED_STEPS
+            for block in BLOCKS:
+                assert ranges[f"forward {block}"] == ranges[f"recompute {block}"] == NUM_TRACED_STEPS
+            for bucket in ["head", *BLOCKS]:
+                for action in ("reduce", "wait for reduce", "sum", "optimizer"):
+                    assert ranges[f"{action} {bucket}"] == NUM_TRACED_STEPS
+        # Once for the forward and once for the backward, but the last unit is kept between the two.
+        assert [sharded[f"gather {block}"] // NUM_TRACED_STEPS for block in BLOCKS] == [2, 2, 1]
+        assert [sharded[f"wait for gather {block}"] // NUM_TRACED_STEPS for block in BLOCKS] == [2, 2, 1]
+        assert [replicated[f"gather gradient {block}"] // NUM_TRACED_STEPS for block in BLOCKS] == [1, 1, 1]
+        assert "gather blocks.0" not in replicated
