@@ -14,7 +14,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.network import LINKS_BIT_PER_S, SHARED, Network, link, loopback
 from benchmarks.report import report
 from benchmarks.results import Comparison
-from benchmarks.rounds import machine, run_rounds
+from benchmarks.rounds import interleaved, machine, measure_in_quiet
 from benchmarks.workload import SIZES, Workload
 from zerotrain.comm.world import choose_device
 from zerotrain.errors import ConfigError
@@ -63,16 +63,16 @@ def choose_network(options: argparse.Namespace) -> AbstractContextManager[Networ
 
 
 def run(options: argparse.Namespace, command: str) -> Comparison:
-    """Measure, with a line of progress for each run.
+    """Measure, with a line of progress for each run. An engine whose ranks fail is left out from then on.
 
     Args:
         command: what was typed, to be kept with the figures.
 
     Raises:
-        BenchmarkError, ConfigError: it cannot be run as asked, or a rank failed.
+        BenchmarkError, ConfigError: it cannot be run as asked.
     """
     choose_device(options.device, options.ranks - 1)
-    engines = choose_engines(options.engines, options.precision)
+    engines = choose_engines(options.engines, options.precision, compiled=options.compile)
     workload = Workload(
         size=options.size,
         precision=options.precision,
@@ -85,16 +85,26 @@ def run(options: argparse.Namespace, command: str) -> Comparison:
         compiled=options.compile,
     )
     measurements = []
+    failures: dict[str, str] = {}
+    runs = interleaved(engines, options.rounds)
     with choose_network(options) as network:
-        runs = run_rounds(engines, workload, network, options.rounds, options.max_load)
-        for count, measurement in enumerate(runs, start=1):
+        for count, engine in enumerate(runs, start=1):
+            if engine in failures:
+                continue
+            try:
+                measurement = measure_in_quiet(engine, workload, network, options.max_load)
+            except BenchmarkError as error:
+                failures[engine] = str(error)
+                print(f"[{count}/{len(runs)}] {error}", file=sys.stderr, flush=True)
+                continue
             measurements.append(measurement)
             print(
-                f"[{count}/{options.rounds * len(engines)}] {measurement.engine:<12} "
-                f"{measurement.step_ms:8.1f} ms/step, "
-                f"loss {measurement.loss:.5f}, others used {measurement.other_load:.0%} of the machine",
+                f"[{count}/{len(runs)}] {engine:<12} {measurement.step_ms:8.1f} ms/step, loss {measurement.loss:.5f}, "
+                f"others used {measurement.other_load:.0%} of the machine",
                 flush=True,
             )
+    if not measurements:
+        raise BenchmarkError("no engine could be measured")
     return Comparison(
         command=command,
         date=date.today().isoformat(),
@@ -102,6 +112,7 @@ def run(options: argparse.Namespace, command: str) -> Comparison:
         workload=workload,
         link_bit_per_s=network.bit_per_s,
         measurements=measurements,
+        failures=failures,
     )
 
 
@@ -124,7 +135,7 @@ def main(arguments: list[str]) -> int:
         draw(comparison, options.out / "chart.png")
     except ImportError:
         print("without chart.png: matplotlib is not installed; pip install -e '.[bench]'")
-    return 0
+    return 1 if comparison.failures else 0
 
 
 if __name__ == "__main__":

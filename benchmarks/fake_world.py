@@ -6,6 +6,7 @@ the engine's bookkeeping costs, and how it grows with the number of ranks. The n
 
 import argparse
 import statistics
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.engines import ENGINES, choose_engines
+from benchmarks.errors import BenchmarkError
 from benchmarks.rank import RankResult, measure, own_device
 from benchmarks.report import markdown, megabytes
 from benchmarks.rounds import machine
@@ -41,27 +43,20 @@ def compare(engines: list[str], workloads: list[Workload], num_rounds: int) -> d
 
 
 def report(engines: list[str], num_ranks: list[int], results: dict[tuple[str, int], list[RankResult]]) -> str:
-    """A row for each engine: its time in each world, the last to the first, and its peak memory in the first."""
-    rows = [
-        ["engine", *(f"ms/step, {size} ranks" for size in num_ranks), "last / first", f"peak MB, {num_ranks[0]} ranks"]
-    ]
+    """A row for each engine: its time and peak memory in each world, and the last world's time to the first's."""
+    head = ["engine", *(f"{size:,} ranks: {what}" for size in num_ranks for what in ("ms/step", "peak MB"))]
+    rows = [[*head, "time, last to first"]]
     for engine in engines:
-        times_ms = [
-            statistics.median(time_ms for result in results[engine, size] for time_ms in result.step_ms)
-            for size in num_ranks
-        ]
-        peak_nbytes = statistics.median(
-            result.device_peak_nbytes or result.peak_nbytes - result.start_nbytes
-            for result in results[engine, num_ranks[0]]
-        )
-        rows.append(
-            [
-                ENGINES[engine].label,
-                *(f"{time_ms:.1f}" for time_ms in times_ms),
-                f"{times_ms[-1] / times_ms[0]:.2f}",
-                megabytes(peak_nbytes),
-            ]
-        )
+        times_ms, cells = [], []
+        for size in num_ranks:
+            rounds = results[engine, size]
+            times_ms.append(statistics.median(time_ms for each in rounds for time_ms in each.step_ms))
+            peak_nbytes = statistics.median(
+                each.peak_nbytes - each.start_nbytes if each.device_peak_nbytes is None else each.device_peak_nbytes
+                for each in rounds
+            )
+            cells += [f"{times_ms[-1]:.1f}", megabytes(peak_nbytes)]
+        rows.append([ENGINES[engine].label, *cells, f"{times_ms[-1] / times_ms[0]:.2f}"])
     return markdown(rows)
 
 
@@ -77,19 +72,16 @@ def main() -> None:
     add("--rounds", type=int, default=3)
     add("--steps", type=int, default=8)
     options = parser.parse_args()
-    engines = choose_engines(options.engines, options.precision)
-    workloads = [
-        Workload(
-            size=options.size,
-            precision=options.precision,
-            num_ranks=num_ranks,
-            num_steps=options.steps,
-            device=options.device,
-        )
-        for num_ranks in options.ranks
-    ]
+    try:
+        engines = choose_engines(options.engines, options.precision)
+    except BenchmarkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    settings = {"size": options.size, "precision": options.precision, "device": options.device}
+    workloads = [Workload(num_ranks=num_ranks, num_steps=options.steps, **settings) for num_ranks in options.ranks]
     results = compare(engines, workloads, options.rounds)
-    print(f"GPT {options.size}, {options.precision}, {options.device}; {machine()}\n")
+    print(f"GPT {options.size}, {options.precision}, {options.device}; {machine()}")
+    print("Peak MB: of the device's memory, or resident above the interpreter's own on the CPU\n")
     print(report(engines, options.ranks, results))
 
 

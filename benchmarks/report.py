@@ -40,7 +40,8 @@ def report(comparison: Comparison) -> str:
     ]
     filled = [index for index, column in enumerate(zip(*rows, strict=True)) if any(column)]
     table = [[row[index] for index in filled] for row in [list(COLUMNS), *rows]]
-    return "\n\n".join((_heading(comparison), markdown(table), _loss_line(standing))) + "\n"
+    failures = [f"**{name} failed**: {reason.splitlines()[0]}" for name, reason in comparison.failures.items()]
+    return "\n\n".join((_heading(comparison), markdown(table), _loss_line(standing), *failures)) + "\n"
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -59,7 +60,7 @@ def _heading(comparison: Comparison) -> str:
     shape = workload.shape
     rate = comparison.link_bit_per_s
     place = "one host" if rate is None else f"two hosts joined by a link of {rate / 1e9:g} Gbit/s"
-    num_rounds = len(comparison.rounds_of(comparison.engines[0]))
+    num_rounds = max(len(comparison.rounds_of(engine)) for engine in comparison.engines)
     load = statistics.median(each.other_load for each in comparison.measurements)
     return (
         f"`{comparison.command}`, {comparison.date}, {comparison.machine}.\n\n"

@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,8 @@ class Comparison:
     link_bit_per_s: int | None
     """Rate of the link between hosts; None on one machine."""
     measurements: list[Measurement]
+    failures: dict[str, str] = field(default_factory=dict)
+    """By engine: why it could not be measured."""
 
     @property
     def engines(self) -> list[str]:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,26 +27,26 @@ MAX_ATTEMPTS = 5
 QUIET_WAIT_S = 300.0
 
 
-def run_rounds(
-    engines: list[str], workload: Workload, network: Network, num_rounds: int, max_load: float
-) -> Iterator[Measurement]:
-    """Measure every engine once a round. Each round begins with another engine, so that drift hits all alike.
+def interleaved(engines: list[str], num_rounds: int) -> list[str]:
+    """Every engine once a round; each round begins with another one, so that drift hits all alike."""
+    rounds = (engines[index % len(engines) :] + engines[: index % len(engines)] for index in range(num_rounds))
+    return [engine for each in rounds for engine in each]
 
-    Args:
-        max_load: share of the machine that others may use. A run waits until they use less, for QUIET_WAIT_S at most,
-            and is made again if they used more meanwhile, MAX_ATTEMPTS times in all; the quietest counts.
+
+def measure_in_quiet(engine: str, workload: Workload, network: Network, max_load: float) -> Measurement:
+    """Measure while others use at most `max_load`, a share of the machine.
+
+    Waits for that, QUIET_WAIT_S at most, and measures again if they used more meanwhile, MAX_ATTEMPTS times in all;
+    the quietest counts.
 
     Raises:
         BenchmarkError: a rank failed.
     """
-    for round_index in range(num_rounds):
-        first = round_index % len(engines)
-        for engine in engines[first:] + engines[:first]:
-            runs: list[Measurement] = []
-            while not runs or (runs[-1].other_load > max_load and len(runs) < MAX_ATTEMPTS):
-                _wait_until_quiet(max_load)
-                runs.append(measure(engine, workload, network))
-            yield min(runs, key=lambda run: run.other_load)
+    runs: list[Measurement] = []
+    while not runs or (runs[-1].other_load > max_load and len(runs) < MAX_ATTEMPTS):
+        _wait_until_quiet(max_load)
+        runs.append(measure(engine, workload, network))
+    return min(runs, key=lambda run: run.other_load)
 
 
 def measure(engine: str, workload: Workload, network: Network) -> Measurement:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerotrain
+from benchmarks.engines.ours import current_world
 from benchmarks.report import markdown
 from benchmarks.rounds import machine
 
@@ -67,7 +68,10 @@ def bare_step(model: nn.Module) -> Callable[[], Any]:
 def engine_step(model: nn.Module, stage: int) -> Callable[[], Any]:
     """A whole step of our engine."""
     engine = zerotrain.build_engine(
-        model, optimizer=partial(torch.optim.AdamW, lr=1e-3, fused=True), zero=zerotrain.ZeroConfig(stage=stage)
+        model,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3, fused=True),
+        zero=zerotrain.ZeroConfig(stage=stage),
+        world=current_world(torch.device("cpu")),
     )
     return lambda: engine.train_step([()])
 

@@ -1,13 +1,16 @@
 """zerotrain's own engine."""
 
+import os
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zerotrain
 from benchmarks.engines import Traffic
 from benchmarks.workload import LEARNING_RATE, Workload
+from zerotrain.comm.world import World
 
 
 class ZerotrainTraining:
@@ -29,6 +32,18 @@ class ZerotrainTraining:
         )
 
 
+def current_world(device: torch.device) -> World:
+    """The world of the process group there is. `World.current` would refuse a fake group on the CPU, and rightly so."""
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        device=device,
+        gather_group=dist.group.WORLD,
+        reduce_group=dist.new_group(),
+    )
+
+
 def build(model: nn.Module, workload: Workload, *, stage: int) -> ZerotrainTraining:
     """Train by our engine at a ZeRO stage; weight decay on every parameter, as AdamW does by itself."""
     engine = zerotrain.build_engine(
@@ -38,5 +53,6 @@ def build(model: nn.Module, workload: Workload, *, stage: int) -> ZerotrainTrain
         precision=workload.precision,
         decay_all=True,
         compile=workload.compiled,
+        world=current_world(next(model.parameters()).device),
     )
     return ZerotrainTraining(engine, workload.num_micro_batches)

@@ -37,6 +37,7 @@ def test_an_option_out_of_range_is_refused(
     [
         (["--engines", "zero2,zer03"], "unknown engine 'zer03'; allowed: all, alone"),
         (["--engines", "ddp_bf16"], "ddp_bf16 runs in bf16 only, not in fp32"),
+        (["--engines", "deepspeed3", "--compile"], "deepspeed3 does not work with --compile"),
         (["--device", "cuda", "--ranks", str(torch.cuda.device_count() + 1)], "GPU"),
     ],
 )

@@ -1,5 +1,7 @@
 """The table of targets, from numbers made up for it."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.report import report
@@ -82,6 +84,11 @@ def test_a_different_loss_is_told() -> None:
     astray = comparison(*ROUND, measurement("fsdp2", 600, loss=2.6))
     assert "**Losses differ** by more than 0.0001 of their median: fsdp2" in report(astray)
     assert "did the same work" in report(comparison(*ROUND))
+
+
+def test_an_engine_that_failed_is_told() -> None:
+    broken = replace(comparison(*ROUND), failures={"fsdp2": "fsdp2: rank 0 ended with exit code 1:\nTraceback"})
+    assert "**fsdp2 failed**: fsdp2: rank 0 ended with exit code 1" in report(broken)
 
 
 def test_results_are_read_as_they_were_written(tmp_path) -> None:

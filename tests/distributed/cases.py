@@ -33,7 +33,7 @@ class Case:
     num_micro_batches: int = 1
     optimizer: str = "adamw"
     max_grad_norm: float | None = 0.5
-    num_steps: int = 4
+    num_steps: int = 3
 
     def with_zero(self, **settings: Any) -> "Case":
         return replace(self, zero=replace(self.zero, **settings))
