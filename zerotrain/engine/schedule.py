@@ -19,8 +19,9 @@ from zerotrain.engine.weights import BucketWeights
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.plan import Plan
 
-MAX_REDUCTIONS_IN_FLIGHT = 2
-"""One on the wire and one behind it keep a link busy; more would only hold more unreduced gradients."""
+MAX_LARGEST_BUCKETS_IN_FLIGHT = 2
+"""Unreduced gradients on the wire, in sizes of the largest bucket: one on its way and one behind it keep a link busy.
+Counted in elements, not in buckets: two small ones would leave the link idle until the next is full."""
 
 
 @dataclass(eq=False)
@@ -73,6 +74,8 @@ class Schedule:
         self.frees_after_use = plan.shards_parameters and reshard_after_forward
         self.trained = [(bucket.weights, bucket.gradient) for bucket in buckets if bucket.gradient is not None]
         """The buckets with a gradient, in list order."""
+        largest = max((gradient.layout.padded_numel for _, gradient in self.trained), default=0)
+        self._max_in_flight = MAX_LARGEST_BUCKETS_IN_FLIGHT * largest
         self._to_reduce: deque[BucketGradient] = deque()
         self._in_flight: deque[BucketGradient] = deque()
         self._full_gradients: set[BucketGradient] = set()
@@ -175,7 +178,7 @@ class Schedule:
                 "set zero.reshard_after_forward=false"
             )
         if gradient.life.state in (GradientState.EMPTY, GradientState.REDUCED):
-            self._make_room()
+            self._make_room(gradient)
         gradient.fill(segment, more_to_come=self.more_to_come)
         self._open_segments[gradient] -= 1
         if self._open_segments[gradient] == 0:
@@ -188,14 +191,16 @@ class Schedule:
             return
         self._full_gradients.add(gradient)
         while self._to_reduce and self._to_reduce[0] in self._full_gradients:
-            self._make_room()
             first = self._to_reduce.popleft()
+            self._make_room(first)
             first.reduce()
             self._in_flight.append(first)
         self._finish_reductions(wait=False)
 
-    def _make_room(self) -> None:
-        while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
+    def _make_room(self, gradient: BucketGradient) -> None:
+        """Finish the oldest reductions until one more bucket may be in flight."""
+        needed = gradient.layout.padded_numel
+        while self._in_flight and needed + sum(g.layout.padded_numel for g in self._in_flight) > self._max_in_flight:
             self._in_flight.popleft().finish_reduce()
 
     def _finish_reductions(self, *, wait: bool) -> None:
