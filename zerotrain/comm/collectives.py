@@ -91,12 +91,12 @@ class Collectives:
         return full_numel - self._left_out(full_numel) if self.ordered else 0
 
     def reduce(self, full: torch.Tensor, received: torch.Tensor | None, out: torch.Tensor) -> Pending:
-        """Start the reduce-scatter of `full` (numel); `finish_reduce` puts the sum into `out` (numel / ranks).
+        """Start the reduce-scatter of `full` (numel); once waited for, `finish_reduce` leaves the sum in `out`.
 
         Args:
             full: this rank's unreduced gradient; must stay as it is until finished.
             received: scratch of `received_numel` elements, for the ordered reduction only.
-            out: this rank's shard, of the same dtype as `full`. It may lie inside `full`.
+            out: this rank's shard (numel / ranks), of the same dtype as `full`. It may lie inside `full`.
         """
         if self.world.size == 1:
             return Pending(())
@@ -120,11 +120,8 @@ class Collectives:
         at_an_end = self.world.rank in (0, self.world.size - 1)
         return full_numel // self.world.size if at_an_end else 0
 
-    def finish_reduce(
-        self, pending: Pending, full: torch.Tensor, received: torch.Tensor | None, out: torch.Tensor
-    ) -> None:
-        """Wait for a reduction and leave the sum over ranks in `out`, added in rank order in fp32 if ordered."""
-        pending.wait()
+    def finish_reduce(self, full: torch.Tensor, received: torch.Tensor | None, out: torch.Tensor) -> None:
+        """A reduction was waited for: leave the sum over ranks in `out`, added in rank order in fp32 if ordered."""
         if received is None:
             return
         own = full.view(self.world.size, -1)[self.world.rank]

@@ -177,11 +177,10 @@ class BucketGradient:
         Where the optimizer is replicated the reduced shards are gathered at once; `reduced` waits for that.
         """
         unreduced = _held(self._filling).cut(self.layout)[0]
-        pending = _held(self._pending)
         with named_range("wait for reduce", self.spec.name):
-            pending.wait()
+            _held(self._pending).wait()
         with named_range("sum", self.spec.name):
-            self.collectives.finish_reduce(pending, unreduced, self._received_flat, self.shard)
+            self.collectives.finish_reduce(unreduced, self._received_flat, self.shard)
         self._pending = None
         if self._carry is not None:
             self.shard.copy_(self._carry.add_(self.shard))

@@ -84,7 +84,6 @@ class Schedule:
 
     def _look_ahead(self, prefetch: int) -> None:
         """Fill in what each unit gathers ahead; units that share all their buckets count as one."""
-        self.units[0].buckets.sort(key=self.buckets.index)
         for bucket in self.units[0].buckets + self.units[-1].buckets:
             bucket.stays_full = True
         for index, unit in enumerate(self.units):
