@@ -193,10 +193,7 @@ class BucketGradient:
         elif not self.plan.shards_optimizer:
             with named_range("gather gradient", self.spec.name):
                 self._pending = self.collectives.gather(self._own.storage, self.shard)
-        self._filling = None
-        self._accumulating = False
-        for segment in self.segments:
-            segment.holds_values = False
+        self._end_filling()
         self.life.become(GradientState.REDUCED)
 
     def reduced(self) -> torch.Tensor:
@@ -215,13 +212,17 @@ class BucketGradient:
         self._wait_gathered()
         if self.life.state is GradientState.FILLING and self._filling is not None and self._own is None:
             self.pool.give_back(self._filling)
-        self._filling = None
-        self._accumulating = False
+        self._end_filling()
         self._carry = None
-        for segment in self.segments:
-            segment.holds_values = False
         if self.life.state is not GradientState.EMPTY:
             self.life.become(GradientState.EMPTY)
+
+    def _end_filling(self) -> None:
+        """What was filled is reduced or dropped: the next gradient to arrive begins anew."""
+        self._filling = None
+        self._accumulating = False
+        for segment in self.segments:
+            segment.holds_values = False
 
 
 T = TypeVar("T")
