@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from zerotrain.comm.exchange import Exchange
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 
@@ -16,15 +17,16 @@ from zerotrain.comm.world import World
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-MAX_RANKS_OF_DIRECT_GATHER = 8
-"""Up to here an all-gather on gloo is made of sends and receives. gloo's own receives into a second buffer as large as
-the result and copies it over: measured 4 times the CPU time and twice the memory. It is two calls a rank, though."""
+MAX_RANKS_OF_EXCHANGE = 8
+"""Up to here gathers and ordered reductions on gloo are an `Exchange`. gloo's own all-gather receives into a second
+buffer as large as the result and copies it over: measured 4 times the CPU time and twice the memory; and its all-to-all
+posts a receive behind the send. An exchange is two calls a rank, though."""
 
 
 class Pending:
     """A collective under way. It keeps its tensors alive until it was waited for."""
 
-    def __init__(self, works: Sequence[dist.Work], *tensors: torch.Tensor) -> None:
+    def __init__(self, works: Sequence[dist.Work], *tensors: torch.Tensor | None) -> None:
         self._works = works
         self.tensors = tensors
 
@@ -58,81 +60,88 @@ class Collectives:
         # gloo builds its reduce-scatter from a whole all-reduce, which sends every byte twice.
         gloo_native = not ordered and world.device.type == "cpu"
         self._reduce_passes = 2 if gloo_native else 1
-        self._gathers_directly = world.device.type == "cpu" and world.size <= MAX_RANKS_OF_DIRECT_GATHER
-        self._num_exchanges = 0
+        self._exchanges = world.device.type == "cpu" and 1 < world.size <= MAX_RANKS_OF_EXCHANGE
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """All-gather: fill `full` (numel) from every rank's `shard` (numel / ranks), which may lie inside it."""
+    def expect_gather(self, full: torch.Tensor, tag: int) -> Exchange | None:
+        """Be ready to receive what `gather` will put into `full`; until then only this rank's part of it may change.
+
+        Args:
+            tag: of this gather among those under way at the same time; the same on every rank.
+        """
+        if not self._exchanges:
+            return None
+        return Exchange(_group(self.world.gather_group), tag=tag, parts=full.view(self.world.size, -1))
+
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, expected: Exchange | None) -> Pending:
+        """All-gather: fill `full` (numel) from every rank's `shard` (numel / ranks), which may lie inside it.
+
+        Args:
+            expected: what `expect_gather` gave for `full`.
+        """
         if self.world.size == 1:
             return Pending(())
         self.ledger.record("gather", self._ring_nbytes(full))
-        if self._gathers_directly:
-            return self._issued(self._exchange(full, shard), full, shard)
-        work = _all_gather(full, shard, group=self.world.gather_group, async_op=True)
-        return self._issued([work], full, shard)
-
-    def _exchange(self, full: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
-        """Send `shard` to every other rank and receive theirs where they belong."""
-        parts = full.view(self.world.size, -1)
-        if parts[self.world.rank].data_ptr() != shard.data_ptr():
-            parts[self.world.rank].copy_(shard)
-        # A tag of its own keeps exchanges apart that are under way at the same time.
-        self._num_exchanges += 1
-        group, tag, size = self.world.gather_group, self._num_exchanges, self.world.size
-        works: list[dist.Work | None] = []
-        for distance in range(1, size):
-            target, source = (self.world.rank + distance) % size, (self.world.rank - distance) % size
-            works.append(dist.isend(shard, group=group, tag=tag, group_dst=target))
-            works.append(dist.irecv(parts[source], group=group, tag=tag, group_src=source))
-        return [work for work in works if work is not None]
+        if expected is None:
+            work = _all_gather(full, shard, group=self.world.gather_group, async_op=True)
+            return self._issued([work], full, shard)
+        own = full.view(self.world.size, -1)[self.world.rank]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        return self._issued(expected.send([shard] * self.world.size), full, shard)
 
     def received_numel(self, full_numel: int) -> int:
         """Elements of scratch that a reduction of `full_numel` elements needs, 0 for none."""
-        return full_numel - self._left_out(full_numel) if self.ordered else 0
+        if not self.ordered:
+            return 0
+        return full_numel - full_numel // self.world.size if self._exchanges else full_numel
 
-    def reduce(self, full: torch.Tensor, received: torch.Tensor | None, out: torch.Tensor) -> Pending:
+    def expect_reduce(self, received: torch.Tensor, tag: int) -> Exchange | None:
+        """Be ready to receive what `reduce` will put into `received`, scratch of `received_numel` elements.
+
+        Args:
+            tag: of this reduction among those under way at the same time; the same on every rank.
+        """
+        if not self._exchanges:
+            return None
+        return Exchange(_group(self.world.reduce_group), tag=tag, parts=self._received_parts(received, received[:0]))
+
+    def reduce(
+        self, full: torch.Tensor, received: torch.Tensor | None, out: torch.Tensor, expected: Exchange | None
+    ) -> Pending:
         """Start the reduce-scatter of `full` (numel); once waited for, `finish_reduce` leaves the sum in `out`.
 
         Args:
             full: this rank's unreduced gradient; must stay as it is until finished.
             received: scratch of `received_numel` elements, for the ordered reduction only.
             out: this rank's shard (numel / ranks), of the same dtype as `full`. It may lie inside `full`.
+            expected: what `expect_reduce` gave for `received`.
         """
         if self.world.size == 1:
             return Pending(())
         self.ledger.record("reduce", self._ring_nbytes(full) * self._reduce_passes)
+        if expected is not None:
+            return self._issued(expected.send(full.view(self.world.size, -1)), full, received)
         group = self.world.reduce_group
         if received is None:
             return self._issued([_reduce_scatter(out, full, group=group, async_op=True)], full, out)
-        shard_numel, sent = full.numel() // self.world.size, full
-        splits = [shard_numel] * self.world.size
-        if self._left_out(full.numel()):
-            splits[self.world.rank] = 0
-            sent = full[shard_numel:] if self.world.rank == 0 else full[:-shard_numel]
-        work = dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
-        return self._issued([work], full, received)
+        return self._issued([dist.all_to_all_single(received, full, group=group, async_op=True)], full, received)
 
-    def _left_out(self, full_numel: int) -> int:
-        """Elements of this rank's own part, where an all-to-all can leave it out: at one end of the buffer.
-
-        It need not be copied from one buffer to another. Between the parts of other ranks there is no way round it.
-        """
-        at_an_end = self.world.rank in (0, self.world.size - 1)
-        return full_numel // self.world.size if at_an_end else 0
+    def _received_parts(self, received: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
+        """One part for each rank, in rank order; `own` where an exchange leaves out this rank's own."""
+        if not self._exchanges:
+            return list(received.view(self.world.size, -1))
+        parts = list(received.view(self.world.size - 1, -1))
+        parts.insert(self.world.rank, own)
+        return parts
 
     def finish_reduce(self, full: torch.Tensor, received: torch.Tensor | None, out: torch.Tensor) -> None:
         """A reduction was waited for: leave the sum over ranks in `out`, added in rank order in fp32 if ordered."""
         if received is None:
             return
-        own = full.view(self.world.size, -1)[self.world.rank]
-        parts = list(received.view(-1, own.numel()))
-        if len(parts) == self.world.size:
-            parts[self.world.rank] = own
-        else:
-            parts.insert(self.world.rank, own)
+        parts = self._received_parts(received, full.view(self.world.size, -1)[self.world.rank])
         total = parts[0].to(torch.float32)
         # The sums on the way go over what was received: `out` may be one of the parts still to be added.
-        on_the_way = received[: own.numel()] if received.dtype == torch.float32 else total
+        on_the_way = received[: out.numel()] if received.dtype == torch.float32 else total
         for part in parts[1:-1]:
             total = torch.add(total, part, out=on_the_way)
         if out.dtype == torch.float32:
@@ -160,8 +169,13 @@ class Collectives:
         """Bytes one rank sends when each rank's part of `full` reaches (or comes from) every other rank."""
         return full.nbytes // self.world.size * (self.world.size - 1)
 
-    def _issued(self, works: Sequence[dist.Work], *tensors: torch.Tensor) -> Pending:
+    def _issued(self, works: Sequence[dist.Work], *tensors: torch.Tensor | None) -> Pending:
         pending = Pending(works, *tensors)
         if not self.overlap:
             pending.wait()
         return pending
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    assert group is not None
+    return group

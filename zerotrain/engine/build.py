@@ -12,7 +12,7 @@ from zerotrain.engine.schedule import Bucket, LiveUnit, Schedule
 from zerotrain.engine.scratch import ScratchPool
 from zerotrain.engine.weights import BucketWeights
 from zerotrain.errors import ConfigError
-from zerotrain.sharding.bucketing import BucketSpec, cut_buckets, cut_units
+from zerotrain.sharding.bucketing import cut_buckets, cut_units
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.plan import Plan
 
@@ -39,6 +39,7 @@ def build_schedule(
     precision: Precision,
     collectives: Collectives,
     pool: ScratchPool,
+    exact_norm: bool,
 ) -> Schedule:
     """Cut `model` into buckets, move its parameters into them and order them.
 
@@ -54,7 +55,13 @@ def build_schedule(
         buffer.data = buffer.data.to(collectives.world.device)
         collectives.broadcast(buffer.data)
 
-    buckets = [_build_bucket(spec, plan, precision, collectives, pool) for spec in specs]
+    buckets = []
+    for tag, spec in enumerate(specs):
+        layout = BucketLayout.pack([managed.parameter.shape for managed in spec.parameters], collectives.world.size)
+        common = {"plan": plan, "precision": precision, "collectives": collectives, "tag": tag}
+        weights = BucketWeights(spec, layout, **common)
+        gradient = BucketGradient(spec, layout, pool=pool, exact_norm=exact_norm, **common) if spec.trainable else None
+        buckets.append(Bucket(weights, gradient))
     live_units = [
         LiveUnit(unit.name, unit.modules, [b for b, spec in zip(buckets, specs, strict=True) if unit in spec.units])
         for unit in units
@@ -69,14 +76,3 @@ def build_schedule(
     for bucket in buckets:
         bucket.weights.connect(lambda bucket=bucket: schedule.touch(bucket))  # type: ignore[misc]
     return schedule
-
-
-def _build_bucket(
-    spec: BucketSpec, plan: Plan, precision: Precision, collectives: Collectives, pool: ScratchPool
-) -> Bucket:
-    layout = BucketLayout.pack([managed.parameter.shape for managed in spec.parameters], collectives.world.size)
-    weights = BucketWeights(spec, layout, plan=plan, precision=precision, collectives=collectives)
-    if not spec.trainable:
-        return Bucket(weights, None)
-    gradient = BucketGradient(spec, layout, plan=plan, precision=precision, collectives=collectives, pool=pool)
-    return Bucket(weights, gradient)

@@ -14,7 +14,7 @@ from zerotrain.comm.world import World
 from zerotrain.engine.build import EngineOptions, build_schedule
 from zerotrain.engine.gradients import BucketGradient
 from zerotrain.engine.hooks import hook_gradients, hook_unit
-from zerotrain.engine.norm import block_squares, clip_coefficient, digit_sums, norm_of_digit_sums
+from zerotrain.engine.norm import clip_coefficient, digit_sums, norm_of_digit_sums
 from zerotrain.engine.optimizer import OptimizerFactory, ShardedOptimizer
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.ranges import named_range
@@ -92,6 +92,7 @@ class ZeroEngine:
             precision=precision,
             collectives=self.collectives,
             pool=self._wire_pool,
+            exact_norm=max_grad_norm is not None,
         )
         self._trained = self.schedule.trained
         self.optimizer = ShardedOptimizer(optimizer, [weights for weights, _ in self._trained], decay_all=decay_all)
@@ -161,6 +162,8 @@ class ZeroEngine:
             norm = self._grad_norm()
         coefficient = clip_coefficient(norm, self.max_grad_norm)
         skipped = not torch.isfinite(norm).item()
+        if not skipped:
+            self.schedule.expect_updated()
         for index, (weights, gradient) in enumerate(self._trained):
             if not skipped:
                 with named_range("optimizer", weights.spec.name):
@@ -213,8 +216,7 @@ class ZeroEngine:
                 )
 
     def _grad_norm(self) -> torch.Tensor:
-        exact = self.max_grad_norm is not None
-        squares = [block_squares(gradient.shard, exact=exact) for _, gradient in self._trained]
+        squares = [gradient.squares for _, gradient in self._trained]
         return norm_of_digit_sums(self.collectives.gather_small(digit_sums(torch.cat(squares))))
 
     def _update(self, index: int, weights: BucketWeights, gradient: BucketGradient, coefficient: torch.Tensor) -> None:

@@ -6,6 +6,8 @@ from typing import TypeVar
 import torch
 
 from zerotrain.comm.collectives import Collectives, Pending
+from zerotrain.comm.exchange import Exchange
+from zerotrain.engine.norm import block_squares
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.ranges import named_range
 from zerotrain.engine.scratch import Scratch, ScratchPool
@@ -40,6 +42,8 @@ class BucketGradient:
 
     shard: torch.Tensor
     """(shard_numel,) wire dtype: this rank's part of the reduced gradient."""
+    squares: torch.Tensor
+    """(shard_numel / 64,) fp64: what the norm is made of, once reduced."""
 
     def __init__(
         self,
@@ -50,6 +54,8 @@ class BucketGradient:
         precision: Precision,
         collectives: Collectives,
         pool: ScratchPool,
+        exact_norm: bool,
+        tag: int,
     ) -> None:
         self.spec = spec
         self.layout = layout
@@ -57,6 +63,8 @@ class BucketGradient:
         self.precision = precision
         self.collectives = collectives
         self.pool = pool
+        self._exact_norm = exact_norm
+        self._tag = tag
         self.life = Life(f"gradient of {spec.parameters[0].names[0]}", GradientState.EMPTY, GRADIENT_TRANSITIONS)
         self.segments = self._cut_segments()
         self._own: Scratch | None = None
@@ -65,6 +73,7 @@ class BucketGradient:
         self._accumulating = False
         self._carry: torch.Tensor | None = None
         self._received: Scratch | None = None
+        self._expected: Exchange | None = None
         self._pending: Pending | None = None
         device = collectives.world.device
         if plan.shards_gradients:
@@ -146,6 +155,12 @@ class BucketGradient:
         (flat[last:] if self.layout.is_dense else flat).zero_()
         return scratch
 
+    def expect_reduce(self) -> None:
+        """Be ready for what the other ranks send to the reduction, which may come before this rank's own part."""
+        if self.collectives.ordered:
+            self._received = self.pool.take(self._received_numel)
+            self._expected = self.collectives.expect_reduce(_held(self._received_flat), self._tag)
+
     def reduce(self) -> None:
         """Issue the reduction. Every segment has been filled (with zeros where no gradient came)."""
         if self._accumulating:
@@ -153,10 +168,9 @@ class BucketGradient:
             self._filling.cut(self.layout)[0].copy_(_held(self._accumulator).storage)
         unreduced = _held(self._filling).cut(self.layout)[0]
         self.life.become(GradientState.REDUCING)
-        if self.collectives.ordered:
-            self._received = self.pool.take(self._received_numel)
         with named_range("reduce", self.spec.name):
-            self._pending = self.collectives.reduce(unreduced, self._received_flat, self.shard)
+            self._pending = self.collectives.reduce(unreduced, self._received_flat, self.shard, self._expected)
+        self._expected = None
 
     @property
     def _received_flat(self) -> torch.Tensor | None:
@@ -188,11 +202,16 @@ class BucketGradient:
         if self._received is not None:
             self.pool.give_back(self._received)
             self._received = None
+        # Now, beside the reductions still under way, and while the shard is in the cache.
+        self.squares = block_squares(self.shard, exact=self._exact_norm)
         if self._own is None:
             self.pool.give_back(_held(self._filling))
         elif not self.plan.shards_optimizer:
             with named_range("gather gradient", self.spec.name):
-                self._pending = self.collectives.gather(self._own.storage, self.shard)
+                full = self._own.storage
+                self._pending = self.collectives.gather(
+                    full, self.shard, self.collectives.expect_gather(full, self._tag)
+                )
         self._end_filling()
         self.life.become(GradientState.REDUCED)
 

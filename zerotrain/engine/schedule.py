@@ -76,7 +76,8 @@ class Schedule:
         """The buckets with a gradient, in list order."""
         largest = max((gradient.layout.padded_numel for _, gradient in self.trained), default=0)
         self._max_in_flight = MAX_LARGEST_BUCKETS_IN_FLIGHT * largest
-        self._to_reduce: deque[BucketGradient] = deque()
+        self._to_expect: deque[BucketGradient] = deque()
+        self._expected: deque[BucketGradient] = deque()
         self._in_flight: deque[BucketGradient] = deque()
         self._full_gradients: set[BucketGradient] = set()
         self._open_segments: dict[BucketGradient, int] = {}
@@ -148,10 +149,20 @@ class Schedule:
         bucket.weights.finish_gather()
         bucket.weights.reshard()
 
+    @property
+    def _gathers_updated(self) -> bool:
+        """Whether updated weights are gathered at once, and not on use."""
+        return self.plan.shards_optimizer and not self.plan.shards_parameters
+
+    def expect_updated(self) -> None:
+        """The optimizer is about to update the weights: be ready for the other ranks' parts."""
+        if self._gathers_updated:
+            for weights, _ in self.trained:
+                weights.expect_gather()
+
     def gather_updated(self, weights: BucketWeights) -> None:
-        """The optimizer updated this bucket: issue the gather that the next forward waits for, unless it is
-        gathered on use."""
-        if self.plan.shards_optimizer and not self.plan.shards_parameters:
+        """The optimizer updated this bucket: issue the gather that the next forward waits for."""
+        if self._gathers_updated:
             weights.start_gather()
 
     # ---- gradients
@@ -160,8 +171,10 @@ class Schedule:
         """A backward starts: the head must be complete, also if a forward without gradients came between."""
         self._complete(self.units[0].buckets, [])
         self.more_to_come = more_to_come
-        self._to_reduce = deque(gradient for _, gradient in reversed(self.trained))
         self._full_gradients.clear()
+        if not more_to_come:
+            self._to_expect = deque(gradient for _, gradient in reversed(self.trained))
+            self._expect_reductions()
         self._open_segments = {gradient: len(gradient.segments) for _, gradient in self.trained}
 
     def segment_arrived(self, weights: BucketWeights, gradient: BucketGradient, segment: Segment) -> None:
@@ -189,12 +202,24 @@ class Schedule:
         if self.more_to_come:
             return
         self._full_gradients.add(gradient)
-        while self._to_reduce and self._to_reduce[0] in self._full_gradients:
-            first = self._to_reduce.popleft()
+        while self._expected and self._expected[0] in self._full_gradients:
+            first = self._expected.popleft()
             self._make_room(first)
             first.reduce()
             self._in_flight.append(first)
+            self._expect_reductions()
         self._finish_reductions(wait=False)
+
+    def _expect_reductions(self) -> None:
+        """Be ready to receive for the next reduction, and for more while there is room."""
+        while self._to_expect and (not self._expected or self._has_room(self._to_expect[0])):
+            self._expected.append(self._to_expect.popleft())
+            self._expected[-1].expect_reduce()
+
+    def _has_room(self, gradient: BucketGradient) -> bool:
+        """Whether one more bucket may be on its way."""
+        under_way = sum(other.layout.padded_numel for other in (*self._in_flight, *self._expected))
+        return under_way + gradient.layout.padded_numel <= self._max_in_flight
 
     def _make_room(self, gradient: BucketGradient) -> None:
         """Finish the oldest reductions until one more bucket may be in flight."""

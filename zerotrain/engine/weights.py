@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from zerotrain.comm.collectives import Collectives, Pending
+from zerotrain.comm.exchange import Exchange
 from zerotrain.engine.lazy_parameter import LazyParameter
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.ranges import named_range
@@ -38,11 +39,14 @@ class BucketWeights:
         plan: Plan,
         precision: Precision,
         collectives: Collectives,
+        tag: int,
     ) -> None:
         self.spec = spec
         self.layout = layout
         self.plan = plan
         self.collectives = collectives
+        self._tag = tag
+        self._expected: Exchange | None = None
         self.life = Life(f"weights of {spec.parameters[0].names[0]}", WeightState.FULL, WEIGHT_TRANSITIONS)
         self._pending: Pending | None = None
         self._places: list[tuple[dict, str, torch.Tensor, LazyParameter]] = []
@@ -99,6 +103,10 @@ class BucketWeights:
         shared = self.master_weight.dtype == self.weight_shard.dtype
         return 0 if shared else self.master_weight.nbytes
 
+    def expect_gather(self) -> None:
+        """Be ready for the other ranks' parts: the model no longer reads them, and a gather comes."""
+        self._expected = self.collectives.expect_gather(self.model_weight.tensor, self._tag)
+
     def start_gather(self) -> None:
         """Issue the all-gather of the model weight unless it is there or under way."""
         if self.life.state is not WeightState.SHARD:
@@ -106,7 +114,10 @@ class BucketWeights:
         self.life.become(WeightState.GATHERING)
         self.model_weight.allocate()
         with named_range("gather", self.spec.name):
-            self._pending = self.collectives.gather(self.model_weight.tensor, self.weight_shard)
+            if self._expected is None:
+                self.expect_gather()
+            self._pending = self.collectives.gather(self.model_weight.tensor, self.weight_shard, self._expected)
+            self._expected = None
 
     def finish_gather(self) -> None:
         """Wait for the gather under way, if any, and show the parameters to the model."""
@@ -142,5 +153,6 @@ class BucketWeights:
         if self.master_weight.numel() == self.layout.padded_numel:
             return self.master_weight
         full = self.master_weight.new_empty(self.layout.padded_numel)
-        self.collectives.gather(full, self.master_weight).wait()
+        expected = self.collectives.expect_gather(full, self._tag)
+        self.collectives.gather(full, self.master_weight, expected).wait()
         return full

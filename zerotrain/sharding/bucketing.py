@@ -13,6 +13,11 @@ from torch import nn
 
 from zerotrain.errors import ConfigError
 
+MIN_BUCKETS = 8
+"""Units share a bucket only while the model would still have this many: one large bucket overlaps with nothing."""
+WORTHWHILE_NUMEL = 2**18
+"""Below this (1 MiB of fp32) a bucket costs more than it lets overlap."""
+
 
 @dataclass(eq=False)
 class ManagedParameter:
@@ -68,7 +73,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in found):
+        if any(f"{name}.".startswith(f"{outer}.") for outer in found):
             continue
         if patterns is None:
             found.update(_like_children(name, module))
@@ -147,26 +152,33 @@ def _names_behind(model: nn.Module, block: str) -> frozenset[str]:
 def cut_buckets(units: Sequence[Unit], max_numel: int) -> list[BucketSpec]:
     """Cut units into buckets of at most `max_numel` elements, in forward order.
 
-    Small neighbouring units share a bucket; the head shares with none, since it is needed all the time. A larger
-    unit is split at parameter borders; a larger parameter is a bucket of its own. Trainable and frozen
-    parameters never share. Within a bucket matrices come first, so that each weight-decay group is one span.
+    Small neighbouring units share a bucket of at most an eighth of the model; the head shares with none, since it is
+    needed all the time. A larger unit is split at parameter borders; a larger parameter is a bucket of its own. The
+    last unit, which is gathered last and reduced first, is cut into buckets of half that size: until its first one
+    is full a link has nothing to do. Trainable and frozen parameters never share. Within a bucket matrices come first,
+    so that each weight-decay group is one span.
     """
     specs: list[BucketSpec] = []
     for trainable in (True, False):
+        members = {unit: list(_select(unit, trainable)) for unit in units}
+        numels = {unit: sum(managed.parameter.numel() for managed in members[unit]) for unit in units}
+        total = sum(numels.values())
+        shared_numel = min(max_numel, max(2 * WORTHWHILE_NUMEL, total // MIN_BUCKETS))
+        last_numel = min(max_numel, max(WORTHWHILE_NUMEL, total // (2 * MIN_BUCKETS)))
+        last = next((unit for unit in reversed(units) if numels[unit]), units[-1])
         runs: list[list[Unit]] = []
         run_numel = 0
         for unit in units:
-            numel = sum(managed.parameter.numel() for managed in _select(unit, trainable))
-            may_join = bool(runs) and bool(runs[-1][0].modules) and run_numel + numel <= max_numel
-            if may_join:
+            limit = last_numel if unit is last else shared_numel
+            if runs and runs[-1][0].modules and run_numel + numels[unit] <= limit:
                 runs[-1].append(unit)
-                run_numel += numel
+                run_numel += numels[unit]
             else:
                 runs.append([unit])
-                run_numel = numel
+                run_numel = numels[unit]
         for run in runs:
-            members = [managed for unit in run for managed in _select(unit, trainable)]
-            for part in _split(members, max_numel):
+            part_numel = last_numel if last in run and last.modules else max_numel
+            for part in _split([managed for unit in run for managed in members[unit]], part_numel):
                 part.sort(key=lambda managed: not managed.is_matrix)
                 specs.append(BucketSpec(run, part, trainable))
     return specs

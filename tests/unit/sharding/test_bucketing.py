@@ -75,6 +75,26 @@ def test_small_neighbouring_units_share_a_bucket_and_the_head_shares_with_none()
     assert [[unit.name for unit in spec.units] for spec in specs] == [["head"], ["blocks.0", "blocks.1", "blocks.2"]]
 
 
+def test_no_unit_lies_inside_another() -> None:
+    stages = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)]
+    assert list(find_units(nn.Sequential(*stages), None)) == ["0", "1", "2"]
+
+
+def blocks_of(num_layers: int, num_blocks: int) -> nn.Module:
+    blocks = [nn.Sequential(*(nn.Linear(512, 512) for _ in range(num_layers))) for _ in range(num_blocks)]
+    return nn.Sequential(*blocks)
+
+
+def test_units_share_a_bucket_of_at_most_an_eighth_of_the_model() -> None:
+    specs = cut_buckets(cut_units(blocks_of(2, num_blocks=24), None, HUGE), HUGE)
+    assert [len(spec.units) for spec in specs] == [3] * 7 + [2, 1]
+
+
+def test_the_last_unit_is_cut_smaller() -> None:
+    specs = cut_buckets(cut_units(blocks_of(4, num_blocks=6), None, HUGE), HUGE)
+    assert [len(spec.parameters) for spec in specs] == [8] * 5 + [2] * 4
+
+
 def test_trainable_and_frozen_parameters_never_share_a_bucket_and_matrices_come_first() -> None:
     model = gpt()
     model.blocks[1].requires_grad_(False)
