@@ -14,19 +14,20 @@ from zerotrain.comm.world import World, choose_device
 from zerotrain.config.checks import value_problems
 from zerotrain.config.schema import Config, TrainConfig, ZeroConfig
 from zerotrain.engine.build import EngineOptions
+from zerotrain.engine.deferred_init import InitialValues, deferred_init
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.optimizer import require_elementwise
 from zerotrain.engine.precision import precision_named
 from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
-from zerotrain.sharding.plan import plan_for
+from zerotrain.sharding.plan import Plan, plan_for
 from zerotrain.training import Trainer
 from zerotrain.training.flops import ModelFlops, count_flops
 from zerotrain.training.metrics import device_peak_flops
 
 
 def build_engine(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     *,
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     zero: ZeroConfig | None = None,
@@ -40,7 +41,8 @@ def build_engine(
     """Wrap a model in the sharded engine.
 
     Args:
-        model: any nn.Module, built alike on every rank; changed in place (see `ZeroEngine`).
+        model: any nn.Module, built alike on every rank; changed in place (see `ZeroEngine`). Or a function that builds
+            it: at stage 3 no rank ever holds such a model whole (see `zerotrain.engine.deferred_init`).
         optimizer: makes an element-wise torch optimizer from parameter groups, such as
             `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`.
         zero: how state is sharded and moved; default `ZeroConfig()`, stage 2.
@@ -51,7 +53,7 @@ def build_engine(
         activation_checkpointing: keep a unit's inputs alone from its forward, and compute the rest again in its
             backward.
         world: default: the process group the caller has initialised, or one process, on the device of the model's
-            first parameter.
+            first parameter, or on torch's default device where `model` is a function.
 
     Raises:
         ConfigError: a setting is out of range, or the model or optimizer cannot be trained so.
@@ -60,15 +62,15 @@ def build_engine(
     problems = value_problems(Config(zero=zero, train=TrainConfig(max_grad_norm=max_grad_norm)))
     if problems:
         raise ConfigError(*problems)
-    if world is None:
-        first = next(model.parameters(), None)
-        world = World.current(first.device if first is not None else torch.device("cpu"))
+    world = world or World.current(_device_of(model))
+    plan = plan_for(zero.stage, world.size)
+    model, initial = _with_initial_values(model, world, plan)
     replace_forwards(model, units=_patterns(zero), compile=compile, activation_checkpointing=activation_checkpointing)
     return ZeroEngine(
         model,
         optimizer=optimizer,
         world=world,
-        plan=plan_for(zero.stage, world.size),
+        plan=plan,
         options=EngineOptions(
             bucket_mb=zero.bucket_mb,
             overlap=zero.overlap,
@@ -80,7 +82,26 @@ def build_engine(
         precision=precision_named(precision),
         max_grad_norm=max_grad_norm,
         decay_all=decay_all,
+        initial=initial,
     )
+
+
+def _device_of(model: nn.Module | Callable[[], nn.Module]) -> torch.device:
+    """Where a model's first parameter lies, or will lie."""
+    if not isinstance(model, nn.Module):
+        return torch.get_default_device()
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _with_initial_values(
+    model: nn.Module | Callable[[], nn.Module], world: World, plan: Plan
+) -> tuple[nn.Module, InitialValues]:
+    """The model, built if it is a function; where parameters are sharded, without their memory."""
+    if isinstance(model, nn.Module):
+        return model, InitialValues()
+    with world.device:
+        return deferred_init(model) if plan.shards_parameters else (model(), InitialValues())
 
 
 def check(config: Config, num_local_ranks: int = 1) -> None:
@@ -105,8 +126,10 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
             problems.append(_in_group(group, error))
 
     attempt("launch", lambda: choose_device(config.launch.device, num_local_ranks - 1))
-    attempt("model", lambda: _try_model(config))
-    attempt("data", lambda: _build("data", config.data))
+    built: dict[str, Any] = {}
+    attempt("model", lambda: built.update(model=_try_model(config)))
+    attempt("data", lambda: built.update(data=_build("data", config.data)))
+    problems.extend(_vocabulary_problems(**built))
     attempt("optimizer", lambda: require_elementwise(_build("optimizer", config.optimizer)([torch.zeros(64, 64)])))
     attempt("scheduler", lambda: _build("scheduler", config.scheduler)(0, config.train.max_steps))
     if problems:
@@ -122,12 +145,8 @@ def run(config: Config, run_dir: Path, overrides: list[str], config_hash: str) -
     """
     with World.from_environment(config.launch.device, config.launch.timeout_s) as world:
         torch.manual_seed(config.seed)
-        with world.device:
-            model = _build("model", config.model_target)
-        # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
-        torch.manual_seed(config.seed + 1 + world.rank)
         engine = build_engine(
-            model,
+            lambda: _build("model", config.model_target),
             optimizer=_build("optimizer", config.optimizer),
             zero=config.zero,
             precision=config.precision.name,
@@ -135,6 +154,8 @@ def run(config: Config, run_dir: Path, overrides: list[str], config_hash: str) -
             world=world,
             **config.model_switches,
         )
+        # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
+        torch.manual_seed(config.seed + 1 + world.rank)
         dataset = _build("data", config.data)
         loop = {key: value for key, value in asdict(config.train).items() if key != "max_grad_norm"}
         return Trainer(
@@ -175,11 +196,23 @@ def _patterns(zero: ZeroConfig) -> list[str] | None:
     return None if zero.units == "auto" else list(zero.units)
 
 
-def _try_model(config: Config) -> None:
+def _vocabulary_problems(model: nn.Module | None = None, data: Any = None) -> list[str]:
+    """Whether tokens may come that the model does not know, where both tell how many there are."""
+    known, given = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
+    if not isinstance(known, int) or not isinstance(given, int) or given <= known:
+        return []
+    return [
+        f"data.vocab_size={given}, but {type(model).__name__} knows {known} tokens; choose data in the model's own "
+        "tokens, such as data=tokenized, or a model with as many"
+    ]
+
+
+def _try_model(config: Config) -> nn.Module | None:
     """Run the model's constructor without memory, and look whether its switches can be followed."""
     model = _build_on_meta(config)
     if model is not None:
         replace_forwards(model, units=_patterns(config.zero), **config.model_switches)
+    return model
 
 
 def _build_on_meta(config: Config) -> nn.Module | None:

@@ -17,7 +17,11 @@ from zerotrain.config.compose import known_keys, register_schema
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
 GROUP_FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
-NEEDED = {"data/tokens": ["data.path=x"], "experiment/gpt2_bf16": ["data.path=x"]}
+NEEDED = {
+    "data/tokens": ["data.path=x"],
+    "data/tokenized": ["model=huggingface"],
+    "experiment/gpt2_bf16": ["data.path=x"],
+}
 """What a choice leaves to the user."""
 
 SETTINGS_OTHERS_RELY_ON = [
@@ -46,8 +50,8 @@ SETTINGS_OTHERS_RELY_ON = [
 
 CHOICES_OTHERS_RELY_ON = {
     "precision": {"fp32", "bf16"},
-    "model": {"gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "mlp"},
-    "data": {"text", "tokens", "synthetic"},
+    "model": {"gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "mlp", "huggingface"},
+    "data": {"text", "tokenized", "tokens", "synthetic"},
     "optimizer": {"adamw", "sgd"},
     "scheduler": {"cosine", "constant"},
     "experiment": {"gpt2_bf16"},

@@ -36,6 +36,7 @@ OPTIONS = """
     data.path
     data.seq_len
     data.vocab_size
+    data.tokenizer
     data.validation_fraction
     data.cache_dir
     optimizer._target_

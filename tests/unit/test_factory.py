@@ -48,6 +48,23 @@ def test_what_a_class_refuses_is_one_line_with_its_group(groups: dict[str, Any],
     assert "\n" not in refused.value.problems[0]
 
 
+def test_data_with_more_tokens_than_the_model_knows_is_refused() -> None:
+    small = {"_target_": "zerotrain.models.HuggingFaceModel", "config": {"model_type": "gpt2", "n_layer": 1}}
+    pytest.importorskip("transformers")
+    factory.check(config(model=small | {"vocab_size": 256}))
+    with pytest.raises(ConfigError, match=r"data\.vocab_size=256, but HuggingFaceModel knows 100 tokens"):
+        factory.check(config(model=small | {"vocab_size": 100}))
+
+
+def test_a_model_that_cannot_be_found_is_one_line() -> None:
+    pytest.importorskip("transformers")
+    model = {"_target_": "zerotrain.models.HuggingFaceModel", "name_or_path": "nowhere"}
+    with pytest.raises(ConfigError) as refused:
+        factory.check(config(model=model))
+    [problem] = refused.value.problems
+    assert problem.startswith("model.name_or_path=nowhere is neither a folder with a model nor one that the Hugging")
+
+
 def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         factory.check(config(model=GPT | {"num_heads": 3}, optimizer=ADAMW | {"lr": -1.0}))

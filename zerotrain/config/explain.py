@@ -8,7 +8,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
 
-from zerotrain.config.checks import checked_config, must_be
+from zerotrain.config.checks import OPEN_GROUPS, checked_config, must_be
 from zerotrain.config.compose import first_line, known_keys
 from zerotrain.config.suggest import did_you_mean
 from zerotrain.errors import ConfigError
@@ -61,7 +61,8 @@ def _line(override: str | None, error: Exception, known: list[str]) -> str:
         choices = ", ".join(error.options)
         return f"{override}: there is no such choice{did_you_mean(got, error.options)}; there are {choices}"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        return f"{key}: there is no such setting{did_you_mean(key, known)}"
+        adding = f"; +{key}=... adds it" if key.startswith(OPEN_GROUPS) and key.count(".") > 1 else ""
+        return f"{key}: there is no such setting{did_you_mean(key, known) or adding}"
     if "An item is already at" in str(error) or "Multiple values for" in str(error):
         return f"{override}: {key} has a value already; leave out the +"
     if override.startswith("~") and key in known:

@@ -1,38 +1,43 @@
-"""TextDataset: the bytes of text files as tokens."""
+"""TextDataset: text files as bytes, or as the tokens of a tokenizer."""
 
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 
 from zerotrain.data.sources import find_sources
+from zerotrain.data.tokenizer import TextTokenizer
 from zerotrain.data.windows import split
 
 NUM_BYTE_VALUES = 256
 
 
 class TextDataset:
-    """Text, one token a byte, read through a memory map of all files joined in sorted order.
+    """Text, one token a byte or as a tokenizer cuts it, read through a memory map of all files joined in sorted order.
 
     The joined file is kept in `cache_dir` under a name that holds a fingerprint of the sources' paths, sizes and
-    modification times: a change of any of them makes a new one.
+    modification times, and of the tokenizer: a change of any of them makes a new one.
 
     Args:
         path: a file, a folder, a glob pattern, or None for the standard library of the running Python
             (see `zerotrain.data.sources.find_sources`).
         seq_len: tokens of a sequence.
-        vocab_size: tokens the model knows, at least 256.
+        vocab_size: tokens the model knows, at least those of the tokenizer, or 256; None for just as many.
+        tokenizer: a folder with a Hugging Face tokenizer, or the name of one on the hub; None for bytes.
         validation_fraction: part of the text kept for validation, between 0 and 1.
         cache_dir: where the joined file is kept; None for `$XDG_CACHE_HOME/zerotrain` or `~/.cache/zerotrain`.
 
     Raises:
         FileNotFoundError: `path` names nothing.
-        ValueError: the text is empty or too short, an argument is out of range, or the cache cannot be written.
+        ImportError: a tokenizer is asked for, and transformers is not installed.
+        ValueError: there is no such tokenizer, the text is empty or too short, an argument is out of range, or the
+            cache cannot be written.
     """
 
     def __init__(
@@ -40,32 +45,42 @@ class TextDataset:
         path: str | None = None,
         *,
         seq_len: int,
-        vocab_size: int = NUM_BYTE_VALUES,
+        vocab_size: int | None = NUM_BYTE_VALUES,
+        tokenizer: str | None = None,
         validation_fraction: float = 0.1,
         cache_dir: str | None = None,
     ) -> None:
         if seq_len < 1:
             raise ValueError(f"data.seq_len={seq_len} is too small; it must be at least 1")
-        if vocab_size < NUM_BYTE_VALUES:
-            raise ValueError(f"data.vocab_size={vocab_size} is too small; bytes of text need {NUM_BYTE_VALUES}")
-        self.vocab_size = vocab_size
-        sources = find_sources(path)
-        self.token_file = _join_files(sources, _cache_folder(cache_dir))
+        self.tokenizer = None if tokenizer is None else TextTokenizer(tokenizer)
+        needed, needing = NUM_BYTE_VALUES, "bytes of text need"
+        if self.tokenizer is not None:
+            needed, needing = self.tokenizer.vocab_size, f"the tokenizer of {tokenizer} needs"
+        self.vocab_size = needed if vocab_size is None else vocab_size
+        if self.vocab_size < needed:
+            raise ValueError(f"data.vocab_size={vocab_size} is too small; {needing} {needed}")
+        self.token_file = _token_file(find_sources(path), self.tokenizer, _cache_folder(cache_dir))
         self.train, self.validation = split(
-            np.memmap(self.token_file, dtype=np.uint8, mode="r"),
+            np.memmap(
+                self.token_file, dtype=np.uint8 if self.tokenizer is None else self.tokenizer.token_dtype, mode="r"
+            ),
             seq_len=seq_len,
-            vocab_size=vocab_size,
+            vocab_size=self.vocab_size,
             validation_fraction=validation_fraction,
             source=f"data.path={'null (the standard library)' if path is None else path}",
         )
 
     def encode(self, text: str) -> torch.Tensor:
-        """Text to tokens: (num_bytes,) int64."""
+        """Text to tokens: (num_tokens,) int64."""
+        if self.tokenizer is not None:
+            return torch.from_numpy(self.tokenizer.encode(text).astype(np.int64))
         return torch.tensor(list(text.encode()), dtype=torch.int64)
 
     def decode(self, ids: torch.Tensor | Sequence[int]) -> str:
         """Tokens to text; what is no UTF-8, as a generated or cut character may be, becomes U+FFFD."""
         values = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+        if self.tokenizer is not None:
+            return self.tokenizer.decode(value for value in values if value < self.tokenizer.vocab_size)
         return bytes(value for value in values if value < NUM_BYTE_VALUES).decode(errors="replace")
 
 
@@ -75,28 +90,39 @@ def _cache_folder(cache_dir: str | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotrain"
 
 
-def _join_files(sources: list[Path], folder: Path) -> Path:
-    """The file of all sources' bytes; made if it is not there yet.
+def _token_file(sources: list[Path], tokenizer: TextTokenizer | None, folder: Path) -> Path:
+    """The file of all sources' tokens; made if it is not there yet."""
+    if tokenizer is None:
+        return _written_once(folder / f"text-{_fingerprint(sources)}.bin", lambda file: _join(sources, file))
+    name = f"tokens-{_fingerprint(sources)}-{tokenizer.fingerprint()}.bin"
+    return _written_once(folder / name, lambda file: tokenizer.write_tokens(sources, file))
+
+
+def _join(sources: list[Path], output: BinaryIO) -> None:
+    for source in sources:
+        with open(source, "rb") as file:
+            shutil.copyfileobj(file, output)
+
+
+def _written_once(path: Path, write: Callable[[BinaryIO], None]) -> Path:
+    """`path`, with what `write` gives it if it is not there yet.
 
     It is written under a temporary name and moved into place whole, so ranks that do this at the same time, or a
     process killed half way, leave no broken file under the final name.
     """
-    joined = folder / f"text-{_fingerprint(sources)}.bin"
-    if joined.exists():
-        return joined
+    if path.exists():
+        return path
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            with open(Path(scratch, joined.name), "wb") as output:
-                for source in sources:
-                    with open(source, "rb") as file:
-                        shutil.copyfileobj(file, output)
-            os.replace(output.name, joined)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            with open(Path(scratch, path.name), "wb") as output:
+                write(output)
+            os.replace(output.name, path)
     except OSError as error:
         raise ValueError(
-            f"data.cache_dir={folder} cannot take the joined text ({error}); give a folder that can be written"
+            f"data.cache_dir={path.parent} cannot take the joined text ({error}); give a folder that can be written"
         ) from error
-    return joined
+    return path
 
 
 def _fingerprint(sources: list[Path]) -> str:

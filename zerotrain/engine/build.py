@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
+from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.gradients import BucketGradient
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.schedule import Bucket, LiveUnit, Schedule
@@ -40,12 +41,14 @@ def build_schedule(
     collectives: Collectives,
     pool: ScratchPool,
     exact_norm: bool,
+    initial: InitialValues,
 ) -> Schedule:
     """Cut `model` into buckets, move its parameters into them and order them.
 
     Raises:
-        ConfigError: no trainable parameter, or a unit pattern that matches nothing.
+        ConfigError: no trainable parameter, one without values, or a unit pattern that matches nothing.
     """
+    _require_values(model)
     max_numel = max(1, int(options.bucket_mb * 2**20) // precision.compute.itemsize)
     units = cut_units(model, options.units, max_numel)
     specs = cut_buckets(units, max_numel)
@@ -59,7 +62,7 @@ def build_schedule(
     for tag, spec in enumerate(specs):
         layout = BucketLayout.pack([managed.parameter.shape for managed in spec.parameters], collectives.world.size)
         common = {"plan": plan, "precision": precision, "collectives": collectives, "tag": tag}
-        weights = BucketWeights(spec, layout, **common)
+        weights = BucketWeights(spec, layout, initial=initial, **common)
         gradient = BucketGradient(spec, layout, pool=pool, exact_norm=exact_norm, **common) if spec.trainable else None
         buckets.append(Bucket(weights, gradient))
     live_units = [
@@ -76,3 +79,12 @@ def build_schedule(
     for bucket in buckets:
         bucket.weights.connect(lambda bucket=bucket: schedule.touch(bucket))  # type: ignore[misc]
     return schedule
+
+
+def _require_values(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{name} of model {type(model).__name__} is on the meta device, which holds no values; give "
+                "build_engine the function that builds the model instead of the model; it holds nothing whole either"
+            )

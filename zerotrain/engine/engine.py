@@ -12,6 +12,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.engine.build import EngineOptions, build_schedule
+from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.gradients import BucketGradient
 from zerotrain.engine.hooks import hook_gradients, hook_unit
 from zerotrain.engine.norm import clip_coefficient, digit_sums, norm_of_digit_sums
@@ -58,6 +59,7 @@ class ZeroEngine:
         optimizer: makes an element-wise optimizer from a list of parameter groups.
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
         decay_all: apply weight decay to every parameter, not to matrices alone.
+        initial: of a model that `deferred_init` has built; default: the values that the parameters have.
 
     Raises:
         ConfigError: the model or the optimizer cannot be trained so.
@@ -74,6 +76,7 @@ class ZeroEngine:
         precision: Precision,
         max_grad_norm: float | None,
         decay_all: bool = False,
+        initial: InitialValues | None = None,
     ) -> None:
         self.module = model
         self.world = world
@@ -93,6 +96,7 @@ class ZeroEngine:
             collectives=self.collectives,
             pool=self._wire_pool,
             exact_norm=max_grad_norm is not None,
+            initial=initial or InitialValues(),
         )
         self._trained = self.schedule.trained
         self.optimizer = ShardedOptimizer(optimizer, [weights for weights, _ in self._trained], decay_all=decay_all)

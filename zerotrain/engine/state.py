@@ -22,11 +22,21 @@ def full_state_dict(model: nn.Module, buckets: Iterable[Bucket], world: World) -
 
 
 def weights_sha256(buckets: Iterable[Bucket], world: World, collectives: Collectives) -> str:
-    """SHA-256 of the bytes of the full fp32 weights in the order of their (first) names."""
-    weights = {managed.names[0]: tensor for managed, tensor in _full_weights(buckets, world)}
+    """SHA-256 of the bytes of the full fp32 weights in the order of their (first) names. One bucket is held whole."""
+    places = {
+        managed.names[0]: (bucket, slot)
+        for bucket in buckets
+        for slot, managed in zip(bucket.weights.layout.slots, bucket.weights.spec.parameters, strict=True)
+    }
     digest = hashlib.sha256()
-    for name in sorted(weights):
-        digest.update(weights[name].numpy().tobytes())
+    held, flat = None, None
+    for name in sorted(places):
+        bucket, slot = places[name]
+        if bucket is not held:
+            flat = None  # before the next is gathered, not after
+            held, flat = bucket, bucket.weights.full_master()
+        if world.rank == 0 and flat is not None:
+            digest.update(_as_fp32(flat[slot.offset : slot.end]).numpy().tobytes())
     agreed = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=world.device)
     collectives.broadcast(agreed)
     return bytes(agreed.tolist()).hex()
@@ -39,8 +49,12 @@ def _full_weights(buckets: Iterable[Bucket], world: World) -> Iterator[tuple[Man
         if world.rank != 0:
             continue
         for slot, managed in zip(bucket.weights.layout.slots, bucket.weights.spec.parameters, strict=True):
-            value = flat[slot.offset : slot.end].view(slot.shape)
-            yield managed, value.to(device="cpu", dtype=torch.float32, copy=True)
+            yield managed, _as_fp32(flat[slot.offset : slot.end].view(slot.shape))
+
+
+def _as_fp32(value: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU."""
+    return value.to(device="cpu", dtype=torch.float32, copy=True)
 
 
 def _state_names(model: nn.Module) -> Iterator[str]:

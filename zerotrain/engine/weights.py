@@ -6,6 +6,7 @@ import torch
 
 from zerotrain.comm.collectives import Collectives, Pending
 from zerotrain.comm.exchange import Exchange
+from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.lazy_parameter import LazyParameter
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.ranges import named_range
@@ -40,6 +41,7 @@ class BucketWeights:
         precision: Precision,
         collectives: Collectives,
         tag: int,
+        initial: InitialValues,
     ) -> None:
         self.spec = spec
         self.layout = layout
@@ -50,15 +52,17 @@ class BucketWeights:
         self.life = Life(f"weights of {spec.parameters[0].names[0]}", WeightState.FULL, WEIGHT_TRANSITIONS)
         self._pending: Pending | None = None
         self._places: list[tuple[dict, str, torch.Tensor, LazyParameter]] = []
-        self._take_over(precision)
+        self._take_over(precision, initial)
 
-    def _take_over(self, precision: Precision) -> None:
+    def _take_over(self, precision: Precision, initial: InitialValues) -> None:
         """Move the parameters' values, as rank 0 has them, into flat storage and make the parameters views of it."""
         world = self.collectives.world
         master = FlatBuffer(self.layout, dtype=precision.master, device=world.device)
         self.model_weight = master
-        for view, managed in zip(master.views(), self.spec.parameters, strict=True):
-            view.copy_(managed.parameter.detach())
+        if world.rank == 0:
+            for view, managed in zip(master.views(), self.spec.parameters, strict=True):
+                with initial.of(managed.parameter) as value:
+                    view.copy_(value)
         self.collectives.broadcast(master.tensor)
         if precision.separate_master:
             self.model_weight = FlatBuffer(self.layout, dtype=precision.compute, device=world.device)
@@ -79,14 +83,19 @@ class BucketWeights:
             self.master_weight = master.tensor[self.optimizer_range].clone()
         else:
             self.master_weight = self.weight_shard if shards_parameters else master.tensor[self.optimizer_range]
+        if shards_parameters:
+            # At once, not when all buckets are there: a large model must never be whole.
+            self.life.become(WeightState.SHARD)
+            self.model_weight.release()
+            initial.freed(self.model_weight.tensor.nbytes)
 
     def connect(self, complete: Callable[[], None]) -> None:
-        """Give the stand-ins their way to complete the bucket, then go to rest."""
+        """Give the stand-ins their way to complete the bucket, and let them take their places where it is not full."""
         for managed in self.spec.parameters:
             lazy = LazyParameter.around(managed.parameter, complete)
             self._places += [(owner._parameters, name, managed.parameter, lazy) for owner, name in managed.owners]
-        if self.plan.shards_parameters:
-            self.reshard()
+        if not self.is_full:
+            self._hide()
 
     @property
     def is_full(self) -> bool:
@@ -135,10 +144,13 @@ class BucketWeights:
         if self.life.state is not WeightState.FULL:
             return
         self.life.become(WeightState.SHARD)
-        for parameters, name, _, lazy in self._places:
-            parameters[name] = lazy
+        self._hide()
         if self.plan.shards_parameters:
             self.model_weight.release()
+
+    def _hide(self) -> None:
+        for parameters, name, _, lazy in self._places:
+            parameters[name] = lazy
 
     def refresh(self) -> None:
         """The master weight changed: bring this rank's model weight up to date."""

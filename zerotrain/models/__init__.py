@@ -5,6 +5,7 @@ children of one `nn.ModuleList` and its modules are defined in the order in whic
 """
 
 from zerotrain.models.gpt import GPT
+from zerotrain.models.huggingface import HuggingFaceModel
 from zerotrain.models.mlp import MLP
 
-__all__ = ["GPT", "MLP"]
+__all__ = ["GPT", "MLP", "HuggingFaceModel"]

@@ -107,3 +107,41 @@ def test_decoding_shows_what_is_no_text(text_file, cache):
 def test_a_wrong_argument_is_refused_by_name(text_file, cache, name, value, message):
     with pytest.raises(ValueError, match=message):
         TextDataset(str(text_file), **{"seq_len": 8, "cache_dir": str(cache), name: value})
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    """A folder with a tokenizer of the nine words of the text and one for all others."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    words = ["[UNK]", *sorted(set(TEXT.split()))]
+    model = tokenizers.models.WordLevel({word: index for index, word in enumerate(words)}, "[UNK]")
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder = tmp_path / "tokenizer"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(folder)
+    return str(folder)
+
+
+def test_with_a_tokenizer_the_tokens_are_its_own(text_file, cache, tokenizer, monkeypatch):
+    monkeypatch.setattr("zerotrain.data.tokenizer.READ_NUM_CHARACTERS", 100)
+    dataset = TextDataset(str(text_file), seq_len=9, vocab_size=None, tokenizer=tokenizer, cache_dir=str(cache))
+    assert dataset.vocab_size == 9
+    ids, labels = dataset.train[0]
+    assert dataset.decode(ids).split() == TEXT.split()[:9]
+    assert dataset.decode(labels).split() == TEXT.split()[1:10]
+    assert dataset.encode("lazy fox").tolist() == ids[[7, 3]].tolist()
+    assert len(dataset.train.tokens) == len(TEXT.split())
+
+
+def test_bytes_and_each_tokenizer_have_a_cached_file_of_their_own(text_file, cache, tokenizer):
+    plain = TextDataset(str(text_file), seq_len=8, cache_dir=str(cache))
+    tokens = TextDataset(str(text_file), seq_len=8, tokenizer=tokenizer, cache_dir=str(cache))
+    again = TextDataset(str(text_file), seq_len=8, tokenizer=tokenizer, cache_dir=str(cache))
+    assert plain.token_file != tokens.token_file == again.token_file
+
+
+def test_a_tokenizer_that_is_not_there_or_too_large_is_refused(text_file, cache, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.vocab_size=5 is too small; the tokenizer of .* needs 9"):
+        TextDataset(str(text_file), seq_len=8, vocab_size=5, tokenizer=tokenizer, cache_dir=str(cache))
+    with pytest.raises(ValueError, match=r"data\.tokenizer=.* is neither a folder with a tokenizer nor one that"):
+        TextDataset(str(text_file), seq_len=8, tokenizer=str(tmp_path / "nothing"), cache_dir=str(cache))

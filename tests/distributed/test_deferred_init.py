@@ -1,0 +1,143 @@
+"""Large models are never whole anywhere: at stage 3 a function that builds the model gives shards of the same bits."""
+
+import functools
+import hashlib
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from cases import OPTIMIZERS, place, run_over
+from torch import nn
+
+import zerotrain
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.errors import ConfigError
+
+NUM_LAYERS, HIDDEN = 16, 768
+UNIT_NBYTES = 4 * HIDDEN * 2 * HIDDEN
+MODEL_NBYTES = (NUM_LAYERS + 1) * UNIT_NBYTES
+ELSE_NBYTES = 12 * 2**20
+"""For what a first use of torch and gloo takes, and what malloc does not give back."""
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, HIDDEN)
+        self.down = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Large(nn.Module):
+    """Of 80 MB; drawn anew when all of it is there, as GPT-2 and most models of Hugging Face are."""
+
+    def __init__(self, num_layers: int = NUM_LAYERS) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(2 * HIDDEN, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.apply(self.reset)
+
+    def reset(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+def build(stage: int, precision: str = "fp32", num_layers: int = NUM_LAYERS) -> ZeroEngine:
+    torch.manual_seed(3)
+    return zerotrain.build_engine(
+        functools.partial(Large, num_layers),
+        optimizer=OPTIMIZERS["adamw"],
+        zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=UNIT_NBYTES / 2**20),
+        precision=precision,
+    )
+
+
+def memory_nbytes(name: str) -> int:
+    """VmRSS: what this process has in memory; VmHWM: the most it had."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
+
+
+def peak_nbytes(stage: int) -> dict[str, int]:
+    """On each rank: the most memory while the engine was built and its weights were hashed, above what there was."""
+    small = functools.partial(nn.Linear, 8, 8)  # brings in what torch imports when first used
+    zerotrain.build_engine(small, optimizer=OPTIMIZERS["adamw"], zero=zerotrain.ZeroConfig(stage=3)).weights_sha256()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = memory_nbytes("VmRSS")
+    engine = build(stage)
+    built = memory_nbytes("VmHWM") - before
+    engine.weights_sha256()
+    return {"built": built, "hashed": memory_nbytes("VmHWM") - before}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+def test_the_peak_of_a_rank_at_stage_3_is_its_shard_and_a_few_units() -> None:
+    allowed = MODEL_NBYTES // 4 + MODEL_NBYTES // 4 + 3 * UNIT_NBYTES + ELSE_NBYTES  # parameters and gradients
+    assert allowed < 0.85 * MODEL_NBYTES
+    sharded, replicated = run_over([3, 2], peak_nbytes, 4)
+    assert [peak for peak in sharded if max(peak.values()) > allowed] == []
+    assert all(peak["built"] > MODEL_NBYTES for peak in replicated)
+
+
+def initial_sha256(setting: tuple[int, str]) -> tuple[str, float]:
+    """On each rank: the hash of the initial weights, and the next random number."""
+    engine = build(*setting, num_layers=3)
+    return engine.weights_sha256(), torch.rand(()).item()
+
+
+def test_the_initial_bits_and_the_next_random_number_are_those_of_the_ordinary_way_at_every_stage() -> None:
+    torch.manual_seed(3)
+    model, digest = Large(num_layers=3), hashlib.sha256()
+    next_number = torch.rand(()).item()
+    for _, parameter in sorted(model.named_parameters()):
+        digest.update(parameter.detach().numpy().tobytes())
+    settings = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")]
+    for by_rank in run_over(settings, initial_sha256, 2):
+        assert by_rank == [(digest.hexdigest(), next_number)] * 2
+
+
+def trained(stage: int) -> dict[str, torch.Tensor]:
+    """On each rank: three steps of a model whose values cannot all be computed again."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(200, 200) for _ in range(3))
+            self.by_row = nn.Parameter(torch.empty(200, 200))
+            self.register_buffer("table", torch.randn(200, 200))
+            with torch.no_grad():
+                for row in self.by_row:
+                    row.uniform_()
+                self.layers[1].weight.copy_(self.layers[0].weight).mul_(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return (x @ self.by_row * self.table[0]).square().mean()
+
+    torch.manual_seed(1)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        engine = zerotrain.build_engine(
+            Odd, optimizer=OPTIMIZERS["sgd"], zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.2)
+        )
+    for step in range(3):
+        inputs = torch.randn(4, 200, generator=torch.Generator().manual_seed(10 * step + place()[0]))
+        engine.backward(engine(inputs))
+        engine.step()
+    return engine.full_state_dict()
+
+
+def test_what_cannot_be_computed_again_trains_with_the_same_bits() -> None:
+    (expected, _), (got, _) = run_over([2, 3], trained, 2)
+    assert list(got) == list(expected)
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_a_model_on_the_meta_device_is_refused_with_what_to_give_instead() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"weight of model Linear is on the meta device.*the function that builds the"):
+        zerotrain.build_engine(model, optimizer=OPTIMIZERS["sgd"])

@@ -1,0 +1,260 @@
+"""The models people have, in a tiny random form: at every stage the bits of plain PyTorch in one process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import OPTIMIZERS, place, run_over
+from commands import by_hand, result_of
+from torch import nn
+from torch.nn import functional as F
+
+import zerotrain
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.sharding.bucketing import find_units
+
+pytest.importorskip("transformers")
+
+VOCAB, SEQ_LEN, NUM_STEPS, NUM_RANKS = 97, 12, 2, 2
+SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
+DECODER = SIZES | {"vocab_size": VOCAB, "num_key_value_heads": 1, "max_position_embeddings": 16}
+
+
+class ConvNet(nn.Module):
+    """A residual network in the manner of torchvision's, with batch norm."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.conv1 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+            self.bn1 = nn.BatchNorm2d(width)
+            self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+            self.bn2 = nn.BatchNorm2d(width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.layer1 = nn.Sequential(self.Block(8), self.Block(8))
+        self.widen = nn.Conv2d(8, 16, 1, stride=2)
+        self.layer2 = nn.Sequential(self.Block(16), self.Block(16))
+        self.fc = nn.Linear(16, 5)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.layer1(F.relu(self.bn1(self.conv1(pixel_values))))
+        logits = self.fc(self.layer2(self.widen(hidden)).mean((2, 3)))
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def hugging_face(name: str, **fields: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
+
+        kind = getattr(transformers, name)
+        return kind(kind.config_class(**fields))
+
+    return make
+
+
+def checkpointed_llama() -> nn.Module:
+    model = hugging_face("LlamaForCausalLM", **DECODER)()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "GPT-2": (
+        hugging_face("GPT2LMHeadModel", n_embd=32, n_layer=3, n_head=2, n_positions=16, vocab_size=VOCAB),
+        ["transformer.h.0", "transformer.h.1", "transformer.h.2"],
+    ),
+    "GPT-NeoX": (
+        hugging_face("GPTNeoXForCausalLM", **SIZES, vocab_size=VOCAB, max_position_embeddings=16),
+        ["gpt_neox.layers.0", "gpt_neox.layers.1", "gpt_neox.layers.2"],
+    ),
+    "Llama": (hugging_face("LlamaForCausalLM", **DECODER), ["model.layers.0", "model.layers.1", "model.layers.2"]),
+    "Llama, checkpointed": (checkpointed_llama, ["model.layers.0", "model.layers.1", "model.layers.2"]),
+    "Qwen": (
+        hugging_face("Qwen3ForCausalLM", **DECODER, head_dim=16, tie_word_embeddings=True),
+        ["model.layers.0", "model.layers.1", "model.layers.2"],
+    ),
+    "Mistral": (hugging_face("MistralForCausalLM", **DECODER), ["model.layers.0", "model.layers.1", "model.layers.2"]),
+    "Mixtral": (  # 16 experts, of which 12 tokens cannot reach all in every layer
+        hugging_face("MixtralForCausalLM", **DECODER, num_local_experts=16, num_experts_per_tok=1),
+        ["model.layers.0", "model.layers.1", "model.layers.2"],
+    ),
+    "T5": (
+        hugging_face("T5ForConditionalGeneration", d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2,
+                     vocab_size=VOCAB, decoder_start_token_id=0),
+        ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
+    ),
+    "BERT": (
+        hugging_face("BertForMaskedLM", **SIZES, vocab_size=VOCAB, max_position_embeddings=16),
+        ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.encoder.layer.2"],
+    ),
+    "ViT": (
+        hugging_face("ViTForImageClassification", **SIZES, image_size=8, patch_size=4, num_labels=5),
+        ["vit.layers.0", "vit.layers.1", "vit.layers.2"],
+    ),
+    "ConvNet": (ConvNet, ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]),
+}  # fmt: skip
+
+
+def make_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name][0]().train()
+
+
+def inputs_of(name: str, step: int, rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    if name in ("ViT", "ConvNet"):
+        labels = torch.randint(0, 5, (3,), generator=generator)
+        return {"pixel_values": torch.randn(3, 3, 8, 8, generator=generator), "labels": labels}
+    ids = torch.randint(1, VOCAB, (1, SEQ_LEN), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def train(setting: tuple[str, int]) -> dict[str, torch.Tensor]:
+    """On each rank: what two steps with dropout made of a model's parameters and buffers."""
+    name, stage = setting
+    rank, _ = place()
+    model = make_model(name)
+    engine = zerotrain.build_engine(
+        model,
+        optimizer=OPTIMIZERS["adamw"],
+        zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.02),
+    )
+    for step in range(NUM_STEPS):
+        torch.manual_seed(1000 + 10 * step + rank)  # of the dropout
+        engine.backward(engine(**inputs_of(name, step, rank))["loss"])
+        engine.step()
+    return engine.full_state_dict()
+
+
+def reference(name: str) -> dict[str, torch.Tensor]:
+    """The same in plain PyTorch. Each rank has buffers of its own (those of batch norm); rank 0's are saved."""
+    torch.set_num_threads(1)
+    models = [make_model(name) for _ in range(NUM_RANKS)]
+    weights = dict(models[0].named_parameters())
+    matrices = {"params": [weight for weight in weights.values() if weight.ndim >= 2]}
+    others = {"params": [weight for weight in weights.values() if weight.ndim < 2], "weight_decay": 0.0}
+    optimizer = OPTIMIZERS["adamw"]([matrices, others])
+    for step in range(NUM_STEPS):
+        gradients = []
+        for rank, model in enumerate(models):
+            torch.manual_seed(1000 + 10 * step + rank)
+            (model(**inputs_of(name, step, rank))["loss"] * (1 / NUM_RANKS)).backward()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+            model.zero_grad()
+        for weight, parts in zip(weights.values(), zip(*gradients, strict=True), strict=True):
+            weight.grad = sum(torch.zeros_like(weight) if part is None else part for part in parts)
+        optimizer.step()
+        for model in models[1:]:
+            with torch.no_grad():
+                for parameter, weight in zip(model.parameters(), weights.values(), strict=True):
+                    parameter.copy_(weight)
+        models[0].zero_grad()
+    return models[0].state_dict()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_repeated_blocks_are_found_to_be_the_units(name: str) -> None:
+    assert list(find_units(make_model(name), None)) == MODELS[name][1]
+
+
+def test_every_model_trains_at_every_stage_as_in_plain_pytorch() -> None:
+    settings = [(name, stage) for name in MODELS for stage in range(4)]
+    expected = {name: reference(name) for name in MODELS}
+    wrong = []
+    for (name, stage), (got, _) in zip(settings, run_over(settings, train, NUM_RANKS), strict=True):
+        assert list(got) == list(expected[name])
+        differing = [key for key, value in expected[name].items() if not torch.equal(got[key], value)]
+        wrong += [(name, stage, differing)] if differing else []
+    assert wrong == []
+
+
+def adapters(stage: int) -> dict[str, Any]:
+    """On each rank: a training of adapters alone, its memory and its traffic."""
+    rank, _ = place()
+    torch.manual_seed(0)
+    engine = with_adapters(stage)
+    trained = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
+    before = engine.full_state_dict()
+    for step in range(NUM_STEPS):
+        ids = inputs_of("Llama", step, rank)["input_ids"]
+        engine.train_step([(ids[:, :-1], ids[:, 1:])])
+    after = engine.full_state_dict()
+    changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    return {
+        "memory": engine.memory_bytes(),
+        "sent": engine.ledger.last_step.sent_nbytes,
+        "sent_theory": engine.theoretical_sent_nbytes(1),
+        "trained": trained,
+        "numel": engine.num_parameters,
+        "changed": changed,
+        "sha256": engine.weights_sha256(),
+    }
+
+
+def with_adapters(stage: int) -> ZeroEngine:
+    from zerotrain.models import HuggingFaceModel
+
+    return zerotrain.build_engine(
+        lambda: HuggingFaceModel(config={"model_type": "llama", **DECODER}, lora={"rank": 2}),
+        optimizer=OPTIMIZERS["adamw"],
+        zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.02),
+    )
+
+
+def test_adapters_alone_are_trained_in_memory_and_on_the_wire() -> None:
+    pytest.importorskip("peft")
+    results = [on_rank_0 for on_rank_0, _ in run_over([0, 1, 2, 3], adapters, NUM_RANKS)]
+    assert len({each["sha256"] for each in results}) == 1
+    for stage, each in enumerate(results):
+        assert each["changed"]
+        assert all("lora_" in name for name in each["changed"])
+        assert each["trained"] < 0.2 * each["numel"]
+        share = 1 if stage < 1 else 2
+        padded = 1.5 * each["trained"]  # small parameters, each on its multiple of 64 elements
+        assert each["memory"]["optimizer"] <= 2 * 4 * padded / share
+        assert each["memory"]["gradients"] <= 4 * padded / (1 if stage < 2 else 2)
+        if stage < 3:  # there the frozen weights are gathered too, for each forward and backward
+            assert each["sent"] <= 4 * padded + 64
+            assert each["sent_theory"] == 4 * each["trained"]
+
+
+def save_pretrained(folder: Path) -> None:
+    """A GPT-2 with random weights and a tokenizer of words, as a pretrained model lies in its folder."""
+    import tokenizers
+    import transformers
+
+    words = ["[UNK]", *"abcdefghij"]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(dict(zip(words, range(11), strict=True)), "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    hugging_face("GPT2LMHeadModel", n_embd=128, n_layer=2, n_head=2, n_positions=16, vocab_size=11)().save_pretrained(
+        folder
+    )
+
+
+def test_a_pretrained_model_is_fine_tuned_with_adapters_from_the_command_line(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    save_pretrained(tmp_path / "tiny")
+    (tmp_path / "text.txt").write_text("a b c d e f g h i j " * 200)
+    run = ("launch.device=cpu", "launch.nproc_per_node=2", "launch.threads_per_rank=1", "zero.stage=3")
+    model = ("model=huggingface", "model.name_or_path=tiny", "model.lora.rank=2", "optimizer.lr=0.05")
+    data = ("data=tokenized", "data.path=text.txt", "data.seq_len=16", "data.cache_dir=cache")
+    loop = ("train.max_steps=10", "train.micro_batch_size=4", "train.eval_batches=1", "train.sample_tokens=4")
+    command = by_hand(*run, *model, *data, *loop, "scheduler=constant", "hydra.run.dir=run", folder=tmp_path)
+    assert command.wait() == 0, command.stderr
+    result = result_of(tmp_path / "run")
+    first, *_ = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert result["final_val_loss"] < first["val_loss"] - 0.1
+    theory = result["memory_bytes"]["theory"]
+    assert theory["optimizer"] < 0.1 * theory["parameters"]  # two numbers for each trained element
+    assert "tokens after" in command.stdout

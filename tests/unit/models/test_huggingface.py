@@ -1,0 +1,128 @@
+"""model=huggingface: from scratch, pretrained, frozen in parts, with adapters; and what it refuses."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+transformers = pytest.importorskip("transformers")
+
+from zerotrain.engine.deferred_init import MIN_NBYTES, deferred_init  # noqa: E402
+from zerotrain.models import HuggingFaceModel  # noqa: E402
+from zerotrain.models.pretrained import find_weights, load_weights  # noqa: E402
+
+GPT2 = {"model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 16}
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+MIXTRAL |= {"num_key_value_heads": 1, "intermediate_size": 16, "num_local_experts": 2, "max_position_embeddings": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained GPT-2 of 300 tokens, in two files."""
+    path = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(**GPT2, vocab_size=300)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path, max_shard_size="400KB")
+    assert (path / "model.safetensors.index.json").exists()
+    return path
+
+
+def test_a_model_from_scratch_gives_logits_and_the_mean_loss() -> None:
+    model = HuggingFaceModel(config=GPT2, vocab_size=60).eval()
+    ids, labels = torch.randint(0, 60, (2, 2, 8)).unbind()
+    logits = model(ids)
+    assert logits.shape == (2, 8, 60)
+    assert model.vocab_size == 60
+    torch.testing.assert_close(model(ids, labels), F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def test_a_pretrained_model_has_the_weights_of_its_folder(folder: Path) -> None:
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    got = HuggingFaceModel(name_or_path=str(folder)).model.state_dict()
+    assert list(got) == list(expected)
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_pretrained_weights_are_read_one_tensor_at_a_time_where_memory_is_deferred(folder: Path) -> None:
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model, values = deferred_init(lambda: HuggingFaceModel(name_or_path=str(folder)))
+    large = [parameter for parameter in model.parameters() if parameter.nbytes >= MIN_NBYTES]
+    assert len(large) == 9
+    assert sum(parameter.untyped_storage().nbytes() for parameter in large) == 0
+    for got, parameter in zip(model.parameters(), expected.parameters(), strict=True):
+        with values.of(got) as value:
+            assert torch.equal(value, parameter)
+
+
+def test_weights_in_another_form_than_the_models_own_are_converted_by_transformers(tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model(**MIXTRAL, vocab_size=50)
+    pretrained = transformers.AutoModelForCausalLM.from_config(config)
+    pretrained.save_pretrained(tmp_path)  # one tensor for each expert, where the model has one for all
+    model = HuggingFaceModel(name_or_path=str(tmp_path)).model
+    assert not load_weights(pretrained, find_weights(str(tmp_path)))
+    for name, value in pretrained.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
+def test_on_the_meta_device_nothing_is_read(folder: Path) -> None:
+    with torch.device("meta"):
+        model = HuggingFaceModel(name_or_path=str(folder), lora={"rank": 2})
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_frozen_patterns_are_not_trained() -> None:
+    model = HuggingFaceModel(config=GPT2, vocab_size=60, freeze=["*.wte.*", "*.bias"])
+    frozen = {name for name, parameter in model.model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in model.model.named_parameters() if "wte" in name or name.endswith(".bias")}
+
+
+@pytest.mark.parametrize("targets", [None, ["c_attn"]])
+def test_with_adapters_nothing_else_is_trained(targets: list[str] | None) -> None:
+    pytest.importorskip("peft")
+    model = HuggingFaceModel(config=GPT2, vocab_size=60, lora={"rank": 2, "targets": targets})
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2 * (1 if targets else 4)
+    assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {},
+            r"model\.config\.model_type=null is no causal language model.*such as gpt2, llama, or model\.name",
+        ),
+        ({"config": {"model_type": "lama"}}, r"model\.config\.model_type=lama is no .*llama"),
+        ({"config": GPT2 | {"n_layers": 3}}, r"model\.config\.n_layers: a model of type gpt2 has no.*mean n_layer\?"),
+        ({"name_or_path": "no/such_model"}, r"model\.name_or_path=no/such_model is neither a folder with a model nor"),
+        (
+            {"config": GPT2, "freeze": ["blocks.*"]},
+            r"model\.freeze: blocks\.\* matches no parameter; .*wte",
+        ),
+        ({"config": GPT2, "lora": {"rank": -1}}, r"model\.lora\.rank=-1 is out of range"),
+        ({"config": GPT2, "lora": {"rank": 2, "dropout": 1.0}}, r"model\.lora\.dropout=1\.0 is out of range"),
+        ({"config": GPT2, "lora": {"rank": 2, "targets": ["q_proj"]}}, r"model\.lora\.targets=\['q_proj'\]: "),
+        ({"config": GPT2, "lora": {"rank": 2}, "freeze": ["*"]}, r"model\.freeze has no effect beside model\.lora"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message), torch.device("meta"):
+        HuggingFaceModel(vocab_size=60, **arguments)
+
+
+def test_a_folder_without_weights_is_refused_by_name(tmp_path: Path) -> None:
+    transformers.AutoConfig.for_model(**GPT2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"it holds neither model\.safetensors nor pytorch_model\.bin"):
+        HuggingFaceModel(name_or_path=str(tmp_path))
+
+
+@pytest.mark.parametrize(("package", "lora"), [("transformers", None), ("peft", {"rank": 2})])
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    package: str, lora: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"{package}, which is not installed; pip install 'zerotrain\[hf\]'"):
+        HuggingFaceModel(config=GPT2, lora=lora)

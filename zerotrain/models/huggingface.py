@@ -1,0 +1,172 @@
+"""HuggingFaceModel: a causal language model of Hugging Face's transformers, pretrained or from scratch."""
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerotrain.models.arguments import require_fraction
+from zerotrain.models.loss import mean_cross_entropy
+
+
+class HuggingFaceModel(nn.Module):
+    """One of the models that `transformers.AutoModelForCausalLM` knows.
+
+    Args:
+        name_or_path: a folder with a model, or the name of one on the Hugging Face hub; None for one from scratch.
+        config: fields of the model's config. From scratch: `model_type`, such as gpt2 or llama, and what shall differ
+            from its defaults. Pretrained: what shall differ from the model's own config.
+        vocab_size: tokens that a model from scratch knows, unless `config` says so; a pretrained one has its own.
+        freeze: patterns of parameter names, as transformers gives them, that are not trained: "*.wte.*", "*.bias".
+        lora: low-rank adapters (LoRA, arXiv 2106.09685), which alone are trained: `rank` (0: none), `alpha` (their
+            output is scaled by alpha / rank), `dropout`, and `targets`, the last parts of the names of the layers that
+            get one (None: all linear layers but the head). None: no adapters.
+
+    Raises:
+        ImportError: transformers, or for adapters peft, is not installed.
+        ValueError: an argument is out of range, a pattern matches nothing, or there is no such model.
+    """
+
+    def __init__(
+        self,
+        *,
+        name_or_path: str | None = None,
+        config: dict[str, Any] | None = None,
+        vocab_size: int | None = None,
+        freeze: Sequence[str] = (),
+        lora: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        rank = (lora or {}).get("rank", 0)
+        if rank and freeze:
+            raise ValueError("model.freeze has no effect beside model.lora, which trains its adapters alone; drop one")
+        if name_or_path is None:
+            model = _from_scratch(dict(config or {}), vocab_size)
+        else:
+            model = _pretrained(name_or_path, dict(config or {}))
+        self.vocab_size = int(model.config.vocab_size)
+        _freeze(model, freeze)
+        self.model = _with_adapters(model, **(lora or {})) if rank else model
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the loss, or the logits where no labels are given.
+
+        Args:
+            ids: (B, T) int64 tokens.
+            labels: (B, T) int64, labels[:, t] the token after ids[:, t], or -100 where there is none to learn.
+
+        Returns:
+            The mean cross entropy over the labels (0-dim, fp32), or the logits (B, T, vocab_size).
+        """
+        logits = self.model(input_ids=ids).logits
+        return logits if labels is None else mean_cross_entropy(logits, labels)
+
+
+def _from_scratch(fields: dict[str, Any], vocab_size: int | None) -> Any:
+    transformers = _transformers()
+    model_type = fields.pop("model_type", None)
+    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if model_type not in known:
+        near = difflib.get_close_matches(str(model_type), known, n=3)
+        raise ValueError(
+            f"model.config.model_type={'null' if model_type is None else model_type} is no causal language model of "
+            f"transformers; give one such as {', '.join(near or ['gpt2', 'llama'])}, or model.name_or_path"
+        )
+    if vocab_size is not None:
+        fields.setdefault("vocab_size", vocab_size)
+    config = transformers.AutoConfig.for_model(model_type)
+    _require_known(fields, config)
+    # Made anew: some fields follow from others in the constructor of a config.
+    return _build(transformers.AutoConfig.for_model(model_type, **fields))
+
+
+def _pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
+    # Imported here, as all that needs the extra.
+    from zerotrain.models.pretrained import find_weights, load_weights
+
+    transformers = _transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(name_or_path)
+        files = find_weights(name_or_path)
+    except (OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"model.name_or_path={name_or_path} is neither a folder with a model nor one that the Hugging Face hub can "
+            f"give: {reason}"
+        ) from error
+    _require_known(fields, config)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    if torch.get_default_device().type == "meta":
+        return _build(config)
+    model = _build(config)
+    if files is not None and load_weights(model, files):
+        return model
+    # Files in another form than the model's own: transformers knows how to convert them, holding the model whole.
+    return transformers.AutoModelForCausalLM.from_pretrained(name_or_path, config=config, dtype=torch.float32)
+
+
+def _build(config: Any) -> Any:
+    config.use_cache = False  # of keys and values, for generation
+    return _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _require_known(fields: dict[str, Any], config: Any) -> None:
+    """Transformers takes any field without a word."""
+    for name in fields:
+        if not hasattr(config, name):
+            near = difflib.get_close_matches(name, config.to_dict(), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"model.config.{name}: a model of type {config.model_type} has no such field{hint}")
+
+
+def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        matching = [parameter for name, parameter in model.named_parameters() if fnmatchcase(name, pattern)]
+        if not matching:
+            some = ", ".join([name for name, _ in model.named_parameters()][:3])
+            raise ValueError(f"model.freeze: {pattern} matches no parameter; their names are {some}, ...")
+        for parameter in matching:
+            parameter.requires_grad_(False)
+
+
+def _with_adapters(
+    model: nn.Module, *, rank: int, alpha: int = 16, dropout: float = 0.0, targets: Sequence[str] | None = None
+) -> nn.Module:
+    if rank < 1:
+        raise ValueError(f"model.lora.rank={rank} is out of range; it must be at least 1, or 0 for no adapters")
+    require_fraction(**{"lora.dropout": dropout})
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("model.lora needs peft, which is not installed; pip install 'zerotrain[hf]'") from error
+    is_transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2's linear layers
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules="all-linear" if targets is None else list(targets),
+        fan_in_fan_out=is_transposed,
+    )
+    try:
+        return peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(f"model.lora.targets={targets}: {str(error).splitlines()[0]}") from error
+
+
+def _transformers() -> Any:
+    """The package, which takes a second to import and which few runs need.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "HuggingFaceModel needs transformers, which is not installed; pip install 'zerotrain[hf]'"
+        ) from error
+    return transformers

@@ -1,0 +1,76 @@
+"""Weights of a pretrained model from safetensors files, one tensor in memory at a time. Needs the extra hf."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.utils import cached_file
+
+
+@torch.library.custom_op("zerotrain::read_tensor", mutates_args=())
+def read_tensor(path: str, name: str) -> torch.Tensor:
+    """Tensor `name` of a safetensors file, on the CPU.
+
+    An operation of torch, so that who notes the operations of a constructor can repeat it.
+    """
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name).clone()
+
+
+def find_weights(name_or_path: str) -> dict[str, str] | None:
+    """Name of each tensor -> the safetensors file that holds it. A model of the hub is downloaded first.
+
+    Returns:
+        None where the weights are in another format.
+
+    Raises:
+        OSError: there are no weights at all.
+    """
+    index = _find(name_or_path, "model.safetensors.index.json")
+    if index is not None:
+        parts = json.loads(Path(index).read_text())["weight_map"]
+        found = {part: _find(name_or_path, part) for part in sorted(set(parts.values()))}
+        missing = [part for part, path in found.items() if path is None]
+        if missing:
+            raise OSError(f"it lacks {', '.join(missing)}")
+        return {name: str(found[part]) for name, part in parts.items()}
+    file = _find(name_or_path, "model.safetensors")
+    if file is not None:
+        with safe_open(file, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), file)
+    if not any(_find(name_or_path, name) for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
+        raise OSError("it holds neither model.safetensors nor pytorch_model.bin")
+    return None
+
+
+def _find(name_or_path: str, file: str) -> str | None:
+    return cached_file(name_or_path, file, _raise_exceptions_for_missing_entries=False)
+
+
+def load_weights(model: nn.Module, files: Mapping[str, str]) -> bool:
+    """Copy tensors from files into the parameters and buffers of the same names.
+
+    Args:
+        files: name of each tensor -> its safetensors file.
+
+    Returns:
+        False, and nothing is copied, where names or shapes are not exactly those of the model. One name of tied
+        tensors is enough.
+    """
+    targets = model.state_dict(keep_vars=True)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in set(files.values()):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    given = {id(targets[name]) for name in files if name in targets}
+    if any(id(tensor) not in given for tensor in targets.values()):
+        return False
+    if any(name not in targets or shapes[name] != tuple(targets[name].shape) for name in files):
+        return False
+    with torch.no_grad():
+        for name, path in files.items():
+            targets[name].copy_(torch.ops.zerotrain.read_tensor(path, name))
+    return True
