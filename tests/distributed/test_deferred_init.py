@@ -139,5 +139,7 @@ def test_what_cannot_be_computed_again_trains_with_the_same_bits() -> None:
 def test_a_model_on_the_meta_device_is_refused_with_what_to_give_instead() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"weight of model Linear is on the meta device.*the function that builds the"):
+    with pytest.raises(
+        ConfigError, match=r"weight of model Linear is on the meta device.*the function that builds the"
+    ):
         zerotrain.build_engine(model, optimizer=OPTIMIZERS["sgd"])

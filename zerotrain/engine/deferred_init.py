@@ -225,7 +225,8 @@ def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, Initi
     smaller than `MIN_NBYTES`, and for what cannot be computed again, which a warning names.
 
     Args:
-        make_model: called once. What it does in other threads than this is not noted, and stays in memory.
+        make_model: called once. What it makes in other threads than this is not noted, and stays in memory; threads may
+            not use what this one has made.
 
     Returns:
         The model, and its initial values. Until an engine has taken the model over, nobody may read its parameters.

@@ -75,3 +75,8 @@ def test_a_range_for_a_sweeper_plugin_is_no_problem_of_its_own(compose):
 
 def test_a_command_line_without_problems_has_none(compose):
     assert composition_problems(["zero.stage=0,1", "seed=1"], compose, is_sweep=True) == []
+
+
+def test_a_setting_that_only_the_users_class_can_know_is_answered_with_how_to_add_it(compose):
+    [line] = composition_problems(["model=huggingface", "model.config.n_layer=2"], compose, is_sweep=False)
+    assert line == "model.config.n_layer: there is no such setting; +model.config.n_layer=... adds it"

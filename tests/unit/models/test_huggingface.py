@@ -15,8 +15,8 @@ from zerotrain.models import HuggingFaceModel  # noqa: E402
 from zerotrain.models.pretrained import find_weights, load_weights  # noqa: E402
 
 GPT2 = {"model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 16}
-MIXTRAL = {"model_type": "mixtral", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-MIXTRAL |= {"num_key_value_heads": 1, "intermediate_size": 16, "num_local_experts": 2, "max_position_embeddings": 16}
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+MIXTRAL |= {"num_key_value_heads": 1, "intermediate_size": 128, "num_local_experts": 2, "max_position_embeddings": 16}
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +61,13 @@ def test_weights_in_another_form_than_the_models_own_are_converted_by_transforme
     config = transformers.AutoConfig.for_model(**MIXTRAL, vocab_size=50)
     pretrained = transformers.AutoModelForCausalLM.from_config(config)
     pretrained.save_pretrained(tmp_path)  # one tensor for each expert, where the model has one for all
-    model = HuggingFaceModel(name_or_path=str(tmp_path)).model
     assert not load_weights(pretrained, find_weights(str(tmp_path)))
-    for name, value in pretrained.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value)
+    model, values = deferred_init(lambda: HuggingFaceModel(name_or_path=str(tmp_path)))
+    expected = dict(pretrained.named_parameters())
+    assert any(parameter.nbytes >= MIN_NBYTES for parameter in expected.values())
+    for name, parameter in model.model.named_parameters():
+        with values.of(parameter) as value:
+            assert torch.equal(value, expected[name])
 
 
 def test_on_the_meta_device_nothing_is_read(folder: Path) -> None:
