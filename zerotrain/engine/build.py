@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -61,7 +62,7 @@ def build_schedule(
     buckets = []
     for tag, spec in enumerate(specs):
         layout = BucketLayout.pack([managed.parameter.shape for managed in spec.parameters], collectives.world.size)
-        common = {"plan": plan, "precision": precision, "collectives": collectives, "tag": tag}
+        common: dict[str, Any] = {"plan": plan, "precision": precision, "collectives": collectives, "tag": tag}
         weights = BucketWeights(spec, layout, initial=initial, **common)
         gradient = BucketGradient(spec, layout, pool=pool, exact_norm=exact_norm, **common) if spec.trainable else None
         buckets.append(Bucket(weights, gradient))
