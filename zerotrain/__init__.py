@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from zerotrain.comm.world import World
     from zerotrain.config.schema import ZeroConfig
     from zerotrain.engine.engine import StepResult, TrainStepResult, ZeroEngine
+    from zerotrain.engine.muon import MuonWithAdamW
     from zerotrain.errors import CommError, ConfigError, EngineStateError, ZeroTrainError
     from zerotrain.factory import build_engine
 
@@ -17,6 +18,7 @@ _HOMES = {
     "CommError": "zerotrain.errors",
     "ConfigError": "zerotrain.errors",
     "EngineStateError": "zerotrain.errors",
+    "MuonWithAdamW": "zerotrain.engine.muon",
     "StepResult": "zerotrain.engine.engine",
     "TrainStepResult": "zerotrain.engine.engine",
     "World": "zerotrain.comm.world",
@@ -30,6 +32,7 @@ __all__ = [
     "CommError",
     "ConfigError",
     "EngineStateError",
+    "MuonWithAdamW",
     "StepResult",
     "TrainStepResult",
     "World",

@@ -16,10 +16,11 @@ from zerotrain.config.schema import Config, TrainConfig, ZeroConfig
 from zerotrain.engine.build import EngineOptions
 from zerotrain.engine.deferred_init import InitialValues, deferred_init
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.optimizer import require_elementwise
+from zerotrain.engine.optimizer import SAMPLE_SHAPE, build_optimizer, needing_whole
 from zerotrain.engine.precision import precision_named
 from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
+from zerotrain.sharding.bucketing import cut_units
 from zerotrain.sharding.plan import Plan, plan_for
 from zerotrain.training import Trainer
 from zerotrain.training.flops import ModelFlops, count_flops
@@ -43,8 +44,9 @@ def build_engine(
     Args:
         model: any nn.Module, built alike on every rank; changed in place (see `ZeroEngine`). Or a function that builds
             it: at stage 3 no rank ever holds such a model whole (see `zerotrain.engine.deferred_init`).
-        optimizer: makes an element-wise torch optimizer from parameter groups, such as
-            `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`.
+        optimizer: makes a torch optimizer from parameter groups, such as
+            `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`: an element-wise one, or one declared to update
+            whole tensors, such as `zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=3e-4)`.
         zero: how state is sharded and moved; default `ZeroConfig()`, stage 2.
         precision: fp32 or bf16.
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
@@ -130,7 +132,7 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
     attempt("model", lambda: built.update(model=_try_model(config)))
     attempt("data", lambda: built.update(data=_build("data", config.data)))
     problems.extend(_vocabulary_problems(**built))
-    attempt("optimizer", lambda: require_elementwise(_build("optimizer", config.optimizer)([torch.zeros(64, 64)])))
+    attempt("optimizer", lambda: _try_optimizer(config))
     attempt("scheduler", lambda: _build("scheduler", config.scheduler)(0, config.train.max_steps))
     if problems:
         raise ConfigError(*problems)
@@ -213,6 +215,19 @@ def _try_model(config: Config) -> nn.Module | None:
     if model is not None:
         replace_forwards(model, units=_patterns(config.zero), **config.model_switches)
     return model
+
+
+def _try_optimizer(config: Config) -> None:
+    """Let the optimizer choose what it needs whole of the model without memory, and build it for one tensor of each."""
+    factory = _build("optimizer", config.optimizer)
+    try:
+        model = _build_on_meta(config)
+    except Exception:  # which is told as the model's problem
+        model = None
+    units = [] if model is None else cut_units(model, _patterns(config.zero), max_numel=1)
+    names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
+    for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
+        build_optimizer(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}])
 
 
 def _build_on_meta(config: Config) -> nn.Module | None:

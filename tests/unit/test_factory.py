@@ -18,6 +18,7 @@ GPT = {
     "hidden_size": 8,
 }
 ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3}
+MUON = {"_target_": "zerotrain.MuonWithAdamW", "lr": 0.02, "adamw_lr": 1e-3}
 COSINE = {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 2, "final_fraction": 0.1}
 SYNTHETIC = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 16, "vocab_size": 256, "num_sequences": 64}
 
@@ -35,7 +36,8 @@ def test_a_config_that_can_run_passes() -> None:
     [
         ({"model": GPT | {"num_heads": 3}}, "model.num_heads=3 does not divide model.hidden_size=8"),
         ({"optimizer": ADAMW | {"lr": -1.0}}, "optimizer: Invalid learning rate: -1.0"),
-        ({"optimizer": ADAMW | {"_target_": "torch.optim.Adafactor"}}, "optimizer=Adafactor: factors whole matrices"),
+        ({"optimizer": ADAMW | {"_target_": "torch.optim.Muon"}}, "optimizer=Muon: takes matrices alone"),
+        ({"optimizer": MUON | {"matrices": ["no"]}}, "optimizer.matrices: no trainable two-dimensional parameter"),
         ({"scheduler": COSINE | {"warmup_steps": "abc"}}, "scheduler: "),
         ({"data": {"_target_": "zerotrain.data.TextDataset", "path": "no/such", "seq_len": 8}}, "data.path=no/such"),
     ],

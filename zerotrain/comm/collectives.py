@@ -149,6 +149,21 @@ class Collectives:
         else:
             out.copy_(torch.add(total, parts[-1], out=on_the_way))
 
+    def exchange(
+        self, sent: torch.Tensor, received: torch.Tensor, sent_numels: list[int], received_numels: list[int]
+    ) -> Pending:
+        """All-to-all of parts that need not be equal: `sent` holds one for each rank, none for this one.
+
+        Args:
+            sent_numels, received_numels: elements of each rank's part, which may be 0.
+        """
+        self.ledger.record("exchange", sent.nbytes)
+        # The group of the reductions: they are over when weights are updated, while gathers may be under way.
+        work = dist.all_to_all_single(
+            received, sent, received_numels, sent_numels, group=self.world.reduce_group, async_op=True
+        )
+        return self._issued([work], sent, received)
+
     def gather_small(self, values: torch.Tensor) -> torch.Tensor:
         """(n,) on each rank -> (ranks, n) on every rank, waited for."""
         if self.world.size == 1:

@@ -9,7 +9,7 @@ class Traffic:
     """The collectives of one span of time on one rank."""
 
     calls: Counter[str] = field(default_factory=Counter)
-    """Number of collectives by kind: gather, reduce, norm."""
+    """Number of collectives by kind: gather, reduce, exchange, norm."""
     nbytes: Counter[str] = field(default_factory=Counter)
     """Bytes this rank sent, by kind."""
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from zerotrain.config.compose import to_config
 from zerotrain.config.schema import Config
-from zerotrain.config.targets import target_problems
+from zerotrain.config.targets import makes_callables, target_problems
 
 OPEN_GROUPS = ("model", "data", "optimizer", "scheduler")
 PARTIAL_GROUPS = ("optimizer", "scheduler")
@@ -140,7 +140,8 @@ def _open_group_problems(values: dict[str, Any], group: str) -> Iterator[str]:
     for name, number in _not_finite(values, prefix=group):
         yield f"{name}: got {number}; it must be a finite number"
     yield from target_problems(values, name=group)
-    if group in PARTIAL_GROUPS and values.get("_partial_") is not True:
+    is_partial = values.get("_partial_") is True or makes_callables(values.get("_target_"))
+    if group in PARTIAL_GROUPS and not is_partial:
         yield f"{group}._partial_: got {_word(values.get('_partial_'))}; it must be true"
 
 

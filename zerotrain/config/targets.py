@@ -36,6 +36,15 @@ def target_problems(values: dict[str, Any], *, name: str) -> Iterator[str]:
         yield from target_problems(nested, name=nested_name)
 
 
+def makes_callables(path: Any) -> bool:
+    """Whether `path` names a class whose objects can be called: they take what comes later, without `_partial_`."""
+    try:
+        target = pkgutil.resolve_name(path)
+    except Exception:  # `target_problems` says why
+        return False
+    return isinstance(target, type) and any("__call__" in vars(base) for base in target.__mro__)
+
+
 def _argument_problems(target: Callable[..., Any], values: dict[str, Any], name: str) -> Iterator[str]:
     try:
         signature = inspect.signature(target)

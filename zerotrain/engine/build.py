@@ -9,6 +9,7 @@ from torch import nn
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.gradients import BucketGradient
+from zerotrain.engine.optimizer import OptimizerFactory, needing_whole
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.schedule import Bucket, LiveUnit, Schedule
 from zerotrain.engine.scratch import ScratchPool
@@ -39,6 +40,7 @@ def build_schedule(
     plan: Plan,
     options: EngineOptions,
     precision: Precision,
+    optimizer: OptimizerFactory,
     collectives: Collectives,
     pool: ScratchPool,
     exact_norm: bool,
@@ -47,11 +49,14 @@ def build_schedule(
     """Cut `model` into buckets, move its parameters into them and order them.
 
     Raises:
-        ConfigError: no trainable parameter, one without values, or a unit pattern that matches nothing.
+        ConfigError: no trainable parameter, one without values, a unit pattern that matches nothing, or an optimizer
+            that cannot work so.
     """
     _require_values(model)
     max_numel = max(1, int(options.bucket_mb * 2**20) // precision.compute.itemsize)
     units = cut_units(model, options.units, max_numel)
+    for managed in needing_whole(optimizer, units):
+        managed.is_updated_whole = True
     specs = cut_buckets(units, max_numel)
     if not any(spec.trainable for spec in specs):
         raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")

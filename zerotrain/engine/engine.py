@@ -1,5 +1,6 @@
 """The facade: wraps a model and runs forward, backward and step on sharded state."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,7 +57,8 @@ class ZeroEngine:
     Args:
         model: built alike on every rank; rank 0's weights and buffers are used. It is changed in place: its parameters
             become views of the engine's buckets, on `world.device`, in the compute precision.
-        optimizer: makes an element-wise optimizer from a list of parameter groups.
+        optimizer: makes an optimizer from a list of parameter groups: an element-wise one, or one that is declared to
+            update whole tensors (see `zerotrain.engine.optimizer`).
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
         decay_all: apply weight decay to every parameter, not to matrices alone.
         initial: of a model that `deferred_init` has built; default: the values that the parameters have.
@@ -93,13 +95,20 @@ class ZeroEngine:
             plan=plan,
             options=options,
             precision=precision,
+            optimizer=optimizer,
             collectives=self.collectives,
             pool=self._wire_pool,
             exact_norm=max_grad_norm is not None,
             initial=initial or InitialValues(),
         )
         self._trained = self.schedule.trained
-        self.optimizer = ShardedOptimizer(optimizer, [weights for weights, _ in self._trained], decay_all=decay_all)
+        self.optimizer = ShardedOptimizer(
+            optimizer,
+            [weights for weights, _ in self._trained],
+            decay_all=decay_all,
+            collectives=self.collectives,
+            pool=self._master_pool,
+        )
         self._unit_handles = [handle for unit in self.schedule.units for handle in hook_unit(unit, self.schedule)]
         self._gradient_hooks = hook_gradients(self.schedule)
         self._syncs = True
@@ -168,11 +177,14 @@ class ZeroEngine:
         skipped = not torch.isfinite(norm).item()
         if not skipped:
             self.schedule.expect_updated()
+        updates: deque[Iterator[None]] = deque()
         for index, (weights, gradient) in enumerate(self._trained):
             if not skipped:
-                with named_range("optimizer", weights.spec.name):
-                    self._update(index, weights, gradient, coefficient)
+                updates.appendleft(self._update(index, weights, gradient, coefficient))
+                _advance(updates)
             gradient.drop()
+        while updates:
+            _advance(updates)
         self.schedule.rest()
         self.ledger.close_step()
         return StepResult(grad_norm=norm.item(), clip_coefficient=coefficient.item(), skipped=skipped)
@@ -223,17 +235,23 @@ class ZeroEngine:
         squares = [gradient.squares for _, gradient in self._trained]
         return norm_of_digit_sums(self.collectives.gather_small(digit_sums(torch.cat(squares))))
 
-    def _update(self, index: int, weights: BucketWeights, gradient: BucketGradient, coefficient: torch.Tensor) -> None:
-        values = gradient.reduced()
-        scratch = None
-        if self.precision.separate_master:
-            scratch = self._master_pool.take(values.numel())
-            values = scratch.storage[: values.numel()].copy_(values)
-        if self.max_grad_norm is not None:
-            values.mul_(coefficient.to(values.dtype))
-        self.optimizer.step(index, values)
-        if scratch is not None:
-            self._master_pool.give_back(scratch)
+    def _update(
+        self, index: int, weights: BucketWeights, gradient: BucketGradient, coefficient: torch.Tensor
+    ) -> Iterator[None]:
+        """Update one bucket, with a pause wherever whole tensors are on the wire; after the first the gradient is no
+        longer needed."""
+        with named_range("optimizer", weights.spec.name):
+            values = gradient.reduced()
+            scratch = None
+            if self.precision.separate_master:
+                scratch = self._master_pool.take(values.numel())
+                values = scratch.storage[: values.numel()].copy_(values)
+            if self.max_grad_norm is not None:
+                values.mul_(coefficient.to(values.dtype))
+            whole_tensors = self.optimizer.step(index, values)
+            if scratch is not None:
+                self._master_pool.give_back(scratch)
+        yield from whole_tensors
         weights.refresh()
         self.schedule.gather_updated(weights)
 
@@ -273,7 +291,9 @@ class ZeroEngine:
         """
         state = self.optimizer.state_tensors()
         held = sum(tensor.nbytes for tensor in state)
-        updated = sum(weights.master_weight.numel() for weights, _ in self._trained)
+        volume = self._volume()
+        whole = sum(slot.numel for w, _ in self._trained for slot in w.layout.slots[: w.spec.num_whole])
+        state_itemsize = self.optimizer.state_nbytes(volume.trainable_numel, whole) / volume.trainable_numel
         master_itemsize = self.precision.master.itemsize if self.precision.separate_master else 0
         return {
             "parameters": sum(bucket.weights.held_nbytes for bucket in self.schedule.buckets),
@@ -282,12 +302,14 @@ class ZeroEngine:
             "scratch": self._wire_pool.held_nbytes
             + self._master_pool.held_nbytes
             + sum(gradient.accumulator_nbytes for _, gradient in self._trained),
-            "theory": self._volume().memory_nbytes(self.plan, held // updated + master_itemsize),
+            "theory": volume.memory_nbytes(self.plan, state_itemsize + master_itemsize),
         }
 
     def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
-        """Bytes one rank sends in a step by ZeRO's count, without padding and without the norm's few bytes."""
-        return self._volume().sent_nbytes(self.plan, num_micro_batches, self.options.reshard_after_forward)
+        """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes; and
+        those of tensors that are updated whole, on their way to their owners and back."""
+        by_plan = self._volume().sent_nbytes(self.plan, num_micro_batches, self.options.reshard_after_forward)
+        return by_plan + self.optimizer.sent_nbytes
 
     # ---- weights out
 
@@ -301,3 +323,13 @@ class ZeroEngine:
     def weights_sha256(self) -> str:
         """SHA-256 over the full fp32 master weights in name order, the same on every rank. Collective."""
         return weights_sha256(self.schedule.buckets, self.world, self.collectives)
+
+
+_ENDED = object()
+
+
+def _advance(updates: deque[Iterator[None]]) -> None:
+    """Resume each update once, the newest first: what it sends is on the wire while the older ones compute."""
+    for update in list(updates):
+        if next(update, _ENDED) is _ENDED:
+            updates.remove(update)

@@ -27,11 +27,19 @@ class ManagedParameter:
     names: list[str] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     """(module, attribute name) of each place, in the order of `names`."""
+    is_updated_whole: bool = False
+    """Whether its optimizer needs it whole, on one rank."""
 
     @property
     def is_matrix(self) -> bool:
         """Whether weight decay applies to it by default."""
         return self.parameter.ndim >= 2
+
+    @property
+    def group_name(self) -> str:
+        """The parameter group of the optimizer it is in."""
+        kind = "matrices" if self.is_matrix else "others"
+        return f"whole {kind}" if self.is_updated_whole else kind
 
 
 @dataclass(eq=False)
@@ -41,6 +49,8 @@ class Unit:
     name: str
     modules: list[nn.Module]
     parameters: list[ManagedParameter] = field(default_factory=list)
+    is_root: bool = False
+    """Whether it is the head or the tail: no block."""
 
 
 @dataclass(eq=False)
@@ -50,6 +60,11 @@ class BucketSpec:
     units: list[Unit]
     parameters: list[ManagedParameter]
     trainable: bool
+
+    @property
+    def num_whole(self) -> int:
+        """How many of its parameters are updated whole. They come first."""
+        return sum(managed.is_updated_whole for managed in self.parameters)
 
     @cached_property
     def name(self) -> str:
@@ -121,7 +136,7 @@ def cut_units(model: nn.Module, patterns: Sequence[str] | None, max_numel: int) 
     blocks = find_units(model, patterns)
     home = {id(module): name for name, block in blocks.items() for module in block.modules()}
     units = {name: Unit(name, [block]) for name, block in blocks.items()}
-    head, tail = Unit("head", []), Unit("tail", [])
+    head, tail = Unit("head", [], is_root=True), Unit("tail", [], is_root=True)
     root_numel = 0
     last_block = next(reversed(blocks), None)
     behind_blocks = _names_behind(model, last_block) if last_block is not None else frozenset()
@@ -155,8 +170,8 @@ def cut_buckets(units: Sequence[Unit], max_numel: int) -> list[BucketSpec]:
     Small neighbouring units share a bucket of at most an eighth of the model; the head shares with none, since it is
     needed all the time. A larger unit is split at parameter borders; a larger parameter is a bucket of its own. The
     last unit, which is gathered last and reduced first, is cut into buckets of half that size: until its first one
-    is full a link has nothing to do. Trainable and frozen parameters never share. Within a bucket matrices come first,
-    so that each weight-decay group is one span.
+    is full a link has nothing to do. Trainable and frozen parameters never share. Within a bucket come first
+    what is updated whole, then matrices, so that each group of the optimizer is one span.
     """
     specs: list[BucketSpec] = []
     for trainable in (True, False):
@@ -179,7 +194,7 @@ def cut_buckets(units: Sequence[Unit], max_numel: int) -> list[BucketSpec]:
         for run in runs:
             part_numel = last_numel if last in run and last.modules else max_numel
             for part in _split([managed for unit in run for managed in members[unit]], part_numel):
-                part.sort(key=lambda managed: not managed.is_matrix)
+                part.sort(key=lambda managed: (not managed.is_updated_whole, not managed.is_matrix))
                 specs.append(BucketSpec(run, part, trainable))
     return specs
 

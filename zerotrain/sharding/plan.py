@@ -62,14 +62,15 @@ class Volume:
     weight_itemsize: int
     world_size: int
 
-    def memory_nbytes(self, plan: Plan, optimizer_itemsize: int) -> dict[str, int]:
+    def memory_nbytes(self, plan: Plan, optimizer_itemsize: float) -> dict[str, int]:
         """Bytes one rank holds at rest, by kind.
 
         Args:
-            optimizer_itemsize: bytes per element of optimizer state, with the master weight where it is a copy.
+            optimizer_itemsize: bytes of optimizer state for one element, on average, with the master weight where it
+                is a copy.
         """
 
-        def held(placement: Placement, numel: int, itemsize: int) -> int:
+        def held(placement: Placement, numel: int, itemsize: float) -> int:
             return round(numel * itemsize / (self.world_size if placement is Placement.SHARDED else 1))
 
         return {

@@ -61,9 +61,34 @@ def test_any_element_wise_optimizer_of_torch_updates_as_by_itself(optimizer: fun
         assert torch.equal(got[name], value), name
 
 
-def test_an_optimizer_that_needs_whole_tensors_is_refused() -> None:
-    with pytest.raises(ConfigError, match="optimizer=Adafactor: factors whole matrices"):
-        zerotrain.build_engine(model(), optimizer=functools.partial(torch.optim.Adafactor, lr=0.1))
+class SOAP(torch.optim.SGD):
+    """Called like one that preconditions whole matrices."""
+
+
+class DeclaredSOAP(SOAP):
+    whole_tensor = True
+
+
+DeclaredSOAP.__name__ = "SOAP"
+
+
+def test_an_optimizer_that_needs_whole_tensors_is_refused_unless_it_is_declared_so() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer=SOAP: preconditions whole matrices.* `whole_tensor = True`"):
+        zerotrain.build_engine(model(), optimizer=functools.partial(SOAP, lr=0.1))
+    engine = zerotrain.build_engine(model(), optimizer=functools.partial(DeclaredSOAP, lr=0.1))
+    assert [group["name"] for group in engine.param_groups] == ["whole matrices", "whole others"]
+    expected = one_step(zerotrain.build_engine(model(), optimizer=functools.partial(torch.optim.SGD, lr=0.1)))
+    assert all(torch.equal(value, expected[name]) for name, value in one_step(engine).items())
+
+
+def test_an_optimizer_that_needs_more_than_whole_tensors_is_refused() -> None:
+    with pytest.raises(ConfigError, match="optimizer=LBFGS: needs all parameters at once, which no rank has"):
+        zerotrain.build_engine(model(), optimizer=lambda groups: torch.optim.LBFGS([groups[0]["params"][0]]))
+
+
+def test_muon_alone_is_answered_with_what_takes_the_rest() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer=Muon: takes matrices alone, and 0.bias is none; use optimizer="):
+        zerotrain.build_engine(model(), optimizer=functools.partial(torch.optim.Muon, lr=0.1))
 
 
 def test_a_learning_rate_set_on_the_groups_reaches_every_bucket() -> None:

@@ -1,0 +1,192 @@
+"""The tensors of one bucket that their optimizer needs whole: each is updated by the rank that owns it.
+
+Shards stay what they are. In a step each rank sends the parts of weights and gradients that lie in its shard to the
+tensors' owners, in one exchange; an owner holds its tensors whole while it updates them, and sends the new weights
+back, in another. What the optimizer keeps (momentum) stays whole with the owner. Where the optimizer is replicated
+every rank has the whole tensors anyway: each updates all, and nothing is sent.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from zerotrain.comm.collectives import Collectives, Pending
+from zerotrain.engine.ranges import named_range
+from zerotrain.engine.scratch import Scratch, ScratchPool
+from zerotrain.engine.weights import BucketWeights
+from zerotrain.sharding.layout import ALIGN_NUMEL, round_up
+from zerotrain.sharding.ownership import Fragment, cut_fragments
+
+Updates = list[tuple[torch.Tensor, torch.Tensor]]
+"""(what an optimizer holds as its parameter, its gradient)"""
+
+
+class WholeTensors:
+    """Moves the whole tensors of one bucket to their owners and back.
+
+    Args:
+        owners: rank by index of the tensor in the bucket.
+        pool: of the master dtype.
+    """
+
+    targets: dict[int, torch.Tensor]
+    """By index in the bucket, the tensors this rank updates, in their shapes: views of the master weight where it is
+    replicated; else without memory of their own, except while they are updated."""
+
+    def __init__(
+        self, weights: BucketWeights, owners: dict[int, int], *, collectives: Collectives, pool: ScratchPool
+    ) -> None:
+        self._weights = weights
+        self._collectives = collectives
+        self._pool = pool
+        self._is_sharded = weights.plan.shards_optimizer
+        rank, slots = collectives.world.rank, weights.layout.slots
+        fragments = [each for slot, owner in owners.items() for each in cut_fragments(weights.layout, slot, owner)]
+        self._is_exchanged = self._is_sharded and any(each.travels for each in fragments)
+        self._leaving = [each for each in fragments if each.rank == rank and each.travels]
+        self._leaving.sort(key=lambda each: each.owner)
+        self._coming = [each for each in fragments if each.owner == rank and each.travels]
+        self._coming.sort(key=lambda each: each.rank)
+        self._staying = [each for each in fragments if each.rank == rank and not each.travels]
+        master = weights.master_weight
+        if self._is_sharded:
+            # One element seen from everywhere: the shape without the memory.
+            self._at_rest = master.new_zeros(())
+            owned = [slot for slot, owner in owners.items() if owner == rank]
+            self.targets = {slot: self._at_rest.expand(slots[slot].shape) for slot in owned}
+        else:
+            self.targets = {
+                slot: master[slots[slot].offset : slots[slot].end].view(slots[slot].shape) for slot in owners
+            }
+        self._places, self._whole_numel = self._lay_out()
+
+    def _lay_out(self) -> tuple[dict[int, int], int]:
+        """Where each owned tensor starts in the scratch that holds them whole, and how large that is."""
+        places, numel = {}, 0
+        for slot in self.targets:
+            places[slot] = numel
+            numel += round_up(self._weights.layout.slots[slot].numel, ALIGN_NUMEL)
+        return places, numel
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes this rank sends in a step: weights and gradients of what it does not own, new weights of what it does.
+
+        On average over N ranks that is 3 (N-1)/N**2 of the whole tensors' bytes in the master dtype.
+        """
+        if not self._is_sharded:
+            return 0
+        numel = 2 * sum(each.numel for each in self._leaving) + sum(each.numel for each in self._coming)
+        return numel * self._weights.master_weight.itemsize
+
+    def update(self, gradient: torch.Tensor, step: Callable[[Updates], None]) -> Iterator[None]:
+        """Begin to update the tensors: `gradient` is read before this returns.
+
+        Args:
+            gradient: master dtype, over the bucket's optimizer range.
+            step: runs the optimizer on the targets, which are whole then, and their gradients.
+
+        Returns:
+            The rest of the work. It pauses where something is on the wire, for other buckets to go on meanwhile;
+            every rank must resume it at the same points.
+        """
+        if not self._is_sharded:
+            slots = self._weights.layout.slots
+            step([(t, gradient[slots[i].offset : slots[i].end].view(t.shape)) for i, t in self.targets.items()])
+            return iter(())
+        master = self._weights.master_weight
+        whole = self._pool.take(2 * self._whole_numel)
+        tensors, gradients = self._views(whole, 0), self._views(whole, self._whole_numel)
+        for each in self._staying:
+            tensors[each.slot].view(-1)[each.in_tensor].copy_(master[each.in_shard])
+            gradients[each.slot].view(-1)[each.in_tensor].copy_(gradient[each.in_shard])
+        sent = [source[each.in_shard] for each in self._leaving for source in (master, gradient)]
+        there = self._exchange(sent, self._leaving, self._coming, num_parts=2)
+        return self._rest_of_update(whole, tensors, gradients, there, step)
+
+    def _rest_of_update(
+        self,
+        whole: Scratch,
+        tensors: dict[int, torch.Tensor],
+        gradients: dict[int, torch.Tensor],
+        there: "Exchange | None",
+        step: Callable[[Updates], None],
+    ) -> Iterator[None]:
+        name = self._weights.spec.name
+        if there is not None:
+            yield
+            with named_range("wait for whole tensors", name):
+                both = (tensors, gradients)
+                there.finish([part[each.slot].view(-1)[each.in_tensor] for each in self._coming for part in both])
+        with named_range("optimizer of whole tensors", name):
+            for slot, target in self.targets.items():
+                target.data = tensors[slot]
+            step([(target, gradients[slot]) for slot, target in self.targets.items()])
+            for target in self.targets.values():
+                target.data = self._at_rest.expand(target.shape)
+        updated = [tensors[each.slot].view(-1)[each.in_tensor] for each in self._coming]
+        back = self._exchange(updated, self._coming, self._leaving, num_parts=1)
+        master = self._weights.master_weight
+        for each in self._staying:
+            master[each.in_shard].copy_(tensors[each.slot].view(-1)[each.in_tensor])
+        self._pool.give_back(whole)
+        if back is not None:
+            yield
+            with named_range("wait for updated tensors", name):
+                back.finish([master[each.in_shard] for each in self._leaving])
+
+    def _views(self, whole: Scratch, start: int) -> dict[int, torch.Tensor]:
+        flat, slots = whole.storage[start:], self._weights.layout.slots
+        return {
+            slot: flat[place : place + slots[slot].numel].view(slots[slot].shape)
+            for slot, place in self._places.items()
+        }
+
+    def _exchange(
+        self, parts: Sequence[torch.Tensor], leaving: Sequence[Fragment], coming: Sequence[Fragment], *, num_parts: int
+    ) -> "Exchange | None":
+        if not self._is_exchanged:
+            return None
+        world, here = self._collectives.world, self._collectives.world.rank
+        sizes = [[0] * world.size, [0] * world.size]
+        for side, fragments in zip(sizes, (leaving, coming), strict=True):
+            for each in fragments:
+                side[each.owner if each.rank == here else each.rank] += num_parts * each.numel
+        return Exchange(parts, sizes[0], sizes[1], collectives=self._collectives, pool=self._pool)
+
+
+class Exchange:
+    """Tensors on their way to the ranks that need them, in buffers on loan.
+
+    Args:
+        parts: what leaves this rank, in the order of the ranks it goes to.
+        sent_numels, received_numels: elements for each rank and from each.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        sent_numels: list[int],
+        received_numels: list[int],
+        *,
+        collectives: Collectives,
+        pool: ScratchPool,
+    ) -> None:
+        self._pool = pool
+        self._buffers = [pool.take(sum(sent_numels)), pool.take(sum(received_numels))]
+        sent = self._buffers[0].storage[: sum(sent_numels)]
+        self._received = self._buffers[1].storage[: sum(received_numels)]
+        _copy_all(sent.split([part.numel() for part in parts]), parts)
+        self._pending: Pending = collectives.exchange(sent, self._received, sent_numels, received_numels)
+
+    def finish(self, parts: Sequence[torch.Tensor]) -> None:
+        """Wait, and leave what was received in `parts`, which are in the order of the ranks it comes from."""
+        self._pending.wait()
+        _copy_all(parts, self._received.split([part.numel() for part in parts]))
+        for buffer in self._buffers:
+            self._pool.give_back(buffer)
+
+
+def _copy_all(targets: Iterable[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    if sources:
+        torch._foreach_copy_(list(targets), list(sources))
