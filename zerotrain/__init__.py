@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from zerotrain.config.schema import ZeroConfig
     from zerotrain.engine.engine import StepResult, TrainStepResult, ZeroEngine
     from zerotrain.engine.muon import MuonWithAdamW
-    from zerotrain.errors import CommError, ConfigError, EngineStateError, ZeroTrainError
+    from zerotrain.errors import CommError, ConfigError, DisagreementError, EngineStateError, ZeroTrainError
     from zerotrain.factory import build_engine
 
 _HOMES = {
     "CommError": "zerotrain.errors",
     "ConfigError": "zerotrain.errors",
+    "DisagreementError": "zerotrain.errors",
     "EngineStateError": "zerotrain.errors",
     "MuonWithAdamW": "zerotrain.engine.muon",
     "StepResult": "zerotrain.engine.engine",
@@ -31,6 +32,7 @@ _HOMES = {
 __all__ = [
     "CommError",
     "ConfigError",
+    "DisagreementError",
     "EngineStateError",
     "MuonWithAdamW",
     "StepResult",

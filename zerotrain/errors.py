@@ -22,4 +22,8 @@ class EngineStateError(ZeroTrainError):
 
 
 class CommError(ZeroTrainError):
-    """A collective failed, or the ranks disagree."""
+    """A collective failed: the other ranks did not come, or are gone."""
+
+
+class DisagreementError(CommError):
+    """The ranks have not done the same since the last step. Raised on every rank."""

@@ -52,7 +52,7 @@ CHOICES_OTHERS_RELY_ON = {
     "precision": {"fp32", "bf16"},
     "model": {"gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "mlp", "huggingface"},
     "data": {"text", "tokenized", "tokens", "synthetic"},
-    "optimizer": {"adamw", "sgd"},
+    "optimizer": {"adamw", "sgd", "muon"},
     "scheduler": {"cosine", "constant"},
     "experiment": {"gpt2_bf16"},
     "debug": {"fast"},

@@ -8,8 +8,8 @@ from cases import Case, run_over, train
 
 from zerotrain.config.schema import ZeroConfig
 
-NORM_NBYTES = 5 * 8
-"""What one rank tells each other one for the gradient norm."""
+NORM_NBYTES = (5 + 4) * 8
+"""What one rank tells each other one for the gradient norm, and to compare what the ranks have done."""
 
 
 def last_step(case: Case) -> dict[str, Any]:

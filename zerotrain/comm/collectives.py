@@ -4,7 +4,12 @@ Each is issued at once and returns a handle; `overlap=False` waits for it before
 issue the same work in the same order.
 """
 
-from collections.abc import Sequence
+import functools
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +17,7 @@ import torch.distributed as dist
 from zerotrain.comm.exchange import Exchange
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
+from zerotrain.errors import CommError
 
 # torch 2.13 renames these two and warns about the old names; torch 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -23,8 +29,17 @@ buffer as large as the result and copies it over: measured 4 times the CPU time 
 posts a receive behind the send. An exchange is two calls a rank, though."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+ORDER_BITS = 52
+"""Of the hash of the order of collectives: an integer that fp64 holds exactly."""
+
+
 class Pending:
     """A collective under way. It keeps its tensors alive until it was waited for."""
+
+    lost_others: Callable[[RuntimeError, float], CommError] | None = None
+    """What to raise for an error of the backend, after so many seconds."""
 
     def __init__(self, works: Sequence[dist.Work], *tensors: torch.Tensor | None) -> None:
         self._works = works
@@ -38,10 +53,49 @@ class Pending:
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        """Make what follows come after it: on CPU the host waits, on CUDA the current stream does."""
-        for work in self._works:
-            work.wait()
+        """Make what follows come after it: on CPU the host waits, on CUDA the current stream does.
+
+        Raises:
+            CommError: the other ranks did not come, or are gone.
+        """
+        started_s = time.monotonic()
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            if self.lost_others is None:
+                raise
+            raise self.lost_others(error, time.monotonic() - started_s) from error
         self._works = ()
+
+
+def _announced(
+    what: str, *, counts: bool = True
+) -> Callable[[Callable[Concatenate["Collectives", P], R]], Callable[Concatenate["Collectives", P], R]]:
+    """Let a collective's order be counted, and its failure be told with its name: its argument `name`.
+
+    Args:
+        counts: False for what only prepares a collective.
+    """
+
+    def around(issue: Callable[Concatenate["Collectives", P], R]) -> Callable[Concatenate["Collectives", P], R]:
+        @functools.wraps(issue)
+        def announced(self: "Collectives", *args: P.args, **kwargs: P.kwargs) -> R:
+            collective = (what, str(kwargs["name"]))
+            if counts:
+                self._note(*collective)
+            started_s = time.monotonic()
+            try:
+                issued = issue(self, *args, **kwargs)
+            except RuntimeError as error:
+                raise self._lost_others(collective, error, time.monotonic() - started_s) from error
+            if isinstance(issued, Pending):
+                issued.lost_others = functools.partial(self._lost_others, collective)
+            return issued
+
+        return announced
+
+    return around
 
 
 class Collectives:
@@ -61,22 +115,45 @@ class Collectives:
         gloo_native = not ordered and world.device.type == "cpu"
         self._reduce_passes = 2 if gloo_native else 1
         self._exchanges = world.device.type == "cpu" and 1 < world.size <= MAX_RANKS_OF_EXCHANGE
+        self._orders: Counter[str] = Counter()
+        self._codes: dict[str, int] = {}
 
-    def expect_gather(self, full: torch.Tensor, tag: int) -> Exchange | None:
+    @property
+    def order(self) -> int:
+        """A hash of the names of all collectives so far, in the order of each kind; equal where that is equal."""
+        # Between kinds the order may differ: a reduction that ends is followed by a gather, whenever it ends.
+        return functools.reduce(lambda total, kind: total ^ self._orders[kind], self._orders, 0)
+
+    def _code(self, name: str) -> int:
+        if name not in self._codes:
+            self._codes[name] = zlib.crc32(name.encode())
+        return self._codes[name]
+
+    def _note(self, what: str, name: str) -> None:
+        self._orders[what] = (self._orders[what] * 1_000_003 + self._code(name) + 1) % 2**ORDER_BITS
+
+    def _lost_others(self, collective: tuple[str, str], error: RuntimeError, waited_s: float) -> CommError:
+        return self.world.whereabouts.lost_others(error, " of ".join(collective), waited_s)
+
+    @_announced("gather", counts=False)
+    def expect_gather(self, full: torch.Tensor, tag: int, *, name: str) -> Exchange | None:
         """Be ready to receive what `gather` will put into `full`; until then only this rank's part of it may change.
 
         Args:
             tag: of this gather among those under way at the same time; the same on every rank.
+            name: of what is gathered.
         """
         if not self._exchanges:
             return None
         return Exchange(_group(self.world.gather_group), tag=tag, parts=full.view(self.world.size, -1))
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor, expected: Exchange | None) -> Pending:
+    @_announced("gather")
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, expected: Exchange | None, *, name: str) -> Pending:
         """All-gather: fill `full` (numel) from every rank's `shard` (numel / ranks), which may lie inside it.
 
         Args:
             expected: what `expect_gather` gave for `full`.
+            name: of what is gathered, the same on every rank.
         """
         if self.world.size == 1:
             return Pending(())
@@ -95,18 +172,27 @@ class Collectives:
             return 0
         return full_numel - full_numel // self.world.size if self._exchanges else full_numel
 
-    def expect_reduce(self, received: torch.Tensor, tag: int) -> Exchange | None:
+    @_announced("reduction", counts=False)
+    def expect_reduce(self, received: torch.Tensor, tag: int, *, name: str) -> Exchange | None:
         """Be ready to receive what `reduce` will put into `received`, scratch of `received_numel` elements.
 
         Args:
             tag: of this reduction among those under way at the same time; the same on every rank.
+            name: of what is reduced.
         """
         if not self._exchanges:
             return None
         return Exchange(_group(self.world.reduce_group), tag=tag, parts=self._received_parts(received, received[:0]))
 
+    @_announced("reduction")
     def reduce(
-        self, full: torch.Tensor, received: torch.Tensor | None, out: torch.Tensor, expected: Exchange | None
+        self,
+        full: torch.Tensor,
+        received: torch.Tensor | None,
+        out: torch.Tensor,
+        expected: Exchange | None,
+        *,
+        name: str,
     ) -> Pending:
         """Start the reduce-scatter of `full` (numel); once waited for, `finish_reduce` leaves the sum in `out`.
 
@@ -115,6 +201,7 @@ class Collectives:
             received: scratch of `received_numel` elements, for the ordered reduction only.
             out: this rank's shard (numel / ranks), of the same dtype as `full`. It may lie inside `full`.
             expected: what `expect_reduce` gave for `received`.
+            name: of what is reduced, the same on every rank.
         """
         if self.world.size == 1:
             return Pending(())
@@ -149,13 +236,21 @@ class Collectives:
         else:
             out.copy_(torch.add(total, parts[-1], out=on_the_way))
 
+    @_announced("exchange")
     def exchange(
-        self, sent: torch.Tensor, received: torch.Tensor, sent_numels: list[int], received_numels: list[int]
+        self,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        sent_numels: list[int],
+        received_numels: list[int],
+        *,
+        name: str,
     ) -> Pending:
         """All-to-all of parts that need not be equal: `sent` holds one for each rank, none for this one.
 
         Args:
             sent_numels, received_numels: elements of each rank's part, which may be 0.
+            name: of what is exchanged, the same on every rank.
         """
         self.ledger.record("exchange", sent.nbytes)
         # The group of the reductions: they are over when weights are updated, while gathers may be under way.
@@ -164,16 +259,18 @@ class Collectives:
         )
         return self._issued([work], sent, received)
 
-    def gather_small(self, values: torch.Tensor) -> torch.Tensor:
+    @_announced("comparison")
+    def gather_small(self, values: torch.Tensor, *, name: str) -> torch.Tensor:
         """(n,) on each rank -> (ranks, n) on every rank, waited for."""
         if self.world.size == 1:
             return values.view(1, -1)
         everyone = values.new_empty(self.world.size, values.numel())
-        self.ledger.record("norm", self._ring_nbytes(everyone))
+        self.ledger.record(name, self._ring_nbytes(everyone))
         _all_gather(everyone.view(-1), values.contiguous(), group=self.world.gather_group)
         return everyone
 
-    def broadcast(self, values: torch.Tensor) -> None:
+    @_announced("broadcast")
+    def broadcast(self, values: torch.Tensor, *, name: str) -> None:
         """Rank 0's values on every rank, waited for."""
         if self.world.size == 1:
             return

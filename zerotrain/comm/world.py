@@ -1,13 +1,16 @@
 """The ranks of a run: who this process is, which device it drives and which groups it talks in."""
 
 import os
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
+from zerotrain.comm.whereabouts import Whereabouts
 from zerotrain.errors import ConfigError
 
 
@@ -25,6 +28,12 @@ class World:
     """Carries gradients. A group of its own: one NCCL communicator runs its collectives one after the other."""
     started_here: bool = False
     """Whether `close` ends torch.distributed as a whole."""
+    whereabouts: Whereabouts = field(init=False, compare=False)
+    """What this rank says of itself when a collective fails."""
+
+    def __post_init__(self) -> None:
+        group_name = "" if self.gather_group is None else self.gather_group.group_name
+        object.__setattr__(self, "whereabouts", Whereabouts(self.rank, self.size, group_name))
 
     @classmethod
     def from_environment(cls, device: str = "auto", timeout_s: float = 300.0) -> "World":
@@ -74,20 +83,36 @@ class World:
             local_rank=local_rank,
             device=device,
             gather_group=dist.group.WORLD,
-            reduce_group=dist.new_group(),
+            # It would not wait as long as the first group, but by torch's default, half an hour on gloo.
+            reduce_group=dist.new_group(timeout=_timeout_of(device)),
             started_here=started_here,
         )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The element-wise sum of a small tensor over all ranks, in place. For metrics, not for gradients."""
+        """The element-wise sum of a small tensor over all ranks, in place. For metrics, not for gradients.
+
+        Raises:
+            CommError: the other ranks did not come, or are gone.
+        """
         if self.size > 1:
-            dist.all_reduce(values, group=self.gather_group)
+            self._together("sum of metrics", lambda: dist.all_reduce(values, group=self.gather_group))
         return values
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks.
+
+        Raises:
+            CommError: they did not come, or are gone.
+        """
         if self.size > 1:
-            dist.barrier(group=self.gather_group)
+            self._together("barrier", lambda: dist.barrier(group=self.gather_group))
+
+    def _together(self, collective: str, call: Callable[[], object]) -> None:
+        started_s = time.monotonic()
+        try:
+            call()
+        except RuntimeError as error:
+            raise self.whereabouts.lost_others(error, collective, time.monotonic() - started_s) from error
 
     def close(self) -> None:
         """Leave the groups. Safe to call twice; a group the caller made is left to the caller."""
@@ -107,6 +132,13 @@ class World:
         # After an error the other ranks may be gone, and leaving a group waits for them.
         if error is None:
             self.close()
+
+
+def _timeout_of(device: torch.device) -> timedelta | None:
+    """How long the first group waits; None where its backend does not say."""
+    group = dist.group.WORLD
+    options = getattr(group._get_backend(device), "options", None) if group is not None else None
+    return getattr(options, "_timeout", None)
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

@@ -1,12 +1,14 @@
 """From a model and a plan to live buckets, units and a schedule."""
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
+from zerotrain.engine.agreement import require_same
 from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.gradients import BucketGradient
 from zerotrain.engine.optimizer import OptimizerFactory, needing_whole
@@ -15,7 +17,7 @@ from zerotrain.engine.schedule import Bucket, LiveUnit, Schedule
 from zerotrain.engine.scratch import ScratchPool
 from zerotrain.engine.weights import BucketWeights
 from zerotrain.errors import ConfigError
-from zerotrain.sharding.bucketing import cut_buckets, cut_units
+from zerotrain.sharding.bucketing import BucketSpec, cut_buckets, cut_units
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.plan import Plan
 
@@ -49,8 +51,8 @@ def build_schedule(
     """Cut `model` into buckets, move its parameters into them and order them.
 
     Raises:
-        ConfigError: no trainable parameter, one without values, a unit pattern that matches nothing, or an optimizer
-            that cannot work so.
+        ConfigError: ranks with different models, no trainable parameter, one without values, a unit pattern that
+            matches nothing, or an optimizer that cannot work so.
     """
     _require_values(model)
     max_numel = max(1, int(options.bucket_mb * 2**20) // precision.compute.itemsize)
@@ -60,9 +62,10 @@ def build_schedule(
     specs = cut_buckets(units, max_numel)
     if not any(spec.trainable for spec in specs):
         raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
+    require_same(collectives, {"the model (buckets and their parameters)": _described(specs)})
     for buffer in model.buffers():
         buffer.data = buffer.data.to(collectives.world.device)
-        collectives.broadcast(buffer.data)
+        collectives.broadcast(buffer.data, name="buffers")
 
     buckets = []
     for tag, spec in enumerate(specs):
@@ -94,3 +97,29 @@ def _require_values(model: nn.Module) -> None:
                 f"{name} of model {type(model).__name__} is on the meta device, which holds no values; give "
                 "build_engine the function that builds the model instead of the model; it holds nothing whole either"
             )
+
+
+def engine_settings(
+    plan: Plan, options: EngineOptions, precision: Precision, max_grad_norm: float | None
+) -> dict[str, object]:
+    """What must be the same on all ranks, by the names of the settings."""
+    placements = [f"{each.name} {getattr(plan, each.name).value}" for each in fields(plan)]
+    moves = {f"zero.{name}": value for name, value in asdict(options).items()}
+    moves["zero.reduction"] = "ordered" if moves.pop("zero.ordered") else "native"
+    return {
+        "zero.stage": ", ".join(placements),
+        **moves,
+        "precision": precision.name,
+        "train.max_grad_norm": max_grad_norm,
+    }
+
+
+def _described(specs: Sequence[BucketSpec]) -> str:
+    """Few words that differ where anything about buckets does."""
+    parameters = [managed for spec in specs for managed in spec.parameters]
+    details = [
+        (spec.name, [(m.names, tuple(m.parameter.shape), m.group_name) for m in spec.parameters]) for spec in specs
+    ]
+    digest = hashlib.sha256(repr(details).encode()).hexdigest()[:8]
+    numel = sum(managed.parameter.numel() for managed in parameters)
+    return f"{len(specs)} buckets, {len(parameters)} parameters, {numel} elements, hash {digest}"

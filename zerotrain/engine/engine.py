@@ -1,6 +1,5 @@
 """The facade: wraps a model and runs forward, backward and step on sharded state."""
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from torch import nn
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
-from zerotrain.engine.build import EngineOptions, build_schedule
+from zerotrain.engine.agreement import STAMP, Progress, require_same
+from zerotrain.engine.build import EngineOptions, build_schedule, engine_settings
 from zerotrain.engine.deferred_init import InitialValues
-from zerotrain.engine.gradients import BucketGradient
 from zerotrain.engine.hooks import hook_gradients, hook_unit
 from zerotrain.engine.norm import clip_coefficient, digit_sums, norm_of_digit_sums
 from zerotrain.engine.optimizer import OptimizerFactory, ShardedOptimizer
@@ -23,7 +22,7 @@ from zerotrain.engine.ranges import named_range
 from zerotrain.engine.scratch import ScratchPool
 from zerotrain.engine.state import full_state_dict, weights_sha256
 from zerotrain.engine.states import GradientState, Phase
-from zerotrain.engine.weights import BucketWeights
+from zerotrain.engine.update import Updater
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.plan import Plan, Volume
 
@@ -88,6 +87,8 @@ class ZeroEngine:
         self.max_grad_norm = max_grad_norm
         self.ledger = Ledger()
         self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.overlap)
+        self.progress = Progress(self.collectives)
+        require_same(self.collectives, engine_settings(plan, options, precision, max_grad_norm))
         self._wire_pool = ScratchPool(dtype=precision.compute, device=world.device)
         self._master_pool = ScratchPool(dtype=precision.master, device=world.device)
         self.schedule = build_schedule(
@@ -109,6 +110,7 @@ class ZeroEngine:
             collectives=self.collectives,
             pool=self._master_pool,
         )
+        self._updater = Updater(self.schedule, self.optimizer, precision=precision, pool=self._master_pool)
         self._unit_handles = [handle for unit in self.schedule.units for handle in hook_unit(unit, self.schedule)]
         self._gradient_hooks = hook_gradients(self.schedule)
         self._syncs = True
@@ -147,6 +149,7 @@ class ZeroEngine:
             raise EngineStateError("backward got a loss without a graph: was it computed under torch.no_grad()?")
         self.ledger.in_step = True
         scale = torch.ones_like(loss).mul_(weight / self.world.size)
+        self.progress.num_backwards += 1
         with self._phase(Phase.BACKWARD):
             self.schedule.begin_backward(more_to_come=not self._syncs)
             loss.backward(gradient=scale, retain_graph=retain_graph)
@@ -168,25 +171,29 @@ class ZeroEngine:
 
         Raises:
             EngineStateError: no backward has reduced its gradients since the last step.
+            DisagreementError: the ranks have not done the same since the last step.
         """
         self._require_reduced()
+        with self._phase(Phase.UPDATE):
+            result = self._step()
+        self.progress.close_step()
+        self.ledger.close_step()
+        return result
+
+    def _step(self) -> StepResult:
         self.schedule.finish_reductions()
         with named_range("norm of", "the gradient"):
-            norm = self._grad_norm()
+            norm, stamps = self._grad_norm()
         coefficient = clip_coefficient(norm, self.max_grad_norm)
         skipped = not torch.isfinite(norm).item()
-        if not skipped:
+        if skipped:
+            self.progress.require_same(stamps)
+            for _, gradient in self._trained:
+                gradient.drop()
+        else:
             self.schedule.expect_updated()
-        updates: deque[Iterator[None]] = deque()
-        for index, (weights, gradient) in enumerate(self._trained):
-            if not skipped:
-                updates.appendleft(self._update(index, weights, gradient, coefficient))
-                _advance(updates)
-            gradient.drop()
-        while updates:
-            _advance(updates)
+            self._updater.update_all(None if self.max_grad_norm is None else coefficient)
         self.schedule.rest()
-        self.ledger.close_step()
         return StepResult(grad_norm=norm.item(), clip_coefficient=coefficient.item(), skipped=skipped)
 
     def train_step(
@@ -231,37 +238,24 @@ class ZeroEngine:
                     "micro-batch of a step outside `with engine.no_sync()`"
                 )
 
-    def _grad_norm(self) -> torch.Tensor:
+    def _grad_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm, and the ranks' stamps of this step. Stamps that differ make the norm NaN: no step pays for a look
+        at them but one that would be skipped."""
         squares = [gradient.squares for _, gradient in self._trained]
-        return norm_of_digit_sums(self.collectives.gather_small(digit_sums(torch.cat(squares))))
-
-    def _update(
-        self, index: int, weights: BucketWeights, gradient: BucketGradient, coefficient: torch.Tensor
-    ) -> Iterator[None]:
-        """Update one bucket, with a pause wherever whole tensors are on the wire; after the first the gradient is no
-        longer needed."""
-        with named_range("optimizer", weights.spec.name):
-            values = gradient.reduced()
-            scratch = None
-            if self.precision.separate_master:
-                scratch = self._master_pool.take(values.numel())
-                values = scratch.storage[: values.numel()].copy_(values)
-            if self.max_grad_norm is not None:
-                values.mul_(coefficient.to(values.dtype))
-            whole_tensors = self.optimizer.step(index, values)
-            if scratch is not None:
-                self._master_pool.give_back(scratch)
-        yield from whole_tensors
-        weights.refresh()
-        self.schedule.gather_updated(weights)
+        numbers = torch.cat([digit_sums(torch.cat(squares)), self.progress.stamp(self.param_groups)])
+        everyone = self.collectives.gather_small(numbers, name="norm")
+        stamps = everyone[:, -len(STAMP) :]
+        norm = norm_of_digit_sums(everyone[:, : -len(STAMP)])
+        return torch.where((stamps == stamps[0]).all(), norm, float("nan")), stamps
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
-        before, self.schedule.phase = self.schedule.phase, phase
+        before = self.schedule.phase
+        self.schedule.phase = self.progress.phase = phase
         try:
             yield
         finally:
-            self.schedule.phase = before
+            self.schedule.phase = self.progress.phase = before
 
     # ---- what is held, and what the theory says
 
@@ -323,13 +317,3 @@ class ZeroEngine:
     def weights_sha256(self) -> str:
         """SHA-256 over the full fp32 master weights in name order, the same on every rank. Collective."""
         return weights_sha256(self.schedule.buckets, self.world, self.collectives)
-
-
-_ENDED = object()
-
-
-def _advance(updates: deque[Iterator[None]]) -> None:
-    """Resume each update once, the newest first: what it sends is on the wire while the older ones compute."""
-    for update in list(updates):
-        if next(update, _ENDED) is _ENDED:
-            updates.remove(update)

@@ -159,7 +159,7 @@ class BucketGradient:
         """Be ready for what the other ranks send to the reduction, which may come before this rank's own part."""
         if self.collectives.ordered:
             self._received = self.pool.take(self._received_numel)
-            self._expected = self.collectives.expect_reduce(_held(self._received_flat), self._tag)
+            self._expected = self.collectives.expect_reduce(_held(self._received_flat), self._tag, name=self.spec.name)
 
     def reduce(self) -> None:
         """Issue the reduction. Every segment has been filled (with zeros where no gradient came)."""
@@ -169,7 +169,9 @@ class BucketGradient:
         unreduced = _held(self._filling).cut(self.layout)[0]
         self.life.become(GradientState.REDUCING)
         with named_range("reduce", self.spec.name):
-            self._pending = self.collectives.reduce(unreduced, self._received_flat, self.shard, self._expected)
+            self._pending = self.collectives.reduce(
+                unreduced, self._received_flat, self.shard, self._expected, name=self.spec.name
+            )
         self._expected = None
 
     @property
@@ -208,10 +210,9 @@ class BucketGradient:
             self.pool.give_back(_held(self._filling))
         elif not self.plan.shards_optimizer:
             with named_range("gather gradient", self.spec.name):
-                full = self._own.storage
-                self._pending = self.collectives.gather(
-                    full, self.shard, self.collectives.expect_gather(full, self._tag)
-                )
+                full, name = self._own.storage, f"the gradient of {self.spec.name}"
+                expected = self.collectives.expect_gather(full, self._tag, name=name)
+                self._pending = self.collectives.gather(full, self.shard, expected, name=name)
         self._end_filling()
         self.life.become(GradientState.REDUCED)
 

@@ -78,7 +78,7 @@ class MuonWithAdamW:
         return torch.optim.AdamW(
             groups,
             lr=self.adamw_lr,
-            betas=tuple(self.adamw_betas),  # a list, where it comes from a yaml
+            betas=(self.adamw_betas[0], self.adamw_betas[1]),  # a list, where it comes from a yaml
             eps=self.adamw_eps,
             weight_decay=self.adamw_weight_decay,
             fused=self.fused,

@@ -38,7 +38,7 @@ def weights_sha256(buckets: Iterable[Bucket], world: World, collectives: Collect
         if world.rank == 0 and flat is not None:
             digest.update(_as_fp32(flat[slot.offset : slot.end]).numpy().tobytes())
     agreed = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=world.device)
-    collectives.broadcast(agreed)
+    collectives.broadcast(agreed, name="the hash of the weights")
     return bytes(agreed.tolist()).hex()
 
 

@@ -35,6 +35,7 @@ class Phase(Enum):
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
+    UPDATE = "update"
 
 
 WEIGHT_TRANSITIONS = {

@@ -63,7 +63,7 @@ class BucketWeights:
             for view, managed in zip(master.views(), self.spec.parameters, strict=True):
                 with initial.of(managed.parameter) as value:
                     view.copy_(value)
-        self.collectives.broadcast(master.tensor)
+        self.collectives.broadcast(master.tensor, name=self.spec.name)
         if precision.separate_master:
             self.model_weight = FlatBuffer(self.layout, dtype=precision.compute, device=world.device)
             self.model_weight.tensor.copy_(master.tensor)
@@ -114,7 +114,7 @@ class BucketWeights:
 
     def expect_gather(self) -> None:
         """Be ready for the other ranks' parts: the model no longer reads them, and a gather comes."""
-        self._expected = self.collectives.expect_gather(self.model_weight.tensor, self._tag)
+        self._expected = self.collectives.expect_gather(self.model_weight.tensor, self._tag, name=self.spec.name)
 
     def start_gather(self) -> None:
         """Issue the all-gather of the model weight unless it is there or under way."""
@@ -125,7 +125,9 @@ class BucketWeights:
         with named_range("gather", self.spec.name):
             if self._expected is None:
                 self.expect_gather()
-            self._pending = self.collectives.gather(self.model_weight.tensor, self.weight_shard, self._expected)
+            self._pending = self.collectives.gather(
+                self.model_weight.tensor, self.weight_shard, self._expected, name=self.spec.name
+            )
             self._expected = None
 
     def finish_gather(self) -> None:
@@ -165,6 +167,7 @@ class BucketWeights:
         if self.master_weight.numel() == self.layout.padded_numel:
             return self.master_weight
         full = self.master_weight.new_empty(self.layout.padded_numel)
-        expected = self.collectives.expect_gather(full, self._tag)
-        self.collectives.gather(full, self.master_weight, expected).wait()
+        name = f"master weights of {self.spec.name}"
+        expected = self.collectives.expect_gather(full, self._tag, name=name)
+        self.collectives.gather(full, self.master_weight, expected, name=name).wait()
         return full

@@ -101,7 +101,7 @@ class WholeTensors:
             tensors[each.slot].view(-1)[each.in_tensor].copy_(master[each.in_shard])
             gradients[each.slot].view(-1)[each.in_tensor].copy_(gradient[each.in_shard])
         sent = [source[each.in_shard] for each in self._leaving for source in (master, gradient)]
-        there = self._exchange(sent, self._leaving, self._coming, num_parts=2)
+        there = self._ship(sent, self._leaving, self._coming, num_parts=2)
         return self._rest_of_update(whole, tensors, gradients, there, step)
 
     def _rest_of_update(
@@ -109,7 +109,7 @@ class WholeTensors:
         whole: Scratch,
         tensors: dict[int, torch.Tensor],
         gradients: dict[int, torch.Tensor],
-        there: "Exchange | None",
+        there: "Shipment | None",
         step: Callable[[Updates], None],
     ) -> Iterator[None]:
         name = self._weights.spec.name
@@ -125,7 +125,7 @@ class WholeTensors:
             for target in self.targets.values():
                 target.data = self._at_rest.expand(target.shape)
         updated = [tensors[each.slot].view(-1)[each.in_tensor] for each in self._coming]
-        back = self._exchange(updated, self._coming, self._leaving, num_parts=1)
+        back = self._ship(updated, self._coming, self._leaving, num_parts=1)
         master = self._weights.master_weight
         for each in self._staying:
             master[each.in_shard].copy_(tensors[each.slot].view(-1)[each.in_tensor])
@@ -142,9 +142,9 @@ class WholeTensors:
             for slot, place in self._places.items()
         }
 
-    def _exchange(
+    def _ship(
         self, parts: Sequence[torch.Tensor], leaving: Sequence[Fragment], coming: Sequence[Fragment], *, num_parts: int
-    ) -> "Exchange | None":
+    ) -> "Shipment | None":
         if not self._is_exchanged:
             return None
         world, here = self._collectives.world, self._collectives.world.rank
@@ -152,10 +152,11 @@ class WholeTensors:
         for side, fragments in zip(sizes, (leaving, coming), strict=True):
             for each in fragments:
                 side[each.owner if each.rank == here else each.rank] += num_parts * each.numel
-        return Exchange(parts, sizes[0], sizes[1], collectives=self._collectives, pool=self._pool)
+        name = f"whole tensors of {self._weights.spec.name}"
+        return Shipment(parts, *sizes, name=name, collectives=self._collectives, pool=self._pool)
 
 
-class Exchange:
+class Shipment:
     """Tensors on their way to the ranks that need them, in buffers on loan.
 
     Args:
@@ -169,6 +170,7 @@ class Exchange:
         sent_numels: list[int],
         received_numels: list[int],
         *,
+        name: str,
         collectives: Collectives,
         pool: ScratchPool,
     ) -> None:
@@ -177,7 +179,7 @@ class Exchange:
         sent = self._buffers[0].storage[: sum(sent_numels)]
         self._received = self._buffers[1].storage[: sum(received_numels)]
         _copy_all(sent.split([part.numel() for part in parts]), parts)
-        self._pending: Pending = collectives.exchange(sent, self._received, sent_numels, received_numels)
+        self._pending: Pending = collectives.exchange(sent, self._received, sent_numels, received_numels, name=name)
 
     def finish(self, parts: Sequence[torch.Tensor]) -> None:
         """Wait, and leave what was received in `parts`, which are in the order of the ranks it comes from."""

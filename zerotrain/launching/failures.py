@@ -9,12 +9,19 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from zerotrain.errors import CommError, ConfigError, ZeroTrainError
+from zerotrain.errors import CommError, ConfigError, DisagreementError, ZeroTrainError
 from zerotrain.launching import exits
 
-_SIGNS_OF_LOST_PEERS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_SIGNS_OF_LOST_PEERS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")
+"""In the messages of the collectives that a user's own code calls; ours raise CommError."""
 _TOLD_TO_STOP = (-signal.SIGTERM, exits.of_signal(signal.SIGINT))
 """Exit codes of ranks that torch's agent has ended because another rank had failed."""
+
+
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "kill -9, or the machine ran out of memory",
+    signal.SIGABRT: "by itself: on GPUs NCCL does so when ranks wait for each other longer than launch.timeout_s",
+}
 
 
 class RunError(ZeroTrainError):
@@ -39,9 +46,10 @@ class Failure:
     def of(cls, error: Exception, rank: int) -> "Failure":
         """What an exception says, on the rank that caught it."""
         from_peers = _comes_from_peers(error)
+        said = str(error) if isinstance(error, CommError) and from_peers else f"{type(error).__name__}: {error}"
         return cls(
             rank=rank,
-            cause=f"{'lost another rank' if from_peers else 'failed'}: {type(error).__name__}: {error}",
+            cause=f"{'lost another rank' if from_peers else 'failed'}: {said}",
             from_peers=from_peers,
             problems=error.problems if isinstance(error, ConfigError) else None,
             time_s=time.time(),
@@ -84,10 +92,14 @@ def _of_process(rank: int, end: ProcessFailure) -> Failure:
     if end.exitcode >= 0:
         return Failure(rank=rank, cause=f"ended with exit code {end.exitcode}")
     name = signal.Signals(-end.exitcode).name
-    hint = " (kill -9, or the machine ran out of memory)" if -end.exitcode == signal.SIGKILL else ""
-    return Failure(rank=rank, cause=f"was killed by {name}{hint}")
+    hint = _HINTS.get(-end.exitcode)
+    return Failure(rank=rank, cause=f"was killed by {name}" + (f" ({hint})" if hint else ""))
 
 
 def _comes_from_peers(error: Exception) -> bool:
-    """Gloo and NCCL have no exception of their own for a lost connection: gloo raises a RuntimeError with its name."""
-    return isinstance(error, CommError | dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_LOST_PEERS)
+    if isinstance(error, DisagreementError):
+        return False
+    if isinstance(error, CommError | dist.DistError):
+        return True
+    # Gloo has no class of its own for what it raises.
+    return type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_LOST_PEERS)

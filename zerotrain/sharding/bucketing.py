@@ -68,12 +68,14 @@ class BucketSpec:
 
     @cached_property
     def name(self) -> str:
-        """Its unit, or the first and last of several; its first and last parameter where it is a part of a unit."""
+        """Its unit, or the first and last of several; its first and last parameter where it is a part of a unit.
+        No two buckets of a model have the same."""
         parts = {unit.name: list(_select(unit, self.trainable)) for unit in self.units}
         names = [name for name, members in parts.items() if members]
         if sum(map(len, parts.values())) > len(self.parameters):
             names = [managed.names[0] for managed in self.parameters]
-        return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+        name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+        return name if self.trainable else f"{name} (frozen)"
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Module]:

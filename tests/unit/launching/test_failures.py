@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from zerotrain.errors import CommError, ConfigError
+from zerotrain.errors import CommError, ConfigError, DisagreementError
 from zerotrain.launching.failures import Failure, RunError, first_failure
 
 LOST_PEER = RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9614")
@@ -34,6 +34,17 @@ def test_losing_a_rank_is_not_the_first_cause_even_if_it_was_noticed_first(tmp_p
     Failure.of(loss, 0).write(tmp_path)
     Failure.of(ValueError("mine"), 1).write(tmp_path)
     assert first_failure(tmp_path).rank == 1
+
+
+def test_ranks_that_disagree_are_a_cause_and_not_the_loss_of_a_rank(tmp_path: Path):
+    Failure.of(CommError("timed out"), 0).write(tmp_path)
+    Failure.of(DisagreementError("2 on rank 0, 1 on rank 1"), 1).write(tmp_path)
+    assert first_failure(tmp_path).cause == "failed: DisagreementError: 2 on rank 0, 1 on rank 1"
+
+
+def test_an_error_of_the_users_own_that_mentions_gloo_is_not_the_loss_of_a_rank(tmp_path: Path):
+    Failure.of(ValueError("no path /gloo/ here"), 1).write(tmp_path)
+    assert first_failure(tmp_path).cause.startswith("failed: ValueError")
 
 
 def test_a_killed_rank_comes_before_what_the_others_noticed_of_it(tmp_path: Path):

@@ -1,0 +1,199 @@
+"""Ranks that do not do the same get an error that says who, where and what, instead of waiting for ever."""
+
+import functools
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import run_over
+from commands import TINY, by_hand, result_of
+from torch import nn
+
+import zerotrain
+from zerotrain.comm import whereabouts
+from zerotrain.config.schema import ZeroConfig
+from zerotrain.errors import ZeroTrainError
+
+TIMEOUT_S = 1.0
+Engine = zerotrain.ZeroEngine
+
+
+class Net(nn.Module):
+    def __init__(self, hidden_size: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *, without: int | None = None) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x if index == without else block(x)
+        return x.square().mean()
+
+
+def build(stage: int = 2, *, hidden_size: int = 8, **zero: Any) -> Engine:
+    """An engine in groups of its own, which wait for a second and can fail without harm to other cases."""
+    gathers, reductions = (dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(2))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = zerotrain.World(rank, size, rank, torch.device("cpu"), gather_group=gathers, reduce_group=reductions)
+    settings = {"stage": stage, "bucket_mb": 3e-4, "prefetch": 0} | zero
+    optimizer = functools.partial(torch.optim.SGD, lr=0.5)
+    return zerotrain.build_engine(Net(hidden_size), optimizer=optimizer, zero=ZeroConfig(**settings), world=world)
+
+
+def train(engine: Engine, *, num_steps: int = 1, num_micro_batches: int = 1, without: int | None = None) -> None:
+    for _ in range(num_steps):
+        for _ in range(num_micro_batches - 1):
+            with engine.no_sync():
+                engine.backward(engine(torch.ones(2, 8), without=without))
+        engine.backward(engine(torch.ones(2, 8), without=without))
+        engine.step()
+
+
+def fewer_micro_batches(stage: int, rank: int) -> None:
+    engine = build(stage)
+    train(engine)
+    train(engine, num_micro_batches=2 - rank)
+
+
+def another_branch(rank: int) -> None:
+    train(build(3), without=rank)
+
+
+def end_a_step_early(rank: int) -> None:
+    engine = build()
+    train(engine, num_steps=3 - rank)
+    engine.weights_sha256()
+
+
+def resume_a_step_behind(rank: int) -> None:
+    engine = build()
+    engine.progress.num_steps = 7 - rank
+    train(engine)
+
+
+def schedule_a_step_behind(rank: int) -> None:
+    engine = build()
+    for group in engine.param_groups:
+        group["lr"] = 0.25 * (2 - rank)
+    train(engine)
+
+
+def sleep(rank: int) -> None:
+    engine = build()
+    train(engine)
+    if rank == 1:
+        time.sleep(2 * TIMEOUT_S)
+    train(engine)
+
+
+CASES: dict[str, tuple[Callable[[int], object], list[list[str]]]] = {
+    "fewer micro-batches, sharded gradients": (
+        functools.partial(fewer_micro_batches, 2),
+        [
+            ["DisagreementError: rank 0, step 2, update", "backwards since the last step: 2 on rank 0, 1 on rank 1"],
+            ["DisagreementError: rank 1, step 2, update", "backwards since the last step: 2 on rank 0, 1 on rank 1"],
+        ],
+    ),
+    "fewer micro-batches, sharded parameters": (
+        functools.partial(fewer_micro_batches, 3),
+        [
+            ["CommError: rank 0 failed in gather of blocks.", "(step 2, ", "rank 1 failed in reduction of blocks."],
+            ["CommError: rank 1 failed in reduction of blocks.", "(step 2, ", "rank 0 failed in gather of blocks."],
+        ],
+    ),
+    "another branch": (
+        another_branch,
+        [
+            ["CommError: rank 0 failed in gather of blocks.1 (step 1, forward) after 1."],
+            ["CommError: rank 1 failed in gather of blocks.2 (step 1, forward)", "rank 0 failed in gather of blocks.1"],
+        ],
+    ),
+    "another setting": (
+        lambda rank: build(bucket_mb=[0.5, 2.0][rank], prefetch=rank),
+        [
+            [
+                "ConfigError: zero.bucket_mb: differs between the ranks: 0.5 on rank 0, 2.0 on rank 1; give all ranks",
+                "zero.prefetch: differs between the ranks: 0 on rank 0, 1 on rank 1",
+            ]
+        ]
+        * 2,
+    ),
+    "another stage": (
+        lambda rank: build(1 + rank),
+        [["zero.stage: differs", "gradients replicated, optimizer sharded on rank 0"]] * 2,
+    ),
+    "another model": (
+        lambda rank: build(hidden_size=8 + rank),
+        [["the model (buckets and their parameters): differs", "6 parameters, 216 elements", "on rank 1"]] * 2,
+    ),
+    "a step behind at the end": (
+        end_a_step_early,
+        [
+            [
+                "CommError: rank 0 failed in reduction of blocks",
+                "(step 3, backward)",
+                "rank 1 failed in gather of master",
+            ],
+            ["CommError: rank 1 failed in gather of master weights of blocks.0 (step 3, idle)"],
+        ],
+    ),
+    "a step behind after a resume": (
+        resume_a_step_behind,
+        [["DisagreementError", "step 8, update", "number of the step: 8 on rank 0, 7 on rank 1"], ["step 7, update"]],
+    ),
+    "a step behind in the schedule": (
+        schedule_a_step_behind,
+        [["DisagreementError", "sum of the learning rates: 1 on rank 0, 0.5 on rank 1"]] * 2,
+    ),
+    "asleep": (
+        sleep,
+        [
+            ["CommError: rank 0 failed in reduction of", "nothing is known of rank 1, which may compute, sleep or be"],
+            ["CommError: rank 1 failed in", "rank 0 failed in reduction of"],
+        ],
+    ),
+}
+
+
+def message_of(name: str) -> str:
+    whereabouts.GRACE_S = 0.5
+    try:
+        CASES[name][0](dist.get_rank())
+    except ZeroTrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def test_ranks_that_do_not_do_the_same_all_end_and_say_where_each_was() -> None:
+    for name, by_rank in zip(CASES, run_over(list(CASES), message_of, 2), strict=True):
+        for message, expected in zip(by_rank, CASES[name][1], strict=True):
+            assert [part for part in expected if part not in message] == [], f"{name}: {message}"
+
+
+def timeouts_of_groups(_: None) -> list[float]:
+    world = zerotrain.World.current(torch.device("cpu"))
+    groups = (world.gather_group, world.reduce_group)
+    return [group._get_backend(world.device).options._timeout.total_seconds() for group in groups]
+
+
+def test_reductions_wait_as_long_as_gathers() -> None:
+    (by_rank,) = run_over([None], timeouts_of_groups, 2)
+    assert by_rank == [[120.0, 120.0]] * 2
+
+
+def test_a_rank_that_sleeps_for_ever_is_told_of_within_the_timeout_and_ended(tmp_path: Path) -> None:
+    sleeping = (*TINY, "model._target_=misbehaving.MisbehavingMLP", "+model.action=sleep", "hydra.run.dir=run")
+    command = by_hand(*sleeping, "launch.timeout_s=5", "launch.nproc_per_node=2", folder=tmp_path)
+    assert command.wait(60.0) == 1
+    cause, log = command.stderr.splitlines()
+    assert cause.startswith("rank 0 lost another rank: rank 0 failed in ")
+    assert re.search(r"reduction of blocks\.0\.\.blocks\.1 \(step 2, (backward|update)\) after 5\.\d s", cause)
+    assert "nothing is known of rank 1, which may compute, sleep or be gone" in cause
+    assert log == f"  its log: {tmp_path / 'run/ranks/0.log'}"
+    assert result_of(tmp_path / "run")["status"] == "failed"
+    assert command.wait_until_gone() == []

@@ -1,0 +1,111 @@
+"""That all ranks train the same thing: compared once when an engine is built, and once a step.
+
+The comparison of a step rides on the exchange of the norm, so it costs no collective and no wait of its own.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from zerotrain.comm.collectives import Collectives
+from zerotrain.engine.states import Phase
+from zerotrain.errors import ConfigError, DisagreementError
+
+STAMP = (
+    "number of the step",
+    "backwards since the last step",
+    "sum of the learning rates",
+    "order of the collectives, as a hash",
+)
+"""What each rank tells of a step, as fp64 numbers that must be equal."""
+MAX_SHOWN_NBYTES = 200
+
+
+class Progress:
+    """How far this rank has come: what it stamps a step with, and what it says when a collective fails."""
+
+    num_steps = 0
+    """Optimizer steps made, the skipped ones included."""
+    num_backwards = 0
+    """Since the last step."""
+    phase = Phase.IDLE
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        collectives.world.whereabouts.describe = self.describe
+
+    def describe(self) -> str:
+        """Such as "step 3, forward"."""
+        return f"step {self.num_steps + 1}, {self.phase.value}"
+
+    def stamp(self, param_groups: Sequence[Mapping[str, object]]) -> torch.Tensor:
+        """(len(STAMP),) fp64 on the device: the numbers of `STAMP`, as this rank has them."""
+        rates = [rate for group in param_groups if isinstance(rate := group.get("lr"), float)]
+        numbers = [self.num_steps + 1, self.num_backwards, sum(rates), self._collectives.order]
+        # Without a wait for the device, which a tensor made there at once would cost.
+        return torch.tensor(numbers, dtype=torch.float64).to(self._collectives.world.device, non_blocking=True)
+
+    def require_same(self, stamps: torch.Tensor) -> None:
+        """Compare the stamps of all ranks, (ranks, len(STAMP)).
+
+        Raises:
+            DisagreementError: on every rank, if any two differ.
+        """
+        differences = stamp_differences(stamps)
+        if differences:
+            raise DisagreementError(
+                f"rank {self._collectives.world.rank}, {self.describe()}: the ranks have not done the same since the "
+                f"last step; {'; '.join(differences)}"
+            )
+
+    def close_step(self) -> None:
+        """A step has ended."""
+        self.num_steps += 1
+        self.num_backwards = 0
+
+
+def stamp_differences(stamps: torch.Tensor) -> list[str]:
+    """(ranks, len(STAMP)) fp64 -> one sentence for each number that is not the same on all ranks."""
+    columns = zip(STAMP, stamps.T.tolist(), strict=True)
+    return [f"{what}: {_by_rank(values)}" for what, values in columns if len(set(values)) > 1]
+
+
+def require_same(collectives: Collectives, facts: Mapping[str, object]) -> None:
+    """Compare settings over the ranks. Collective: one small exchange, and one more where they differ.
+
+    Args:
+        facts: value by the name the user knows it by; the same names on every rank.
+
+    Raises:
+        ConfigError: on every rank, with a line for each setting that differs.
+    """
+    texts = [str(value) for value in facts.values()]
+    hashes = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) for text in texts]
+    device = collectives.world.device
+    everyone = collectives.gather_small(
+        torch.tensor(hashes, dtype=torch.int64, device=device), name="settings"
+    ).tolist()
+    different = [index for index, values in enumerate(zip(*everyone, strict=True)) if len(set(values)) > 1]
+    if not different:
+        return
+    shown = "".join(texts[index].ljust(MAX_SHOWN_NBYTES)[:MAX_SHOWN_NBYTES] for index in different)
+    packed = torch.tensor(list(shown.encode("ascii", "replace")), dtype=torch.uint8, device=device)
+    rows = collectives.gather_small(packed, name="settings").view(collectives.world.size, len(different), -1).tolist()
+    problems = []
+    for place, index in enumerate(different):
+        values = _by_rank([bytes(row[place]).decode().strip() for row in rows])
+        problems.append(f"{list(facts)[index]}: differs between the ranks: {values}; give all ranks the same")
+    raise ConfigError(*problems)
+
+
+def _by_rank(values: Sequence[object]) -> str:
+    """Each value and the ranks that have it."""
+    ranks: dict[object, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return ", ".join(f"{_short(value)} on rank{'s' * (len(on) > 1)} {', '.join(on)}" for value, on in ranks.items())
+
+
+def _short(value: object) -> str:
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
