@@ -61,6 +61,7 @@ def fewer_micro_batches(stage: int, rank: int) -> None:
 
 
 def another_branch(rank: int) -> None:
+    """Equally many gathers of equal size, but of different units."""
     train(build(3), without=rank)
 
 
@@ -110,7 +111,7 @@ CASES: dict[str, tuple[Callable[[int], object], list[list[str]]]] = {
         another_branch,
         [
             ["CommError: rank 0 failed in gather of blocks.1 (step 1, forward) after 1."],
-            ["CommError: rank 1 failed in gather of blocks.2 (step 1, forward)", "rank 0 failed in gather of blocks.1"],
+            ["CommError: rank 1 failed in gather of blocks.0 (step 1, forward)", "rank 0 failed in gather of blocks.1"],
         ],
     ),
     "another setting": (
@@ -170,9 +171,14 @@ def message_of(name: str) -> str:
 
 
 def test_ranks_that_do_not_do_the_same_all_end_and_say_where_each_was() -> None:
-    for name, by_rank in zip(CASES, run_over(list(CASES), message_of, 2), strict=True):
-        for message, expected in zip(by_rank, CASES[name][1], strict=True):
-            assert [part for part in expected if part not in message] == [], f"{name}: {message}"
+    wrong = [
+        (name, part, message)
+        for name, by_rank in zip(CASES, run_over(list(CASES), message_of, 2), strict=True)
+        for message, expected in zip(by_rank, CASES[name][1], strict=True)
+        for part in expected
+        if part not in message
+    ]
+    assert not wrong
 
 
 def timeouts_of_groups(_: None) -> list[float]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.config.targets import target_problems
+from zerotrain.config.targets import makes_callables, target_problems
 
 MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 8, "context": 2, "hidden_size": 4, "num_layers": 1}
 
@@ -87,3 +87,11 @@ def test_targets_inside_arguments_are_checked_too():
     assert problem.startswith(
         "model.blocks.0._target_: got torch.nn.Linaer; torch.nn has no Linaer; did you mean Linear?"
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("zerotrain.MuonWithAdamW", True), ("torch.optim.AdamW", False), ("math.sqrt", False), ("no.such", False)],
+)
+def test_a_class_whose_objects_can_be_called_needs_no_partial(path: str, expected: bool):
+    assert makes_callables(path) is expected

@@ -1,0 +1,47 @@
+"""What ranks are compared by, in one process."""
+
+import torch
+
+from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.world import World
+from zerotrain.engine.agreement import Progress, stamp_differences
+
+
+def collectives() -> Collectives:
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    return Collectives(world, ledger=Ledger(), ordered=True, overlap=True)
+
+
+def order_after(*names: str) -> int:
+    mine = collectives()
+    for name in names:
+        mine.gather(torch.zeros(2), torch.zeros(2), name=name)
+    return mine.order
+
+
+def test_the_order_of_gathers_is_told_apart_and_that_between_kinds_is_not() -> None:
+    assert order_after("a", "b") == order_after("a", "b") != order_after("b", "a")
+    assert order_after("a") != order_after("a", "a")
+    one, other = collectives(), collectives()
+    one.gather(torch.zeros(2), torch.zeros(2), name="a")
+    one.broadcast(torch.zeros(2), name="b")
+    other.broadcast(torch.zeros(2), name="b")
+    other.gather(torch.zeros(2), torch.zeros(2), name="a")
+    assert one.order == other.order
+    assert 0 < one.order == float(one.order)
+
+
+def test_each_number_that_differs_is_told_with_its_ranks() -> None:
+    stamps = torch.tensor([[3.0, 2, 0.1, 7], [3.0, 1, 0.1, 7], [3.0, 2, 0.1, 7]], dtype=torch.float64)
+    assert stamp_differences(stamps) == ["backwards since the last step: 2 on ranks 0, 2, 1 on rank 1"]
+    assert stamp_differences(stamps[:1]) == []
+
+
+def test_a_stamp_counts_steps_backwards_and_rates() -> None:
+    progress = Progress(collectives())
+    progress.num_backwards = 2
+    assert progress.stamp([{"lr": 0.25}, {"lr": 0.5}, {}]).tolist() == [1, 2, 0.75, 0]
+    progress.close_step()
+    assert progress.stamp([]).tolist() == [2, 0, 0, 0]
+    assert progress.describe() == "step 2, idle"
