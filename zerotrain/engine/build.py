@@ -51,10 +51,9 @@ def build_schedule(
     """Cut `model` into buckets, move its parameters into them and order them.
 
     Raises:
-        ConfigError: ranks with different models, no trainable parameter, one without values, a unit pattern that
-            matches nothing, or an optimizer that cannot work so.
+        ConfigError: ranks with different models, no trainable parameter, a unit pattern that matches nothing, or an
+            optimizer that cannot work so.
     """
-    _require_values(model)
     max_numel = max(1, int(options.bucket_mb * 2**20) // precision.compute.itemsize)
     units = cut_units(model, options.units, max_numel)
     for managed in needing_whole(optimizer, units):
@@ -90,7 +89,12 @@ def build_schedule(
     return schedule
 
 
-def _require_values(model: nn.Module) -> None:
+def require_values(model: nn.Module) -> None:
+    """Make sure that there are weights to begin with.
+
+    Raises:
+        ConfigError: a parameter or buffer is on the meta device.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ConfigError(

@@ -12,7 +12,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.engine.agreement import STAMP, Progress, require_same
-from zerotrain.engine.build import EngineOptions, build_schedule, engine_settings
+from zerotrain.engine.build import EngineOptions, build_schedule, engine_settings, require_values
 from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.hooks import hook_gradients, hook_unit
 from zerotrain.engine.norm import clip_coefficient, digit_sums, norm_of_digit_sums
@@ -79,6 +79,7 @@ class ZeroEngine:
         decay_all: bool = False,
         initial: InitialValues | None = None,
     ) -> None:
+        require_values(model)
         self.module = model
         self.world = world
         self.plan = plan
