@@ -16,6 +16,7 @@ from benchmarks.network import sent_nbytes
 from benchmarks.workload import Workload
 from zerotrain.comm.world import choose_device
 from zerotrain.launching.signals import end_with_parent
+from zerotrain.training.flops import count_flops
 from zerotrain.training.metrics import device_peak_flops
 
 NUM_HOST_STEPS = 5
@@ -90,7 +91,7 @@ def measure(engine_name: str, workload: Workload, device: torch.device, interfac
     start_nbytes = resident_nbytes("VmRSS")
 
     model = workload.build_model(device)
-    num_flops = model.flops_per_token(workload.shape.seq_len) * workload.num_tokens / workload.num_ranks
+    full_speed_ms = _full_speed_ms(workload, device)
     engine = spec.build(model, workload)
     num_steps = workload.num_warmup_steps + workload.num_steps
     batches = [workload.micro_batches(step, dist.get_rank(), device) for step in range(num_steps)]
@@ -105,7 +106,6 @@ def measure(engine_name: str, workload: Workload, device: torch.device, interfac
     for batch in batches[workload.num_warmup_steps :]:
         loss = engine.step(batch)
         clock.mark()
-    peak_flops = device_peak_flops(device, torch.bfloat16 if workload.precision == "bf16" else torch.float32)
     step_ms = clock.durations_ms()
     sent_after = _sent_once_quiet(interface)
     traffic = engine.traffic()
@@ -117,7 +117,7 @@ def measure(engine_name: str, workload: Workload, device: torch.device, interfac
         sent_nbytes=None if sent_before is None or sent_after is None else sent_after - sent_before,
         counted_nbytes=traffic.counted_nbytes if traffic else None,
         theory_nbytes=traffic.theory_nbytes if traffic else None,
-        full_speed_ms=1e3 * num_flops / peak_flops if peak_flops else None,
+        full_speed_ms=full_speed_ms,
         host_ms=_host_ms(engine, batches[-1]) if device.type == "cuda" else None,
         device_peak_nbytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
     )
@@ -140,6 +140,16 @@ def _sent_once_quiet(interface: str | None) -> int | None:
         before = now
         time.sleep(0.1)
     return now
+
+
+def _full_speed_ms(workload: Workload, device: torch.device) -> float | None:
+    peak_per_s = device_peak_flops(device, torch.bfloat16 if workload.precision == "bf16" else torch.float32)
+    if peak_per_s is None:
+        return None
+    ids, labels = workload.micro_batches(0, 0, torch.device("meta"))[0]
+    num_flops = count_flops(workload.build_model(torch.device("meta")), (ids[0], labels[0]))
+    num_sequences = workload.num_tokens / workload.num_ranks / workload.shape.seq_len
+    return None if num_flops is None else 1e3 * num_flops * num_sequences / peak_per_s
 
 
 def _host_ms(engine: Engine, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> float:

@@ -79,14 +79,6 @@ class GPT(nn.Module):
         logits = F.linear(self.ln_f(hidden), self.wte.weight)  # (B, T, vocab_size)
         return logits if labels is None else mean_cross_entropy(logits, labels)
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """Floating point operations of one token's forward and backward: 6N + 12LHQT (PaLM, arXiv 2204.02311, app. B).
-
-        N leaves out the position embedding, which is a lookup; the token embedding counts for the head it is tied to.
-        """
-        num_matmul_parameters = self.num_parameters - self.wpe.num_embeddings * self.wpe.embedding_dim
-        return 6 * num_matmul_parameters + 12 * len(self.blocks) * self.wte.embedding_dim * seq_len
-
     def _initialize_weights(self) -> None:
         """GPT-2's: N(0, 0.02), zero biases, projections into the residual stream scaled by 1/sqrt(2 num_layers)."""
         residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))

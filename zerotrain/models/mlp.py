@@ -51,13 +51,6 @@ class MLP(nn.Module):
         logits = self.head(self.ln_f(hidden))
         return logits if labels is None else mean_cross_entropy(logits, labels)
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """Floating point operations of one token's forward and backward: 6 per weight of a matrix product.
-
-        The embedding is a lookup; `seq_len` makes no difference to a model without attention.
-        """
-        return 6 * (self.num_parameters - self.wte.num_embeddings * self.wte.embedding_dim)
-
 
 class HiddenLayer(nn.Module):
     """One residual layer: x + Linear(GELU(LayerNorm(x))), (..., hidden_size) in and out."""

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from zerotrain.models import GPT
 
@@ -120,15 +119,6 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(model(ids), model(ids))
     model.eval()
     assert torch.equal(model(ids), model(ids))
-
-
-def test_flops_per_token_agree_with_a_count_of_the_matrix_products():
-    with torch.device("meta"):
-        model = GPT(vocab_size=256, max_seq_len=128, num_layers=4, num_heads=4, hidden_size=128)
-        ids = torch.zeros(2, 128, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
-        model(ids, ids).backward()
-    assert model.flops_per_token(128) == pytest.approx(counter.get_total_flops() / ids.numel(), rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from zerotrain.models import MLP
 
@@ -54,14 +53,6 @@ def test_its_repeated_blocks_are_in_one_module_list(model):
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     assert lists == [model.blocks]
     assert len(model.blocks) == 2
-
-
-def test_flops_per_token_agree_with_a_count_of_the_matrix_products():
-    model = MLP(vocab_size=50, context=3, hidden_size=256, num_layers=2)
-    ids = random_tokens(4, 16)
-    with FlopCounterMode(display=False) as counter:
-        model(ids, ids).backward()
-    assert model.flops_per_token(16) == pytest.approx(counter.get_total_flops() / ids.numel(), rel=0.02)
 
 
 @pytest.mark.parametrize("name", SMALL)
