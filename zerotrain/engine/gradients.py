@@ -148,7 +148,7 @@ class BucketGradient:
     def _wire_buffer(self) -> Scratch:
         if self._own is not None:
             return self._own
-        scratch = self.pool.take(self.layout.padded_numel)
+        scratch = self.pool.take(self.layout.padded_numel, self.layout)
         flat, _ = scratch.cut(self.layout)
         last = self.layout.slots[-1].end
         # What lies between slots must be zero: it is summed, squared and updated with the rest.

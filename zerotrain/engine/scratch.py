@@ -11,15 +11,15 @@ class Scratch:
     def __init__(self, storage: torch.Tensor) -> None:
         self.storage = storage
         # By layout: making 10,000 views costs more than filling them.
-        self._cuts: dict[BucketLayout, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self.cuts: dict[BucketLayout, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
     def cut(self, layout: BucketLayout) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(the first padded_numel elements, one view for each slot)"""
-        if layout not in self._cuts:
+        if layout not in self.cuts:
             flat = self.storage[: layout.padded_numel]
             views = [flat[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
-            self._cuts[layout] = (flat, views)
-        return self._cuts[layout]
+            self.cuts[layout] = (flat, views)
+        return self.cuts[layout]
 
 
 class ScratchPool:
@@ -36,14 +36,15 @@ class ScratchPool:
         """Bytes of all buffers, lent or not."""
         return self.lent_nbytes + sum(scratch.storage.nbytes for scratch in self._free)
 
-    def take(self, numel: int) -> Scratch:
+    def take(self, numel: int, layout: BucketLayout | None = None) -> Scratch:
         """A buffer of at least `numel` elements, uninitialised: the smallest free one that fits.
 
+        Of several, one that has been cut for `layout` before is taken, so that all views are made within a few steps.
         Where none fits, the largest free one makes way for a larger, so that sizes settle after one step.
         """
         fitting = [scratch for scratch in self._free if scratch.storage.numel() >= numel]
         if fitting:
-            scratch = min(fitting, key=lambda each: each.storage.numel())
+            scratch = min(fitting, key=lambda each: (each.storage.numel(), layout not in each.cuts))
             self._free.remove(scratch)
         else:
             if self._free:

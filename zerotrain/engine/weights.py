@@ -114,6 +114,8 @@ class BucketWeights:
 
     def expect_gather(self) -> None:
         """Be ready for the other ranks' parts: the model no longer reads them, and a gather comes."""
+        # A unit that was not called since the last step has not waited for the gather of that one.
+        self.finish_gather()
         self._expected = self.collectives.expect_gather(self.model_weight.tensor, self._tag, name=self.spec.name)
 
     def start_gather(self) -> None:
