@@ -24,7 +24,7 @@ def calls_of_the_engine(stage: int, num_parameters: int) -> int:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     step = engine_step(Blocks(num_parameters), stage)
     # Until each buffer on loan has met each bucket: the views of a bucket in a buffer are made once.
-    for _ in range(3):
+    for _ in range(6):
         step()
     return python_calls(step) - python_calls(bare_step(Blocks(num_parameters)))
 
