@@ -26,7 +26,9 @@ def calls_of_the_engine(stage: int, num_parameters: int) -> int:
     # Until each buffer on loan has met each bucket: the views of a bucket in a buffer are made once.
     for _ in range(6):
         step()
-    return python_calls(step) - python_calls(bare_step(Blocks(num_parameters)))
+    # The most of some steps: parameters that a fake group never sent may be no numbers, and their step is skipped.
+    most = max(python_calls(step) for _ in range(5))
+    return most - python_calls(bare_step(Blocks(num_parameters)))
 
 
 def test_a_thousand_times_the_parameters_do_not_double_the_python_calls_of_a_step() -> None:
