@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerotrain.comm.world import World
-    from zerotrain.config.schema import ZeroConfig
+    from zerotrain.config.schema import PrecisionConfig, ZeroConfig
     from zerotrain.engine.engine import StepResult, TrainStepResult, ZeroEngine
     from zerotrain.engine.muon import MuonWithAdamW
-    from zerotrain.errors import CommError, ConfigError, DisagreementError, EngineStateError, ZeroTrainError
+    from zerotrain.errors import (
+        CommError,
+        ConfigError,
+        DisagreementError,
+        EngineStateError,
+        TrainingError,
+        ZeroTrainError,
+    )
     from zerotrain.factory import build_engine
 
 _HOMES = {
@@ -20,8 +27,10 @@ _HOMES = {
     "DisagreementError": "zerotrain.errors",
     "EngineStateError": "zerotrain.errors",
     "MuonWithAdamW": "zerotrain.engine.muon",
+    "PrecisionConfig": "zerotrain.config.schema",
     "StepResult": "zerotrain.engine.engine",
     "TrainStepResult": "zerotrain.engine.engine",
+    "TrainingError": "zerotrain.errors",
     "World": "zerotrain.comm.world",
     "ZeroConfig": "zerotrain.config.schema",
     "ZeroEngine": "zerotrain.engine.engine",
@@ -35,8 +44,10 @@ __all__ = [
     "DisagreementError",
     "EngineStateError",
     "MuonWithAdamW",
+    "PrecisionConfig",
     "StepResult",
     "TrainStepResult",
+    "TrainingError",
     "World",
     "ZeroConfig",
     "ZeroEngine",

@@ -21,6 +21,10 @@ class EngineStateError(ZeroTrainError):
     """An engine call came in a state that does not allow it (for example `step` without `backward`)."""
 
 
+class TrainingError(ZeroTrainError):
+    """Training cannot go on: the numbers, not a setting or a rank, are at fault. Every rank raises it alike."""
+
+
 class CommError(ZeroTrainError):
     """A collective failed: the other ranks did not come, or are gone."""
 

@@ -12,19 +12,24 @@ from torch import nn
 
 from zerotrain.comm.world import World, choose_device
 from zerotrain.config.checks import value_problems
-from zerotrain.config.schema import Config, TrainConfig, ZeroConfig
+from zerotrain.config.schema import Config, PrecisionConfig, TrainConfig, ZeroConfig
 from zerotrain.engine.build import EngineOptions
 from zerotrain.engine.deferred_init import InitialValues, deferred_init
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.kept_fp32 import assign_dtypes
+from zerotrain.engine.loss_scale import LossScaler
 from zerotrain.engine.optimizer import SAMPLE_SHAPE, build_optimizer, needing_whole
-from zerotrain.engine.precision import precision_named
+from zerotrain.engine.precision import Precision, precision_named
 from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
-from zerotrain.sharding.bucketing import cut_units
+from zerotrain.sharding.bucketing import cut_units, managed_parameters
 from zerotrain.sharding.plan import Plan, plan_for
 from zerotrain.training import Trainer
 from zerotrain.training.flops import ModelFlops, count_flops
 from zerotrain.training.metrics import device_peak_flops
+
+ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps")
+"""Of the `train` settings, those that the engine gets and the Trainer does not."""
 
 
 def build_engine(
@@ -32,8 +37,9 @@ def build_engine(
     *,
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     zero: ZeroConfig | None = None,
-    precision: str = "fp32",
+    precision: str | PrecisionConfig = "fp32",
     max_grad_norm: float | None = None,
+    max_skipped_steps: int = 20,
     decay_all: bool = False,
     compile: bool = False,
     activation_checkpointing: bool = False,
@@ -48,8 +54,10 @@ def build_engine(
             `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`: an element-wise one, or one declared to update
             whole tensors, such as `zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=3e-4)`.
         zero: how state is sharded and moved; default `ZeroConfig()`, stage 2.
-        precision: fp32 or bf16.
+        precision: fp32, bf16 or fp16; `PrecisionConfig` has more to set.
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
+        max_skipped_steps: as many steps in a row whose gradient is not finite, and which are skipped for it, raise
+            `TrainingError`; 1 raises at once.
         decay_all: apply weight decay to every parameter, not to matrices alone.
         compile: torch.compile each unit's forward.
         activation_checkpointing: keep a unit's inputs alone from its forward, and compute the rest again in its
@@ -61,9 +69,11 @@ def build_engine(
         ConfigError: a setting is out of range, or the model or optimizer cannot be trained so.
     """
     zero = zero or ZeroConfig()
-    problems = value_problems(Config(zero=zero, train=TrainConfig(max_grad_norm=max_grad_norm)))
-    if problems:
+    numerics = PrecisionConfig(precision) if isinstance(precision, str) else precision
+    train = TrainConfig(max_grad_norm=max_grad_norm, max_skipped_steps=max_skipped_steps)
+    if problems := value_problems(Config(zero=zero, precision=numerics, train=train)):
         raise ConfigError(*problems)
+    dtypes = _dtypes(numerics)
     world = world or World.current(_device_of(model))
     plan = plan_for(zero.stage, world.size)
     model, initial = _with_initial_values(model, world, plan)
@@ -73,19 +83,33 @@ def build_engine(
         optimizer=optimizer,
         world=world,
         plan=plan,
-        options=EngineOptions(
-            bucket_mb=zero.bucket_mb,
-            overlap=zero.overlap,
-            prefetch=zero.prefetch,
-            ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and world.device.type == "cpu"),
-            units=_patterns(zero),
-            reshard_after_forward=zero.reshard_after_forward,
-        ),
-        precision=precision_named(precision),
+        options=_engine_options(zero, world),
+        precision=dtypes,
         max_grad_norm=max_grad_norm,
         decay_all=decay_all,
+        loss_scaler=_loss_scaler(numerics) if dtypes.needs_loss_scale else None,
+        max_skipped_steps=max_skipped_steps,
         initial=initial,
     )
+
+
+def _engine_options(zero: ZeroConfig, world: World) -> EngineOptions:
+    return EngineOptions(
+        bucket_mb=zero.bucket_mb,
+        overlap=zero.overlap,
+        prefetch=zero.prefetch,
+        ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and world.device.type == "cpu"),
+        units=_patterns(zero),
+        reshard_after_forward=zero.reshard_after_forward,
+    )
+
+
+def _dtypes(precision: PrecisionConfig) -> Precision:
+    return precision_named(precision.name, tuple(precision.keep_fp32))
+
+
+def _loss_scaler(precision: PrecisionConfig) -> LossScaler:
+    return LossScaler(initial_scale=precision.initial_scale, growth_interval=precision.growth_interval)
 
 
 def _device_of(model: nn.Module | Callable[[], nn.Module]) -> torch.device:
@@ -151,15 +175,16 @@ def run(config: Config, run_dir: Path, overrides: list[str], config_hash: str) -
             lambda: _build("model", config.model_target),
             optimizer=_build("optimizer", config.optimizer),
             zero=config.zero,
-            precision=config.precision.name,
+            precision=config.precision,
             max_grad_norm=config.train.max_grad_norm,
+            max_skipped_steps=1 if config.train.on_nonfinite == "stop" else config.train.max_skipped_steps,
             world=world,
             **config.model_switches,
         )
         # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
         torch.manual_seed(config.seed + 1 + world.rank)
         dataset = _build("data", config.data)
-        loop = {key: value for key, value in asdict(config.train).items() if key != "max_grad_norm"}
+        loop = {key: value for key, value in asdict(config.train).items() if key not in ENGINE_SETTINGS}
         return Trainer(
             engine=engine,
             world=world,
@@ -210,9 +235,10 @@ def _vocabulary_problems(model: nn.Module | None = None, data: Any = None) -> li
 
 
 def _try_model(config: Config) -> nn.Module | None:
-    """Run the model's constructor without memory, and look whether its switches can be followed."""
+    """Run the model's constructor without memory, and look whether its switches and patterns can be followed."""
     model = _build_on_meta(config)
     if model is not None:
+        assign_dtypes(managed_parameters(model), _dtypes(config.precision))
         replace_forwards(model, units=_patterns(config.zero), **config.model_switches)
     return model
 
@@ -242,7 +268,7 @@ def _build_on_meta(config: Config) -> nn.Module | None:
 
 def _model_flops(config: Config, world: World, dataset: Any) -> ModelFlops | None:
     """What MFU is computed from; None where the device's peak or the model's operations are not known."""
-    peak = device_peak_flops(world.device, precision_named(config.precision.name).compute)
+    peak = device_peak_flops(world.device, _dtypes(config.precision).compute)
     model = None if peak is None else _build_on_meta(config)
     per_sequence = None if model is None else count_flops(model, dataset.train[0])
     if peak is None or per_sequence is None:

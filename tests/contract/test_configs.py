@@ -49,7 +49,7 @@ SETTINGS_OTHERS_RELY_ON = [
 ]
 
 CHOICES_OTHERS_RELY_ON = {
-    "precision": {"fp32", "bf16"},
+    "precision": {"fp32", "bf16", "fp16"},
     "model": {"gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "mlp", "huggingface"},
     "data": {"text", "tokenized", "tokens", "synthetic"},
     "optimizer": {"adamw", "sgd", "muon"},

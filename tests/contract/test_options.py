@@ -23,6 +23,9 @@ OPTIONS = """
     zero.units
     zero.reshard_after_forward
     precision.name
+    precision.keep_fp32
+    precision.initial_scale
+    precision.growth_interval
     model.compile
     model.activation_checkpointing
     model._target_
@@ -54,6 +57,8 @@ OPTIONS = """
     train.micro_batch_size
     train.gradient_accumulation_steps
     train.max_grad_norm
+    train.on_nonfinite
+    train.max_skipped_steps
     train.eval_every
     train.eval_batches
     train.log_every

@@ -1,12 +1,13 @@
 """What the distributed tests train: small models, batches by step, and the same training in plain PyTorch.
 
 The reference is one process without our engine: each rank's gradient computed apart, rounded to the wire's precision,
-summed in rank order in fp32; torch's own clipping rule; torch's own optimizer on fp32 weights.
+summed in rank order in fp32; torch's own clipping rule, loss scaling and optimizer on fp32 weights.
 """
 
 import functools
 import hashlib
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -30,6 +31,13 @@ class Case:
 
     zero: zerotrain.ZeroConfig
     precision: str = "fp32"
+    keep_fp32: str = ""
+    """A name pattern of modules, or "" for none."""
+    initial_scale: float = 65536.0
+    growth_interval: int = 2000
+    overflows: tuple[tuple[int, int], ...] = ()
+    """(step, rank) whose loss is infinite."""
+    max_skipped_steps: int = 20
     num_micro_batches: int = 1
     optimizer: str = "adamw"
     max_grad_norm: float | None = 0.5
@@ -37,6 +45,14 @@ class Case:
 
     def with_zero(self, **settings: Any) -> "Case":
         return replace(self, zero=replace(self.zero, **settings))
+
+    def keeps(self, name: str) -> bool:
+        """Whether the module or parameter of this name stays in fp32."""
+        return bool(self.keep_fp32) and fnmatchcase(name, self.keep_fp32)
+
+    def factor(self, step: int, rank: int) -> float:
+        """What the loss is multiplied with."""
+        return float("inf") if (step, rank) in self.overflows else 1.0
 
 
 def make_model() -> GPT:
@@ -63,8 +79,11 @@ def build(case: Case, model: nn.Module | None = None) -> zerotrain.ZeroEngine:
         model or make_model(),
         optimizer=OPTIMIZERS[case.optimizer],
         zero=case.zero,
-        precision=case.precision,
+        precision=zerotrain.PrecisionConfig(
+            case.precision, [case.keep_fp32] if case.keep_fp32 else [], case.initial_scale, case.growth_interval
+        ),
         max_grad_norm=case.max_grad_norm,
+        max_skipped_steps=case.max_skipped_steps,
     )
 
 
@@ -103,10 +122,27 @@ def hashes_over_ranks(cases: list[Case], size: int) -> list[str]:
 def reference_weights(case: Case, num_ranks: int) -> dict[str, torch.Tensor]:
     """Name -> fp32 weight after the same training in plain PyTorch, in one process."""
     torch.set_num_threads(1)
+    return reference_run(case, num_ranks)[0]
+
+
+def reference_run(case: Case, num_ranks: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The weights of `reference_weights`, and the loss scale of each step: 1.0 but in fp16."""
     model = make_model()
-    wire = {"fp32": torch.float32, "bf16": torch.bfloat16}[case.precision]
+    compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.precision]
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    model.to(wire)
+    model.to(compute)
+    for name, module in model.named_modules():
+        if case.keeps(name):
+            module.float().forward = functools.partial(forward_in_fp32, type(module).forward, module, compute)
+    copy_into(model, weights)
+    wire = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    scaler = torch.amp.GradScaler(
+        "cpu",
+        init_scale=case.initial_scale,
+        growth_interval=case.growth_interval,
+        enabled=case.precision == "fp16",
+    )
+    scales = []
     matrices = {"params": [weight for weight in weights.values() if weight.ndim >= 2]}
     others = {"params": [weight for weight in weights.values() if weight.ndim < 2], "weight_decay": 0.0}
     optimizer = OPTIMIZERS[case.optimizer]([matrices, others])
@@ -117,20 +153,32 @@ def reference_weights(case: Case, num_ranks: int) -> dict[str, torch.Tensor]:
             mine: dict[str, torch.Tensor] = {}
             for inputs in micro_batches(tokens, rank):
                 model.zero_grad()
-                (model(*inputs) * (1 / case.num_micro_batches / num_ranks)).backward()
+                loss = model(*inputs) * case.factor(step, rank)
+                scaler.scale(loss * (1 / case.num_micro_batches / num_ranks)).backward()
                 add_to(mine, {name: parameter.grad.float() for name, parameter in model.named_parameters()})
-            add_to(mean, {name: value.to(wire).float() for name, value in mine.items()})
-        mean = {name: value.to(wire).float() for name, value in mean.items()}
-        norm = torch.cat([value.double().flatten() for value in mean.values()]).norm()
-        limit = float("inf") if case.max_grad_norm is None else case.max_grad_norm
-        coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0).float()
+            add_to(mean, {name: value.to(wire[name]).float() for name, value in mine.items()})
         for name, weight in weights.items():
-            weight.grad = mean[name] * coefficient
-        optimizer.step()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
-    return weights
+            weight.grad = mean[name].to(wire[name]).float()
+        scaler.unscale_(optimizer)
+        norm = torch.cat([weight.grad.double().flatten() for weight in weights.values()]).norm()
+        limit = float("inf") if case.max_grad_norm is None else case.max_grad_norm
+        for weight in weights.values():
+            weight.grad *= torch.clamp(limit / (norm + 1e-6), max=1.0).float()
+        scales.append(scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        copy_into(model, weights)
+    return weights, scales
+
+
+def copy_into(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+
+
+def forward_in_fp32(forward: Any, module: nn.Module, compute: torch.dtype, inputs: torch.Tensor) -> torch.Tensor:
+    return forward(module, inputs.float()).to(compute)
 
 
 def add_to(sums: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:

@@ -1,5 +1,6 @@
 """However a run ends, the user reads the first cause, the exit code says it, and no process is left."""
 
+import re
 import signal
 from pathlib import Path
 
@@ -49,6 +50,18 @@ def test_under_torchrun_the_first_cause_comes_before_torchruns_own_report(tmp_pa
     assert command.wait_until_gone() == []
 
 
+def test_a_run_stopped_by_its_numbers_names_the_rank_and_the_parameter(tmp_path: Path):
+    arguments = ("+model.action=poison", "train.on_nonfinite=stop", "zero.stage=3", TWO_RANKS)
+    command = by_hand(*MISBEHAVING, *arguments, folder=tmp_path)
+    assert command.wait(WITHIN_S) == 1
+    cause, _log = command.stderr.splitlines()
+    assert re.match(r"rank [01] failed: TrainingError: the gradient was not finite; lower optimizer\.lr, ", cause)
+    assert cause.endswith("In the backward it was first nan in head.bias; the loss was nan on rank 1")
+    assert result_of(tmp_path / "run")["status"] == "failed"
+    assert all("TrainingError" in (tmp_path / f"run/ranks/{rank}.log").read_text() for rank in (0, 1))
+    assert command.wait_until_gone() == []
+
+
 def test_ctrl_c_stops_a_sweep_at_once(tmp_path: Path):
     sweep = ("-m", *TINY, "model._target_=misbehaving.MisbehavingMLP", "hydra.sweep.dir=sweep")
     command = by_hand(*sweep, "+model.action=sleep", "zero.stage=1,2", TWO_RANKS, folder=tmp_path)
@@ -84,7 +97,7 @@ def test_a_bad_command_line_is_answered_before_any_rank_starts(tmp_path: Path):
     command = by_hand("zero.stge=3", "zero.bucket_mb=-1", "precision=bf17", TWO_RANKS, folder=tmp_path)
     assert command.wait() == 2
     assert sorted(command.stderr.splitlines()) == [
-        "precision=bf17: there is no such choice; did you mean bf16?; there are bf16, fp32",
+        "precision=bf17: there is no such choice; did you mean bf16?; there are bf16, fp16, fp32",
         "zero.bucket_mb: got -1.0; it must be a number of MiB above 0; the default is 25.0",
         "zero.stge: there is no such setting; did you mean zero.stage?",
     ]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from zerotrain import factory
-from zerotrain.config.schema import Config, LaunchConfig
+from zerotrain.config.schema import Config, LaunchConfig, PrecisionConfig
 from zerotrain.errors import ConfigError
 
 GPT = {
@@ -38,6 +38,11 @@ def test_a_config_that_can_run_passes() -> None:
         ({"optimizer": ADAMW | {"lr": -1.0}}, "optimizer: Invalid learning rate: -1.0"),
         ({"optimizer": ADAMW | {"_target_": "torch.optim.Muon"}}, "optimizer=Muon: takes matrices alone"),
         ({"optimizer": MUON | {"matrices": ["no"]}}, "optimizer.matrices: no trainable two-dimensional parameter"),
+        (
+            {"precision": PrecisionConfig("bf16", ["rms*"])},
+            "precision.keep_fp32: no module or parameter matches 'rms*'",
+        ),
+        ({"precision": PrecisionConfig("bf16", ["*"])}, "precision.keep_fp32: keeps every parameter"),
         ({"scheduler": COSINE | {"warmup_steps": "abc"}}, "scheduler: "),
         ({"data": {"_target_": "zerotrain.data.TextDataset", "path": "no/such", "seq_len": 8}}, "data.path=no/such"),
     ],

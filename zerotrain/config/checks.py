@@ -1,7 +1,7 @@
 """Rules on the values of a config: each with what is allowed, all broken ones reported at once."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -43,8 +43,16 @@ def _or_null(rule: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or rule(value)
 
 
+def _is_initial_scale(value: float) -> bool:
+    return 1 <= value <= 2**32 and math.frexp(value)[0] == 0.5
+
+
+def _are_patterns(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(pattern, str) and pattern for pattern in value)
+
+
 def _is_units(value: Any) -> bool:
-    return value == "auto" or (isinstance(value, list) and bool(value) and all(isinstance(v, str) and v for v in value))
+    return value == "auto" or (_are_patterns(value) and bool(value))
 
 
 RULES = (
@@ -56,13 +64,18 @@ RULES = (
     Rule("zero.reduction", "auto, ordered or native", _one_of("auto", "ordered", "native")),
     Rule("zero.units", "auto or a list of module name patterns such as [blocks.*]", _is_units),
     Rule("zero.reshard_after_forward", "true or false", _one_of(True, False)),
-    Rule("precision.name", "fp32 or bf16", _one_of("fp32", "bf16")),
+    Rule("precision.name", "fp32, bf16 or fp16", _one_of("fp32", "bf16", "fp16")),
+    Rule("precision.keep_fp32", "a list of name patterns such as ['*norm*']", _are_patterns),
+    Rule("precision.initial_scale", "a power of two from 1 to 2**32", _is_initial_scale),
+    Rule("precision.growth_interval", "1 or more steps", _at_least(1)),
     Rule("model.compile", "true or false", _one_of(True, False)),
     Rule("model.activation_checkpointing", "true or false", _one_of(True, False)),
     Rule("train.max_steps", "1 or more steps", _at_least(1)),
     Rule("train.micro_batch_size", "1 or more sequences", _at_least(1)),
     Rule("train.gradient_accumulation_steps", "1 or more micro-batches", _at_least(1)),
     Rule("train.max_grad_norm", "a number above 0, or null for no clipping", _or_null(_positive)),
+    Rule("train.on_nonfinite", "skip or stop", _one_of("skip", "stop")),
+    Rule("train.max_skipped_steps", "1 or more steps", _at_least(1)),
     Rule("train.eval_every", "0 or more steps", _at_least(0)),
     Rule("train.eval_batches", "1 or more batches", _at_least(1)),
     Rule("train.log_every", "1 or more steps", _at_least(1)),
@@ -74,6 +87,13 @@ RULES = (
     Rule("launch.threads_per_rank", "1 or more threads, or null", _or_null(_at_least(1))),
     Rule("launch.timeout_s", "a number of seconds above 0", _positive),
 )
+
+PRECISIONS_WITH_EFFECT = {
+    "precision.keep_fp32": ("bf16", "fp16"),
+    "precision.initial_scale": ("fp16",),
+    "precision.growth_interval": ("fp16",),
+}
+"""Settings that only some precisions listen to."""
 
 STAGES_WITH_EFFECT = {
     "zero.prefetch": frozenset({3}),
@@ -113,7 +133,12 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
 def value_problems(config: Config) -> list[str]:
     """One line for each value that breaks its rule."""
     values_of = {rule: _value_of(config, rule.setting) for rule in RULES}
-    return [_must_be(rule, got) for rule, got in values_of.items() if not _is_kept(rule, got)]
+    problems = [_must_be(rule, got) for rule, got in values_of.items() if not _is_kept(rule, got)]
+    if config.precision.name == "fp16" and config.train.on_nonfinite == "stop":
+        problems.append(
+            "train.on_nonfinite: got stop; it must be skip with precision=fp16, which finds its loss scale by overflows"
+        )
+    return problems
 
 
 def must_be(setting: str, got: Any) -> str | None:
@@ -123,17 +148,30 @@ def must_be(setting: str, got: Any) -> str | None:
 
 def without_effect(config: Config, world_size: int) -> list[str]:
     """One line for each setting that was changed from its default and changes nothing in this run."""
-    changed = [name for name in NEEDS_SEVERAL_RANKS if attrgetter(name)(config) != attrgetter(name)(Config())]
+    lines = []
+    for name in _changed(PRECISIONS_WITH_EFFECT, config):
+        precisions = PRECISIONS_WITH_EFFECT[name]
+        if config.precision.name not in precisions:
+            got, wanted = config.precision.name, " or ".join(precisions)
+            lines.append(f"{_shown(name, config)} has no effect with precision={got}; it has with {wanted}")
+    if config.train.on_nonfinite == "stop":
+        unheard = "has no effect with train.on_nonfinite=stop; it has with skip"
+        lines += [f"{_shown(name, config)} {unheard}" for name in _changed(["train.max_skipped_steps"], config)]
+    changed = _changed(NEEDS_SEVERAL_RANKS, config)
     if world_size == 1:
         advice = "has no effect with one rank; launch.nproc_per_node=2 starts two"
-        return [f"{_shown(name, config)} {advice}" for name in changed]
-    lines = []
+        return lines + [f"{_shown(name, config)} {advice}" for name in changed]
     for name in changed:
         stages = STAGES_WITH_EFFECT.get(name)
         if stages is not None and config.zero.stage not in stages:
             wanted = " or ".join(str(stage) for stage in sorted(stages))
             lines.append(f"{_shown(name, config)} has no effect at zero.stage={config.zero.stage}; it has at {wanted}")
     return lines
+
+
+def _changed(names: Iterable[str], config: Config) -> list[str]:
+    """Those of the settings that do not have their default."""
+    return [name for name in names if attrgetter(name)(config) != attrgetter(name)(Config())]
 
 
 def _open_group_problems(values: dict[str, Any], group: str) -> Iterator[str]:

@@ -42,7 +42,16 @@ class PrecisionConfig:
     """Which precision computes, travels and is kept."""
 
     name: str = "fp32"
-    """fp32; or bf16: bf16 weights, activations and wire, with fp32 master weights, accumulation and reduction."""
+    """fp32; or bf16: bf16 weights, activations and wire, with fp32 master weights, accumulation and reduction; or fp16:
+    the same in fp16, with a dynamic loss scale."""
+    keep_fp32: list[str] = field(default_factory=list)
+    """Name patterns of parameters, or of modules with all in them, that stay in fp32 in bf16 and fp16: in compute, on
+    the wire and as master weights. Such as ["*norm*", "*.router"]. A module kept as a whole gets its floating-point
+    inputs in fp32, and its outputs are cast back."""
+    initial_scale: float = 65536.0
+    """fp16: what the loss is multiplied with at first, a power of two. Each overflow halves it and skips the step."""
+    growth_interval: int = 2000
+    """fp16: steps in a row without overflow after which the scale is doubled."""
 
 
 @dataclass
@@ -50,13 +59,17 @@ class TrainConfig:
     """The training loop."""
 
     max_steps: int = 400
-    """Optimizer steps to run."""
+    """Optimizer steps to run, each on one global batch. A skipped one counts here, but not for the schedule."""
     micro_batch_size: int = 8
     """Sequences per rank in one forward and backward."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per rank in one optimizer step."""
     max_grad_norm: float | None = 1.0
     """Clip the global L2 norm of the gradient to this; null for no clipping."""
+    on_nonfinite: str = "skip"
+    """When the gradient of a step is inf or nan anywhere on any rank: skip the step on all ranks, or stop the run."""
+    max_skipped_steps: int = 20
+    """As many steps skipped in a row stop the run."""
     eval_every: int = 100
     """Optimizer steps between evaluations; there is one before the first step and after the last. 0: only the last."""
     eval_batches: int = 16

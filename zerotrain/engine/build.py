@@ -11,10 +11,11 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.gradients import BucketGradient
+from zerotrain.engine.kept_fp32 import assign_dtypes, cast_around_kept
 from zerotrain.engine.optimizer import OptimizerFactory, needing_whole
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.schedule import Bucket, LiveUnit, Schedule
-from zerotrain.engine.scratch import ScratchPool
+from zerotrain.engine.scratch import ScratchPools
 from zerotrain.engine.weights import BucketWeights
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets, cut_units
@@ -44,20 +45,23 @@ def build_schedule(
     precision: Precision,
     optimizer: OptimizerFactory,
     collectives: Collectives,
-    pool: ScratchPool,
+    pools: ScratchPools,
     exact_norm: bool,
     initial: InitialValues,
 ) -> Schedule:
     """Cut `model` into buckets, move its parameters into them and order them.
 
     Raises:
-        ConfigError: ranks with different models, no trainable parameter, a unit pattern that matches nothing, or an
-            optimizer that cannot work so.
+        ConfigError: ranks with different models, no trainable parameter, a pattern of units or of kept parameters that
+            matches nothing, or an optimizer that cannot work so.
     """
     max_numel = max(1, int(options.bucket_mb * 2**20) // precision.compute.itemsize)
     units = cut_units(model, options.units, max_numel)
     for managed in needing_whole(optimizer, units):
         managed.is_updated_whole = True
+    parameters = [managed for unit in units for managed in unit.parameters]
+    assign_dtypes(parameters, precision)
+    cast_around_kept(model, parameters, precision)
     specs = cut_buckets(units, max_numel)
     if not any(spec.trainable for spec in specs):
         raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
@@ -69,9 +73,13 @@ def build_schedule(
     buckets = []
     for tag, spec in enumerate(specs):
         layout = BucketLayout.pack([managed.parameter.shape for managed in spec.parameters], collectives.world.size)
-        common: dict[str, Any] = {"plan": plan, "precision": precision, "collectives": collectives, "tag": tag}
+        of_bucket = precision.of_bucket(spec.dtype)
+        common: dict[str, Any] = {"plan": plan, "precision": of_bucket, "collectives": collectives, "tag": tag}
         weights = BucketWeights(spec, layout, initial=initial, **common)
-        gradient = BucketGradient(spec, layout, pool=pool, exact_norm=exact_norm, **common) if spec.trainable else None
+        gradient = None
+        if spec.trainable:
+            pool = pools.of(spec.dtype)
+            gradient = BucketGradient(spec, layout, pool=pool, exact_norm=exact_norm, **common)
         buckets.append(Bucket(weights, gradient))
     live_units = [
         LiveUnit(unit.name, unit.modules, [b for b, spec in zip(buckets, specs, strict=True) if unit in spec.units])
@@ -104,7 +112,7 @@ def require_values(model: nn.Module) -> None:
 
 
 def engine_settings(
-    plan: Plan, options: EngineOptions, precision: Precision, max_grad_norm: float | None
+    plan: Plan, options: EngineOptions, precision: Precision, max_grad_norm: float | None, max_skipped_steps: int
 ) -> dict[str, object]:
     """What must be the same on all ranks, by the names of the settings."""
     placements = [f"{each.name} {getattr(plan, each.name).value}" for each in fields(plan)]
@@ -114,7 +122,9 @@ def engine_settings(
         "zero.stage": ", ".join(placements),
         **moves,
         "precision": precision.name,
+        "precision.keep_fp32": list(precision.keep_fp32),
         "train.max_grad_norm": max_grad_norm,
+        "train.max_skipped_steps": max_skipped_steps,
     }
 
 

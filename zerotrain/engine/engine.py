@@ -15,16 +15,19 @@ from zerotrain.engine.agreement import STAMP, Progress, require_same
 from zerotrain.engine.build import EngineOptions, build_schedule, engine_settings, require_values
 from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.hooks import hook_gradients, hook_unit
+from zerotrain.engine.loss_scale import LossScaler
+from zerotrain.engine.nonfinite import SkippedSteps, find_nonfinite
 from zerotrain.engine.norm import clip_coefficient, digit_sums, norm_of_digit_sums
 from zerotrain.engine.optimizer import OptimizerFactory, ShardedOptimizer
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.ranges import named_range
-from zerotrain.engine.scratch import ScratchPool
+from zerotrain.engine.scratch import ScratchPool, ScratchPools
 from zerotrain.engine.state import full_state_dict, weights_sha256
 from zerotrain.engine.states import GradientState, Phase
 from zerotrain.engine.update import Updater
-from zerotrain.errors import EngineStateError
-from zerotrain.sharding.plan import Plan, Volume
+from zerotrain.engine.usage import memory_bytes, volume_of
+from zerotrain.errors import EngineStateError, TrainingError
+from zerotrain.sharding.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class StepResult:
     """What the gradient was multiplied with; 1.0 for no clipping."""
     skipped: bool
     """Whether the weights were left as they were, because the gradient was not finite."""
+    loss_scale: float
+    """What the losses of this step were multiplied with for the backward; 1.0 but in fp16."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class ZeroEngine:
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
         decay_all: apply weight decay to every parameter, not to matrices alone.
         initial: of a model that `deferred_init` has built; default: the values that the parameters have.
+        loss_scaler: scales the loss, for a precision that needs it; None for no scaling.
+        max_skipped_steps: as many steps skipped in a row, because the gradient was not finite, raise TrainingError.
 
     Raises:
         ConfigError: the model or the optimizer cannot be trained so.
@@ -78,6 +85,8 @@ class ZeroEngine:
         max_grad_norm: float | None,
         decay_all: bool = False,
         initial: InitialValues | None = None,
+        loss_scaler: LossScaler | None = None,
+        max_skipped_steps: int = 20,
     ) -> None:
         require_values(model)
         self.module = model
@@ -86,11 +95,12 @@ class ZeroEngine:
         self.options = options
         self.precision = precision
         self.max_grad_norm = max_grad_norm
+        self.loss_scaler = loss_scaler
         self.ledger = Ledger()
         self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.overlap)
         self.progress = Progress(self.collectives)
-        require_same(self.collectives, engine_settings(plan, options, precision, max_grad_norm))
-        self._wire_pool = ScratchPool(dtype=precision.compute, device=world.device)
+        require_same(self.collectives, engine_settings(plan, options, precision, max_grad_norm, max_skipped_steps))
+        self._wire_pools = ScratchPools(world.device)
         self._master_pool = ScratchPool(dtype=precision.master, device=world.device)
         self.schedule = build_schedule(
             model,
@@ -99,7 +109,7 @@ class ZeroEngine:
             precision=precision,
             optimizer=optimizer,
             collectives=self.collectives,
-            pool=self._wire_pool,
+            pools=self._wire_pools,
             exact_norm=max_grad_norm is not None,
             initial=initial or InitialValues(),
         )
@@ -111,10 +121,12 @@ class ZeroEngine:
             collectives=self.collectives,
             pool=self._master_pool,
         )
-        self._updater = Updater(self.schedule, self.optimizer, precision=precision, pool=self._master_pool)
+        self._updater = Updater(self.schedule, self.optimizer, pool=self._master_pool)
         self._unit_handles = [handle for unit in self.schedule.units for handle in hook_unit(unit, self.schedule)]
         self._gradient_hooks = hook_gradients(self.schedule)
         self._syncs = True
+        self._losses: list[torch.Tensor] = []
+        self._skipped_steps = SkippedSteps(max_skipped_steps, loss_scaler)
 
     # ---- forward, backward, step
 
@@ -149,7 +161,8 @@ class ZeroEngine:
         if not loss.requires_grad:
             raise EngineStateError("backward got a loss without a graph: was it computed under torch.no_grad()?")
         self.ledger.in_step = True
-        scale = torch.ones_like(loss).mul_(weight / self.world.size)
+        self._losses.append(loss.detach())
+        scale = torch.ones_like(loss).mul_(weight / (self.world.size / self.loss_scale))
         self.progress.num_backwards += 1
         with self._phase(Phase.BACKWARD):
             self.schedule.begin_backward(more_to_come=not self._syncs)
@@ -173,15 +186,21 @@ class ZeroEngine:
         Raises:
             EngineStateError: no backward has reduced its gradients since the last step.
             DisagreementError: the ranks have not done the same since the last step.
+            TrainingError: too many steps in a row were skipped, on every rank alike, or no smaller loss scale is left.
         """
         self._require_reduced()
         with self._phase(Phase.UPDATE):
-            result = self._step()
+            result, reason_to_stop = self._step()
         self.progress.close_step()
         self.ledger.close_step()
+        if reason_to_stop is not None:
+            raise TrainingError(reason_to_stop)
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(overflowed=result.skipped)
         return result
 
-    def _step(self) -> StepResult:
+    def _step(self) -> tuple[StepResult, str | None]:
+        """The step, and why training must not go on after it, if so."""
         self.schedule.finish_reductions()
         with named_range("norm of", "the gradient"):
             norm, stamps = self._grad_norm()
@@ -189,13 +208,20 @@ class ZeroEngine:
         skipped = not torch.isfinite(norm).item()
         if skipped:
             self.progress.require_same(stamps)
+        reason = self._skipped_steps.reason_to_stop(skipped=skipped)
+        if reason is not None:
+            gradients = [gradient for _, gradient in self._trained]
+            reason = f"{reason}. {find_nonfinite(self.module, gradients, self._losses, self.collectives)}"
+        if skipped:
             for _, gradient in self._trained:
                 gradient.drop()
         else:
             self.schedule.expect_updated()
-            self._updater.update_all(None if self.max_grad_norm is None else coefficient)
+            is_scaled = self.max_grad_norm is not None or self.loss_scaler is not None
+            self._updater.update_all(coefficient / self.loss_scale if is_scaled else None)
         self.schedule.rest()
-        return StepResult(grad_norm=norm.item(), clip_coefficient=coefficient.item(), skipped=skipped)
+        self._losses.clear()
+        return StepResult(norm.item(), coefficient.item(), skipped, self.loss_scale), reason
 
     def train_step(
         self, micro_batches: Sequence[Sequence[Any]], *, weights: Sequence[float | torch.Tensor] | None = None
@@ -242,8 +268,10 @@ class ZeroEngine:
     def _grad_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm, and the ranks' stamps of this step. Stamps that differ make the norm NaN: no step pays for a look
         at them but one that would be skipped."""
-        squares = [gradient.squares for _, gradient in self._trained]
-        numbers = torch.cat([digit_sums(torch.cat(squares)), self.progress.stamp(self.param_groups)])
+        squares = torch.cat([gradient.squares for _, gradient in self._trained])
+        if self.loss_scaler is not None:
+            squares /= self.loss_scale**2  # a power of two, taken out here: a scaled sum would be cut at other bits
+        numbers = torch.cat([digit_sums(squares), self.progress.stamp(self.param_groups)])
         everyone = self.collectives.gather_small(numbers, name="norm")
         stamps = everyone[:, -len(STAMP) :]
         norm = norm_of_digit_sums(everyone[:, : -len(STAMP)])
@@ -266,44 +294,28 @@ class ZeroEngine:
         return self.optimizer.param_groups
 
     @property
+    def loss_scale(self) -> float:
+        """What the loss of the next backward is multiplied with; 1.0 but in fp16."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all parameters, tied ones counted once."""
         return sum(bucket.weights.layout.numel for bucket in self.schedule.buckets)
-
-    def _volume(self) -> Volume:
-        trainable = sum(weights.layout.numel for weights, _ in self._trained)
-        return Volume(
-            trainable_numel=trainable,
-            frozen_numel=self.num_parameters - trainable,
-            weight_itemsize=self.precision.compute.itemsize,
-            world_size=self.world.size,
-        )
 
     def memory_bytes(self) -> dict[str, Any]:
         """Bytes this rank holds now, by kind, and under "theory" what ZeRO's formulas give without padding.
 
         "scratch" is what the buffers reused from step to step hold beside the model state.
         """
-        state = self.optimizer.state_tensors()
-        held = sum(tensor.nbytes for tensor in state)
-        volume = self._volume()
-        whole = sum(slot.numel for w, _ in self._trained for slot in w.layout.slots[: w.spec.num_whole])
-        state_itemsize = self.optimizer.state_nbytes(volume.trainable_numel, whole) / volume.trainable_numel
-        master_itemsize = self.precision.master.itemsize if self.precision.separate_master else 0
-        return {
-            "parameters": sum(bucket.weights.held_nbytes for bucket in self.schedule.buckets),
-            "gradients": sum(gradient.held_nbytes for _, gradient in self._trained),
-            "optimizer": held + sum(weights.separate_master_nbytes for weights, _ in self._trained),
-            "scratch": self._wire_pool.held_nbytes
-            + self._master_pool.held_nbytes
-            + sum(gradient.accumulator_nbytes for _, gradient in self._trained),
-            "theory": volume.memory_nbytes(self.plan, state_itemsize + master_itemsize),
-        }
+        pools = (self._wire_pools, self._master_pool)
+        return memory_bytes(self.schedule, self.optimizer, pools, self.world.size)
 
     def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
         """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes; and
         those of tensors that are updated whole, on their way to their owners and back."""
-        by_plan = self._volume().sent_nbytes(self.plan, num_micro_batches, self.options.reshard_after_forward)
+        volume = volume_of(self.schedule, self.world.size)
+        by_plan = volume.sent_nbytes(self.plan, num_micro_batches, self.options.reshard_after_forward)
         return by_plan + self.optimizer.sent_nbytes
 
     # ---- weights out

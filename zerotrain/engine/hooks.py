@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from zerotrain.engine.ranges import named_range, profiler_runs
 from zerotrain.engine.schedule import LiveUnit, Schedule
+from zerotrain.engine.structures import tensors_in
 
 
 class LastGradientHook:
@@ -60,9 +60,9 @@ def hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
             ranges.pop().__exit__(None, None, None)
         if torch.is_grad_enabled():
             before_backward = partial(_before_backward, unit, schedule)
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(before_backward)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(before_backward)
         schedule.after_forward(unit)
 
     handles = []

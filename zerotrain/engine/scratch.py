@@ -58,3 +58,20 @@ class ScratchPool:
         """End a loan. What reads the buffer must have been waited for."""
         self.lent_nbytes -= scratch.storage.nbytes
         self._free.append(scratch)
+
+
+class ScratchPools:
+    """The pools of one device, one for each dtype that was asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pools: dict[torch.dtype, ScratchPool] = {}
+
+    def of(self, dtype: torch.dtype) -> ScratchPool:
+        """The pool that lends buffers of `dtype`."""
+        return self._pools.setdefault(dtype, ScratchPool(dtype=dtype, device=self.device))
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of all buffers, lent or not."""
+        return sum(pool.held_nbytes for pool in self._pools.values())

@@ -11,7 +11,6 @@ import torch
 
 from zerotrain.engine.gradients import BucketGradient
 from zerotrain.engine.optimizer import ShardedOptimizer
-from zerotrain.engine.precision import Precision
 from zerotrain.engine.ranges import named_range
 from zerotrain.engine.schedule import Schedule
 from zerotrain.engine.scratch import ScratchPool
@@ -27,40 +26,37 @@ class Updater:
         pool: of the master dtype.
     """
 
-    def __init__(
-        self, schedule: Schedule, optimizer: ShardedOptimizer, *, precision: Precision, pool: ScratchPool
-    ) -> None:
+    def __init__(self, schedule: Schedule, optimizer: ShardedOptimizer, *, pool: ScratchPool) -> None:
         self._schedule = schedule
         self._optimizer = optimizer
-        self._precision = precision
         self._pool = pool
 
-    def update_all(self, coefficient: torch.Tensor | None) -> None:
+    def update_all(self, factor: torch.Tensor | None) -> None:
         """Update every bucket and drop its gradient.
 
         Args:
-            coefficient: 0-dim, what gradients are multiplied with; None for no clipping.
+            factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
         """
         under_way: deque[Iterator[None]] = deque()
         for index, (weights, gradient) in enumerate(self._schedule.trained):
-            under_way.appendleft(self._update(index, weights, gradient, coefficient))
+            under_way.appendleft(self._update(index, weights, gradient, factor))
             _advance(under_way)
             gradient.drop()
         while under_way:
             _advance(under_way)
 
     def _update(
-        self, index: int, weights: BucketWeights, gradient: BucketGradient, coefficient: torch.Tensor | None
+        self, index: int, weights: BucketWeights, gradient: BucketGradient, factor: torch.Tensor | None
     ) -> Iterator[None]:
         """Update one bucket; its gradient is no longer needed after the first pause."""
         with named_range("optimizer", weights.spec.name):
             values = gradient.reduced()
             scratch = None
-            if self._precision.separate_master:
+            if gradient.precision.separate_master:
                 scratch = self._pool.take(values.numel())
                 values = scratch.storage[: values.numel()].copy_(values)
-            if coefficient is not None:
-                values.mul_(coefficient.to(values.dtype))
+            if factor is not None:
+                values.mul_(factor.to(values.dtype))
             whole_tensors = self._optimizer.step(index, values)
             if scratch is not None:
                 self._pool.give_back(scratch)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+import torch
 from torch import nn
 
 from zerotrain.errors import ConfigError
@@ -29,6 +30,8 @@ class ManagedParameter:
     """(module, attribute name) of each place, in the order of `names`."""
     is_updated_whole: bool = False
     """Whether its optimizer needs it whole, on one rank."""
+    dtype: torch.dtype = torch.float32
+    """What it is held in, computed with and sent in; set by the precision."""
 
     @property
     def is_matrix(self) -> bool:
@@ -55,11 +58,16 @@ class Unit:
 
 @dataclass(eq=False)
 class BucketSpec:
-    """The parameters of one bucket and the (consecutive) units they belong to."""
+    """The parameters of one bucket, all of one dtype, and the units they belong to, in forward order."""
 
     units: list[Unit]
     parameters: list[ManagedParameter]
     trainable: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its parameters are held in."""
+        return self.parameters[0].dtype
 
     @property
     def num_whole(self) -> int:
@@ -70,11 +78,13 @@ class BucketSpec:
     def name(self) -> str:
         """Its unit, or the first and last of several; its first and last parameter where it is a part of a unit.
         No two buckets of a model have the same."""
-        parts = {unit.name: list(_select(unit, self.trainable)) for unit in self.units}
+        parts = {unit.name: list(_select(unit, self.trainable, self.dtype)) for unit in self.units}
         names = [name for name, members in parts.items() if members]
         if sum(map(len, parts.values())) > len(self.parameters):
             names = [managed.names[0] for managed in self.parameters]
         name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+        if len({managed.dtype for unit in self.units for managed in unit.parameters}) > 1:
+            name += f" ({str(self.dtype).removeprefix('torch.')})"
         return name if self.trainable else f"{name} (frozen)"
 
 
@@ -172,12 +182,13 @@ def cut_buckets(units: Sequence[Unit], max_numel: int) -> list[BucketSpec]:
     Small neighbouring units share a bucket of at most an eighth of the model; the head shares with none, since it is
     needed all the time. A larger unit is split at parameter borders; a larger parameter is a bucket of its own. The
     last unit, which is gathered last and reduced first, is cut into buckets of half that size: until its first one
-    is full a link has nothing to do. Trainable and frozen parameters never share. Within a bucket come first
-    what is updated whole, then matrices, so that each group of the optimizer is one span.
+    is full a link has nothing to do. Trainable and frozen parameters never share, nor do those of two dtypes. Within a
+    bucket come first what is updated whole, then matrices, so that each group of the optimizer is one span.
     """
     specs: list[BucketSpec] = []
-    for trainable in (True, False):
-        members = {unit: list(_select(unit, trainable)) for unit in units}
+    kinds = dict.fromkeys((each.parameter.requires_grad, each.dtype) for unit in units for each in unit.parameters)
+    for trainable, dtype in kinds:
+        members = {unit: list(_select(unit, trainable, dtype)) for unit in units}
         numels = {unit: sum(managed.parameter.numel() for managed in members[unit]) for unit in units}
         total = sum(numels.values())
         shared_numel = min(max_numel, max(2 * WORTHWHILE_NUMEL, total // MIN_BUCKETS))
@@ -197,12 +208,18 @@ def cut_buckets(units: Sequence[Unit], max_numel: int) -> list[BucketSpec]:
             part_numel = last_numel if last in run and last.modules else max_numel
             for part in _split([managed for unit in run for managed in members[unit]], part_numel):
                 part.sort(key=lambda managed: (not managed.is_updated_whole, not managed.is_matrix))
-                specs.append(BucketSpec(run, part, trainable))
+                specs.append(BucketSpec([unit for unit in run if members[unit]], part, trainable))
+    # By first unit: its gradient is the last of a bucket, and a bucket is reduced only after those behind it.
+    specs.sort(key=lambda spec: (not spec.trainable, units.index(spec.units[0])))
     return specs
 
 
-def _select(unit: Unit, trainable: bool) -> Iterator[ManagedParameter]:
-    return (managed for managed in unit.parameters if managed.parameter.requires_grad is trainable)
+def _select(unit: Unit, trainable: bool, dtype: torch.dtype) -> Iterator[ManagedParameter]:
+    return (
+        managed
+        for managed in unit.parameters
+        if managed.parameter.requires_grad is trainable and managed.dtype == dtype
+    )
 
 
 def _split(members: Sequence[ManagedParameter], max_numel: int) -> Iterator[list[ManagedParameter]]:

@@ -51,32 +51,30 @@ class Volume:
     """The numbers the theory is computed from (ZeRO, sections 5 and 7), without padding.
 
     Args:
-        trainable_numel: elements of all trainable parameters, tied ones counted once.
-        frozen_numel: elements of all frozen parameters.
-        weight_itemsize: bytes of one element of weights, gradients and wire.
+        trainable_nbytes: of all trainable parameters, tied ones counted once, each in the dtype it is held in; as
+            many bytes are those of their gradients, and of either on the wire.
+        frozen_nbytes: of all frozen parameters.
         world_size: ranks.
     """
 
-    trainable_numel: int
-    frozen_numel: int
-    weight_itemsize: int
+    trainable_nbytes: int
+    frozen_nbytes: int
     world_size: int
 
-    def memory_nbytes(self, plan: Plan, optimizer_itemsize: float) -> dict[str, int]:
+    def memory_nbytes(self, plan: Plan, optimizer_nbytes: int) -> dict[str, int]:
         """Bytes one rank holds at rest, by kind.
 
         Args:
-            optimizer_itemsize: bytes of optimizer state for one element, on average, with the master weight where it
-                is a copy.
+            optimizer_nbytes: of the optimizer state of all trainable parameters, with master weights that are copies.
         """
 
-        def held(placement: Placement, numel: int, itemsize: float) -> int:
-            return round(numel * itemsize / (self.world_size if placement is Placement.SHARDED else 1))
+        def held(placement: Placement, nbytes: int) -> int:
+            return round(nbytes / (self.world_size if placement is Placement.SHARDED else 1))
 
         return {
-            "parameters": held(plan.parameters, self.trainable_numel + self.frozen_numel, self.weight_itemsize),
-            "gradients": held(plan.gradients, self.trainable_numel, self.weight_itemsize),
-            "optimizer": held(plan.optimizer, self.trainable_numel, optimizer_itemsize),
+            "parameters": held(plan.parameters, self.trainable_nbytes + self.frozen_nbytes),
+            "gradients": held(plan.gradients, self.trainable_nbytes),
+            "optimizer": held(plan.optimizer, optimizer_nbytes),
         }
 
     def sent_nbytes(self, plan: Plan, num_micro_batches: int, reshard_after_forward: bool) -> int:
@@ -86,9 +84,9 @@ class Volume:
         where it is sharded). Sharded parameters: one for each forward and one for each backward, or one a step
         where they are kept.
         """
-        share = self.weight_itemsize * (self.world_size - 1) / self.world_size
+        share = (self.world_size - 1) / self.world_size
         gathers = 1
         if plan.shards_parameters and reshard_after_forward:
             gathers = 2 * num_micro_batches
-        frozen = self.frozen_numel * gathers if plan.shards_parameters else 0
-        return round(share * (self.trainable_numel * (1 + gathers) + frozen))
+        frozen = self.frozen_nbytes * gathers if plan.shards_parameters else 0
+        return round(share * (self.trainable_nbytes * (1 + gathers) + frozen))

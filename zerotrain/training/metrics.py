@@ -17,8 +17,8 @@ NUM_WARMUP_STEPS = 3
 """First steps, which allocate and compile, left out of the run's speed where there are more."""
 
 PEAK_TFLOPS = {
-    # (bf16, fp32 without TF32) by a part of the device's name; the first part found counts, so "H100 PCIe" comes before
-    # "H100". Dense peaks from NVIDIA's data sheets and, for RTX, its architecture whitepapers; bf16 with fp32 sums.
+    # (16 bits with fp32 sums, fp32 without TF32) by a part of the device's name; the first part found counts, so
+    # "H100 PCIe" comes before "H100". Dense peaks from NVIDIA's data sheets and, for RTX, its architecture whitepapers.
     "GB200": (2500.0, 80.0),
     "B200": (2250.0, 75.0),
     "H200 NVL": (835.5, 60.0),
@@ -38,12 +38,12 @@ PEAK_TFLOPS = {
 
 def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Floating point operations per second the device can do in `dtype`; None where that is not known."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float32):
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
     device_name = torch.cuda.get_device_name(device)
-    for name, (bf16, fp32) in PEAK_TFLOPS.items():
+    for name, (in_16_bits, in_32_bits) in PEAK_TFLOPS.items():
         if name in device_name:
-            return 1e12 * (bf16 if dtype == torch.bfloat16 else fp32)
+            return 1e12 * (in_32_bits if dtype == torch.float32 else in_16_bits)
     return None
 
 

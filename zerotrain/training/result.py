@@ -27,7 +27,9 @@ class RunResult:
     error: str | None = None
     """What ended a run that did not complete."""
     steps: int = 0
-    """Optimizer steps done."""
+    """Optimizer steps done, skipped ones included."""
+    skipped_steps: int = 0
+    """Those of them that changed nothing, because the gradient was not finite."""
     final_train_loss: float | None = None
     """Mean loss over the tokens of the last logged global batch, in nats."""
     final_val_loss: float | None = None

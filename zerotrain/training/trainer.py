@@ -40,10 +40,11 @@ class Trainer:
     dataset: Any
     """Map-style datasets `train` and `validation` of (ids, labels); see `zerotrain.data`."""
     schedule: Callable[[int, int], float]
-    """(step, max_steps) -> factor on the learning rate."""
+    """(updates done, max_steps) -> factor on the learning rate. A skipped step is no update."""
     seed: int
     """Of the order of the data and of the sample of text."""
     max_steps: int
+    """Global batches to train on, those of skipped steps included."""
     micro_batch_size: int
     gradient_accumulation_steps: int
     eval_every: int
@@ -72,7 +73,6 @@ class Trainer:
         )
         self.result = RunResult(world_size=self.world.size, **self.run_facts)
         self.clock = StepClock()
-        self.num_skipped_steps = 0
         if self.world.rank > 0:
             self.console = Console(quiet=True)
 
@@ -111,14 +111,14 @@ class Trainer:
                 metrics.write(self._evaluate())
             batches = self._micro_batches()
             for step in range(self.max_steps):
-                self._set_learning_rate(step)
+                self._set_learning_rate(step - self.result.skipped_steps)
                 with self.clock:
                     micro_batches = next(batches)
                     weights, num_tokens = self._loss_weights(micro_batches)
                     outcome = self.engine.train_step(micro_batches, weights=weights)
                 # Read only now: the step has waited for the device anyway.
                 self.clock.count(float(num_tokens))
-                self.num_skipped_steps += outcome.skipped
+                self.result.skipped_steps += outcome.skipped
                 self.result.steps = step + 1
                 step_done()
                 progress.advance()
@@ -141,8 +141,8 @@ class Trainer:
             ids, labels = (part.to(device, non_blocking=True).split(self.micro_batch_size) for part in rows)
             yield list(zip(ids, labels, strict=True))
 
-    def _set_learning_rate(self, step: int) -> None:
-        factor = self.schedule(step, self.max_steps)
+    def _set_learning_rate(self, num_updates: int) -> None:
+        factor = self.schedule(num_updates, self.max_steps)
         for group in self.engine.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
@@ -171,7 +171,8 @@ class Trainer:
             "lr": self.engine.param_groups[0]["lr"],
             "grad_norm": outcome.grad_norm,
             "grad_norm_clipped": outcome.grad_norm * outcome.clip_coefficient,
-            "skipped_steps": self.num_skipped_steps,
+            "skipped_steps": self.result.skipped_steps,
+            "loss_scale": outcome.loss_scale,
             "tokens_per_s": self.clock.tokens_per_s(last_steps=self.log_every),
             "step_ms_median": self.clock.step_ms_median(last_steps=self.log_every),
             "mfu": self._utilization(last_steps=self.log_every),
@@ -204,8 +205,8 @@ class Trainer:
         if measured["mfu"] is not None:
             parts.append(f"mfu {measured['mfu']:.0%}")
         parts.append(f"grad {measured['grad_norm']:.2f}>{measured['grad_norm_clipped']:.2f}")
-        if self.num_skipped_steps:
-            parts.append(f"{self.num_skipped_steps} skipped")
+        if self.result.skipped_steps:
+            parts.append(f"{self.result.skipped_steps} skipped")
         return " ".join(parts)
 
     def _evaluate(self) -> dict[str, Any]:

@@ -33,3 +33,5 @@ class MisbehavingMLP(MLP):
         if self.action == "sleep":
             print("asleep", flush=True)
             time.sleep(600)
+        if self.action == "poison":
+            torch.nn.init.constant_(self.head.bias, float("nan"))

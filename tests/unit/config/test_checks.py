@@ -3,7 +3,7 @@
 import pytest
 
 from zerotrain.config.checks import checked_config, value_problems, without_effect
-from zerotrain.config.schema import Config, ZeroConfig
+from zerotrain.config.schema import Config, PrecisionConfig, TrainConfig, ZeroConfig
 
 
 def problems_of(compose, *overrides):
@@ -31,6 +31,11 @@ def test_what_we_ship_has_no_problems(compose, group):
         "zero.units=[]",
         "zero.units=[1]",
         "precision.name=fp8",
+        "precision.keep_fp32=['']",
+        "precision.initial_scale=3",
+        "precision.initial_scale=0.5",
+        "precision.initial_scale=2e10",
+        "precision.growth_interval=0",
         "model.compile=maybe",
         "model.activation_checkpointing=null",
         "train.max_steps=0",
@@ -38,6 +43,8 @@ def test_what_we_ship_has_no_problems(compose, group):
         "train.gradient_accumulation_steps=0",
         "train.max_grad_norm=0",
         "train.max_grad_norm=nan",
+        "train.on_nonfinite=ignore",
+        "train.max_skipped_steps=0",
         "train.eval_every=-1",
         "train.eval_batches=0",
         "train.log_every=0",
@@ -59,7 +66,17 @@ def test_a_value_outside_its_range_is_refused_in_one_line(compose, override):
 
 @pytest.mark.parametrize(
     "override",
-    ["zero.bucket_mb=0.01", "zero.prefetch=0", "train.max_grad_norm=null", "train.eval_every=0", "zero.units=[a.*,b]"],
+    [
+        "zero.bucket_mb=0.01",
+        "zero.prefetch=0",
+        "train.max_grad_norm=null",
+        "train.eval_every=0",
+        "zero.units=[a.*,b]",
+        "precision.keep_fp32=[a.*,b]",
+        "precision.initial_scale=1",
+        "precision.initial_scale=4294967296",
+        "train.max_skipped_steps=1",
+    ],
 )
 def test_the_edge_of_a_range_is_allowed(compose, override):
     assert problems_of(compose, override) == []
@@ -105,6 +122,32 @@ def test_a_setting_without_effect_at_this_stage_is_named():
     assert without_effect(config, world_size=2) == [
         "zero.prefetch=2 has no effect at zero.stage=1; it has at 3",
         "zero.reshard_after_forward=false has no effect at zero.stage=1; it has at 3",
+    ]
+
+
+def test_a_setting_without_effect_in_this_precision_is_named():
+    assert without_effect(Config(precision=PrecisionConfig("fp32", ["*norm*"])), world_size=2) == [
+        "precision.keep_fp32=['*norm*'] has no effect with precision=fp32; it has with bf16 or fp16"
+    ]
+    scaled = PrecisionConfig("bf16", ["*norm*"], initial_scale=2.0, growth_interval=10)
+    assert without_effect(Config(precision=scaled), world_size=2) == [
+        "precision.initial_scale=2.0 has no effect with precision=bf16; it has with fp16",
+        "precision.growth_interval=10 has no effect with precision=bf16; it has with fp16",
+    ]
+    scaled.name = "fp16"
+    assert without_effect(Config(precision=scaled), world_size=2) == []
+
+
+def test_how_many_steps_are_skipped_has_no_effect_where_none_is():
+    train = TrainConfig(on_nonfinite="stop", max_skipped_steps=3)
+    assert without_effect(Config(train=train), world_size=2) == [
+        "train.max_skipped_steps=3 has no effect with train.on_nonfinite=stop; it has with skip"
+    ]
+
+
+def test_fp16_cannot_stop_at_the_first_overflow(compose):
+    assert problems_of(compose, "precision=fp16", "train.on_nonfinite=stop") == [
+        "train.on_nonfinite: got stop; it must be skip with precision=fp16, which finds its loss scale by overflows"
     ]
 
 

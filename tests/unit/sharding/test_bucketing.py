@@ -106,6 +106,32 @@ def test_trainable_and_frozen_parameters_never_share_a_bucket_and_matrices_come_
         assert kinds == sorted(kinds, reverse=True)
 
 
+def test_buckets_hold_one_dtype_and_one_of_several_units_lies_where_the_first_of_them_does() -> None:
+    units = cut_units(gpt(), None, max_numel=1000)
+    for unit in units:
+        for managed in unit.parameters:
+            managed.dtype = torch.float32 if "ln_" in managed.names[0] else torch.bfloat16
+    specs = cut_buckets(units, max_numel=1000)
+    for spec in specs:
+        assert {managed.dtype for managed in spec.parameters} == {spec.dtype}
+    # The norms of all blocks are reduced when the backward has done the first block, and keep no other bucket waiting.
+    assert [spec.name for spec in specs] == [
+        "head (bfloat16)",
+        "head (float32)",
+        "blocks.0 (bfloat16)",
+        "blocks.0..blocks.2 (float32)",
+        "blocks.1 (bfloat16)",
+        "blocks.2 (bfloat16)",
+    ]
+
+
+def test_a_bucket_belongs_to_the_units_that_have_parameters_in_it_alone() -> None:
+    model = gpt()
+    model.blocks[1].requires_grad_(False)
+    *_, frozen = cut_buckets(cut_units(model, None, HUGE), HUGE)
+    assert [unit.name for unit in frozen.units] == ["blocks.1"]
+
+
 def test_a_bucket_is_named_by_its_units_or_by_its_parameters_where_it_is_a_part_of_one() -> None:
     units = cut_units(gpt(), None, max_numel=10**6)
     assert [spec.name for spec in cut_buckets(units, max_numel=10**6)] == ["head", "blocks.0..blocks.2"]

@@ -11,6 +11,7 @@ KEYS = [
     "final_train_loss",
     "final_val_loss",
     "steps",
+    "skipped_steps",
     "tokens_per_s",
     "step_ms_median",
     "mfu",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from zerotrain import build_engine
+from zerotrain import PrecisionConfig, TrainingError, build_engine
 from zerotrain.data import GlobalBatchSampler, SyntheticTokens, TextDataset
 from zerotrain.models import GPT
 from zerotrain.training import warmup_cosine
@@ -170,6 +170,50 @@ def test_a_step_whose_gradient_is_not_finite_is_counted_and_shown(make_trainer, 
     assert body["final_train_loss"] is None
     assert [line["skipped_steps"] for line in read_metrics(tmp_path) if "train_loss" in line] == [1, 2]
     assert "2 skipped" in screen.getvalue()
+
+
+def overflow_at(trainer, steps):
+    """Make the loss of these steps infinite."""
+    train_step, number = trainer.engine.train_step, 0
+
+    def with_overflow(micro_batches, *, weights):
+        nonlocal number
+        number += 1
+        weights = [float("inf")] * len(micro_batches) if number in steps else weights
+        return train_step(micro_batches, weights=weights)
+
+    trainer.engine.train_step = with_overflow
+
+
+def test_a_skipped_step_is_a_step_of_the_run_but_not_of_the_schedule(make_trainer, tmp_path):
+    schedule = partial(warmup_cosine, warmup_steps=4)
+    trainer = make_trainer(max_steps=5, schedule=schedule, optimizer=partial(torch.optim.AdamW, lr=0.4))
+    overflow_at(trainer, {2, 3})
+    body = trainer.run()
+    assert (body["steps"], body["skipped_steps"]) == (5, 2)
+    lines = [line for line in read_metrics(tmp_path) if "lr" in line]
+    assert [line["lr"] for line in lines] == pytest.approx([0.1, 0.2, 0.2, 0.2, 0.3])
+    assert [line["skipped_steps"] for line in lines] == [0, 1, 2, 2, 2]
+    [optimizer] = {group["step"].item() for group in trainer.engine.optimizer._optimizers[0].state.values()}
+    assert optimizer == 3
+
+
+def test_a_run_whose_steps_are_all_skipped_stops_and_says_why(make_trainer, model, tmp_path):
+    engine = build_engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), max_skipped_steps=2)
+    trainer = make_trainer(engine=engine, max_steps=9)
+    overflow_at(trainer, {3, 5, 6})
+    with pytest.raises(TrainingError, match="was not finite in 2 steps in a row"):
+        trainer.run()
+    result = read_result(tmp_path)
+    assert (result["status"], result["steps"], result["skipped_steps"]) == ("failed", 5, 2)
+    assert result["error"].startswith("TrainingError: the gradient was not finite in 2 steps in a row; ")
+
+
+def test_the_loss_scale_of_fp16_is_in_the_metrics(make_trainer, model, tmp_path):
+    precision = PrecisionConfig("fp16", initial_scale=2.0, growth_interval=2)
+    engine = build_engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), precision=precision)
+    make_trainer(engine=engine, max_steps=4).run()
+    assert [line["loss_scale"] for line in read_metrics(tmp_path) if "loss_scale" in line] == [2, 2, 4, 4]
 
 
 # ---- the sample
