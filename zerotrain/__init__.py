@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zerotrain.comm.world import World
     from zerotrain.config.schema import PrecisionConfig, ZeroConfig
-    from zerotrain.engine.engine import StepResult, TrainStepResult, ZeroEngine
+    from zerotrain.engine.engine import ZeroEngine
     from zerotrain.engine.muon import MuonWithAdamW
+    from zerotrain.engine.step_result import StepResult, TrainStepResult
     from zerotrain.errors import (
         CommError,
         ConfigError,
@@ -28,8 +29,8 @@ _HOMES = {
     "EngineStateError": "zerotrain.errors",
     "MuonWithAdamW": "zerotrain.engine.muon",
     "PrecisionConfig": "zerotrain.config.schema",
-    "StepResult": "zerotrain.engine.engine",
-    "TrainStepResult": "zerotrain.engine.engine",
+    "StepResult": "zerotrain.engine.step_result",
+    "TrainStepResult": "zerotrain.engine.step_result",
     "TrainingError": "zerotrain.errors",
     "World": "zerotrain.comm.world",
     "ZeroConfig": "zerotrain.config.schema",

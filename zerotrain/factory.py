@@ -1,6 +1,6 @@
 """The one place where config becomes objects."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from zerotrain.engine.deferred_init import InitialValues, deferred_init
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.kept_fp32 import assign_dtypes
 from zerotrain.engine.loss_scale import LossScaler
-from zerotrain.engine.optimizer import SAMPLE_SHAPE, build_optimizer, needing_whole
+from zerotrain.engine.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
 from zerotrain.engine.precision import Precision, precision_named
 from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
@@ -41,6 +41,7 @@ def build_engine(
     max_grad_norm: float | None = None,
     max_skipped_steps: int = 20,
     decay_all: bool = False,
+    param_groups: Sequence[dict[str, Any]] | None = None,
     compile: bool = False,
     activation_checkpointing: bool = False,
     world: World | None = None,
@@ -56,12 +57,12 @@ def build_engine(
         zero: how state is sharded and moved; default `ZeroConfig()`, stage 2.
         precision: fp32, bf16 or fp16; `PrecisionConfig` has more to set.
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
-        max_skipped_steps: as many steps in a row whose gradient is not finite, and which are skipped for it, raise
-            `TrainingError`; 1 raises at once.
+        max_skipped_steps: so many in a row, skipped since their gradient is not finite, raise `TrainingError`.
         decay_all: apply weight decay to every parameter, not to matrices alone.
+        param_groups: dicts of "params" (names, patterns such as "*.bias", parameters) and what differs from the
+            optimizer's own settings; default: matrices, and the others without weight decay. See docs/cases.md.
         compile: torch.compile each unit's forward.
-        activation_checkpointing: keep a unit's inputs alone from its forward, and compute the rest again in its
-            backward.
+        activation_checkpointing: keep a unit's inputs alone, and compute the rest again in its backward.
         world: default: the process group the caller has initialised, or one process, on the device of the model's
             first parameter, or on torch's default device where `model` is a function.
 
@@ -73,7 +74,6 @@ def build_engine(
     train = TrainConfig(max_grad_norm=max_grad_norm, max_skipped_steps=max_skipped_steps)
     if problems := value_problems(Config(zero=zero, precision=numerics, train=train)):
         raise ConfigError(*problems)
-    dtypes = _dtypes(numerics)
     world = world or World.current(_device_of(model))
     plan = plan_for(zero.stage, world.size)
     model, initial = _with_initial_values(model, world, plan)
@@ -84,10 +84,11 @@ def build_engine(
         world=world,
         plan=plan,
         options=_engine_options(zero, world),
-        precision=dtypes,
+        precision=_dtypes(numerics),
         max_grad_norm=max_grad_norm,
         decay_all=decay_all,
-        loss_scaler=_loss_scaler(numerics) if dtypes.needs_loss_scale else None,
+        param_groups=param_groups,
+        loss_scaler=_loss_scaler(numerics),
         max_skipped_steps=max_skipped_steps,
         initial=initial,
     )
@@ -108,7 +109,9 @@ def _dtypes(precision: PrecisionConfig) -> Precision:
     return precision_named(precision.name, tuple(precision.keep_fp32))
 
 
-def _loss_scaler(precision: PrecisionConfig) -> LossScaler:
+def _loss_scaler(precision: PrecisionConfig) -> LossScaler | None:
+    if not _dtypes(precision).needs_loss_scale:
+        return None
     return LossScaler(initial_scale=precision.initial_scale, growth_interval=precision.growth_interval)
 
 

@@ -9,7 +9,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -267,6 +267,15 @@ class Collectives:
         everyone = values.new_empty(self.world.size, values.numel())
         self.ledger.record(name, self._ring_nbytes(everyone))
         _all_gather(everyone.view(-1), values.contiguous(), group=self.world.gather_group)
+        return everyone
+
+    @_announced("comparison")
+    def gather_objects(self, value: Any, *, name: str) -> list[Any]:
+        """What each rank has to say, in rank order, on every rank: small picklable values, outside of steps."""
+        if self.world.size == 1:
+            return [value]
+        everyone: list[Any] = [None] * self.world.size
+        dist.all_gather_object(everyone, value, group=self.world.gather_group)
         return everyone
 
     @_announced("broadcast")

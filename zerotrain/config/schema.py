@@ -127,6 +127,6 @@ class Config:
         return {key: value for key, value in self.model.items() if key not in MODEL_SWITCHES}
 
     @property
-    def model_switches(self) -> dict[str, bool]:
+    def model_switches(self) -> dict[str, Any]:
         """The value of each of the `MODEL_SWITCHES`."""
         return {switch: self.model.get(switch, False) for switch in MODEL_SWITCHES}

@@ -1,10 +1,11 @@
 """From a model and a plan to live buckets, units and a schedule."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
@@ -12,13 +13,13 @@ from zerotrain.engine.agreement import require_same
 from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.gradients import BucketGradient
 from zerotrain.engine.kept_fp32 import assign_dtypes, cast_around_kept
-from zerotrain.engine.optimizer import OptimizerFactory, needing_whole
+from zerotrain.engine.param_groups import ParamGroups
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.schedule import Bucket, LiveUnit, Schedule
 from zerotrain.engine.scratch import ScratchPools
 from zerotrain.engine.weights import BucketWeights
 from zerotrain.errors import ConfigError
-from zerotrain.sharding.bucketing import BucketSpec, cut_buckets, cut_units
+from zerotrain.sharding.bucketing import BucketSpec, cut_buckets, cut_units, managed_parameters
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.plan import Plan
 
@@ -43,13 +44,18 @@ def build_schedule(
     plan: Plan,
     options: EngineOptions,
     precision: Precision,
-    optimizer: OptimizerFactory,
+    groups: ParamGroups,
     collectives: Collectives,
     pools: ScratchPools,
     exact_norm: bool,
     initial: InitialValues,
+    fill: Callable[[BucketSpec], None] | None = None,
 ) -> Schedule:
     """Cut `model` into buckets, move its parameters into them and order them.
+
+    Args:
+        fill: called with each bucket before it is made, to give its parameters values; None: they have them, in a model
+            that is cut for the first time.
 
     Raises:
         ConfigError: ranks with different models, no trainable parameter, a pattern of units or of kept parameters that
@@ -57,30 +63,26 @@ def build_schedule(
     """
     max_numel = max(1, int(options.bucket_mb * 2**20) // precision.compute.itemsize)
     units = cut_units(model, options.units, max_numel)
-    for managed in needing_whole(optimizer, units):
-        managed.is_updated_whole = True
+    groups.label(units)
     parameters = [managed for unit in units for managed in unit.parameters]
     assign_dtypes(parameters, precision)
-    cast_around_kept(model, parameters, precision)
+    if fill is None:
+        cast_around_kept(model, parameters, precision)
     specs = cut_buckets(units, max_numel)
     if not any(spec.trainable for spec in specs):
         raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
     require_same(collectives, {"the model (buckets and their parameters)": _described(specs)})
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(collectives.world.device)
-        collectives.broadcast(buffer.data, name="buffers")
 
     buckets = []
     for tag, spec in enumerate(specs):
-        layout = BucketLayout.pack([managed.parameter.shape for managed in spec.parameters], collectives.world.size)
+        if fill is not None:
+            fill(spec)
+        layout = _layout_of(spec, collectives.world.size)
         of_bucket = precision.of_bucket(spec.dtype)
         common: dict[str, Any] = {"plan": plan, "precision": of_bucket, "collectives": collectives, "tag": tag}
         weights = BucketWeights(spec, layout, initial=initial, **common)
-        gradient = None
-        if spec.trainable:
-            pool = pools.of(spec.dtype)
-            gradient = BucketGradient(spec, layout, pool=pool, exact_norm=exact_norm, **common)
-        buckets.append(Bucket(weights, gradient))
+        common |= {"pool": pools.of(spec.dtype), "exact_norm": exact_norm}
+        buckets.append(Bucket(weights, BucketGradient(spec, layout, **common) if spec.trainable else None))
     live_units = [
         LiveUnit(unit.name, unit.modules, [b for b, spec in zip(buckets, specs, strict=True) if unit in spec.units])
         for unit in units
@@ -95,6 +97,33 @@ def build_schedule(
     for bucket in buckets:
         bucket.weights.connect(lambda bucket=bucket: schedule.touch(bucket))  # type: ignore[misc]
     return schedule
+
+
+def _layout_of(spec: BucketSpec, world_size: int) -> BucketLayout:
+    shapes = [managed.parameter.shape for managed in spec.parameters]
+    return BucketLayout.pack(shapes, world_size, [managed.stride for managed in spec.parameters])
+
+
+def share_unmanaged(model: nn.Module, collectives: Collectives) -> None:
+    """Bring what lies in no bucket to this rank's device with rank 0's values: buffers, and parameters that are no
+    floating-point numbers.
+
+    Raises:
+        ConfigError: one of these parameters is to be trained.
+    """
+    managed = {each.parameter for each in managed_parameters(model)}
+    others = {name: parameter for name, parameter in model.named_parameters() if parameter not in managed}
+    for name, parameter in others.items():
+        if parameter.requires_grad:
+            raise ConfigError(
+                f"{name} is {parameter.dtype} and requires a gradient, which no bucket holds: make it two real "
+                "parameters (torch.view_as_real), or freeze it with requires_grad_(False)"
+            )
+    for tensor in (*model.buffers(), *others.values()):
+        tensor.data = tensor.data.to(collectives.world.device).contiguous()
+        if tensor.numel() > 0:
+            # As bytes: backends do not send every dtype.
+            collectives.broadcast(tensor.data.view(-1).view(torch.uint8), name="buffers")
 
 
 def require_values(model: nn.Module) -> None:
@@ -132,7 +161,11 @@ def _described(specs: Sequence[BucketSpec]) -> str:
     """Few words that differ where anything about buckets does."""
     parameters = [managed for spec in specs for managed in spec.parameters]
     details = [
-        (spec.name, [(m.names, tuple(m.parameter.shape), m.group_name) for m in spec.parameters]) for spec in specs
+        (
+            spec.name,
+            [(m.names, tuple(m.parameter.shape), m.stride, m.is_updated_whole, m.span) for m in spec.parameters],
+        )
+        for spec in specs
     ]
     digest = hashlib.sha256(repr(details).encode()).hexdigest()[:8]
     numel = sum(managed.parameter.numel() for managed in parameters)

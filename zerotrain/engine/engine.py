@@ -1,8 +1,7 @@
 """The facade: wraps a model and runs forward, backward and step on sharded state."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,44 +11,26 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.engine.agreement import STAMP, Progress, require_same
-from zerotrain.engine.build import EngineOptions, build_schedule, engine_settings, require_values
+from zerotrain.engine.build import EngineOptions, build_schedule, engine_settings, require_values, share_unmanaged
 from zerotrain.engine.deferred_init import InitialValues
-from zerotrain.engine.hooks import hook_gradients, hook_unit
+from zerotrain.engine.hooks import connect
 from zerotrain.engine.loss_scale import LossScaler
 from zerotrain.engine.nonfinite import SkippedSteps, find_nonfinite
 from zerotrain.engine.norm import clip_coefficient, digit_sums, norm_of_digit_sums
-from zerotrain.engine.optimizer import OptimizerFactory, ShardedOptimizer
+from zerotrain.engine.optimizer import ShardedOptimizer
+from zerotrain.engine.optimizer_factory import OptimizerFactory
+from zerotrain.engine.param_groups import ParamGroups
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.ranges import named_range
 from zerotrain.engine.scratch import ScratchPool, ScratchPools
 from zerotrain.engine.state import full_state_dict, weights_sha256
 from zerotrain.engine.states import GradientState, Phase
+from zerotrain.engine.step_result import StepResult, TrainStepResult
+from zerotrain.engine.transfer import Transfer
 from zerotrain.engine.update import Updater
 from zerotrain.engine.usage import memory_bytes, volume_of
 from zerotrain.errors import EngineStateError, TrainingError
 from zerotrain.sharding.plan import Plan
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did."""
-
-    grad_norm: float
-    """Global L2 norm of the mean gradient before clipping; NaN if any element was not finite."""
-    clip_coefficient: float
-    """What the gradient was multiplied with; 1.0 for no clipping."""
-    skipped: bool
-    """Whether the weights were left as they were, because the gradient was not finite."""
-    loss_scale: float
-    """What the losses of this step were multiplied with for the backward; 1.0 but in fp16."""
-
-
-@dataclass(frozen=True)
-class TrainStepResult(StepResult):
-    """What one step over several micro-batches did."""
-
-    loss: torch.Tensor
-    """0-dim fp32: this rank's weighted sum of the losses of its micro-batches, detached."""
 
 
 class ZeroEngine:
@@ -62,9 +43,9 @@ class ZeroEngine:
         model: built alike on every rank; rank 0's weights and buffers are used. It is changed in place: its parameters
             become views of the engine's buckets, on `world.device`, in the compute precision.
         optimizer: makes an optimizer from a list of parameter groups: an element-wise one, or one that is declared to
-            update whole tensors (see `zerotrain.engine.optimizer`).
+            update whole tensors (see `zerotrain.engine.optimizer_factory`).
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
-        decay_all: apply weight decay to every parameter, not to matrices alone.
+        decay_all, param_groups: as for `build_engine`.
         initial: of a model that `deferred_init` has built; default: the values that the parameters have.
         loss_scaler: scales the loss, for a precision that needs it; None for no scaling.
         max_skipped_steps: as many steps skipped in a row, because the gradient was not finite, raise TrainingError.
@@ -84,6 +65,7 @@ class ZeroEngine:
         precision: Precision,
         max_grad_norm: float | None,
         decay_all: bool = False,
+        param_groups: Sequence[dict[str, Any]] | None = None,
         initial: InitialValues | None = None,
         loss_scaler: LossScaler | None = None,
         max_skipped_steps: int = 20,
@@ -100,33 +82,36 @@ class ZeroEngine:
         self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.overlap)
         self.progress = Progress(self.collectives)
         require_same(self.collectives, engine_settings(plan, options, precision, max_grad_norm, max_skipped_steps))
-        self._wire_pools = ScratchPools(world.device)
-        self._master_pool = ScratchPool(dtype=precision.master, device=world.device)
-        self.schedule = build_schedule(
-            model,
-            plan=plan,
-            options=options,
-            precision=precision,
-            optimizer=optimizer,
-            collectives=self.collectives,
-            pools=self._wire_pools,
-            exact_norm=max_grad_norm is not None,
-            initial=initial or InitialValues(),
-        )
-        self._trained = self.schedule.trained
-        self.optimizer = ShardedOptimizer(
-            optimizer,
-            [weights for weights, _ in self._trained],
-            decay_all=decay_all,
-            collectives=self.collectives,
-            pool=self._master_pool,
-        )
-        self._updater = Updater(self.schedule, self.optimizer, pool=self._master_pool)
-        self._unit_handles = [handle for unit in self.schedule.units for handle in hook_unit(unit, self.schedule)]
-        self._gradient_hooks = hook_gradients(self.schedule)
         self._syncs = True
         self._losses: list[torch.Tensor] = []
         self._skipped_steps = SkippedSteps(max_skipped_steps, loss_scaler)
+        self._groups = ParamGroups(model, optimizer, param_groups, decay_all=decay_all, warns=world.rank == 0)
+        share_unmanaged(model, self.collectives)
+        self._cut(initial or InitialValues(), None)
+
+    def _cut(self, initial: InitialValues, transfer: Transfer | None) -> None:
+        """Make buckets of the model, with what `transfer` brings from earlier ones, and connect them to it."""
+        self._wire_pools = ScratchPools(self.world.device)
+        self._master_pool = ScratchPool(dtype=self.precision.master, device=self.world.device)
+        self.schedule = build_schedule(
+            self.module,
+            plan=self.plan,
+            options=self.options,
+            precision=self.precision,
+            groups=self._groups,
+            collectives=self.collectives,
+            pools=self._wire_pools,
+            exact_norm=self.max_grad_norm is not None,
+            initial=initial,
+            fill=None if transfer is None else transfer.fill,
+        )
+        self._trained = self.schedule.trained
+        weights = [each for each, _ in self._trained]
+        self.optimizer = ShardedOptimizer(self._groups, weights, collectives=self.collectives, pool=self._master_pool)
+        if transfer is not None:
+            transfer.restore_state(self.optimizer, self.schedule)
+        self._updater = Updater(self.schedule, self.optimizer, pool=self._master_pool)
+        self._disconnect = connect(self.schedule)
 
     # ---- forward, backward, step
 
@@ -255,6 +240,38 @@ class ZeroEngine:
         self.module.eval()
         return self
 
+    # ---- what trains
+
+    def freeze(self, *named: str | nn.Parameter) -> None:
+        """Let parameters train no more: only their weights in the compute precision are kept.
+
+        Args:
+            named: names, patterns such as "blocks.0.*", or parameters; the same on all ranks, between two steps.
+
+        Raises:
+            ConfigError: one of them is nothing the model has, or nothing would be left to train.
+            EngineStateError: gradients of a step are waiting.
+        """
+        self._change(lambda: self._groups.freeze(named))
+
+    def unfreeze(self, *named: str | nn.Parameter) -> None:
+        """Let frozen parameters train, in the group they have, as new to the optimizer. Otherwise as `freeze`."""
+        self._change(lambda: self._groups.unfreeze(named))
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Let the frozen parameters of `group`, as in `build_engine`, train in a group of their own. As `unfreeze`."""
+        self._change(lambda: self._groups.add(group))
+
+    def _change(self, change: Callable[[], bool]) -> None:
+        """Make a change of what trains and, if it changed anything, cut the buckets anew."""
+        if any(gradient.life.state is not GradientState.EMPTY for _, gradient in self._trained):
+            raise EngineStateError("what trains cannot change while a gradient waits; call engine.step() first")
+        transfer = Transfer(self.schedule, self.optimizer, self.collectives)
+        if change():
+            self._disconnect()
+            self.schedule.retire()
+            self._cut(InitialValues(), transfer)
+
     # ---- the parts of a step
 
     def _require_reduced(self) -> None:
@@ -291,7 +308,7 @@ class ZeroEngine:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's hyperparameters; a schedule sets group["lr"] from group["initial_lr"]."""
-        return self.optimizer.param_groups
+        return self._groups.hyperparameters
 
     @property
     def loss_scale(self) -> float:

@@ -35,13 +35,26 @@ class LastGradientHook:
     def _fired(self, _: torch.Tensor) -> None:
         for parameter in self._parameters:
             if parameter.grad is None:
-                self._hang_on(parameter)
+                if parameter.requires_grad:  # otherwise the end of the backward says what is wrong
+                    self._hang_on(parameter)
                 return
         self._arrived()
 
     def remove(self) -> None:
         if self._handle is not None:
             self._handle.remove()
+
+
+def connect(schedule: Schedule) -> Callable[[], None]:
+    """Hook all units and gradients of a schedule; what is returned takes the hooks away."""
+    removers = [handle.remove for unit in schedule.units for handle in hook_unit(unit, schedule)]
+    removers += [hook.remove for hook in hook_gradients(schedule)]
+
+    def disconnect() -> None:
+        for remove in removers:
+            remove()
+
+    return disconnect
 
 
 def hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:

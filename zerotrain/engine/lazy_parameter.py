@@ -33,6 +33,10 @@ class LazyParameter(nn.Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in _SWITCHES:
+            func(args[0].original, *args[1:], **(kwargs or {}))
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
 
         def complete(leaf: Any) -> Any:
             if not isinstance(leaf, LazyParameter):
@@ -76,3 +80,5 @@ _METADATA = {
     *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
 }
 """What may be asked of a parameter that is not there."""
+_SWITCHES = {torch.Tensor.requires_grad_, *(getattr(torch.Tensor, name).__set__ for name in ("requires_grad",))}
+"""What may be set of it. The engine answers a change that it was not told of in the next backward."""

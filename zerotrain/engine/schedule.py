@@ -10,6 +10,7 @@ the backward.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from torch import nn
 
@@ -33,6 +34,8 @@ class Bucket:
     stays_full: bool = False
     """Kept from the forward to the backward: the head of the root, the last unit of the forward, and what is read
     without a hook that announces it."""
+    read_unannounced: bool = False
+    """Once read so: no hook tells when its backward comes either."""
 
 
 @dataclass(eq=False)
@@ -46,6 +49,8 @@ class LiveUnit:
     ahead_in_backward: list[Bucket] = field(default_factory=list)
     last_of: list[Bucket] = field(default_factory=list)
     """Buckets that no later unit of the forward needs."""
+    passed_in_backward: list[Bucket] = field(default_factory=list)
+    """Frozen buckets of the next unit that no earlier one needs: no gradient of theirs tells when they are done."""
 
 
 class Schedule:
@@ -74,6 +79,14 @@ class Schedule:
         self.frees_after_use = plan.shards_parameters and reshard_after_forward
         self.trained = [(bucket.weights, bucket.gradient) for bucket in buckets if bucket.gradient is not None]
         """The buckets with a gradient, in list order."""
+        self.retired = False
+        """Whether the buckets were cut anew, for another schedule."""
+        self._frozen = [
+            managed.parameter
+            for bucket in buckets
+            if bucket.gradient is None
+            for managed in bucket.weights.spec.parameters
+        ]
         largest = max((gradient.layout.padded_numel for _, gradient in self.trained), default=0)
         self._max_in_flight = MAX_LARGEST_BUCKETS_IN_FLIGHT * largest
         self._to_expect: deque[BucketGradient] = deque()
@@ -92,6 +105,9 @@ class Schedule:
             unit.last_of = [bucket for bucket in unit.buckets if id(bucket) not in later]
             unit.ahead_in_forward = _next_buckets(unit, self.units[index + 1 :], prefetch)
             unit.ahead_in_backward = _next_buckets(unit, self.units[:index][::-1], prefetch)
+            earlier = {id(bucket) for other in self.units[: index + 1] for bucket in other.buckets}
+            following = self.units[index + 1].buckets if index + 1 < len(self.units) else []
+            unit.passed_in_backward = [b for b in following if b.gradient is None and id(b) not in earlier]
 
     # ---- weights
 
@@ -108,7 +124,19 @@ class Schedule:
                     bucket.weights.reshard()
 
     def before_backward(self, unit: LiveUnit) -> None:
-        """Make the unit's parameters complete for its backward, and gather the unit before it."""
+        """Make the unit's parameters complete for its backward, gather the unit before it, free the one behind it.
+
+        Autograd runs what the forward did last first, so the backward of the unit behind this one is over.
+        """
+        if self.retired:
+            raise EngineStateError(
+                f"the backward reached {unit.name}, whose forward was before engine.freeze, unfreeze or "
+                "add_param_group; call these between engine.step() and the next forward"
+            )
+        if self.frees_after_use:
+            for bucket in unit.passed_in_backward:
+                if not bucket.read_unannounced:
+                    bucket.weights.reshard()
         self._complete(unit.buckets, unit.ahead_in_backward)
 
     def _complete(self, buckets: Sequence[Bucket], ahead: Sequence[Bucket]) -> None:
@@ -132,8 +160,7 @@ class Schedule:
                 f"the parameters of the bucket of {name} are sharded over the ranks and cannot be read between engine "
                 "calls; take them from engine.full_state_dict(), which all ranks call"
             )
-        # What announced no forward announces no backward either.
-        bucket.stays_full = True
+        bucket.stays_full = bucket.read_unannounced = True
         self._complete([bucket], [])
 
     def end_forward(self, *, backward_follows: bool) -> None:
@@ -168,7 +195,13 @@ class Schedule:
     # ---- gradients
 
     def begin_backward(self, *, more_to_come: bool) -> None:
-        """A backward starts: the head must be complete, also if a forward without gradients came between."""
+        """A backward starts: the head must be complete, also if a forward without gradients came between.
+
+        Raises:
+            EngineStateError: a frozen parameter has been told to train behind the engine's back.
+        """
+        if any(map(_requires_grad, self._frozen)):
+            raise _changed_unseen(next(filter(_requires_grad, self._frozen)), self.buckets, "unfreeze")
         self._complete(self.units[0].buckets, [])
         self.more_to_come = more_to_come
         self._full_gradients.clear()
@@ -232,7 +265,15 @@ class Schedule:
             self._in_flight.popleft().finish_reduce()
 
     def end_backward(self) -> None:
-        """The backward is over: close what unused parameters left open, and bring weights back to rest."""
+        """The backward is over: close what unused parameters left open, and bring weights back to rest.
+
+        Raises:
+            EngineStateError: a trained parameter has been frozen behind the engine's back.
+        """
+        unfilled = [g for _, g in self.trained if self._open_segments[g] > 0]
+        for parameter in (p for gradient in unfilled for segment in gradient.segments for p in segment.parameters):
+            if not parameter.requires_grad:
+                raise _changed_unseen(parameter, self.buckets, "freeze")
         for weights, gradient in reversed(self.trained):
             if self._open_segments[gradient] == 0:
                 continue
@@ -254,11 +295,29 @@ class Schedule:
         """Wait for all reductions under way."""
         self._finish_reductions(wait=True)
 
+    def retire(self) -> None:
+        """The buckets are to be cut anew: give the model its parameters back, complete or not."""
+        for bucket in self.buckets:
+            bucket.weights.uncover()
+        self.retired = True
+
     def rest(self) -> None:
         """The step is over: sharded parameters go to rest whatever was kept."""
         if self.plan.shards_parameters:
             for bucket in self.buckets:
                 self._rest(bucket)
+
+
+_requires_grad = attrgetter("requires_grad")
+
+
+def _changed_unseen(parameter: nn.Parameter, buckets: Sequence[Bucket], call: str) -> EngineStateError:
+    members = [managed for bucket in buckets for managed in bucket.weights.spec.parameters]
+    name = next(managed.names[0] for managed in members if managed.parameter is parameter)
+    return EngineStateError(
+        f"requires_grad of {name} was set to {parameter.requires_grad} after build_engine; call "
+        f"engine.{call}({name!r}) instead, on all ranks, between engine.step() and the next forward"
+    )
 
 
 def _next_buckets(unit: LiveUnit, following: Sequence[LiveUnit], prefetch: int) -> list[Bucket]:

@@ -2,6 +2,7 @@
 
 import torch
 
+from zerotrain.sharding.flat_buffer import slot_view
 from zerotrain.sharding.layout import BucketLayout
 
 
@@ -17,8 +18,7 @@ class Scratch:
         """(the first padded_numel elements, one view for each slot)"""
         if layout not in self.cuts:
             flat = self.storage[: layout.padded_numel]
-            views = [flat[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
-            self.cuts[layout] = (flat, views)
+            self.cuts[layout] = (flat, [slot_view(flat, slot) for slot in layout.slots])
         return self.cuts[layout]
 
 

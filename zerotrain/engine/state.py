@@ -10,6 +10,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.world import World
 from zerotrain.engine.schedule import Bucket
 from zerotrain.sharding.bucketing import ManagedParameter
+from zerotrain.sharding.flat_buffer import slot_view
 
 
 def full_state_dict(model: nn.Module, buckets: Iterable[Bucket], world: World) -> dict[str, torch.Tensor]:
@@ -49,7 +50,7 @@ def _full_weights(buckets: Iterable[Bucket], world: World) -> Iterator[tuple[Man
         if world.rank != 0:
             continue
         for slot, managed in zip(bucket.weights.layout.slots, bucket.weights.spec.parameters, strict=True):
-            yield managed, _as_fp32(flat[slot.offset : slot.end].view(slot.shape))
+            yield managed, _as_fp32(slot_view(flat, slot))
 
 
 def _as_fp32(value: torch.Tensor) -> torch.Tensor:

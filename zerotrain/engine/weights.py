@@ -156,6 +156,13 @@ class BucketWeights:
         for parameters, name, _, lazy in self._places:
             parameters[name] = lazy
 
+    def uncover(self) -> None:
+        """Put the parameters back into their modules, complete or not, and let go of the stand-ins."""
+        self.finish_gather()
+        for parameters, name, parameter, _ in self._places:
+            parameters[name] = parameter
+        self._places.clear()  # they know the schedule, and would keep it and all its memory alive
+
     def refresh(self) -> None:
         """The master weight changed: bring this rank's model weight up to date."""
         if self.separate_master_nbytes:
@@ -166,10 +173,14 @@ class BucketWeights:
 
     def full_master(self) -> torch.Tensor:
         """(padded_numel,) the master weight of all ranks, gathered where it is sharded. Collective."""
-        if self.master_weight.numel() == self.layout.padded_numel:
-            return self.master_weight
-        full = self.master_weight.new_empty(self.layout.padded_numel)
+        return self.gathered(self.master_weight)
+
+    def gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """(padded_numel,) from a tensor over each rank's `optimizer_range`. Collective."""
+        if part.numel() == self.layout.padded_numel:
+            return part
+        full = part.new_empty(self.layout.padded_numel)
         name = f"master weights of {self.spec.name}"
         expected = self.collectives.expect_gather(full, self._tag, name=name)
-        self.collectives.gather(full, self.master_weight, expected, name=name).wait()
+        self.collectives.gather(full, part, expected, name=name).wait()
         return full

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from zerotrain.errors import ConfigError
+from zerotrain.sharding.layout import contiguous_stride
 
 MIN_BUCKETS = 8
 """Units share a bucket only while the model would still have this many: one large bucket overlaps with nothing."""
@@ -32,6 +33,10 @@ class ManagedParameter:
     """Whether its optimizer needs it whole, on one rank."""
     dtype: torch.dtype = torch.float32
     """What it is held in, computed with and sent in; set by the precision."""
+    group: int = 0
+    """Number of its parameter group."""
+    born: int = 0
+    """Number of the change of what trains with which it began to train; 0: with the first step."""
 
     @property
     def is_matrix(self) -> bool:
@@ -40,9 +45,23 @@ class ManagedParameter:
 
     @property
     def group_name(self) -> str:
-        """The parameter group of the optimizer it is in."""
+        """The parameter group it is in where the user gives none."""
         kind = "matrices" if self.is_matrix else "others"
         return f"whole {kind}" if self.is_updated_whole else kind
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Parameters of one bucket that are alike in this are updated as one: they share hyperparameters and the
+        number of steps the optimizer has counted."""
+        return self.group, self.born
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """The strides it keeps in its bucket: its own, if they leave no gaps and overlap nowhere; contiguous ones where
+        it travels to be updated whole."""
+        if self.is_updated_whole:
+            return contiguous_stride(self.parameter.shape)
+        return torch.empty_like(self.parameter, device="meta").stride()
 
 
 @dataclass(eq=False)
@@ -183,7 +202,8 @@ def cut_buckets(units: Sequence[Unit], max_numel: int) -> list[BucketSpec]:
     needed all the time. A larger unit is split at parameter borders; a larger parameter is a bucket of its own. The
     last unit, which is gathered last and reduced first, is cut into buckets of half that size: until its first one
     is full a link has nothing to do. Trainable and frozen parameters never share, nor do those of two dtypes. Within a
-    bucket come first what is updated whole, then matrices, so that each group of the optimizer is one span.
+    bucket come first what is updated whole, then what is alike in `span`, so that each group of the optimizer is one
+    range.
     """
     specs: list[BucketSpec] = []
     kinds = dict.fromkeys((each.parameter.requires_grad, each.dtype) for unit in units for each in unit.parameters)
@@ -207,7 +227,7 @@ def cut_buckets(units: Sequence[Unit], max_numel: int) -> list[BucketSpec]:
         for run in runs:
             part_numel = last_numel if last in run and last.modules else max_numel
             for part in _split([managed for unit in run for managed in members[unit]], part_numel):
-                part.sort(key=lambda managed: (not managed.is_updated_whole, not managed.is_matrix))
+                part.sort(key=lambda managed: (not managed.is_updated_whole, managed.span))
                 specs.append(BucketSpec([unit for unit in run if members[unit]], part, trainable))
     # By first unit: its gradient is the last of a bucket, and a bucket is reduced only after those behind it.
     specs.sort(key=lambda spec: (not spec.trainable, units.index(spec.units[0])))

@@ -2,7 +2,12 @@
 
 import torch
 
-from zerotrain.sharding.layout import BucketLayout
+from zerotrain.sharding.layout import BucketLayout, Slot
+
+
+def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The part of a bucket's flat tensor that belongs to `slot`, with its parameter's shape and strides."""
+    return flat[slot.offset : slot.end].as_strided(slot.shape, slot.stride)
 
 
 class FlatBuffer:
@@ -18,8 +23,8 @@ class FlatBuffer:
         self.tensor = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
 
     def views(self) -> list[torch.Tensor]:
-        """The slots in order, each with its parameter's shape."""
-        return [self.tensor[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+        """The slots in order, each with its parameter's shape and strides."""
+        return [slot_view(self.tensor, slot) for slot in self.layout.slots]
 
     def shard(self, rank: int) -> torch.Tensor:
         """A view of one rank's range."""

@@ -25,6 +25,11 @@ def round_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index to the next in each dimension of a contiguous tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 @dataclass(frozen=True)
 class Slot:
     """The place of one parameter in a bucket."""
@@ -32,6 +37,8 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
     """Elements from the start of the bucket."""
+    stride: tuple[int, ...]
+    """Of the parameter, dense: a transposed or channels-last one stays so, since kernels choose their path by it."""
 
     @property
     def numel(self) -> int:
@@ -53,11 +60,18 @@ class BucketLayout:
     world_size: int
 
     @classmethod
-    def pack(cls, shapes: Sequence[tuple[int, ...]], world_size: int) -> "BucketLayout":
-        """Lay parameters one behind the other, each on an aligned offset."""
+    def pack(
+        cls, shapes: Sequence[tuple[int, ...]], world_size: int, strides: Sequence[tuple[int, ...]] | None = None
+    ) -> "BucketLayout":
+        """Lay parameters one behind the other, each on an aligned offset.
+
+        Args:
+            strides: one for each shape, without gaps or overlap; None: contiguous ones.
+        """
+        strides = strides or [contiguous_stride(shape) for shape in shapes]
         slots, offset = [], 0
-        for shape in shapes:
-            slots.append(Slot(tuple(shape), offset))
+        for shape, stride in zip(shapes, strides, strict=True):
+            slots.append(Slot(tuple(shape), offset, tuple(stride)))
             offset = round_up(slots[-1].end, ALIGN_NUMEL)
         return cls(tuple(slots), round_up(max(offset, 1), ALIGN_NUMEL * world_size), world_size)
 

@@ -95,15 +95,20 @@ def test_the_last_unit_is_cut_smaller() -> None:
     assert [len(spec.parameters) for spec in specs] == [8] * 5 + [2] * 4
 
 
-def test_trainable_and_frozen_parameters_never_share_a_bucket_and_matrices_come_first() -> None:
+def test_trainable_and_frozen_parameters_never_share_a_bucket_and_each_group_is_one_range() -> None:
     model = gpt()
     model.blocks[1].requires_grad_(False)
-    specs = cut_buckets(cut_units(model, None, HUGE), HUGE)
+    units = cut_units(model, None, HUGE)
+    for managed in (managed for unit in units for managed in unit.parameters):
+        managed.group = int(not managed.is_matrix)
+        managed.born = int(managed.names[0].startswith("blocks.2"))
+    specs = cut_buckets(units, HUGE)
     assert [spec.trainable for spec in specs] == [True, True, False]
     for spec in specs:
         assert {managed.parameter.requires_grad for managed in spec.parameters} == {spec.trainable}
-        kinds = [managed.is_matrix for managed in spec.parameters]
-        assert kinds == sorted(kinds, reverse=True)
+        spans = [managed.span for managed in spec.parameters]
+        assert spans == sorted(spans)
+    assert {managed.span for managed in specs[1].parameters} == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_buckets_hold_one_dtype_and_one_of_several_units_lies_where_the_first_of_them_does() -> None:

@@ -46,3 +46,9 @@ def test_spans_cut_every_shard_at_the_border_without_loss(world_size: int) -> No
         assert all(shard.start + index < border for index in range(first.start, first.stop))
         assert all(shard.start + index >= border for index in range(second.start, second.stop))
         assert all(span.start % ALIGN_NUMEL == span.stop % ALIGN_NUMEL == 0 for span in (first, second))
+
+
+def test_a_slot_keeps_the_strides_it_is_given_and_is_contiguous_otherwise() -> None:
+    layout = BucketLayout.pack([(3, 5), (), (0, 4)], 2)
+    assert [slot.stride for slot in layout.slots] == [(5, 1), (), (4, 1)]
+    assert BucketLayout.pack([(3, 5)], 2, [(1, 3)]).slots[0].stride == (1, 3)

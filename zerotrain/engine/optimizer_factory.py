@@ -1,0 +1,93 @@
+"""Torch optimizers of parameter groups: which of them work on elements, and which need whole tensors."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zerotrain.errors import ConfigError
+from zerotrain.sharding.bucketing import ManagedParameter, Unit
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Makes an optimizer from parameter groups. It may have a method `needs_whole(units)`, which names the parameters that
+are updated whole; their groups are called "whole matrices" and "whole others", and never mixed with the rest."""
+
+NEEDS_EVERYTHING = {
+    "LBFGS": "needs all parameters at once",
+    "SparseAdam": "needs sparse gradients",
+}
+"""Optimizers of torch that neither a shard nor a whole tensor is enough for."""
+
+NEEDS_WHOLE_TENSORS = {
+    "Adafactor": "factors whole matrices",
+    "LAMB": "takes the norms of whole tensors",
+    "LARS": "takes the norms of whole tensors",
+    "Lamb": "takes the norms of whole tensors",
+    "Lars": "takes the norms of whole tensors",
+    "Muon": "orthogonalises whole matrices",
+    "SOAP": "preconditions whole matrices",
+    "Shampoo": "preconditions whole matrices",
+}
+"""Known by name, whoever has written them."""
+
+WHOLE_TENSOR_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Muon)
+"""Those of torch that update each tensor apart from the others; any other class says `whole_tensor = True`."""
+
+SAMPLE_SHAPE = (64, 64)
+
+
+def build_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Make an optimizer of groups that are all to be updated whole, or all by elements.
+
+    Raises:
+        ConfigError: it is known to need more than it would get, or refuses what it gets.
+    """
+    whole = groups[0]["name"].startswith("whole ")
+    try:
+        optimizer = factory(groups)
+    except ValueError as error:
+        raise ConfigError(f"optimizer: {error}") from error
+    kind = type(optimizer).__name__
+    if kind in NEEDS_EVERYTHING:
+        raise ConfigError(f"optimizer={kind}: {NEEDS_EVERYTHING[kind]}, which no rank has; use AdamW, SGD or the like")
+    if kind in NEEDS_WHOLE_TENSORS and not (whole and works_on_whole_tensors(optimizer)):
+        raise ConfigError(
+            f"optimizer={kind}: {NEEDS_WHOLE_TENSORS[kind]}, which a shard does not hold; if it updates each tensor "
+            "apart from the others, say `whole_tensor = True` in its class, and ranks will gather tensors for it"
+        )
+    return optimizer
+
+
+def works_on_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is declared to update whole tensors, each apart from the others."""
+    return isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS) or getattr(optimizer, "whole_tensor", False)
+
+
+def needing_whole(factory: OptimizerFactory, units: Sequence[Unit]) -> list[ManagedParameter]:
+    """The trainable parameters of `units` that the optimizer needs whole: those it names, or all, or none.
+
+    Raises:
+        ConfigError: it names none where it must, or cannot work here.
+    """
+    choose = getattr(factory, "needs_whole", None)
+    if choose is not None:
+        return list(choose(units))
+    if not updates_whole(factory):
+        return []
+    trainable = [managed for unit in units for managed in unit.parameters if managed.parameter.requires_grad]
+    vector = next((managed.names[0] for managed in trainable if managed.parameter.ndim != 2), None)
+    if vector is not None and isinstance(_sample(factory), torch.optim.Muon):
+        raise ConfigError(
+            f"optimizer=Muon: takes matrices alone, and {vector} is none; use optimizer=muon, in Python "
+            "zerotrain.MuonWithAdamW(...), which leaves the rest to AdamW"
+        )
+    return trainable
+
+
+def updates_whole(factory: OptimizerFactory) -> bool:
+    """Whether any parameters may be updated whole."""
+    return hasattr(factory, "needs_whole") or works_on_whole_tensors(_sample(factory))
+
+
+def _sample(factory: OptimizerFactory) -> torch.optim.Optimizer:
+    return factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "whole matrices"}])
