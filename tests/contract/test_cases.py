@@ -1,30 +1,51 @@
-"""Every row of docs/cases.md names a test that is there."""
+"""Every row of docs/cases.md names tests that are there, and each case of their tables has a row."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+TABLES = {"test_parameters.py": ("test_parameters.py", "CASES"), "test_calls.py": ("calls.py", "CALLS")}
+"""Test file -> the file and name of its table of cases."""
 ROWS = [line for line in (REPOSITORY / "docs" / "cases.md").read_text().splitlines() if line.startswith("| ")]
 ROWS = [line for line in ROWS if not line.startswith("| case |")]
 
 
+def named_in(row: str) -> list[tuple[str, str]]:
+    """(test file, test or case) of each test that a row names."""
+    return re.findall(r"`(test_\w+\.py)::([^`]+)`", row.strip("|").split("|")[-1])
+
+
+def cases_of(test_file: str) -> set[str]:
+    """The names of the cases in a test's table."""
+    if test_file not in TABLES:
+        return set()
+    file, table = TABLES[test_file]
+    tree = ast.parse((REPOSITORY / "tests" / "distributed" / file).read_text())
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == table for target in targets):
+            assert isinstance(node.value, ast.Dict)
+            return {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+    raise AssertionError(f"{file} has no table {table}")
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip())
 def test_a_row_names_a_test_or_a_case_of_a_table_that_exists(row: str) -> None:
-    case, promise, named = (cell.strip() for cell in row.strip("|").split("|"))
+    case, promise, _ = (cell.strip() for cell in row.strip("|").split("|"))
     assert case
     assert promise
-    named_test = re.fullmatch(r"`(test_\w+\.py)::(.+)`", named)
-    assert named_test is not None
-    file, name = named_test.groups()
-    (text,) = (path.read_text() for path in (REPOSITORY / "tests").rglob(file))
-    assert f"def {name}(" in text or f'"{name}": ' in text
+    assert named_in(row)
+    for file, name in named_in(row):
+        (text,) = (path.read_text() for path in (REPOSITORY / "tests").rglob(file))
+        assert f"def {name}(" in text or f'"{name}"' in text or name in cases_of(file)
 
 
-def test_every_case_of_the_parameters_has_a_row() -> None:
-    source = (REPOSITORY / "tests" / "distributed" / "test_parameters.py").read_text()
-    table = source[source.index("\nCASES = {") : source.index('"""By name, as docs/cases.md lists them."""')]
-    cases = re.findall(r'^    "(.+)": Case\(', table, re.MULTILINE)
+@pytest.mark.parametrize("test_file", TABLES)
+def test_every_case_of_a_table_has_a_row(test_file: str) -> None:
+    cases = cases_of(test_file)
     assert len(cases) > 10
-    assert [case for case in cases if not any(f"::{case}`" in row for row in ROWS)] == []
+    named = {name for row in ROWS for file, name in named_in(row) if file == test_file}
+    assert cases - named == set()

@@ -155,7 +155,7 @@ MISTAKES: dict[str, Any] = {
     ),
     "weight read at rest": (
         lambda engine, inputs: engine.module.wte.weight.sum(),
-        "take them from engine.full_state_dict()",
+        "take weights from engine.full_state_dict()",
     ),
     "step after no_sync only": (
         lambda engine, inputs: accumulate_only(engine, inputs),

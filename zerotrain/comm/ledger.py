@@ -41,3 +41,10 @@ class Ledger:
         """An optimizer step ended: its traffic becomes `last_step`."""
         self.last_step, self._this_step = self._this_step, Traffic()
         self.in_step = False
+
+    def drop_step(self) -> None:
+        """The step under way was given up: its traffic belongs to none."""
+        self.outside_steps.calls += self._this_step.calls
+        self.outside_steps.nbytes += self._this_step.nbytes
+        self._this_step = Traffic()
+        self.in_step = False

@@ -1,8 +1,10 @@
 """From a model and a plan to live buckets, units and a schedule."""
 
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +15,13 @@ from zerotrain.engine.agreement import require_same
 from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.gradients import BucketGradient
 from zerotrain.engine.kept_fp32 import assign_dtypes, cast_around_kept
+from zerotrain.engine.live_unit import Bucket, LiveUnit
 from zerotrain.engine.param_groups import ParamGroups
 from zerotrain.engine.precision import Precision
-from zerotrain.engine.schedule import Bucket, LiveUnit, Schedule
+from zerotrain.engine.schedule import Schedule
 from zerotrain.engine.scratch import ScratchPools
 from zerotrain.engine.weights import BucketWeights
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets, cut_units, managed_parameters
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.plan import Plan
@@ -95,7 +98,7 @@ def build_schedule(
         reshard_after_forward=options.reshard_after_forward,
     )
     for bucket in buckets:
-        bucket.weights.connect(lambda bucket=bucket: schedule.touch(bucket))  # type: ignore[misc]
+        bucket.weights.connect(partial(_touch, weakref.ref(schedule), weakref.ref(bucket)))
     return schedule
 
 
@@ -124,6 +127,17 @@ def share_unmanaged(model: nn.Module, collectives: Collectives) -> None:
         if tensor.numel() > 0:
             # As bytes: backends do not send every dtype.
             collectives.broadcast(tensor.data.view(-1).view(torch.uint8), name="buffers")
+
+
+def _touch(schedule: "weakref.ref[Schedule]", bucket: "weakref.ref[Bucket]") -> None:
+    """Complete a bucket for a stand-in that is read. Weak: the buckets hold the stand-ins."""
+    live_schedule, live_bucket = schedule(), bucket()
+    if live_schedule is None or live_bucket is None:
+        raise EngineStateError(
+            "a parameter was read whose engine is gone: keep the engine as long as its model is used, or load what "
+            "engine.full_state_dict() gives into a new model"
+        )
+    live_schedule.touch(live_bucket)
 
 
 def require_values(model: nn.Module) -> None:

@@ -1,7 +1,8 @@
 """The facade: wraps a model and runs forward, backward and step on sharded state."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from zerotrain.comm.world import World
 from zerotrain.engine.agreement import STAMP, Progress, require_same
 from zerotrain.engine.build import EngineOptions, build_schedule, engine_settings, require_values, share_unmanaged
 from zerotrain.engine.deferred_init import InitialValues
-from zerotrain.engine.hooks import connect
+from zerotrain.engine.hooks import end_engine, hook_model, next_node, require_graph
+from zerotrain.engine.lazy_parameter import LEFT_ITS_UNIT, reads_freed_memory
 from zerotrain.engine.loss_scale import LossScaler
 from zerotrain.engine.nonfinite import SkippedSteps, find_nonfinite
 from zerotrain.engine.norm import clip_coefficient, digit_sums, norm_of_digit_sums
@@ -29,7 +31,7 @@ from zerotrain.engine.step_result import StepResult, TrainStepResult
 from zerotrain.engine.transfer import Transfer
 from zerotrain.engine.update import Updater
 from zerotrain.engine.usage import memory_bytes, volume_of
-from zerotrain.errors import EngineStateError, TrainingError
+from zerotrain.errors import CommError, EngineStateError, TrainingError
 from zerotrain.sharding.plan import Plan
 
 
@@ -83,6 +85,7 @@ class ZeroEngine:
         self.progress = Progress(self.collectives)
         require_same(self.collectives, engine_settings(plan, options, precision, max_grad_norm, max_skipped_steps))
         self._syncs = True
+        self._first_node_after_update = 0
         self._losses: list[torch.Tensor] = []
         self._skipped_steps = SkippedSteps(max_skipped_steps, loss_scaler)
         self._groups = ParamGroups(model, optimizer, param_groups, decay_all=decay_all, warns=world.rank == 0)
@@ -111,12 +114,26 @@ class ZeroEngine:
         if transfer is not None:
             transfer.restore_state(self.optimizer, self.schedule)
         self._updater = Updater(self.schedule, self.optimizer, pool=self._master_pool)
-        self._disconnect = connect(self.schedule)
+        self._hooks = hook_model(self.schedule)
+        # The model's hooks hold the schedule, and that the model: else an engine would live as long as its model.
+        self._finalizer = weakref.finalize(self, end_engine, self.schedule, self._hooks)
+        self._finalizer.atexit = False
 
     # ---- forward, backward, step
 
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Run the model; floating-point inputs are cast to the compute precision. Returns what the model returns."""
+        with self.forward_scope():
+            inputs, named_inputs = self.precision.cast_inputs((inputs, named_inputs))
+            return self.module(*inputs, **named_inputs)
+
+    @contextmanager
+    def forward_scope(self) -> Iterator[None]:
+        """In here the model is called by another name: `engine.module.generate(...)`, `engine.module.encoder(inputs)`.
+
+        All ranks enter it and call the same modules in the same order, with inputs of their own, in the compute
+        precision. What comes out can go into a loss for `backward`.
+        """
         in_step = self.ledger.in_step
         backward_follows = torch.is_grad_enabled()
         self.ledger.in_step = backward_follows
@@ -124,13 +141,11 @@ class ZeroEngine:
         try:
             with self._phase(Phase.FORWARD):
                 self.schedule.before_forward(self.schedule.units[0])
-                inputs, named_inputs = self.precision.cast_inputs((inputs, named_inputs))
-                output = self.module(*inputs, **named_inputs)
+                yield
                 returned = True
         finally:
             self.schedule.end_forward(backward_follows=backward_follows and returned)
             self.ledger.in_step = backward_follows or in_step
-        return output
 
     def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor = 1.0, retain_graph: bool = False) -> None:
         """Compute gradients of `weight * loss` and, outside `no_sync`, reduce them while they arrive.
@@ -140,16 +155,17 @@ class ZeroEngine:
             weight: factor on this loss; the engine's own 1 / world size comes on top, so that the sum over ranks is the
                 mean. Scaling the loss costs nothing; scaling the gradients would be a pass over all of them.
 
+        An exception forgets the gradients since the last step. Who catches it, does so on all ranks.
+
         Raises:
-            EngineStateError: `loss` does not depend on the model's parameters.
+            EngineStateError: `loss` does not depend on the model's parameters, or on those before the last step.
         """
-        if not loss.requires_grad:
-            raise EngineStateError("backward got a loss without a graph: was it computed under torch.no_grad()?")
+        require_graph(loss, self._first_node_after_update)
         self.ledger.in_step = True
         self._losses.append(loss.detach())
         scale = torch.ones_like(loss).mul_(weight / (self.world.size / self.loss_scale))
         self.progress.num_backwards += 1
-        with self._phase(Phase.BACKWARD):
+        with self._phase(Phase.BACKWARD), self._clean_after_error():
             self.schedule.begin_backward(more_to_come=not self._syncs)
             loss.backward(gradient=scale, retain_graph=retain_graph)
             self.schedule.end_backward()
@@ -162,6 +178,24 @@ class ZeroEngine:
             yield
         finally:
             self._syncs = before
+
+    def zero_grad(self) -> None:
+        """Forget the gradients since the last step; what was reduced is waited for. All ranks call it."""
+        self.schedule.drop_gradients()
+        self.ledger.drop_step()
+        self._losses.clear()
+
+    @contextmanager
+    def _clean_after_error(self) -> Iterator[None]:
+        try:
+            yield
+        except CommError:
+            raise  # another rank is gone or elsewhere: there is nothing to wait for
+        except Exception as error:
+            self.zero_grad()
+            if reads_freed_memory(error):
+                raise EngineStateError(LEFT_ITS_UNIT.format("its unit")) from error
+            raise
 
     def step(self) -> StepResult:
         """Clip, update the master weights bucket by bucket, and issue each bucket's gather as it is done.
@@ -204,6 +238,7 @@ class ZeroEngine:
             self.schedule.expect_updated()
             is_scaled = self.max_grad_norm is not None or self.loss_scaler is not None
             self._updater.update_all(coefficient / self.loss_scale if is_scaled else None)
+            self._first_node_after_update = next_node()
         self.schedule.rest()
         self._losses.clear()
         return StepResult(norm.item(), coefficient.item(), skipped, self.loss_scale), reason
@@ -216,18 +251,18 @@ class ZeroEngine:
         Args:
             micro_batches: the model's inputs, one sequence for each; the model returns the loss.
             weights: factor on the loss of each; default 1 / number of micro-batches.
+
+        An exception in the data, the model or a backward forgets the gradients of all micro-batches.
         """
         weights = weights or [1.0 / len(micro_batches)] * len(micro_batches)
         total = torch.zeros((), dtype=torch.float32, device=self.world.device)
-        for index, (inputs, weight) in enumerate(zip(micro_batches, weights, strict=True)):
-            loss = self(*inputs)
-            total += weight * loss.detach().float()
-            self._syncs = index == len(micro_batches) - 1
-            try:
-                self.backward(loss, weight=weight)
-            finally:
-                self._syncs = True
-            del loss
+        with self._clean_after_error():
+            for index, (inputs, weight) in enumerate(zip(micro_batches, weights, strict=True)):
+                loss = self(*inputs)
+                total += weight * loss.detach().float()
+                with nullcontext() if index == len(micro_batches) - 1 else self.no_sync():
+                    self.backward(loss, weight=weight)
+                del loss
         return TrainStepResult(**vars(self.step()), loss=total)
 
     def train(self) -> "ZeroEngine":
@@ -239,6 +274,10 @@ class ZeroEngine:
         """Put the model into evaluation mode."""
         self.module.eval()
         return self
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank; all ranks call it. For loops of forwards whose length differs by rank."""
+        return self.world.sum(torch.tensor(float(flag), device=self.world.device)).item() > 0
 
     # ---- what trains
 
@@ -268,7 +307,9 @@ class ZeroEngine:
             raise EngineStateError("what trains cannot change while a gradient waits; call engine.step() first")
         transfer = Transfer(self.schedule, self.optimizer, self.collectives)
         if change():
-            self._disconnect()
+            self._finalizer.detach()
+            for hook in self._hooks:
+                hook.remove()
             self.schedule.retire()
             self._cut(InitialValues(), transfer)
 

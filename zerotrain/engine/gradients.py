@@ -125,6 +125,12 @@ class BucketGradient:
         for parameter in segment.parameters:
             parameter.grad = None
 
+    def fill_rest(self) -> None:
+        """Fill with zeros what no gradient came for."""
+        for segment in self.segments:
+            if not segment.holds_values:
+                self.fill(segment, more_to_come=False)
+
     def _target(self, more_to_come: bool) -> list[torch.Tensor]:
         """The views that gradients go into now, from the buffer that this step's filling began with."""
         if self.life.state is not GradientState.FILLING:

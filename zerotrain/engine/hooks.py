@@ -1,7 +1,7 @@
 """The hooks that tell the schedule where the model is. Each is one call."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -9,9 +9,29 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zerotrain.engine.live_unit import LiveUnit
 from zerotrain.engine.ranges import named_range, profiler_runs
-from zerotrain.engine.schedule import LiveUnit, Schedule
+from zerotrain.engine.schedule import Schedule
 from zerotrain.engine.structures import tensors_in
+from zerotrain.errors import EngineStateError
+
+next_node = torch.autograd._get_sequence_nr
+"""() -> the number that the next node of a graph gets in this thread; numbers grow."""
+
+
+def require_graph(loss: torch.Tensor, first_node: int) -> None:
+    """Make sure that a backward of `loss` can be run and is of use.
+
+    Raises:
+        EngineStateError: it has no graph, or one from before `first_node`, the first since the weights were updated.
+    """
+    if not loss.requires_grad:
+        raise EngineStateError("backward got a loss without a graph: was it computed under torch.no_grad()?")
+    if loss.grad_fn is not None and loss.grad_fn._sequence_nr() < first_node:
+        raise EngineStateError(
+            "backward got a loss that was computed before the last step, with weights that have changed since; call "
+            "all backwards of a step before engine.step()"
+        )
 
 
 class LastGradientHook:
@@ -45,24 +65,32 @@ class LastGradientHook:
             self._handle.remove()
 
 
-def connect(schedule: Schedule) -> Callable[[], None]:
-    """Hook all units and gradients of a schedule; what is returned takes the hooks away."""
-    removers = [handle.remove for unit in schedule.units for handle in hook_unit(unit, schedule)]
-    removers += [hook.remove for hook in hook_gradients(schedule)]
-
-    def disconnect() -> None:
-        for remove in removers:
-            remove()
-
-    return disconnect
+def hook_model(schedule: Schedule) -> list[RemovableHandle | LastGradientHook]:
+    """Hook the modules of all units and the parameters of all trained buckets."""
+    handles = (handle for unit in schedule.units for handle in _hook_unit(unit, schedule))
+    return [*handles, *_hook_gradients(schedule)]
 
 
-def hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
+def end_engine(schedule: Schedule, hooks: Sequence[RemovableHandle | LastGradientHook]) -> None:
+    """An engine was deleted: take its hooks off the model, and wait for what is still being sent and received.
+
+    Seen without the wait: gloo, left with a receive whose buffer was gone, hung in a collective of the next engine.
+    """
+    for hook in hooks:
+        hook.remove()
+    with suppress(Exception):  # other ranks may be gone; an error raised here would reach nobody
+        schedule.finish()
+
+
+def _hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
     """Announce to the schedule when a unit's modules start and end their forward and start their backward."""
 
     ranges: list[AbstractContextManager[object]] = []
+    first_node = 0
 
     def before_forward(*_: Any) -> None:
+        nonlocal first_node
+        first_node = next_node()
         schedule.before_forward(unit)
         if profiler_runs():
             ranges.append(named_range("forward", unit.name))
@@ -71,11 +99,8 @@ def hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
     def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
         if ranges:
             ranges.pop().__exit__(None, None, None)
-        if torch.is_grad_enabled():
-            before_backward = partial(_before_backward, unit, schedule)
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(before_backward)
+        if schedule.plan.shards_parameters and torch.is_grad_enabled():
+            _announce_backward(unit, schedule, output, first_node)
         schedule.after_forward(unit)
 
     handles = []
@@ -85,11 +110,32 @@ def hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
     return handles
 
 
+def _announce_backward(unit: LiveUnit, schedule: Schedule, output: Any, first_node: int) -> None:
+    """Have the backward of a forward that made the nodes from `first_node` on tell when it starts.
+
+    Autograd runs the nodes of a graph in the reverse of the order they were made in. So the hook on the last node
+    runs before all others of the unit, also before those of a tensor that leaves it by another way (a loss kept in an
+    attribute), if that node made an output. If it made none, or an output is a parameter itself, the unit is kept.
+    """
+    before_backward = partial(_before_backward, unit, schedule)
+    last_node = first_node - 1
+    for tensor in tensors_in(output):
+        if not tensor.requires_grad:
+            continue
+        if tensor.grad_fn is None:
+            schedule.keep(unit)
+        elif (node := tensor.grad_fn._sequence_nr()) >= first_node:  # else it was passed through
+            tensor.register_hook(before_backward)
+            last_node = max(last_node, node)
+    if last_node + 1 < next_node():
+        schedule.keep(unit)
+
+
 def _before_backward(unit: LiveUnit, schedule: Schedule, _: torch.Tensor) -> None:
     schedule.before_backward(unit)
 
 
-def hook_gradients(schedule: Schedule) -> list[LastGradientHook]:
+def _hook_gradients(schedule: Schedule) -> list[LastGradientHook]:
     """Tell the schedule of each segment whose gradients have all arrived."""
     return [
         LastGradientHook(segment.parameters, partial(schedule.segment_arrived, weights, gradient, segment))

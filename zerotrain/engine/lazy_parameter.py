@@ -11,6 +11,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+LEFT_ITS_UNIT = (
+    "a backward read parameters that were not gathered for it: a tensor left {} by another way than the unit's output; "
+    "return it from the unit's forward, or set zero.reshard_after_forward=false"
+)
+_FREED_MEMORY_WAS_READ = ("storage of size 0", "data is not allocated yet")
+"""What torch says of it, where it does not make a stand-in of the parameter."""
+
+
+def reads_freed_memory(error: Exception) -> bool:
+    """Whether `error` is torch's about a tensor whose memory was given back."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _FREED_MEMORY_WAS_READ)
+
 
 class LazyParameter(nn.Parameter):
     """Has the shape, dtype and device of `original`; arithmetic completes the bucket first, then uses `original`."""

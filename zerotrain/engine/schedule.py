@@ -9,12 +9,13 @@ the backward.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from torch import nn
 
 from zerotrain.engine.gradients import BucketGradient, Segment
+from zerotrain.engine.lazy_parameter import LEFT_ITS_UNIT
+from zerotrain.engine.live_unit import Bucket, LiveUnit, next_buckets
 from zerotrain.engine.states import GradientState, Phase
 from zerotrain.engine.weights import BucketWeights
 from zerotrain.errors import EngineStateError
@@ -23,34 +24,6 @@ from zerotrain.sharding.plan import Plan
 MAX_LARGEST_BUCKETS_IN_FLIGHT = 2
 """Unreduced gradients on the wire, in sizes of the largest bucket: one on its way and one behind it keep a link busy.
 Counted in elements, not in buckets: two small ones would leave the link idle until the next is full."""
-
-
-@dataclass(eq=False)
-class Bucket:
-    """One bucket at run time. A frozen bucket has no gradient."""
-
-    weights: BucketWeights
-    gradient: BucketGradient | None
-    stays_full: bool = False
-    """Kept from the forward to the backward: the head of the root, the last unit of the forward, and what is read
-    without a hook that announces it."""
-    read_unannounced: bool = False
-    """Once read so: no hook tells when its backward comes either."""
-
-
-@dataclass(eq=False)
-class LiveUnit:
-    """A unit with the buckets it needs and those to gather ahead while it runs."""
-
-    name: str
-    modules: list[nn.Module]
-    buckets: list[Bucket]
-    ahead_in_forward: list[Bucket] = field(default_factory=list)
-    ahead_in_backward: list[Bucket] = field(default_factory=list)
-    last_of: list[Bucket] = field(default_factory=list)
-    """Buckets that no later unit of the forward needs."""
-    passed_in_backward: list[Bucket] = field(default_factory=list)
-    """Frozen buckets of the next unit that no earlier one needs: no gradient of theirs tells when they are done."""
 
 
 class Schedule:
@@ -93,7 +66,11 @@ class Schedule:
         self._expected: deque[BucketGradient] = deque()
         self._in_flight: deque[BucketGradient] = deque()
         self._full_gradients: set[BucketGradient] = set()
-        self._open_segments: dict[BucketGradient, int] = {}
+        self._open_segments: dict[BucketGradient, set[Segment]] = {}
+        self._running: list[LiveUnit] = []
+        """The units whose forward is under way, outermost first."""
+        self._in_backward: LiveUnit | None = None
+        """The unit that a backward reached last."""
         self._look_ahead(prefetch if plan.shards_parameters else 0)
 
     def _look_ahead(self, prefetch: int) -> None:
@@ -103,41 +80,71 @@ class Schedule:
         for index, unit in enumerate(self.units):
             later = {id(bucket) for other in self.units[index + 1 :] for bucket in other.buckets}
             unit.last_of = [bucket for bucket in unit.buckets if id(bucket) not in later]
-            unit.ahead_in_forward = _next_buckets(unit, self.units[index + 1 :], prefetch)
-            unit.ahead_in_backward = _next_buckets(unit, self.units[:index][::-1], prefetch)
-            earlier = {id(bucket) for other in self.units[: index + 1] for bucket in other.buckets}
-            following = self.units[index + 1].buckets if index + 1 < len(self.units) else []
-            unit.passed_in_backward = [b for b in following if b.gradient is None and id(b) not in earlier]
+            unit.ahead_in_forward = next_buckets(unit, self.units[index + 1 :], prefetch)
+            unit.ahead_in_backward = next_buckets(unit, self.units[:index][::-1], prefetch)
 
     # ---- weights
 
     def before_forward(self, unit: LiveUnit) -> None:
-        """Make the unit's parameters complete, and gather ahead. In a recomputation gather ahead backwards."""
+        """Make the unit's parameters complete, and gather ahead. In a recomputation gather ahead backwards.
+
+        Raises:
+            EngineStateError: they are sharded and the engine is idle, where a gather would need all ranks to ask.
+        """
+        self._refuse_idle(unit.name, "was called")
+        if self.frees_after_use and self.phase is Phase.FORWARD:
+            if self._running:
+                self._running[-1].calls_units = True
+            self._running.append(unit)
         ahead = unit.ahead_in_backward if self.phase is Phase.BACKWARD else unit.ahead_in_forward
         self._complete(unit.buckets, ahead)
 
     def after_forward(self, unit: LiveUnit) -> None:
         """Free what no later unit needs, unless the backward needs it at once or is under way."""
         if self.frees_after_use and self.phase is Phase.FORWARD:
+            del self._running[self._running.index(unit) :]
             for bucket in unit.last_of:
                 if not bucket.stays_full:
                     bucket.weights.reshard()
 
-    def before_backward(self, unit: LiveUnit) -> None:
-        """Make the unit's parameters complete for its backward, gather the unit before it, free the one behind it.
+    def keep(self, unit: LiveUnit) -> None:
+        """The unit's backward cannot be announced in time: from now on its parameters stay from forward to backward."""
+        if self.phase is Phase.FORWARD:
+            for bucket in unit.buckets:
+                bucket.stays_full = True
 
-        Autograd runs what the forward did last first, so the backward of the unit behind this one is over.
+    def before_backward(self, unit: LiveUnit) -> None:
+        """Make the unit's parameters complete for its backward, gather the unit before it and free the one behind it.
+
+        Raises:
+            EngineStateError: they are sharded and the engine is idle, or the buckets have been cut anew.
         """
         if self.retired:
             raise EngineStateError(
                 f"the backward reached {unit.name}, whose forward was before engine.freeze, unfreeze or "
                 "add_param_group; call these between engine.step() and the next forward"
             )
-        if self.frees_after_use:
-            for bucket in unit.passed_in_backward:
-                if not bucket.read_unannounced:
-                    bucket.weights.reshard()
+        if self.phase is not Phase.BACKWARD:
+            self._refuse_idle(unit.name, "was reached by a backward")
+            # torch.autograd.grad within a forward. A backward through its result reads the weights without a hook.
+            self.keep(unit)
+            self._complete(unit.buckets, [])
+            return
+        self._free_behind(unit)
         self._complete(unit.buckets, unit.ahead_in_backward)
+
+    def _free_behind(self, unit: LiveUnit) -> None:
+        """A backward reached `unit`, so it is done with the unit it reached before: free what that one left full.
+
+        Most are freed when their gradient is done. Frozen ones have none, and that of two forwards is not done before
+        the backward of the second.
+        """
+        behind, self._in_backward = self._in_backward, unit
+        if not self.frees_after_use or behind is None or behind is unit or behind.calls_units:
+            return
+        for bucket in behind.buckets:
+            if not (bucket.stays_full or bucket in unit.buckets):
+                bucket.weights.reshard()
 
     def _complete(self, buckets: Sequence[Bucket], ahead: Sequence[Bucket]) -> None:
         for bucket in buckets:
@@ -154,22 +161,30 @@ class Schedule:
         Raises:
             EngineStateError: it is sharded and the engine is idle, where a gather would need all ranks to ask.
         """
-        if self.plan.shards_parameters and self.phase is Phase.IDLE:
-            name = bucket.weights.spec.parameters[0].names[0]
-            raise EngineStateError(
-                f"the parameters of the bucket of {name} are sharded over the ranks and cannot be read between engine "
-                "calls; take them from engine.full_state_dict(), which all ranks call"
-            )
-        bucket.stays_full = bucket.read_unannounced = True
+        self._refuse_idle(bucket.weights.spec.parameters[0].names[0], "or a parameter beside it was read")
+        # What announced no forward announces no backward either.
+        bucket.stays_full = True
         self._complete([bucket], [])
+
+    def _refuse_idle(self, name: str, what: str) -> None:
+        if self.plan.shards_parameters and self.phase is Phase.IDLE:
+            raise EngineStateError(
+                f"{name} {what} between engine calls, where parameters are sharded over the ranks. Call the model as "
+                "engine(...); call engine.backward(loss), not loss.backward(); on all ranks call parts of the model, "
+                "or torch.autograd.grad, inside `with engine.forward_scope()`; take weights from "
+                "engine.full_state_dict()"
+            )
 
     def end_forward(self, *, backward_follows: bool) -> None:
         """The model returned: free what a call out of the usual order left full."""
         if not self.frees_after_use:
             return
+        self._running.clear()
         for bucket in self.buckets:
             if not (backward_follows and bucket.stays_full):
                 self._rest(bucket)
+            elif bucket.weights.is_full:
+                bucket.awaits_backward = True
 
     def _rest(self, bucket: Bucket) -> None:
         """Reshard, also a bucket that was gathered ahead and not used."""
@@ -195,38 +210,42 @@ class Schedule:
     # ---- gradients
 
     def begin_backward(self, *, more_to_come: bool) -> None:
-        """A backward starts: the head must be complete, also if a forward without gradients came between.
+        """A backward starts: what its forward left full must be there, also if another call came between.
 
         Raises:
             EngineStateError: a frozen parameter has been told to train behind the engine's back.
         """
         if any(map(_requires_grad, self._frozen)):
             raise _changed_unseen(next(filter(_requires_grad, self._frozen)), self.buckets, "unfreeze")
-        self._complete(self.units[0].buckets, [])
+        self._complete([bucket for bucket in self.buckets if bucket.awaits_backward], [])
+        self._in_backward = None
         self.more_to_come = more_to_come
         self._full_gradients.clear()
         if not more_to_come:
             self._to_expect = deque(gradient for _, gradient in reversed(self.trained))
             self._expect_reductions()
-        self._open_segments = {gradient: len(gradient.segments) for _, gradient in self.trained}
+        self._open_segments = {gradient: set(gradient.segments) for _, gradient in self.trained}
 
     def segment_arrived(self, weights: BucketWeights, gradient: BucketGradient, segment: Segment) -> None:
         """All gradients of a segment are there: move them into the bucket; with its last one the bucket is done."""
         if self.phase is not Phase.BACKWARD:
+            self._clear_grads()
             raise EngineStateError(
                 "gradients arrived outside engine.backward(); call engine.backward(loss), not loss.backward()"
             )
         if not weights.is_full:
+            raise EngineStateError(LEFT_ITS_UNIT.format(weights.spec.name))
+        if segment not in self._open_segments[gradient]:
             raise EngineStateError(
-                f"the backward of {weights.spec.parameters[0].names[0]} ran before its parameters were gathered: a "
-                "tensor left its unit by another way than the unit's output; return it from the unit's forward, or "
-                "set zero.reshard_after_forward=false"
+                f"the gradient of {weights.spec.parameters[segment.slots.start].names[0]} arrived twice in one "
+                "backward: it was used in two checkpoints with use_reentrant=True, and each has a backward of its own; "
+                "call torch.utils.checkpoint.checkpoint with use_reentrant=False"
             )
         if gradient.life.state in (GradientState.EMPTY, GradientState.REDUCED):
             self._make_room(gradient)
         gradient.fill(segment, more_to_come=self.more_to_come)
-        self._open_segments[gradient] -= 1
-        if self._open_segments[gradient] == 0:
+        self._open_segments[gradient].remove(segment)
+        if not self._open_segments[gradient]:
             self._gradient_done(weights, gradient)
 
     def _gradient_done(self, weights: BucketWeights, gradient: BucketGradient) -> None:
@@ -275,13 +294,13 @@ class Schedule:
             if not parameter.requires_grad:
                 raise _changed_unseen(parameter, self.buckets, "freeze")
         for weights, gradient in reversed(self.trained):
-            if self._open_segments[gradient] == 0:
+            if not self._open_segments[gradient]:
                 continue
             for segment in gradient.segments:
                 arrived = any(parameter.grad is not None for parameter in segment.parameters)
                 if arrived or not (self.more_to_come or segment.holds_values):
                     gradient.fill(segment, more_to_come=self.more_to_come)
-            self._open_segments[gradient] = 0
+            self._open_segments[gradient].clear()
             self._gradient_done(weights, gradient)
         if self.frees_after_use:
             for bucket in self.buckets:
@@ -301,10 +320,40 @@ class Schedule:
             bucket.weights.uncover()
         self.retired = True
 
+    def drop_gradients(self) -> None:
+        """Forget the gradients since the last step, also those of a backward that broke off, and come to rest.
+
+        Waits for the reductions under way. All ranks have issued the same ones if they broke off at the same place.
+        """
+        self._clear_grads()
+        self.finish_reductions()
+        for gradient in self._expected:  # only what is sent to it ends a receive that is posted
+            gradient.fill_rest()
+            gradient.reduce()
+            gradient.finish_reduce()
+        self._expected.clear()
+        for _, gradient in self.trained:
+            gradient.drop()
+        self.rest()
+
+    def finish(self) -> None:
+        """Wait for all that is under way."""
+        self.drop_gradients()
+        for bucket in self.buckets:
+            bucket.weights.finish_gather()
+
+    def _clear_grads(self) -> None:
+        """Drop gradients that have not been moved into a bucket."""
+        for _, gradient in self.trained:
+            for segment in gradient.segments:
+                for parameter in segment.parameters:
+                    parameter.grad = None
+
     def rest(self) -> None:
         """The step is over: sharded parameters go to rest whatever was kept."""
         if self.plan.shards_parameters:
             for bucket in self.buckets:
+                bucket.awaits_backward = False
                 self._rest(bucket)
 
 
@@ -318,14 +367,3 @@ def _changed_unseen(parameter: nn.Parameter, buckets: Sequence[Bucket], call: st
         f"requires_grad of {name} was set to {parameter.requires_grad} after build_engine; call "
         f"engine.{call}({name!r}) instead, on all ranks, between engine.step() and the next forward"
     )
-
-
-def _next_buckets(unit: LiveUnit, following: Sequence[LiveUnit], prefetch: int) -> list[Bucket]:
-    """The buckets of the next `prefetch` units that need any which `unit` does not have."""
-    ahead: list[Bucket] = []
-    for other in following:
-        new = [bucket for bucket in other.buckets if bucket not in unit.buckets and bucket not in ahead]
-        if new and prefetch > 0:
-            ahead += new
-            prefetch -= 1
-    return ahead

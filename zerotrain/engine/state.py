@@ -8,7 +8,7 @@ from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.world import World
-from zerotrain.engine.schedule import Bucket
+from zerotrain.engine.live_unit import Bucket
 from zerotrain.sharding.bucketing import ManagedParameter
 from zerotrain.sharding.flat_buffer import slot_view
 

@@ -15,28 +15,35 @@ def generate(
     seed: int,
     temperature: float = 0.8,
     top_k: int = 50,
+    stop_token: int | None = None,
 ) -> torch.Tensor:
-    """Continue a prompt. Collective: every rank calls the same number of forwards, as sharded parameters need.
+    """Continue a prompt. Collective: all ranks call it, each with a prompt, a length and a seed of its own.
 
     Args:
         engine: called as engine(ids (1, T)) for logits (1, T, vocab_size).
         prompt: (num_prompt_tokens,) int64, at least one token, on the engine's device.
-        num_tokens: how many to add.
+        num_tokens: how many to add at most.
         max_seq_len: tokens the model can look back on.
         seed: the same seed and weights give the same text, on every rank.
         temperature: below 1 prefers likely tokens; must be above 0.
         top_k: choose among this many likeliest tokens.
+        stop_token: ends the text; None: num_tokens are added.
 
     Returns:
-        (num_prompt_tokens + num_tokens,) int64, the prompt included.
+        (num_prompt_tokens + added tokens,) int64, the prompt and the stop token included.
     """
     generator = torch.Generator().manual_seed(seed)
-    ids = prompt
+    ids, num_left = prompt, num_tokens
     engine.eval()
-    for _ in range(num_tokens):
-        logits = engine(ids[None, -max_seq_len:])[0, -1].float().cpu()  # (vocab_size,)
-        top = (logits / temperature).topk(min(top_k, len(logits)))
-        choice = torch.multinomial(top.values.softmax(dim=0), num_samples=1, generator=generator)
-        ids = torch.cat([ids, top.indices[choice].to(ids.device)])
+    while engine.any_rank(num_left > 0):
+        # A rank that is done calls on: where parameters are sharded, the others need its part of them.
+        seen = ids[-max_seq_len:] if num_left > 0 else prompt[:1]
+        logits = engine(seen[None])[0, -1].float().cpu()  # (vocab_size,)
+        if num_left > 0:
+            top = (logits / temperature).topk(min(top_k, len(logits)))
+            choice = torch.multinomial(top.values.softmax(dim=0), num_samples=1, generator=generator)
+            token = top.indices[choice].to(ids.device)
+            ids = torch.cat([ids, token])
+            num_left = 0 if token.item() == stop_token else num_left - 1
     engine.train()
     return ids

@@ -52,3 +52,10 @@ def test_generating_leaves_the_engine_able_to_train(engine):
     assert engine.module.training
     ids = torch.zeros(1, 16, dtype=torch.int64)
     assert not engine.train_step([(ids, ids)]).skipped
+
+
+def test_a_stop_token_ends_the_text_and_is_part_of_it(engine):
+    whole = sample(engine)
+    stop_token = whole[8].item()
+    first = whole[3:].tolist().index(stop_token) + 3
+    assert torch.equal(sample(engine, stop_token=stop_token), whole[: first + 1])

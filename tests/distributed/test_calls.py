@@ -1,0 +1,314 @@
+"""Every way to call the engine gives the bits of plain PyTorch at every stage and leaves nothing behind."""
+
+import functools
+import gc
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from calls import (
+    ADAMW,
+    BUCKET_MB,
+    CALLS,
+    HARD,
+    NUM_STEPS,
+    Greedy,
+    Net,
+    fails_in_backward,
+    inputs,
+    micro_batches,
+    ordinary,
+    preference,
+    reference_weights,
+)
+from cases import place, run_over, sha256
+from torch.utils.checkpoint import checkpoint
+
+import zerotrain
+
+STAGES = [0, 1, 2, 3]
+HARD_STAGES = [0, 2, 3]
+"""Stage 1 differs from stage 2 in where the gradient lies, which no call depends on."""
+DELAY_S = 0.002
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case at one stage."""
+
+    name: str
+    stage: int
+    prefetch: int = 1
+    num_micro_batches: int = 1
+    late_rank: int | None = None
+    """Sleeps before each gather and reduction."""
+
+
+def build(stage: int, model: torch.nn.Module | None = None, **zero: Any) -> zerotrain.ZeroEngine:
+    config = zerotrain.ZeroConfig(stage=stage, bucket_mb=BUCKET_MB, reduction="ordered", overlap=True, **zero)
+    return zerotrain.build_engine(model or Net(), optimizer=ADAMW, zero=config, world=this_world())
+
+
+@functools.cache
+def this_world() -> zerotrain.World:
+    """One for all engines of a process: its groups cost more to make than a case to run."""
+    return zerotrain.World.current(torch.device("cpu"))
+
+
+def train(run: Run) -> str:
+    """On each rank: the hash of the weights after the case's steps, or what went wrong."""
+    try:
+        return train_or_raise(run)
+    except Exception:
+        return traceback.format_exc()
+
+
+def train_or_raise(run: Run) -> str:
+    rank, _ = place()
+    call = CALLS[run.name]
+    engine = build(run.stage, call.model(), prefetch=run.prefetch, reshard_after_forward=call.reshards)
+    if run.late_rank == rank:
+        delay(engine)
+    for step in range(NUM_STEPS):
+        if call.aside is not None:
+            at_rest = held_nbytes(engine)
+            call.aside(engine, step, rank)
+            assert not call.rests or held_nbytes(engine) == at_rest
+        torch.manual_seed(10 * step + rank)
+        micro_batches(call, engine, step, rank, run.num_micro_batches)
+        engine.step()
+    assert held_nbytes(engine) == (shards_nbytes(engine), 0)
+    return engine.weights_sha256()
+
+
+def delay(engine: zerotrain.ZeroEngine) -> None:
+    for kind in ("gather", "reduce"):
+        on_time = getattr(engine.collectives, kind)
+
+        def late(*args: Any, on_time: Any = on_time, **named: Any) -> Any:
+            time.sleep(DELAY_S)
+            return on_time(*args, **named)
+
+        setattr(engine.collectives, kind, late)
+
+
+def held_nbytes(engine: zerotrain.ZeroEngine) -> tuple[int, int]:
+    """Bytes of parameters held, and of scratch on loan."""
+    return engine.memory_bytes()["parameters"], engine._wire_pool.lent_nbytes
+
+
+def shards_nbytes(engine: zerotrain.ZeroEngine) -> int:
+    """What a rank holds of the parameters at rest."""
+    buckets = [bucket.weights for bucket in engine.schedule.buckets]
+    if engine.plan.shards_parameters:
+        return sum(weights.weight_shard.nbytes for weights in buckets)
+    return sum(weights.model_weight.tensor.nbytes for weights in buckets)
+
+
+@pytest.fixture(scope="module")
+def hashes() -> dict[str, list[list[str]]]:
+    """Name -> stage -> rank -> hash, of all cases on two ranks."""
+    runs = [Run(name, stage) for name in CALLS for stage in STAGES]
+    results = iter(run_over(runs, train, 2))
+    return {name: [next(results) for _ in STAGES] for name in CALLS}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_way_to_call_gives_the_bits_of_plain_pytorch_at_every_stage(name: str, hashes: Any) -> None:
+    expected = sha256(reference_weights(CALLS[name], 2))
+    assert hashes[name] == [[expected] * 2] * 4
+
+
+def expect_reference(runs: list[Run], num_ranks: int) -> None:
+    for run, by_rank in zip(runs, run_over(runs, train, num_ranks), strict=True):
+        expected = sha256(reference_weights(CALLS[run.name], num_ranks, run.num_micro_batches))
+        assert by_rank == [expected] * num_ranks, run
+
+
+def test_the_hard_ways_with_three_ranks() -> None:
+    expect_reference([Run(name, stage) for name in HARD for stage in HARD_STAGES], 3)
+
+
+def test_the_hard_ways_with_accumulation_and_a_rank_that_is_late() -> None:
+    settings = {"prefetch": 0, "num_micro_batches": 2}
+    expect_reference(
+        [Run(name, stage, late_rank=stage // 2 % 2, **settings) for name in HARD for stage in HARD_STAGES], 2
+    )
+
+
+# ---- memory
+
+
+def most_full_in_backward(name: str) -> float:
+    """The most weights full at once in a backward at stage 3, in blocks, without the head; seen from every block."""
+    rank, _ = place()
+    engine = build(3, MEMORY[name]())
+    buckets = [bucket.weights for unit in engine.schedule.units[1:] for bucket in unit.buckets]
+    most = 0
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        if engine.schedule.phase.value == "backward":
+            most = max(most, sum(weights.model_weight.held_nbytes for weights in set(buckets)))
+
+    for block in engine.module.blocks:
+        block.up.register_full_backward_hook(look)
+    preference(engine, 0, rank)
+    assert held_nbytes(engine)[0] == shards_nbytes(engine)
+    return most / max(weights.model_weight.tensor.nbytes for weights in buckets)
+
+
+class Deep(Net):
+    num_blocks = 8
+
+
+class Frozen(Deep):
+    """Only the head and its tail are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+
+MEMORY = {"two forwards, one backward": Deep, "frozen blocks": Frozen}
+
+
+def test_a_backward_at_stage_3_holds_few_units_full_also_of_two_forwards_or_frozen_units() -> None:
+    for by_rank in run_over(list(MEMORY), most_full_in_backward, 2):
+        # The block whose backward runs, the one gathered ahead, the one just left, and the unit kept from the forward.
+        assert all(0 < most <= 4 for most in by_rank)
+
+
+# ---- refusals
+
+
+def part_at_rest(engine: Any, rank: int) -> None:
+    engine.module.blocks[1](inputs(0, rank))
+
+
+def gradient_at_rest(engine: Any, rank: int) -> None:
+    x = inputs(0, rank).requires_grad_()
+    torch.autograd.grad(engine(x).sum(), x)
+
+
+def backward_after_step(engine: Any, rank: int) -> None:
+    losses = [engine(inputs(0, rank)).sum() for _ in range(2)]
+    engine.backward(losses[0])
+    engine.step()
+    engine.backward(losses[1])
+
+
+def step_after_failed_backward(engine: Any, rank: int) -> None:
+    fails_in_backward("blocks.1.up", False, engine, 0, rank)
+    engine.step()
+
+
+def reentrant_twice(engine: Any, rank: int) -> None:
+    engine.module.checkpoint = functools.partial(checkpoint, use_reentrant=True)
+    preference(engine, 0, rank)
+
+
+def only_attributes(engine: Any, rank: int) -> None:
+    try:
+        engine.backward(engine(inputs(0, rank)))
+    finally:
+        engine.module.is_greedy = False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What is called, what the answer must contain, and the stages at which it is refused."""
+
+    call: Callable[[Any, int], None]
+    answer: str
+    stages: Sequence[int] = (0, 1, 2, 3)
+    model: Callable[[], torch.nn.Module] = Net
+
+
+REFUSALS = {
+    "a part between engine calls": Refusal(part_at_rest, "blocks.1 was called between engine calls", [3]),
+    "gradients between engine calls": Refusal(gradient_at_rest, "inside `with engine.forward_scope()`", [3]),
+    "a backward after its step": Refusal(backward_after_step, "computed before the last step"),
+    "a step after a failed backward": Refusal(step_after_failed_backward, "step came before a backward"),
+    "reentrant checkpoints, two forwards": Refusal(
+        reentrant_twice, "checkpoint with use_reentrant=False", model=CALLS["checkpoint"].model
+    ),
+    "auxiliary losses alone": Refusal(only_attributes, "set zero.reshard_after_forward=false", [3], Greedy),
+}
+
+
+def refused(what: tuple[str, int]) -> str:
+    """On each rank: the answer, if a step can be made after it."""
+    name, stage = what
+    rank, _ = place()
+    engine = build(stage, REFUSALS[name].model())
+    with pytest.raises(zerotrain.EngineStateError) as answer:
+        REFUSALS[name].call(engine, rank)
+    ordinary(engine, 0, rank)
+    engine.step()
+    return str(answer.value)
+
+
+def test_what_cannot_be_is_answered_with_what_to_do_and_the_next_step_works() -> None:
+    asked = [(name, stage) for name, refusal in REFUSALS.items() for stage in refusal.stages]
+    for (name, stage), answers in zip(asked, run_over(asked, refused, 2), strict=True):
+        assert all(REFUSALS[name].answer in answer for answer in answers), (name, stage)
+
+
+# ---- the end of an engine
+
+
+def let_go(stage: int) -> list[str]:
+    """On each rank: what of an engine is still alive after it, and after its model; garbage is not collected."""
+    rank, _ = place()
+    build(stage)  # the first optimizer of a process imports parts of torch, which leave their frames to the collector
+    gc.collect()
+    gc.disable()
+    model = Net()
+    engine = build(stage, model)
+    ordinary(engine, 0, rank)
+    engine.step()
+    weights, gradient = engine.schedule.trained[0]
+    state = engine.optimizer.state_tensors()[0]
+    of_engine = watch(engine=engine, schedule=engine.schedule, optimizer=engine.optimizer, state=state, bucket=gradient)
+    of_model = watch(weights=weights.model_weight.tensor, model=model)
+    del engine, state, weights, gradient
+    alive = [name for name, each in of_engine.items() if each() is not None]
+    alive += [name for name, module in model.named_modules() if module._forward_pre_hooks or module._forward_hooks]
+    del model
+    alive += [name for name, each in of_model.items() if each() is not None]
+    gc.enable()
+    return alive
+
+
+def watch(**objects: Any) -> dict[str, Any]:
+    return {name: weakref.ref(each) for name, each in objects.items()}
+
+
+def model_without_engine(stage: int) -> str:
+    """On each rank: use the model after its engine is gone."""
+    rank, _ = place()
+    model = Net()
+    expected = model(inputs(0, rank)).detach()
+    build(stage, model)
+    try:
+        return str(torch.equal(model(inputs(0, rank)).detach(), expected))
+    except zerotrain.EngineStateError as error:
+        return str(error)
+
+
+def after_an_engine(stage: int) -> tuple[list[str], str]:
+    return let_go(stage), model_without_engine(stage)
+
+
+def test_a_deleted_engine_frees_all_it_held_and_its_model_works_or_says_what_to_do() -> None:
+    by_stage = run_over(STAGES, after_an_engine, 2)
+    assert all(alive == [] for by_rank in by_stage for alive, _ in by_rank)
+    *replicated, sharded = [[answer for _, answer in by_rank] for by_rank in by_stage]
+    assert replicated == [["True", "True"]] * 3
+    assert all("load what engine.full_state_dict() gives into a new model" in answer for answer in sharded)
