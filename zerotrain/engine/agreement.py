@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zerotrain.comm.collectives import Collectives
+from zerotrain.engine.norm import digit_sums, norm_of_digit_sums
 from zerotrain.engine.states import Phase
 from zerotrain.errors import ConfigError, DisagreementError
 
@@ -45,6 +46,22 @@ class Progress:
         numbers = [self.num_steps + 1, self.num_backwards, sum(rates), self._collectives.order]
         # Without a wait for the device, which a tensor made there at once would cost.
         return torch.tensor(numbers, dtype=torch.float64).to(self._collectives.world.device, non_blocking=True)
+
+    def stamped_norm(
+        self, squares: Sequence[torch.Tensor], loss_scale: float, param_groups: Sequence[Mapping[str, object]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm over all ranks of what `block_squares` gave for each bucket, and the ranks' stamps of this step.
+
+        Stamps that differ make the norm NaN: no step pays for a look at them but one that would be skipped.
+        """
+        joined = torch.cat(list(squares))
+        if loss_scale != 1.0:
+            joined /= loss_scale**2  # a power of two, taken out here: a scaled sum would be cut at other bits
+        numbers = torch.cat([digit_sums(joined), self.stamp(param_groups)])
+        everyone = self._collectives.gather_small(numbers, name="norm")
+        stamps = everyone[:, -len(STAMP) :]
+        norm = norm_of_digit_sums(everyone[:, : -len(STAMP)])
+        return torch.where((stamps == stamps[0]).all(), norm, float("nan")), stamps
 
     def require_same(self, stamps: torch.Tensor) -> None:
         """Compare the stamps of all ranks, (ranks, len(STAMP)).

@@ -1,6 +1,5 @@
 """The facade: wraps a model and runs forward, backward and step on sharded state."""
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,26 +10,25 @@ from torch import nn
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
-from zerotrain.engine.agreement import STAMP, Progress, require_same
-from zerotrain.engine.build import EngineOptions, build_schedule, engine_settings, require_values, share_unmanaged
+from zerotrain.engine.agreement import Progress, require_same
+from zerotrain.engine.build import EngineOptions, engine_settings, require_values, share_unmanaged
+from zerotrain.engine.cut import cut_model
 from zerotrain.engine.deferred_init import InitialValues
-from zerotrain.engine.hooks import end_engine, hook_model, next_node, require_graph
+from zerotrain.engine.gradients import require_empty, require_reduced
+from zerotrain.engine.hooks import connect, next_node, require_graph
 from zerotrain.engine.lazy_parameter import LEFT_ITS_UNIT, reads_freed_memory
 from zerotrain.engine.loss_scale import LossScaler
 from zerotrain.engine.nonfinite import SkippedSteps, find_nonfinite
-from zerotrain.engine.norm import clip_coefficient, digit_sums, norm_of_digit_sums
-from zerotrain.engine.optimizer import ShardedOptimizer
+from zerotrain.engine.norm import clip_coefficient
 from zerotrain.engine.optimizer_factory import OptimizerFactory
 from zerotrain.engine.param_groups import ParamGroups
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.ranges import named_range
-from zerotrain.engine.scratch import ScratchPool, ScratchPools
 from zerotrain.engine.state import full_state_dict, weights_sha256
-from zerotrain.engine.states import GradientState, Phase
+from zerotrain.engine.states import Phase
 from zerotrain.engine.step_result import StepResult, TrainStepResult
 from zerotrain.engine.transfer import Transfer
-from zerotrain.engine.update import Updater
-from zerotrain.engine.usage import memory_bytes, volume_of
+from zerotrain.engine.usage import memory_bytes, sent_nbytes
 from zerotrain.errors import CommError, EngineStateError, TrainingError
 from zerotrain.sharding.plan import Plan
 
@@ -85,7 +83,6 @@ class ZeroEngine:
         self.progress = Progress(self.collectives)
         require_same(self.collectives, engine_settings(plan, options, precision, max_grad_norm, max_skipped_steps))
         self._syncs = True
-        self._first_node_after_update = 0
         self._losses: list[torch.Tensor] = []
         self._skipped_steps = SkippedSteps(max_skipped_steps, loss_scaler)
         self._groups = ParamGroups(model, optimizer, param_groups, decay_all=decay_all, warns=world.rank == 0)
@@ -94,30 +91,20 @@ class ZeroEngine:
 
     def _cut(self, initial: InitialValues, transfer: Transfer | None) -> None:
         """Make buckets of the model, with what `transfer` brings from earlier ones, and connect them to it."""
-        self._wire_pools = ScratchPools(self.world.device)
-        self._master_pool = ScratchPool(dtype=self.precision.master, device=self.world.device)
-        self.schedule = build_schedule(
+        self.schedule, self.optimizer, self._updater, self._pools = cut_model(
             self.module,
             plan=self.plan,
             options=self.options,
             precision=self.precision,
             groups=self._groups,
             collectives=self.collectives,
-            pools=self._wire_pools,
             exact_norm=self.max_grad_norm is not None,
             initial=initial,
-            fill=None if transfer is None else transfer.fill,
+            transfer=transfer,
         )
         self._trained = self.schedule.trained
-        weights = [each for each, _ in self._trained]
-        self.optimizer = ShardedOptimizer(self._groups, weights, collectives=self.collectives, pool=self._master_pool)
-        if transfer is not None:
-            transfer.restore_state(self.optimizer, self.schedule)
-        self._updater = Updater(self.schedule, self.optimizer, pool=self._master_pool)
-        self._hooks = hook_model(self.schedule)
-        # The model's hooks hold the schedule, and that the model: else an engine would live as long as its model.
-        self._finalizer = weakref.finalize(self, end_engine, self.schedule, self._hooks)
-        self._finalizer.atexit = False
+        self._disconnect = connect(self, self.schedule)
+        self._first_node_after_update = next_node()
 
     # ---- forward, backward, step
 
@@ -134,8 +121,7 @@ class ZeroEngine:
         All ranks enter it and call the same modules in the same order, with inputs of their own, in the compute
         precision. What comes out can go into a loss for `backward`.
         """
-        in_step = self.ledger.in_step
-        backward_follows = torch.is_grad_enabled()
+        in_step, backward_follows = self.ledger.in_step, torch.is_grad_enabled()
         self.ledger.in_step = backward_follows
         returned = False
         try:
@@ -148,14 +134,13 @@ class ZeroEngine:
             self.ledger.in_step = backward_follows or in_step
 
     def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor = 1.0, retain_graph: bool = False) -> None:
-        """Compute gradients of `weight * loss` and, outside `no_sync`, reduce them while they arrive.
+        """Compute gradients of `weight * loss` and, outside `no_sync`, reduce them while they arrive. An exception
+        forgets the gradients since the last step; who catches it, does so on all ranks.
 
         Args:
             loss: 0-dim, this rank's.
             weight: factor on this loss; the engine's own 1 / world size comes on top, so that the sum over ranks is the
                 mean. Scaling the loss costs nothing; scaling the gradients would be a pass over all of them.
-
-        An exception forgets the gradients since the last step. Who catches it, does so on all ranks.
 
         Raises:
             EngineStateError: `loss` does not depend on the model's parameters, or on those before the last step.
@@ -207,7 +192,7 @@ class ZeroEngine:
             DisagreementError: the ranks have not done the same since the last step.
             TrainingError: too many steps in a row were skipped, on every rank alike, or no smaller loss scale is left.
         """
-        self._require_reduced()
+        require_reduced(gradient for _, gradient in self._trained)
         with self._phase(Phase.UPDATE):
             result, reason_to_stop = self._step()
         self.progress.close_step()
@@ -221,19 +206,18 @@ class ZeroEngine:
     def _step(self) -> tuple[StepResult, str | None]:
         """The step, and why training must not go on after it, if so."""
         self.schedule.finish_reductions()
+        trained = [gradient for _, gradient in self._trained]
         with named_range("norm of", "the gradient"):
-            norm, stamps = self._grad_norm()
+            norm, stamps = self.progress.stamped_norm([g.squares for g in trained], self.loss_scale, self.param_groups)
         coefficient = clip_coefficient(norm, self.max_grad_norm)
         skipped = not torch.isfinite(norm).item()
         if skipped:
             self.progress.require_same(stamps)
         reason = self._skipped_steps.reason_to_stop(skipped=skipped)
         if reason is not None:
-            gradients = [gradient for _, gradient in self._trained]
-            reason = f"{reason}. {find_nonfinite(self.module, gradients, self._losses, self.collectives)}"
+            reason += f". {find_nonfinite(self.module, trained, self._losses, self.collectives)}"
         if skipped:
-            for _, gradient in self._trained:
-                gradient.drop()
+            self.schedule.drop_gradients()
         else:
             self.schedule.expect_updated()
             is_scaled = self.max_grad_norm is not None or self.loss_scaler is not None
@@ -303,37 +287,14 @@ class ZeroEngine:
 
     def _change(self, change: Callable[[], bool]) -> None:
         """Make a change of what trains and, if it changed anything, cut the buckets anew."""
-        if any(gradient.life.state is not GradientState.EMPTY for _, gradient in self._trained):
-            raise EngineStateError("what trains cannot change while a gradient waits; call engine.step() first")
+        require_empty(gradient for _, gradient in self._trained)
         transfer = Transfer(self.schedule, self.optimizer, self.collectives)
         if change():
-            self._finalizer.detach()
-            for hook in self._hooks:
-                hook.remove()
+            self._disconnect()
             self.schedule.retire()
             self._cut(InitialValues(), transfer)
 
     # ---- the parts of a step
-
-    def _require_reduced(self) -> None:
-        for _, gradient in self._trained:
-            if gradient.life.state not in (GradientState.REDUCING, GradientState.REDUCED):
-                raise EngineStateError(
-                    "step came before a backward outside no_sync(): call engine.backward(loss) first, the last "
-                    "micro-batch of a step outside `with engine.no_sync()`"
-                )
-
-    def _grad_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm, and the ranks' stamps of this step. Stamps that differ make the norm NaN: no step pays for a look
-        at them but one that would be skipped."""
-        squares = torch.cat([gradient.squares for _, gradient in self._trained])
-        if self.loss_scaler is not None:
-            squares /= self.loss_scale**2  # a power of two, taken out here: a scaled sum would be cut at other bits
-        numbers = torch.cat([digit_sums(squares), self.progress.stamp(self.param_groups)])
-        everyone = self.collectives.gather_small(numbers, name="norm")
-        stamps = everyone[:, -len(STAMP) :]
-        norm = norm_of_digit_sums(everyone[:, : -len(STAMP)])
-        return torch.where((stamps == stamps[0]).all(), norm, float("nan")), stamps
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
@@ -366,15 +327,12 @@ class ZeroEngine:
 
         "scratch" is what the buffers reused from step to step hold beside the model state.
         """
-        pools = (self._wire_pools, self._master_pool)
-        return memory_bytes(self.schedule, self.optimizer, pools, self.world.size)
+        return memory_bytes(self.schedule, self.optimizer, self._pools, self.world.size)
 
     def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
         """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes; and
         those of tensors that are updated whole, on their way to their owners and back."""
-        volume = volume_of(self.schedule, self.world.size)
-        by_plan = volume.sent_nbytes(self.plan, num_micro_batches, self.options.reshard_after_forward)
-        return by_plan + self.optimizer.sent_nbytes
+        return sent_nbytes(self.schedule, self.optimizer, self.options, self.world.size, num_micro_batches)
 
     # ---- weights out
 

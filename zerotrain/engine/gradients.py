@@ -1,5 +1,6 @@
 """The gradient of one bucket: filled parameter by parameter, reduced over ranks, then handed to the optimizer."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -243,12 +244,42 @@ class BucketGradient:
         if self.life.state is not GradientState.EMPTY:
             self.life.become(GradientState.EMPTY)
 
+    def clear_unmoved(self) -> None:
+        """Forget gradients that have not been moved into the bucket."""
+        for segment in self.segments:
+            for parameter in segment.parameters:
+                parameter.grad = None
+
     def _end_filling(self) -> None:
         """What was filled is reduced or dropped: the next gradient to arrive begins anew."""
         self._filling = None
         self._accumulating = False
         for segment in self.segments:
             segment.holds_values = False
+
+
+def require_reduced(gradients: Iterable[BucketGradient]) -> None:
+    """Make sure that there is something to step with.
+
+    Raises:
+        EngineStateError: no backward has reduced its gradients since the last step.
+    """
+    for gradient in gradients:
+        if gradient.life.state not in (GradientState.REDUCING, GradientState.REDUCED):
+            raise EngineStateError(
+                "step came before a backward outside no_sync(): call engine.backward(loss) first, the last "
+                "micro-batch of a step outside `with engine.no_sync()`"
+            )
+
+
+def require_empty(gradients: Iterable[BucketGradient]) -> None:
+    """Make sure that no step is under way.
+
+    Raises:
+        EngineStateError: gradients of one are waiting.
+    """
+    if any(gradient.life.state is not GradientState.EMPTY for gradient in gradients):
+        raise EngineStateError("what trains cannot change while a gradient waits; call engine.step() first")
 
 
 T = TypeVar("T")

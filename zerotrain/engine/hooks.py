@@ -1,5 +1,6 @@
 """The hooks that tell the schedule where the model is. Each is one call."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -23,14 +24,15 @@ def require_graph(loss: torch.Tensor, first_node: int) -> None:
     """Make sure that a backward of `loss` can be run and is of use.
 
     Raises:
-        EngineStateError: it has no graph, or one from before `first_node`, the first since the weights were updated.
+        EngineStateError: it has no graph, or one from before `first_node`, the first since the weights were updated or
+            cut anew.
     """
     if not loss.requires_grad:
         raise EngineStateError("backward got a loss without a graph: was it computed under torch.no_grad()?")
     if loss.grad_fn is not None and loss.grad_fn._sequence_nr() < first_node:
         raise EngineStateError(
-            "backward got a loss that was computed before the last step, with weights that have changed since; call "
-            "all backwards of a step before engine.step()"
+            "backward got a loss that was computed before the last step, or before a change of what trains; call all "
+            "backwards of a step before engine.step(), and engine.freeze and the like between a step and a forward"
         )
 
 
@@ -65,14 +67,22 @@ class LastGradientHook:
             self._handle.remove()
 
 
-def hook_model(schedule: Schedule) -> list[RemovableHandle | LastGradientHook]:
-    """Hook the modules of all units and the parameters of all trained buckets."""
+def connect(engine: object, schedule: Schedule) -> weakref.finalize:
+    """Hook the modules of all units and the parameters of all trained buckets, until the engine is deleted.
+
+    The model's hooks hold the schedule, and that the model: else an engine would live as long as its model.
+
+    Returns:
+        What disconnects them earlier, when called.
+    """
     handles = (handle for unit in schedule.units for handle in _hook_unit(unit, schedule))
-    return [*handles, *_hook_gradients(schedule)]
+    finalizer = weakref.finalize(engine, _disconnect, schedule, [*handles, *_hook_gradients(schedule)])
+    finalizer.atexit = False
+    return finalizer
 
 
-def end_engine(schedule: Schedule, hooks: Sequence[RemovableHandle | LastGradientHook]) -> None:
-    """An engine was deleted: take its hooks off the model, and wait for what is still being sent and received.
+def _disconnect(schedule: Schedule, hooks: Sequence[RemovableHandle | LastGradientHook]) -> None:
+    """Take an engine's hooks off its model, and wait for what is still being sent and received.
 
     Seen without the wait: gloo, left with a receive whose buffer was gone, hung in a collective of the next engine.
     """

@@ -9,13 +9,10 @@ the backward.
 
 from collections import deque
 from collections.abc import Sequence
-from operator import attrgetter
-
-from torch import nn
 
 from zerotrain.engine.gradients import BucketGradient, Segment
 from zerotrain.engine.lazy_parameter import LEFT_ITS_UNIT
-from zerotrain.engine.live_unit import Bucket, LiveUnit, next_buckets
+from zerotrain.engine.live_unit import Bucket, FrozenParameters, LiveUnit, next_buckets, require_still_trained
 from zerotrain.engine.states import GradientState, Phase
 from zerotrain.engine.weights import BucketWeights
 from zerotrain.errors import EngineStateError
@@ -52,14 +49,7 @@ class Schedule:
         self.frees_after_use = plan.shards_parameters and reshard_after_forward
         self.trained = [(bucket.weights, bucket.gradient) for bucket in buckets if bucket.gradient is not None]
         """The buckets with a gradient, in list order."""
-        self.retired = False
-        """Whether the buckets were cut anew, for another schedule."""
-        self._frozen = [
-            managed.parameter
-            for bucket in buckets
-            if bucket.gradient is None
-            for managed in bucket.weights.spec.parameters
-        ]
+        self._frozen = FrozenParameters(buckets)
         largest = max((gradient.layout.padded_numel for _, gradient in self.trained), default=0)
         self._max_in_flight = MAX_LARGEST_BUCKETS_IN_FLIGHT * largest
         self._to_expect: deque[BucketGradient] = deque()
@@ -117,13 +107,8 @@ class Schedule:
         """Make the unit's parameters complete for its backward, gather the unit before it and free the one behind it.
 
         Raises:
-            EngineStateError: they are sharded and the engine is idle, or the buckets have been cut anew.
+            EngineStateError: they are sharded and the engine is idle.
         """
-        if self.retired:
-            raise EngineStateError(
-                f"the backward reached {unit.name}, whose forward was before engine.freeze, unfreeze or "
-                "add_param_group; call these between engine.step() and the next forward"
-            )
         if self.phase is not Phase.BACKWARD:
             self._refuse_idle(unit.name, "was reached by a backward")
             # torch.autograd.grad within a forward. A backward through its result reads the weights without a hook.
@@ -215,8 +200,7 @@ class Schedule:
         Raises:
             EngineStateError: a frozen parameter has been told to train behind the engine's back.
         """
-        if any(map(_requires_grad, self._frozen)):
-            raise _changed_unseen(next(filter(_requires_grad, self._frozen)), self.buckets, "unfreeze")
+        self._frozen.require_frozen()
         self._complete([bucket for bucket in self.buckets if bucket.awaits_backward], [])
         self._in_backward = None
         self.more_to_come = more_to_come
@@ -229,7 +213,7 @@ class Schedule:
     def segment_arrived(self, weights: BucketWeights, gradient: BucketGradient, segment: Segment) -> None:
         """All gradients of a segment are there: move them into the bucket; with its last one the bucket is done."""
         if self.phase is not Phase.BACKWARD:
-            self._clear_grads()
+            self._clear_unmoved()
             raise EngineStateError(
                 "gradients arrived outside engine.backward(); call engine.backward(loss), not loss.backward()"
             )
@@ -289,10 +273,9 @@ class Schedule:
         Raises:
             EngineStateError: a trained parameter has been frozen behind the engine's back.
         """
-        unfilled = [g for _, g in self.trained if self._open_segments[g] > 0]
-        for parameter in (p for gradient in unfilled for segment in gradient.segments for p in segment.parameters):
-            if not parameter.requires_grad:
-                raise _changed_unseen(parameter, self.buckets, "freeze")
+        for _, gradient in self.trained:
+            if self._open_segments[gradient]:
+                require_still_trained(gradient)
         for weights, gradient in reversed(self.trained):
             if not self._open_segments[gradient]:
                 continue
@@ -318,14 +301,13 @@ class Schedule:
         """The buckets are to be cut anew: give the model its parameters back, complete or not."""
         for bucket in self.buckets:
             bucket.weights.uncover()
-        self.retired = True
 
     def drop_gradients(self) -> None:
         """Forget the gradients since the last step, also those of a backward that broke off, and come to rest.
 
         Waits for the reductions under way. All ranks have issued the same ones if they broke off at the same place.
         """
-        self._clear_grads()
+        self._clear_unmoved()
         self.finish_reductions()
         for gradient in self._expected:  # only what is sent to it ends a receive that is posted
             gradient.fill_rest()
@@ -342,12 +324,9 @@ class Schedule:
         for bucket in self.buckets:
             bucket.weights.finish_gather()
 
-    def _clear_grads(self) -> None:
-        """Drop gradients that have not been moved into a bucket."""
+    def _clear_unmoved(self) -> None:
         for _, gradient in self.trained:
-            for segment in gradient.segments:
-                for parameter in segment.parameters:
-                    parameter.grad = None
+            gradient.clear_unmoved()
 
     def rest(self) -> None:
         """The step is over: sharded parameters go to rest whatever was kept."""
@@ -355,15 +334,3 @@ class Schedule:
             for bucket in self.buckets:
                 bucket.awaits_backward = False
                 self._rest(bucket)
-
-
-_requires_grad = attrgetter("requires_grad")
-
-
-def _changed_unseen(parameter: nn.Parameter, buckets: Sequence[Bucket], call: str) -> EngineStateError:
-    members = [managed for bucket in buckets for managed in bucket.weights.spec.parameters]
-    name = next(managed.names[0] for managed in members if managed.parameter is parameter)
-    return EngineStateError(
-        f"requires_grad of {name} was set to {parameter.requires_grad} after build_engine; call "
-        f"engine.{call}({name!r}) instead, on all ranks, between engine.step() and the next forward"
-    )

@@ -72,6 +72,11 @@ class ScratchPools:
         return self._pools.setdefault(dtype, ScratchPool(dtype=dtype, device=self.device))
 
     @property
+    def lent_nbytes(self) -> int:
+        """Bytes of the buffers on loan."""
+        return sum(pool.lent_nbytes for pool in self._pools.values())
+
+    @property
     def held_nbytes(self) -> int:
         """Bytes of all buffers, lent or not."""
         return sum(pool.held_nbytes for pool in self._pools.values())
