@@ -71,5 +71,5 @@ def test_a_run_leaves_its_numbers_and_its_table(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_rank_that_fails_is_quoted() -> None:
-    with pytest.raises(BenchmarkError, match=r"(?s)zero2: rank 0 ended with exit code 1:.*precision=fp16: is none of"):
-        measure("zero2", Workload(size="tiny", precision="fp16", num_ranks=1), SHARED)
+    with pytest.raises(BenchmarkError, match=r"(?s)zero2: rank 0 ended with exit code 1:.*precision.name: got fp8"):
+        measure("zero2", Workload(size="tiny", precision="fp8", num_ranks=1), SHARED)
