@@ -23,8 +23,8 @@ class ZeroConfig:
     stage: int = 2
     """0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters."""
     bucket_mb: float = 25.0
-    """Largest bucket in MiB (2**20 bytes) of the compute precision; a larger parameter is a bucket of its own. Units share
-    one only up to an eighth of the model."""
+    """Largest bucket in MiB (2**20 bytes) of the compute precision; a larger parameter is a bucket of its own. Units
+    share one only up to an eighth of the model."""
     overlap: bool = True
     """Run collectives beside compute. False issues the same collectives and waits for each at once."""
     prefetch: int = 1
