@@ -6,6 +6,7 @@ ranks have met in, and reads there for a short while what the others write.
 
 import re
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,8 +35,22 @@ class Whereabouts:
     group_name: str = ""
     """Of the process group, to tell apart what ranks leave in the store."""
     describe: Callable[[], str] = _outside
-    """Such as "step 3, forward". Set by the engine, called when something has failed."""
+    """Such as "step 3, forward". Called when something has failed."""
     _lost: CommError | None = field(default=None, init=False)
+
+    def ask(self, describe: Callable[[], str]) -> None:
+        """Describe this rank by a method from now on, as long as its object lives.
+
+        Weak: the object knows this rank's groups, and in a circle these would live until Python ends, whose last breath
+        a thread of gloo does not survive (seen: SIGABRT of a rank that had finished).
+        """
+        method = weakref.WeakMethod(describe)
+
+        def ask_if_alive() -> str:
+            alive = method()
+            return _outside() if alive is None else alive()
+
+        self.describe = ask_if_alive
 
     def lost_others(self, error: RuntimeError, collective: str, waited_s: float) -> CommError:
         """What to raise where the backend has given up waiting, or has lost its connection.

@@ -34,7 +34,7 @@ class Progress:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        collectives.world.whereabouts.describe = self.describe
+        collectives.world.whereabouts.ask(self.describe)
 
     def describe(self) -> str:
         """Such as "step 3, forward"."""

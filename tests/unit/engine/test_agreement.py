@@ -1,7 +1,12 @@
 """What ranks are compared by, in one process."""
 
+import gc
+import weakref
+from functools import partial
+
 import torch
 
+import zerotrain
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
@@ -45,3 +50,22 @@ def test_a_stamp_counts_steps_backwards_and_rates() -> None:
     progress.close_step()
     assert progress.stamp([]).tolist() == [2, 0, 0, 0]
     assert progress.describe() == "step 2, idle"
+
+
+def test_nothing_of_an_engine_holds_its_world_in_a_circle() -> None:
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    gone = weakref.ref(world)
+    engine = zerotrain.build_engine(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        world=world,
+    )
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    gc.collect()
+    gc.disable()  # what only the collector frees may live until Python ends, and gloo's threads with it
+    try:
+        del engine, world
+        assert gone() is None
+    finally:
+        gc.enable()
