@@ -148,15 +148,19 @@ class Collectives:
         return Exchange(_group(self.world.gather_group), tag=tag, parts=full.view(self.world.size, -1))
 
     @_announced("gather")
-    def gather(self, full: torch.Tensor, shard: torch.Tensor, expected: Exchange | None, *, name: str) -> Pending:
+    def gather(
+        self, full: torch.Tensor, shard: torch.Tensor, tag: int, *, name: str, expected: Exchange | None = None
+    ) -> Pending:
         """All-gather: fill `full` (numel) from every rank's `shard` (numel / ranks), which may lie inside it.
 
         Args:
-            expected: what `expect_gather` gave for `full`.
+            tag: as for `expect_gather`.
             name: of what is gathered, the same on every rank.
+            expected: what `expect_gather` gave for `full`, where it was called ahead.
         """
         if self.world.size == 1:
             return Pending(())
+        expected = expected or self.expect_gather(full, tag, name=name)
         self.ledger.record("gather", self._ring_nbytes(full))
         if expected is None:
             work = _all_gather(full, shard, group=self.world.gather_group, async_op=True)

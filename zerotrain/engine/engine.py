@@ -223,7 +223,7 @@ class ZeroEngine:
             is_scaled = self.max_grad_norm is not None or self.loss_scaler is not None
             self._updater.update_all(coefficient / self.loss_scale if is_scaled else None)
             self._first_node_after_update = next_node()
-        self.schedule.rest()
+            self.schedule.rest()
         self._losses.clear()
         return StepResult(norm.item(), coefficient.item(), skipped, self.loss_scale), reason
 

@@ -217,9 +217,8 @@ class BucketGradient:
             self.pool.give_back(_held(self._filling))
         elif not self.plan.shards_optimizer:
             with named_range("gather gradient", self.spec.name):
-                full, name = self._own.storage, f"the gradient of {self.spec.name}"
-                expected = self.collectives.expect_gather(full, self._tag, name=name)
-                self._pending = self.collectives.gather(full, self.shard, expected, name=name)
+                name = f"the gradient of {self.spec.name}"
+                self._pending = self.collectives.gather(self._own.storage, self.shard, self._tag, name=name)
         self._end_filling()
         self.life.become(GradientState.REDUCED)
 

@@ -125,12 +125,10 @@ class BucketWeights:
         self.life.become(WeightState.GATHERING)
         self.model_weight.allocate()
         with named_range("gather", self.spec.name):
-            if self._expected is None:
-                self.expect_gather()
             self._pending = self.collectives.gather(
-                self.model_weight.tensor, self.weight_shard, self._expected, name=self.spec.name
+                self.model_weight.tensor, self.weight_shard, self._tag, name=self.spec.name, expected=self._expected
             )
-            self._expected = None
+        self._expected = None
 
     def finish_gather(self) -> None:
         """Wait for the gather under way, if any, and show the parameters to the model."""
@@ -180,7 +178,5 @@ class BucketWeights:
         if part.numel() == self.layout.padded_numel:
             return part
         full = part.new_empty(self.layout.padded_numel)
-        name = f"master weights of {self.spec.name}"
-        expected = self.collectives.expect_gather(full, self._tag, name=name)
-        self.collectives.gather(full, part, expected, name=name).wait()
+        self.collectives.gather(full, part, self._tag, name=f"master weights of {self.spec.name}").wait()
         return full

@@ -21,7 +21,7 @@ def collectives() -> Collectives:
 def order_after(*names: str) -> int:
     mine = collectives()
     for name in names:
-        mine.gather(torch.zeros(2), torch.zeros(2), None, name=name)
+        mine.gather(torch.zeros(2), torch.zeros(2), 0, name=name)
     return mine.order
 
 
@@ -29,10 +29,10 @@ def test_the_order_of_gathers_is_told_apart_and_that_between_kinds_is_not() -> N
     assert order_after("a", "b") == order_after("a", "b") != order_after("b", "a")
     assert order_after("a") != order_after("a", "a")
     one, other = collectives(), collectives()
-    one.gather(torch.zeros(2), torch.zeros(2), None, name="a")
+    one.gather(torch.zeros(2), torch.zeros(2), 0, name="a")
     one.broadcast(torch.zeros(2), name="b")
     other.broadcast(torch.zeros(2), name="b")
-    other.gather(torch.zeros(2), torch.zeros(2), None, name="a")
+    other.gather(torch.zeros(2), torch.zeros(2), 0, name="a")
     assert one.order == other.order
     assert 0 < one.order == float(one.order)
 
