@@ -39,7 +39,7 @@ def test_a_row_names_a_test_or_a_case_of_a_table_that_exists(row: str) -> None:
     assert promise
     assert named_in(row)
     for file, name in named_in(row):
-        (text,) = (path.read_text() for path in (REPOSITORY / "tests").rglob(file))
+        text = "".join(path.read_text() for path in (REPOSITORY / "tests").rglob(file))
         assert f"def {name}(" in text or f'"{name}"' in text or name in cases_of(file)
 
 
