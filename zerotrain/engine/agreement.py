@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.engine.norm import digit_sums, norm_of_digit_sums
+from zerotrain.engine.norm import add_digit_sums, norm_of_digit_sums
 from zerotrain.engine.states import Phase
 from zerotrain.errors import ConfigError, DisagreementError
 
@@ -48,19 +48,16 @@ class Progress:
         return torch.tensor(numbers, dtype=torch.float64).to(self._collectives.world.device, non_blocking=True)
 
     def stamped_norm(
-        self, squares: Sequence[torch.Tensor], loss_scale: float, param_groups: Sequence[Mapping[str, object]]
+        self, digit_sums: Sequence[torch.Tensor], param_groups: Sequence[Mapping[str, object]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm over all ranks of what `block_squares` gave for each bucket, and the ranks' stamps of this step.
+        """The norm over ranks and buckets, from the `digit_sums` of each bucket, and the ranks' stamps of this step.
 
         Stamps that differ make the norm NaN: no step pays for a look at them but one that would be skipped.
         """
-        joined = torch.cat(list(squares))
-        if loss_scale != 1.0:
-            joined /= loss_scale**2  # a power of two, taken out here: a scaled sum would be cut at other bits
-        numbers = torch.cat([digit_sums(joined), self.stamp(param_groups)])
+        numbers = torch.cat([add_digit_sums(torch.stack(list(digit_sums))), self.stamp(param_groups)])
         everyone = self._collectives.gather_small(numbers, name="norm")
         stamps = everyone[:, -len(STAMP) :]
-        norm = norm_of_digit_sums(everyone[:, : -len(STAMP)])
+        norm = norm_of_digit_sums(add_digit_sums(everyone[:, : -len(STAMP)]))
         return torch.where((stamps == stamps[0]).all(), norm, float("nan")), stamps
 
     def require_same(self, stamps: torch.Tensor) -> None:

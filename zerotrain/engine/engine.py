@@ -1,5 +1,6 @@
 """The facade: wraps a model and runs forward, backward and step on sharded state."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -151,7 +152,7 @@ class ZeroEngine:
         scale = torch.ones_like(loss).mul_(weight / (self.world.size / self.loss_scale))
         self.progress.num_backwards += 1
         with self._phase(Phase.BACKWARD), self._clean_after_error():
-            self.schedule.begin_backward(more_to_come=not self._syncs)
+            self.schedule.begin_backward(more_to_come=not self._syncs, loss_scale=self.loss_scale)
             loss.backward(gradient=scale, retain_graph=retain_graph)
             self.schedule.end_backward()
 
@@ -182,6 +183,15 @@ class ZeroEngine:
                 raise EngineStateError(LEFT_ITS_UNIT.format("its unit")) from error
             raise
 
+    @contextmanager
+    def _phase(self, phase: Phase) -> Iterator[None]:
+        before = self.schedule.phase
+        self.schedule.phase = self.progress.phase = phase
+        try:
+            yield
+        finally:
+            self.schedule.phase = self.progress.phase = before
+
     def step(self) -> StepResult:
         """Clip, update the master weights bucket by bucket, and issue each bucket's gather as it is done.
 
@@ -208,9 +218,10 @@ class ZeroEngine:
         self.schedule.finish_reductions()
         trained = [gradient for _, gradient in self._trained]
         with named_range("norm of", "the gradient"):
-            norm, stamps = self.progress.stamped_norm([g.squares for g in trained], self.loss_scale, self.param_groups)
+            norm, stamps = self.progress.stamped_norm([g.digit_sums for g in trained], self.param_groups)
         coefficient = clip_coefficient(norm, self.max_grad_norm)
-        skipped = not torch.isfinite(norm).item()
+        norm_value, coefficient_value = torch.stack([norm, coefficient]).tolist()  # a step's one wait for the device
+        skipped = not math.isfinite(norm_value)
         if skipped:
             self.progress.require_same(stamps)
         reason = self._skipped_steps.reason_to_stop(skipped=skipped)
@@ -225,7 +236,7 @@ class ZeroEngine:
             self._first_node_after_update = next_node()
             self.schedule.rest()
         self._losses.clear()
-        return StepResult(norm.item(), coefficient.item(), skipped, self.loss_scale), reason
+        return StepResult(norm_value, coefficient_value, skipped, self.loss_scale), reason
 
     def train_step(
         self, micro_batches: Sequence[Sequence[Any]], *, weights: Sequence[float | torch.Tensor] | None = None
@@ -293,17 +304,6 @@ class ZeroEngine:
             self._disconnect()
             self.schedule.retire()
             self._cut(InitialValues(), transfer)
-
-    # ---- the parts of a step
-
-    @contextmanager
-    def _phase(self, phase: Phase) -> Iterator[None]:
-        before = self.schedule.phase
-        self.schedule.phase = self.progress.phase = phase
-        try:
-            yield
-        finally:
-            self.schedule.phase = self.progress.phase = before
 
     # ---- what is held, and what the theory says
 

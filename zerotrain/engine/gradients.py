@@ -8,7 +8,7 @@ import torch
 
 from zerotrain.comm.collectives import Collectives, Pending
 from zerotrain.comm.exchange import Exchange
-from zerotrain.engine.norm import block_squares
+from zerotrain.engine.norm import block_squares, digit_sums
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.ranges import named_range
 from zerotrain.engine.scratch import Scratch, ScratchPool
@@ -43,8 +43,8 @@ class BucketGradient:
 
     shard: torch.Tensor
     """(shard_numel,) wire dtype: this rank's part of the reduced gradient."""
-    squares: torch.Tensor
-    """(shard_numel / 64,) fp64: what the norm is made of, once reduced."""
+    digit_sums: torch.Tensor
+    """(5,) fp64: what the norm is made of, once reduced. Without the loss scale."""
 
     def __init__(
         self,
@@ -194,10 +194,13 @@ class BucketGradient:
         """Whether `finish_reduce` would not have to wait."""
         return self._pending is None or self._pending.done()
 
-    def finish_reduce(self) -> None:
+    def finish_reduce(self, loss_scale: float) -> None:
         """Wait for the reduction, leave the sum in `shard`, and give the loaned buffers back.
 
         Where the optimizer is replicated the reduced shards are gathered at once; `reduced` waits for that.
+
+        Args:
+            loss_scale: a power of two that the gradient is too large by, and will be divided by later.
         """
         unreduced = _held(self._filling).cut(self.layout)[0]
         with named_range("wait for reduce", self.spec.name):
@@ -212,7 +215,10 @@ class BucketGradient:
             self.pool.give_back(self._received)
             self._received = None
         # Now, beside the reductions still under way, and while the shard is in the cache.
-        self.squares = block_squares(self.shard, exact=self._exact_norm)
+        squares = block_squares(self.shard, exact=self._exact_norm)
+        if loss_scale != 1.0:
+            squares /= loss_scale**2  # not out of the sum: that would be cut at other bits
+        self.digit_sums = digit_sums(squares)
         if self._own is None:
             self.pool.give_back(_held(self._filling))
         elif not self.plan.shards_optimizer:

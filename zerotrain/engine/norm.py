@@ -42,31 +42,39 @@ def block_squares(shard: torch.Tensor, *, exact: bool) -> torch.Tensor:
 
 
 def digit_sums(squares: torch.Tensor) -> torch.Tensor:
-    """(m,) fp64 non-negative -> (5,) fp64: the top digit's number, the sums of the top three digits, and how many
-    squares are not finite."""
-    finite = torch.isfinite(squares)
-    rest = torch.where(finite, squares, 0.0)
-    largest = rest.max()
+    """(m,) fp64 non-negative, overwritten -> (5,) fp64: the top digit's number, the sums of the top three digits, and
+    1 if a square is not finite, else 0."""
+    largest = squares.max()
     # frexp: largest = mantissa * 2**exponent with mantissa in [0.5, 1), so its highest bit counts 2**(exponent - 1).
     top = torch.div(torch.frexp(largest).exponent - 1, DIGIT_BITS, rounding_mode="floor").to(torch.float64)
     sums = []
-    for place in range(NUM_DIGITS):
-        unit = _power_of_two(DIGIT_BITS * (top - place))
-        digit = torch.floor(rest / unit)
+    for unit in _power_of_two(DIGIT_BITS * (top - _places(squares.device))):
+        digit = torch.div(squares, unit).floor_()
         sums.append(digit.sum())
-        rest = rest - digit * unit
-    return torch.stack([torch.where(largest > 0, top, _NO_DIGIT), *sums, (~finite).sum().to(torch.float64)])
+        squares.addcmul_(digit, unit, value=-1)
+    return torch.stack([torch.where(largest > 0, top, _NO_DIGIT), *sums, (~largest.isfinite()).to(torch.float64)])
 
 
-def norm_of_digit_sums(ranks: torch.Tensor) -> torch.Tensor:
-    """(ranks, 5) from `digit_sums` -> 0-dim fp64: the L2 norm, NaN if any element of any rank is not finite."""
-    top = ranks[:, 0].max()
-    place = (top - ranks[:, :1]) + torch.arange(NUM_DIGITS, dtype=torch.float64, device=ranks.device)
-    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    for wanted in reversed(range(NUM_DIGITS)):
-        digit = torch.where(place == wanted, ranks[:, 1 : 1 + NUM_DIGITS], 0.0).sum()
-        total = total + digit * _power_of_two(DIGIT_BITS * (top - wanted))
-    return torch.where(ranks[:, -1].sum() > 0, float("nan"), total.sqrt())
+def add_digit_sums(rows: torch.Tensor) -> torch.Tensor:
+    """(n, 5) from `digit_sums` -> (5,) that of all their squares, whatever the order of the rows."""
+    top = rows[:, 0].max()
+    place = (top - rows[:, :1]) + _places(rows.device)
+    sums = [torch.where(place == wanted, rows[:, 1:-1], 0.0).sum() for wanted in range(NUM_DIGITS)]
+    return torch.stack([top, *sums, rows[:, -1].max()])
+
+
+def norm_of_digit_sums(sums: torch.Tensor) -> torch.Tensor:
+    """(5,) from `digit_sums` -> 0-dim fp64: the L2 norm, NaN if any square is not finite."""
+    top, *digits, is_bad = sums.unbind()
+    units = _power_of_two(DIGIT_BITS * (top - _places(sums.device)))
+    total = torch.zeros_like(top)
+    for digit, unit in reversed(list(zip(digits, units, strict=True))):
+        total = total + digit * unit
+    return torch.where(is_bad > 0, float("nan"), total.sqrt())
+
+
+def _places(device: torch.device) -> torch.Tensor:
+    return torch.arange(NUM_DIGITS, dtype=torch.float64, device=device)
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:

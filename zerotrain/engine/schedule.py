@@ -46,6 +46,8 @@ class Schedule:
         self.phase = Phase.IDLE
         self.more_to_come = False
         """Whether the backward under way is not the last before the step."""
+        self.loss_scale = 1.0
+        """What the loss of the backward under way is multiplied with."""
         self.frees_after_use = plan.shards_parameters and reshard_after_forward
         self.trained = [(bucket.weights, bucket.gradient) for bucket in buckets if bucket.gradient is not None]
         """The buckets with a gradient, in list order."""
@@ -194,7 +196,7 @@ class Schedule:
 
     # ---- gradients
 
-    def begin_backward(self, *, more_to_come: bool) -> None:
+    def begin_backward(self, *, more_to_come: bool, loss_scale: float) -> None:
         """A backward starts: what its forward left full must be there, also if another call came between.
 
         Raises:
@@ -204,6 +206,7 @@ class Schedule:
         self._complete([bucket for bucket in self.buckets if bucket.awaits_backward], [])
         self._in_backward = None
         self.more_to_come = more_to_come
+        self.loss_scale = loss_scale
         self._full_gradients.clear()
         if not more_to_come:
             self._to_expect = deque(gradient for _, gradient in reversed(self.trained))
@@ -261,11 +264,11 @@ class Schedule:
         """Finish the oldest reductions until one more bucket may be in flight."""
         needed = gradient.layout.padded_numel
         while self._in_flight and needed + sum(g.layout.padded_numel for g in self._in_flight) > self._max_in_flight:
-            self._in_flight.popleft().finish_reduce()
+            self._in_flight.popleft().finish_reduce(self.loss_scale)
 
     def _finish_reductions(self, *, wait: bool) -> None:
         while self._in_flight and (wait or self._in_flight[0].reduction_done):
-            self._in_flight.popleft().finish_reduce()
+            self._in_flight.popleft().finish_reduce(self.loss_scale)
 
     def end_backward(self) -> None:
         """The backward is over: close what unused parameters left open, and bring weights back to rest.

@@ -3,11 +3,22 @@ import math
 import pytest
 import torch
 
-from zerotrain.engine.norm import block_squares, clip_coefficient, digit_sums, norm_of_digit_sums
+from zerotrain.engine.norm import add_digit_sums, block_squares, clip_coefficient, digit_sums, norm_of_digit_sums
 
 
 def norm_over(shards: list[torch.Tensor], *, exact: bool = True) -> torch.Tensor:
-    return norm_of_digit_sums(torch.stack([digit_sums(block_squares(shard, exact=exact)) for shard in shards]))
+    rows = torch.stack([digit_sums(block_squares(shard, exact=exact)) for shard in shards])
+    return norm_of_digit_sums(add_digit_sums(rows))
+
+
+def test_sums_of_sums_are_those_of_all() -> None:
+    """As buckets are added on each rank, and ranks then."""
+    spread = torch.exp2(torch.arange(-40, 40, 4).double())
+    rows = torch.stack([digit_sums(torch.rand(100, dtype=torch.float64) * scale) for scale in spread])
+    whole = add_digit_sums(rows)
+    for num_first in (1, 7, 19):
+        parts = torch.stack([add_digit_sums(rows[:num_first]), add_digit_sums(rows[num_first:])])
+        assert torch.equal(add_digit_sums(parts), whole)
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-3, 1.0, 1e8])
@@ -35,7 +46,7 @@ def test_a_plain_sum_in_fp64_would_depend_on_the_cut() -> None:
     """What the digits are for: without them these two orders differ."""
     squares = torch.rand(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) ** 20
     assert sum(squares.tolist()) != sum(reversed(squares.tolist()))
-    assert torch.equal(digit_sums(squares), digit_sums(squares.flip(0)))
+    assert torch.equal(digit_sums(squares.clone()), digit_sums(squares.flip(0)))
 
 
 def test_padding_with_zeros_changes_nothing() -> None:
