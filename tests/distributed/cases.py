@@ -87,12 +87,12 @@ def build(case: Case, model: nn.Module | None = None) -> zerotrain.ZeroEngine:
     )
 
 
-def train(case: Case) -> zerotrain.ZeroEngine:
+def train(case: Case, device: str = "cpu") -> zerotrain.ZeroEngine:
     """On each rank: train as the case says."""
     rank, size = place()
-    engine = build(case)
+    engine = build(case, make_model().to(device))
     for step in range(case.num_steps):
-        engine.train_step(micro_batches(batch(step, size, case.num_micro_batches), rank))
+        engine.train_step(micro_batches(batch(step, size, case.num_micro_batches).to(device), rank))
     return engine
 
 
@@ -119,15 +119,15 @@ def hashes_over_ranks(cases: list[Case], size: int) -> list[str]:
     return [by_rank[0] for by_rank in by_case]
 
 
-def reference_weights(case: Case, num_ranks: int) -> dict[str, torch.Tensor]:
+def reference_weights(case: Case, num_ranks: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Name -> fp32 weight after the same training in plain PyTorch, in one process."""
     torch.set_num_threads(1)
-    return reference_run(case, num_ranks)[0]
+    return reference_run(case, num_ranks, device)[0]
 
 
-def reference_run(case: Case, num_ranks: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+def reference_run(case: Case, num_ranks: int, device: str = "cpu") -> tuple[dict[str, torch.Tensor], list[float]]:
     """The weights of `reference_weights`, and the loss scale of each step: 1.0 but in fp16."""
-    model = make_model()
+    model = make_model().to(device)
     compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.precision]
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model.to(compute)
@@ -137,7 +137,7 @@ def reference_run(case: Case, num_ranks: int) -> tuple[dict[str, torch.Tensor], 
     copy_into(model, weights)
     wire = {name: parameter.dtype for name, parameter in model.named_parameters()}
     scaler = torch.amp.GradScaler(
-        "cpu",
+        device,
         init_scale=case.initial_scale,
         growth_interval=case.growth_interval,
         enabled=case.precision == "fp16",
@@ -147,7 +147,7 @@ def reference_run(case: Case, num_ranks: int) -> tuple[dict[str, torch.Tensor], 
     others = {"params": [weight for weight in weights.values() if weight.ndim < 2], "weight_decay": 0.0}
     optimizer = OPTIMIZERS[case.optimizer]([matrices, others])
     for step in range(case.num_steps):
-        tokens = batch(step, num_ranks, case.num_micro_batches)
+        tokens = batch(step, num_ranks, case.num_micro_batches).to(device)
         mean: dict[str, torch.Tensor] = {}
         for rank in range(num_ranks):
             mine: dict[str, torch.Tensor] = {}
