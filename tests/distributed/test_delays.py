@@ -4,9 +4,13 @@ import time
 from typing import Any
 
 import pytest
-from cases import Case, batch, build, micro_batches, place, reference_weights, sha256
+import torch
+import torch.distributed as dist
+from cases import Case, batch, build, make_model, micro_batches, place, reference_weights, run_over, sha256
+from torch import nn
 
-from zerotrain.comm.collectives import Collectives
+from zerotrain.comm import collectives
+from zerotrain.comm.collectives import Collectives, Pending
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.testing import run_ranks
 
@@ -43,3 +47,84 @@ def test_a_rank_that_is_late_changes_no_bit(late_at: str) -> None:
     for late_rank in (0, 1):
         for hashes in run_ranks(train_late, 2, [0, 1, 2, 3], late_rank, late_at):
             assert hashes == [expected] * 4
+
+
+NATIVE = CASE.with_zero(reduction="native", bucket_mb=0.05)
+"""Whether gloo's own reduce-scatter is done can be asked, which cannot be said of an ordered reduction on gloo."""
+
+
+def be_done_on_rank_0_alone() -> None:
+    """From now on a collective is done on rank 0 as soon as that asks, and on no other rank before it waits. Gathers
+    are gloo's own, as of many ranks, and not sends and receives, whose order does not matter."""
+    collectives.MAX_RANKS_OF_EXCHANGE = 1
+
+    def done(pending: Pending) -> bool:
+        if dist.get_rank() == 0:
+            pending.wait()
+        return dist.get_rank() == 0
+
+    setattr(Pending, "done", done)  # noqa: B010
+
+
+class SumOverRanks(torch.autograd.Function):
+    """A model's own collective, as batch norm over ranks has one: the mean of the gradients in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        mean = gradient.clone()
+        dist.all_reduce(mean)
+        return mean / dist.get_world_size()
+
+
+class Summing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+        for block in self.inner.blocks:
+            block.register_forward_hook(lambda _module, _inputs, output: SumOverRanks.apply(output))
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(*inputs)
+
+
+def collectives_of_the_model(stage: int) -> str:
+    be_done_on_rank_0_alone()
+    rank, size = place()
+    engine = build(NATIVE.with_zero(stage=stage), Summing())
+    for step in range(2):
+        engine.train_step(micro_batches(batch(step, size, 1), rank))
+    return engine.weights_sha256()
+
+
+def test_a_reduction_that_is_done_on_one_rank_alone_stays_in_order_with_the_collectives_of_the_model() -> None:
+    hashes = [sha256_ for by_rank in run_over([0, 1, 2, 3], collectives_of_the_model, 2) for sha256_ in by_rank]
+    assert len(set(hashes)) == 1
+
+
+def failed_backward(stage: int) -> str:
+    """The second of three steps breaks off in the middle of its backward."""
+    be_done_on_rank_0_alone()
+    rank, size = place()
+    engine = build(NATIVE.with_zero(stage=stage))
+    for step in (0, None, 1):
+        if step is not None:
+            engine.train_step(micro_batches(batch(step, size, 1), rank))
+            continue
+        hook = engine.module.blocks[0].register_full_backward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            engine.train_step(micro_batches(batch(0, size, 1), rank))
+        hook.remove()
+    return engine.weights_sha256()
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_backward_that_fails_ends_alike_where_a_reduction_is_done_on_one_rank_alone() -> None:
+    hashes = [hash_ for by_rank in run_over([0, 1, 2, 3], failed_backward, 2) for hash_ in by_rank]
+    assert len(set(hashes)) == 1

@@ -46,10 +46,10 @@ def test_forward_backward_and_step_by_hand_are_train_step() -> None:
     assert run_over(STAGES, by_hand, 2) == [[expected, expected]] * 4
 
 
-def two_backwards(stage: int) -> dict[str, torch.Tensor]:
+def two_backwards(case: Case) -> dict[str, torch.Tensor]:
     """Two losses, each reduced as it comes, and one step."""
     rank, size = place()
-    engine = build(SMALL.with_zero(stage=stage))
+    engine = build(case)
     for step in range(SMALL.num_steps):
         for inputs in micro_batches(batch(step, size, 2), rank):
             engine.backward(engine(*inputs) / 2)
@@ -59,7 +59,9 @@ def two_backwards(stage: int) -> dict[str, torch.Tensor]:
 
 def test_two_reduced_backwards_before_a_step_add_up() -> None:
     expected = reference_weights(SMALL, 2)
-    results = [on_rank_0 for on_rank_0, _ in run_over(STAGES, two_backwards, 2)]
+    # Of few buckets all are still on their way when the second backward begins.
+    cases = [SMALL.with_zero(stage=stage, bucket_mb=bucket_mb) for stage in STAGES for bucket_mb in (0.05, 25.0)]
+    results = [on_rank_0 for on_rank_0, _ in run_over(cases, two_backwards, 2)]
     for got in results:
         for name, weight in expected.items():
             assert torch.equal(got[name], results[0][name])

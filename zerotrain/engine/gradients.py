@@ -126,12 +126,6 @@ class BucketGradient:
         for parameter in segment.parameters:
             parameter.grad = None
 
-    def fill_rest(self) -> None:
-        """Fill with zeros what no gradient came for."""
-        for segment in self.segments:
-            if not segment.holds_values:
-                self.fill(segment, more_to_come=False)
-
     def _target(self, more_to_come: bool) -> list[torch.Tensor]:
         """The views that gradients go into now, from the buffer that this step's filling began with."""
         if self.life.state is not GradientState.FILLING:
@@ -167,6 +161,17 @@ class BucketGradient:
         if self.collectives.ordered:
             self._received = self.pool.take(self._received_numel)
             self._expected = self.collectives.expect_reduce(_held(self._received_flat), self._tag, name=self.spec.name)
+
+    def stop_expecting(self) -> None:
+        """The reduction will not come. Which buckets expect one differs from rank to rank, but for posted receives."""
+        if self._expected is None:
+            self._give_back_received()
+            return
+        for segment in self.segments:  # only what is sent to it ends a receive
+            if not segment.holds_values:
+                self.fill(segment, more_to_come=False)
+        self.reduce()
+        self.finish_reduce()
 
     def reduce(self) -> None:
         """Issue the reduction. Every segment has been filled (with zeros where no gradient came)."""
@@ -211,9 +216,7 @@ class BucketGradient:
         if self._carry is not None:
             self.shard.copy_(self._carry.add_(self.shard))
             self._carry = None
-        if self._received is not None:
-            self.pool.give_back(self._received)
-            self._received = None
+        self._give_back_received()
         # Now, beside the reductions still under way, and while the shard is in the cache.
         squares = block_squares(self.shard, exact=self._exact_norm)
         if loss_scale != 1.0:
@@ -227,6 +230,11 @@ class BucketGradient:
                 self._pending = self.collectives.gather(self._own.storage, self.shard, self._tag, name=name)
         self._end_filling()
         self.life.become(GradientState.REDUCED)
+
+    def _give_back_received(self) -> None:
+        if self._received is not None:
+            self.pool.give_back(self._received)
+            self._received = None
 
     def reduced(self) -> torch.Tensor:
         """The reduced gradient over this rank's optimizer range, wire dtype."""

@@ -203,6 +203,7 @@ class Schedule:
             EngineStateError: a frozen parameter has been told to train behind the engine's back.
         """
         self._frozen.require_frozen()
+        self.finish_reductions()  # of a backward before this one, in the same step
         self._complete([bucket for bucket in self.buckets if bucket.awaits_backward], [])
         self._in_backward = None
         self.more_to_come = more_to_come
@@ -247,7 +248,10 @@ class Schedule:
             first.reduce()
             self._in_flight.append(first)
             self._expect_reductions()
-        self._finish_reductions(wait=False)
+        # A replicated optimizer's reductions each end with a gather. When one is done differs from rank to rank, but it
+        # must not gather before a collective that the model itself makes on one rank and behind it on another.
+        if self.plan.shards_optimizer:
+            self._finish_reductions(wait=False)
 
     def _expect_reductions(self) -> None:
         """Be ready to receive for the next reduction, and for more while there is room."""
@@ -291,10 +295,6 @@ class Schedule:
         if self.frees_after_use:
             for bucket in self.buckets:
                 self._rest(bucket)
-        if not (self.more_to_come or self.plan.shards_optimizer):
-            # A reduction that ends gathers its gradient. When it ends differs from rank to rank, but must not come
-            # before a collective of the caller on one rank and behind it on another.
-            self.finish_reductions()
 
     def finish_reductions(self) -> None:
         """Wait for all reductions under way."""
@@ -312,10 +312,8 @@ class Schedule:
         """
         self._clear_unmoved()
         self.finish_reductions()
-        for gradient in self._expected:  # only what is sent to it ends a receive that is posted
-            gradient.fill_rest()
-            gradient.reduce()
-            gradient.finish_reduce()
+        for gradient in self._expected:
+            gradient.stop_expecting()
         self._expected.clear()
         for _, gradient in self.trained:
             gradient.drop()
