@@ -24,9 +24,10 @@ Engine = zerotrain.ZeroEngine
 
 
 class Net(nn.Module):
-    def __init__(self, hidden_size: int = 8) -> None:
+    def __init__(self, hidden_size: int = 8, buffer_size: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.register_buffer("statistics", torch.zeros(buffer_size))
         self.blocks = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(3))
 
     def forward(self, x: torch.Tensor, *, without: int | None = None) -> torch.Tensor:
@@ -35,14 +36,25 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def build(stage: int = 2, *, hidden_size: int = 8, **zero: Any) -> Engine:
+def build(
+    stage: int = 2,
+    *,
+    hidden_size: int = 8,
+    buffer_size: int = 1,
+    momentum: float = 0.0,
+    precision: Any = "fp32",
+    **zero: Any,
+) -> Engine:
     """An engine in groups of its own, which wait for a second and can fail without harm to other cases."""
     gathers, reductions = (dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(2))
     rank, size = dist.get_rank(), dist.get_world_size()
     world = zerotrain.World(rank, size, rank, torch.device("cpu"), gather_group=gathers, reduce_group=reductions)
     settings = {"stage": stage, "bucket_mb": 3e-4, "prefetch": 0} | zero
-    optimizer = functools.partial(torch.optim.SGD, lr=0.5)
-    return zerotrain.build_engine(Net(hidden_size), optimizer=optimizer, zero=ZeroConfig(**settings), world=world)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.5, momentum=momentum)
+    model = Net(hidden_size, buffer_size)
+    return zerotrain.build_engine(
+        model, optimizer=optimizer, zero=ZeroConfig(**settings), precision=precision, world=world
+    )
 
 
 def train(engine: Engine, *, num_steps: int = 1, num_micro_batches: int = 1, without: int | None = None) -> None:
@@ -131,6 +143,18 @@ CASES: dict[str, tuple[Callable[[int], object], list[list[str]]]] = {
     "another model": (
         lambda rank: build(hidden_size=8 + rank),
         [["the model (buckets and their parameters): differs", "6 parameters, 216 elements", "on rank 1"]] * 2,
+    ),
+    "other buffers": (
+        lambda rank: build(buffer_size=1 + rank),
+        [["the model (buffers, and parameters that are no floating-point numbers): differs", "1 tensors, hash "]] * 2,
+    ),
+    "other hyperparameters": (
+        lambda rank: build(0, momentum=0.5 * rank),
+        [["the optimizer (its parameter groups): differs", "2 groups, hash "]] * 2,
+    ),
+    "another loss scale": (
+        lambda rank: build(precision=zerotrain.PrecisionConfig("fp16", initial_scale=2.0**rank)),
+        [["precision.initial_scale: differs between the ranks: 1.0 on rank 0, 2.0 on rank 1"]] * 2,
     ),
     "a step behind at the end": (
         end_a_step_early,

@@ -1,6 +1,7 @@
 """From a model and a plan to live buckets, units and a schedule."""
 
 import hashlib
+import json
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -16,6 +17,7 @@ from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.gradients import BucketGradient
 from zerotrain.engine.kept_fp32 import assign_dtypes, cast_around_kept
 from zerotrain.engine.live_unit import Bucket, LiveUnit
+from zerotrain.engine.loss_scale import LossScaler
 from zerotrain.engine.param_groups import ParamGroups
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.schedule import Schedule
@@ -74,7 +76,11 @@ def build_schedule(
     specs = cut_buckets(units, max_numel)
     if not any(spec.trainable for spec in specs):
         raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
-    require_same(collectives, {"the model (buckets and their parameters)": _described(specs)})
+    facts = {
+        "the model (buckets and their parameters)": _described(specs),
+        "the optimizer (its parameter groups)": _groups_described(groups.hyperparameters),
+    }
+    require_same(collectives, facts)
 
     buckets = []
     for tag, spec in enumerate(specs):
@@ -112,7 +118,7 @@ def share_unmanaged(model: nn.Module, collectives: Collectives) -> None:
     floating-point numbers.
 
     Raises:
-        ConfigError: one of these parameters is to be trained.
+        ConfigError: one of these parameters is to be trained, or the ranks have different ones.
     """
     managed = {each.parameter for each in managed_parameters(model)}
     others = {name: parameter for name, parameter in model.named_parameters() if parameter not in managed}
@@ -122,7 +128,11 @@ def share_unmanaged(model: nn.Module, collectives: Collectives) -> None:
                 f"{name} is {parameter.dtype} and requires a gradient, which no bucket holds: make it two real "
                 "parameters (torch.view_as_real), or freeze it with requires_grad_(False)"
             )
-    for tensor in (*model.buffers(), *others.values()):
+    tensors = dict(model.named_buffers()) | others
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    fact = f"{len(tensors)} tensors, hash {_hash(shapes)}"
+    require_same(collectives, {"the model (buffers, and parameters that are no floating-point numbers)": fact})
+    for tensor in tensors.values():
         tensor.data = tensor.data.to(collectives.world.device).contiguous()
         if tensor.numel() > 0:
             # As bytes: backends do not send every dtype.
@@ -155,7 +165,12 @@ def require_values(model: nn.Module) -> None:
 
 
 def engine_settings(
-    plan: Plan, options: EngineOptions, precision: Precision, max_grad_norm: float | None, max_skipped_steps: int
+    plan: Plan,
+    options: EngineOptions,
+    precision: Precision,
+    loss_scaler: LossScaler | None,
+    max_grad_norm: float | None,
+    max_skipped_steps: int,
 ) -> dict[str, object]:
     """What must be the same on all ranks, by the names of the settings."""
     placements = [f"{each.name} {getattr(plan, each.name).value}" for each in fields(plan)]
@@ -166,6 +181,8 @@ def engine_settings(
         **moves,
         "precision": precision.name,
         "precision.keep_fp32": list(precision.keep_fp32),
+        "precision.initial_scale": loss_scaler and loss_scaler.scale,
+        "precision.growth_interval": loss_scaler and loss_scaler.growth_interval,
         "train.max_grad_norm": max_grad_norm,
         "train.max_skipped_steps": max_skipped_steps,
     }
@@ -181,6 +198,18 @@ def _described(specs: Sequence[BucketSpec]) -> str:
         )
         for spec in specs
     ]
-    digest = hashlib.sha256(repr(details).encode()).hexdigest()[:8]
     numel = sum(managed.parameter.numel() for managed in parameters)
-    return f"{len(specs)} buckets, {len(parameters)} parameters, {numel} elements, hash {digest}"
+    return f"{len(specs)} buckets, {len(parameters)} parameters, {numel} elements, hash {_hash(details)}"
+
+
+def _groups_described(groups: Sequence[dict[str, Any]]) -> str:
+    """The same for hyperparameters; of an object, such as a function, only its class is known on every rank."""
+
+    def shown(value: object) -> str:
+        return repr(value) if isinstance(value, torch.Tensor) else type(value).__name__
+
+    return f"{len(groups)} groups, hash {_hash(json.dumps(groups, default=shown))}"
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]

@@ -82,7 +82,8 @@ class ZeroEngine:
         self.ledger = Ledger()
         self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.overlap)
         self.progress = Progress(self.collectives)
-        require_same(self.collectives, engine_settings(plan, options, precision, max_grad_norm, max_skipped_steps))
+        settings = engine_settings(plan, options, precision, loss_scaler, max_grad_norm, max_skipped_steps)
+        require_same(self.collectives, settings)
         self._syncs = True
         self._losses: list[torch.Tensor] = []
         self._skipped_steps = SkippedSteps(max_skipped_steps, loss_scaler)
