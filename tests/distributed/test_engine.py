@@ -228,3 +228,16 @@ def start_apart(stage: int) -> str:
 def test_two_engines_in_one_process_do_not_disturb_each_other() -> None:
     cases = [SMALL.with_zero(stage=stage) for stage in (3, 1, 3)]
     assert set(hashes_over_ranks(cases, 2)) == {sha256(reference_weights(SMALL, 2))}
+
+
+def closed_twice(_: None) -> float:
+    world = zerotrain.World.current(torch.device("cpu"))
+    world.close()
+    world.close()
+    ones = torch.ones(())
+    dist.all_reduce(ones)
+    return ones.item()
+
+
+def test_a_world_may_be_closed_twice_and_leaves_the_group_of_the_caller() -> None:
+    assert run_over([None], closed_twice, 2) == [[2.0, 2.0]]

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -121,7 +122,8 @@ class World:
         if self.started_here:
             dist.destroy_process_group()
         else:
-            dist.destroy_process_group(self.reduce_group)
+            with suppress(ValueError):  # what torch says of a group that is gone
+                dist.destroy_process_group(self.reduce_group)
 
     def __enter__(self) -> "World":
         return self

@@ -125,10 +125,13 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn
             found.update(_like_children(name, module))
         elif name and any(fnmatchcase(name, pattern) for pattern in patterns) and _has_parameters(module):
             found[name] = module
+    holding = [name for name, module in model.named_modules() if name and _has_parameters(module)]
     for pattern in patterns or ():
-        if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules() if name):
+        if not any(fnmatchcase(name, pattern) for name in holding):
             known = ", ".join(name for name, _ in model.named_children())
-            raise ConfigError(f"zero.units: no module matches {pattern!r}; the model's children are: {known}")
+            raise ConfigError(
+                f"zero.units: no module with parameters matches {pattern!r}; the model's children are: {known}"
+            )
     return found
 
 
