@@ -171,7 +171,7 @@ class BucketGradient:
             if not segment.holds_values:
                 self.fill(segment, more_to_come=False)
         self.reduce()
-        self.finish_reduce()
+        self.finish_reduce(loss_scale=1.0)
 
     def reduce(self) -> None:
         """Issue the reduction. Every segment has been filled (with zeros where no gradient came)."""
