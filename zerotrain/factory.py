@@ -75,33 +75,33 @@ def build_engine(
     if problems := value_problems(Config(zero=zero, precision=numerics, train=train)):
         raise ConfigError(*problems)
     world = world or World.current(_device_of(model))
-    plan = plan_for(zero.stage, world.size)
-    model, initial = _with_initial_values(model, world, plan)
+    options = _engine_options(zero, numerics, train, world)
+    model, initial = _with_initial_values(model, world, options.plan)
     replace_forwards(model, units=_patterns(zero), compile=compile, activation_checkpointing=activation_checkpointing)
     return ZeroEngine(
         model,
         optimizer=optimizer,
         world=world,
-        plan=plan,
-        options=_engine_options(zero, world),
-        precision=_dtypes(numerics),
-        max_grad_norm=max_grad_norm,
+        options=options,
         decay_all=decay_all,
         param_groups=param_groups,
         loss_scaler=_loss_scaler(numerics),
-        max_skipped_steps=max_skipped_steps,
         initial=initial,
     )
 
 
-def _engine_options(zero: ZeroConfig, world: World) -> EngineOptions:
+def _engine_options(zero: ZeroConfig, precision: PrecisionConfig, train: TrainConfig, world: World) -> EngineOptions:
     return EngineOptions(
+        plan=plan_for(zero.stage, world.size),
+        precision=_dtypes(precision),
         bucket_mb=zero.bucket_mb,
         overlap=zero.overlap,
         prefetch=zero.prefetch,
         ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and world.device.type == "cpu"),
         units=_patterns(zero),
         reshard_after_forward=zero.reshard_after_forward,
+        max_grad_norm=train.max_grad_norm,
+        max_skipped_steps=train.max_skipped_steps,
     )
 
 

@@ -99,7 +99,7 @@ def delay(engine: zerotrain.ZeroEngine) -> None:
 
 def held_nbytes(engine: zerotrain.ZeroEngine) -> tuple[int, int]:
     """Bytes of parameters held, and of scratch on loan."""
-    return engine.memory_bytes()["parameters"], engine._pools[0].lent_nbytes
+    return engine.memory_bytes()["parameters"], engine._pools.lent_nbytes
 
 
 def shards_nbytes(engine: zerotrain.ZeroEngine) -> int:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,10 @@ from zerotrain.sharding.plan import Plan
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the engine moves what the plan shards. Meaning and units as in `zerotrain.config.schema.ZeroConfig`."""
+    """What is sharded and how it is moved, computed and clipped. Meaning and units as in `zerotrain.config.schema`."""
 
+    plan: Plan
+    precision: Precision
     bucket_mb: float = 25.0
     overlap: bool = True
     prefetch: int = 1
@@ -41,24 +43,24 @@ class EngineOptions:
     units: Sequence[str] | None = None
     """Module name patterns; None: the repeated blocks."""
     reshard_after_forward: bool = True
+    max_grad_norm: float | None = None
+    max_skipped_steps: int = 20
 
 
 def build_schedule(
     model: nn.Module,
-    *,
-    plan: Plan,
     options: EngineOptions,
-    precision: Precision,
     groups: ParamGroups,
+    *,
     collectives: Collectives,
     pools: ScratchPools,
-    exact_norm: bool,
     initial: InitialValues,
-    fill: Callable[[BucketSpec], None] | None = None,
+    fill: Callable[[BucketSpec], None] | None,
 ) -> Schedule:
     """Cut `model` into buckets, move its parameters into them and order them.
 
     Args:
+        initial: of a model that `deferred_init` has built.
         fill: called with each bucket before it is made, to give its parameters values; None: they have them, in a model
             that is cut for the first time.
 
@@ -66,6 +68,7 @@ def build_schedule(
         ConfigError: ranks with different models, no trainable parameter, a pattern of units or of kept parameters that
             matches nothing, or an optimizer that cannot work so.
     """
+    precision = options.precision
     max_numel = max(1, int(options.bucket_mb * 2**20) // precision.compute.itemsize)
     units = cut_units(model, options.units, max_numel)
     groups.label(units)
@@ -87,10 +90,14 @@ def build_schedule(
         if fill is not None:
             fill(spec)
         layout = _layout_of(spec, collectives.world.size)
-        of_bucket = precision.of_bucket(spec.dtype)
-        common: dict[str, Any] = {"plan": plan, "precision": of_bucket, "collectives": collectives, "tag": tag}
+        common: dict[str, Any] = {
+            "plan": options.plan,
+            "precision": precision.of_bucket(spec.dtype),
+            "collectives": collectives,
+            "tag": tag,
+        }
         weights = BucketWeights(spec, layout, initial=initial, **common)
-        common |= {"pool": pools.of(spec.dtype), "exact_norm": exact_norm}
+        common |= {"pool": pools.of(spec.dtype), "exact_norm": options.max_grad_norm is not None}
         buckets.append(Bucket(weights, BucketGradient(spec, layout, **common) if spec.trainable else None))
     live_units = [
         LiveUnit(unit.name, unit.modules, [b for b, spec in zip(buckets, specs, strict=True) if unit in spec.units])
@@ -99,7 +106,7 @@ def build_schedule(
     schedule = Schedule(
         live_units,
         buckets,
-        plan=plan,
+        plan=options.plan,
         prefetch=options.prefetch,
         reshard_after_forward=options.reshard_after_forward,
     )
@@ -164,27 +171,20 @@ def require_values(model: nn.Module) -> None:
             )
 
 
-def engine_settings(
-    plan: Plan,
-    options: EngineOptions,
-    precision: Precision,
-    loss_scaler: LossScaler | None,
-    max_grad_norm: float | None,
-    max_skipped_steps: int,
-) -> dict[str, object]:
+def engine_settings(options: EngineOptions, loss_scaler: LossScaler | None) -> dict[str, object]:
     """What must be the same on all ranks, by the names of the settings."""
-    placements = [f"{each.name} {getattr(plan, each.name).value}" for each in fields(plan)]
-    moves = {f"zero.{name}": value for name, value in asdict(options).items()}
-    moves["zero.reduction"] = "ordered" if moves.pop("zero.ordered") else "native"
+    plan, precision = options.plan, options.precision
+    moves = ("bucket_mb", "overlap", "prefetch", "units", "reshard_after_forward")
     return {
-        "zero.stage": ", ".join(placements),
-        **moves,
+        "zero.stage": ", ".join(f"{each.name} {getattr(plan, each.name).value}" for each in fields(plan)),
+        **{f"zero.{name}": getattr(options, name) for name in moves},
+        "zero.reduction": "ordered" if options.ordered else "native",
         "precision": precision.name,
         "precision.keep_fp32": list(precision.keep_fp32),
         "precision.initial_scale": loss_scaler and loss_scaler.scale,
         "precision.growth_interval": loss_scaler and loss_scaler.growth_interval,
-        "train.max_grad_norm": max_grad_norm,
-        "train.max_skipped_steps": max_skipped_steps,
+        "train.max_grad_norm": options.max_grad_norm,
+        "train.max_skipped_steps": options.max_skipped_steps,
     }
 
 

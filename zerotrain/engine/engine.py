@@ -12,8 +12,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.engine.agreement import Progress, require_same
-from zerotrain.engine.build import EngineOptions, engine_settings, require_values, share_unmanaged
-from zerotrain.engine.cut import cut_model
+from zerotrain.engine.build import EngineOptions, build_schedule, engine_settings, require_values, share_unmanaged
 from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.gradients import require_empty, require_reduced
 from zerotrain.engine.hooks import connect, next_node, require_graph
@@ -21,17 +20,18 @@ from zerotrain.engine.lazy_parameter import LEFT_ITS_UNIT, reads_freed_memory
 from zerotrain.engine.loss_scale import LossScaler
 from zerotrain.engine.nonfinite import SkippedSteps, find_nonfinite
 from zerotrain.engine.norm import clip_coefficient
+from zerotrain.engine.optimizer import ShardedOptimizer
 from zerotrain.engine.optimizer_factory import OptimizerFactory
 from zerotrain.engine.param_groups import ParamGroups
-from zerotrain.engine.precision import Precision
 from zerotrain.engine.ranges import named_range
+from zerotrain.engine.scratch import ScratchPools
 from zerotrain.engine.state import full_state_dict, weights_sha256
 from zerotrain.engine.states import Phase
 from zerotrain.engine.step_result import StepResult, TrainStepResult
 from zerotrain.engine.transfer import Transfer
+from zerotrain.engine.update import Updater
 from zerotrain.engine.usage import memory_bytes, sent_nbytes
 from zerotrain.errors import CommError, EngineStateError, TrainingError
-from zerotrain.sharding.plan import Plan
 
 
 class ZeroEngine:
@@ -45,11 +45,9 @@ class ZeroEngine:
             become views of the engine's buckets, on `world.device`, in the compute precision.
         optimizer: makes an optimizer from a list of parameter groups: an element-wise one, or one that is declared to
             update whole tensors (see `zerotrain.engine.optimizer_factory`).
-        max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
         decay_all, param_groups: as for `build_engine`.
         initial: of a model that `deferred_init` has built; default: the values that the parameters have.
         loss_scaler: scales the loss, for a precision that needs it; None for no scaling.
-        max_skipped_steps: as many steps skipped in a row, because the gradient was not finite, raise TrainingError.
 
     Raises:
         ConfigError: the model or the optimizer cannot be trained so.
@@ -61,49 +59,46 @@ class ZeroEngine:
         *,
         optimizer: OptimizerFactory,
         world: World,
-        plan: Plan,
         options: EngineOptions,
-        precision: Precision,
-        max_grad_norm: float | None,
         decay_all: bool = False,
         param_groups: Sequence[dict[str, Any]] | None = None,
         initial: InitialValues | None = None,
         loss_scaler: LossScaler | None = None,
-        max_skipped_steps: int = 20,
     ) -> None:
         require_values(model)
         self.module = model
         self.world = world
-        self.plan = plan
         self.options = options
-        self.precision = precision
-        self.max_grad_norm = max_grad_norm
+        self.plan, self.precision, self.max_grad_norm = options.plan, options.precision, options.max_grad_norm
         self.loss_scaler = loss_scaler
         self.ledger = Ledger()
         self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.overlap)
         self.progress = Progress(self.collectives)
-        settings = engine_settings(plan, options, precision, loss_scaler, max_grad_norm, max_skipped_steps)
-        require_same(self.collectives, settings)
+        require_same(self.collectives, engine_settings(options, loss_scaler))
         self._syncs = True
         self._losses: list[torch.Tensor] = []
-        self._skipped_steps = SkippedSteps(max_skipped_steps, loss_scaler)
+        self._skipped_steps = SkippedSteps(options.max_skipped_steps, loss_scaler)
         self._groups = ParamGroups(model, optimizer, param_groups, decay_all=decay_all, warns=world.rank == 0)
         share_unmanaged(model, self.collectives)
         self._cut(initial or InitialValues(), None)
 
     def _cut(self, initial: InitialValues, transfer: Transfer | None) -> None:
         """Make buckets of the model, with what `transfer` brings from earlier ones, and connect them to it."""
-        self.schedule, self.optimizer, self._updater, self._pools = cut_model(
+        self._pools = ScratchPools(self.world.device)
+        self.schedule = build_schedule(
             self.module,
-            plan=self.plan,
-            options=self.options,
-            precision=self.precision,
-            groups=self._groups,
+            self.options,
+            self._groups,
             collectives=self.collectives,
-            exact_norm=self.max_grad_norm is not None,
+            pools=self._pools,
             initial=initial,
-            transfer=transfer,
+            fill=None if transfer is None else transfer.fill,
         )
+        pool = self._pools.of(self.precision.master)
+        self.optimizer = ShardedOptimizer(self._groups, self.schedule, collectives=self.collectives, pool=pool)
+        if transfer is not None:
+            transfer.restore_state(self.optimizer, self.schedule)
+        self._updater = Updater(self.schedule, self.optimizer, pool=pool)
         self._trained = self.schedule.trained
         self._disconnect = connect(self, self.schedule)
         self._first_node_after_update = next_node()

@@ -10,6 +10,7 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.optimizer_factory import SAMPLE_SHAPE, build_optimizer
 from zerotrain.engine.param_groups import ParamGroups
+from zerotrain.engine.schedule import Schedule
 from zerotrain.engine.scratch import ScratchPool
 from zerotrain.engine.weights import BucketWeights
 from zerotrain.engine.whole_tensors import Updates, WholeTensors
@@ -41,9 +42,8 @@ class ShardedOptimizer:
     spans: list[list[Span]]
     """Of each bucket, what this rank updates by elements; one group of the bucket's optimizer each."""
 
-    def __init__(
-        self, groups: ParamGroups, weights: Sequence[BucketWeights], *, collectives: Collectives, pool: ScratchPool
-    ) -> None:
+    def __init__(self, groups: ParamGroups, schedule: Schedule, *, collectives: Collectives, pool: ScratchPool) -> None:
+        weights = [each for each, _ in schedule.trained]
         self._factory = groups.factory
         self.param_groups = groups.hyperparameters
         self.spans = [_cut_spans(each) for each in weights]

@@ -1,12 +1,11 @@
 """What an engine holds and sends on this rank, beside what ZeRO's formulas give."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from zerotrain.engine.build import EngineOptions
 from zerotrain.engine.optimizer import ShardedOptimizer
 from zerotrain.engine.schedule import Schedule
-from zerotrain.engine.scratch import ScratchPool, ScratchPools
+from zerotrain.engine.scratch import ScratchPools
 from zerotrain.sharding.plan import Volume
 
 
@@ -20,7 +19,7 @@ def volume_of(schedule: Schedule, world_size: int) -> Volume:
 
 
 def memory_bytes(
-    schedule: Schedule, optimizer: ShardedOptimizer, pools: Sequence[ScratchPool | ScratchPools], world_size: int
+    schedule: Schedule, optimizer: ShardedOptimizer, pools: ScratchPools, world_size: int
 ) -> dict[str, Any]:
     """See `ZeroEngine.memory_bytes`."""
     trained = schedule.trained
@@ -29,8 +28,7 @@ def memory_bytes(
         "gradients": sum(gradient.held_nbytes for _, gradient in trained),
         "optimizer": sum(tensor.nbytes for tensor in optimizer.state_tensors())
         + sum(weights.separate_master_nbytes for weights, _ in trained),
-        "scratch": sum(pool.held_nbytes for pool in pools)
-        + sum(gradient.accumulator_nbytes for _, gradient in trained),
+        "scratch": pools.held_nbytes + sum(gradient.accumulator_nbytes for _, gradient in trained),
         "theory": volume_of(schedule, world_size).memory_nbytes(schedule.plan, _optimizer_nbytes(schedule, optimizer)),
     }
 
