@@ -116,7 +116,6 @@ class Collectives:
         self._reduce_passes = 2 if gloo_native else 1
         self._exchanges = world.device.type == "cpu" and 1 < world.size <= MAX_RANKS_OF_EXCHANGE
         self._orders: Counter[str] = Counter()
-        self._codes: dict[str, int] = {}
 
     @property
     def order(self) -> int:
@@ -124,13 +123,8 @@ class Collectives:
         # Between kinds the order may differ: a reduction that ends is followed by a gather, whenever it ends.
         return functools.reduce(lambda total, kind: total ^ self._orders[kind], self._orders, 0)
 
-    def _code(self, name: str) -> int:
-        if name not in self._codes:
-            self._codes[name] = zlib.crc32(name.encode())
-        return self._codes[name]
-
     def _note(self, what: str, name: str) -> None:
-        self._orders[what] = (self._orders[what] * 1_000_003 + self._code(name) + 1) % 2**ORDER_BITS
+        self._orders[what] = (self._orders[what] * 1_000_003 + zlib.crc32(name.encode()) + 1) % 2**ORDER_BITS
 
     def _lost_others(self, collective: tuple[str, str], error: RuntimeError, waited_s: float) -> CommError:
         return self.world.whereabouts.lost_others(error, " of ".join(collective), waited_s)

@@ -89,7 +89,8 @@ def build_schedule(
     for tag, spec in enumerate(specs):
         if fill is not None:
             fill(spec)
-        layout = _layout_of(spec, collectives.world.size)
+        shapes = [managed.parameter.shape for managed in spec.parameters]
+        layout = BucketLayout.pack(shapes, collectives.world.size, [managed.stride for managed in spec.parameters])
         common: dict[str, Any] = {
             "plan": options.plan,
             "precision": precision.of_bucket(spec.dtype),
@@ -113,11 +114,6 @@ def build_schedule(
     for bucket in buckets:
         bucket.weights.connect(partial(_touch, weakref.ref(schedule), weakref.ref(bucket)))
     return schedule
-
-
-def _layout_of(spec: BucketSpec, world_size: int) -> BucketLayout:
-    shapes = [managed.parameter.shape for managed in spec.parameters]
-    return BucketLayout.pack(shapes, world_size, [managed.stride for managed in spec.parameters])
 
 
 def share_unmanaged(model: nn.Module, collectives: Collectives) -> None:

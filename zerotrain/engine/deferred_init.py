@@ -31,36 +31,15 @@ TRIM_NBYTES = 2**24
 
 _aten = torch.ops.aten
 _PLAIN = (torch.Tensor, nn.Parameter)
-_OVERWRITES = {
-    _aten.copy_,
-    _aten.fill_,
-    _aten.zero_,
-    _aten.uniform_,
-    _aten.normal_,
-    _aten.random_,
-    _aten.bernoulli_,
-    _aten.exponential_,
-    _aten.log_normal_,
-    _aten.cauchy_,
-    _aten.geometric_,
-}
+_IN_PLACE = "copy_ fill_ zero_ uniform_ normal_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_"
+_OVERWRITES = {getattr(_aten, name) for name in _IN_PLACE.split()}
 """What leaves nothing of the first argument's old values."""
 _UNFILLED = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 _ALIASES = {_aten.detach, _aten.alias}
 """What does not look at the memory. Other views do, to see that they lie within."""
 _MOVES_STORAGE = {_aten.set_, _aten.resize_, _aten.resize_as_}
-_READS_MEMORY = {
-    torch.Tensor.__array__,
-    torch.Tensor.__deepcopy__,
-    torch.Tensor.__dlpack__,
-    torch.Tensor.__reduce_ex__,
-    torch.Tensor.data_ptr,
-    torch.Tensor.numpy,
-    torch.Tensor.share_memory_,
-    torch.Tensor.storage,
-    torch.Tensor.tolist,
-    torch.Tensor.untyped_storage,
-}
+_READERS = "__array__ __deepcopy__ __dlpack__ __reduce_ex__ data_ptr numpy share_memory_ storage tolist untyped_storage"
+_READS_MEMORY = {getattr(torch.Tensor, name) for name in _READERS.split()}
 """Ways to a tensor's memory that are no operations, so that nothing can be noted of them."""
 
 
@@ -107,7 +86,8 @@ class InitialValues:
     def hold_all_but(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Let all have memory that is in somebody's hands and none of `parameters`: buffers, attributes, aliases."""
         gc.collect()
-        ours = {id(leaf) for storage in self._storages.values() for step in storage.steps for leaf in _leaves(step)}
+        steps = [step for storage in self._storages.values() for step in storage.steps]
+        ours = {id(leaf) for step in steps for leaf in (*step.call.leaves(), step.into)}
         ours |= {id(parameter) for parameter in parameters.values()}
         for tensor in [thing for thing in gc.get_objects() if type(thing) in _PLAIN and id(thing) not in ours]:
             self.hold(tensor)
@@ -250,10 +230,6 @@ def _trim_heap() -> None:
 def _is_plain(tensor: Any) -> bool:
     """Whether it is a tensor that has memory of the usual kind."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type != "meta"
-
-
-def _leaves(step: Step) -> list[Any]:
-    return [*step.call.leaves(), step.into]
 
 
 def _written(call: Call) -> list[torch.Tensor]:

@@ -14,7 +14,6 @@ from zerotrain.comm.world import World
 from zerotrain.engine.agreement import Progress, require_same
 from zerotrain.engine.build import EngineOptions, build_schedule, engine_settings, require_values, share_unmanaged
 from zerotrain.engine.deferred_init import InitialValues
-from zerotrain.engine.gradients import require_empty, require_reduced
 from zerotrain.engine.hooks import connect, next_node, require_graph
 from zerotrain.engine.lazy_parameter import LEFT_ITS_UNIT, reads_freed_memory
 from zerotrain.engine.loss_scale import LossScaler
@@ -26,7 +25,7 @@ from zerotrain.engine.param_groups import ParamGroups
 from zerotrain.engine.ranges import named_range
 from zerotrain.engine.scratch import ScratchPools
 from zerotrain.engine.state import full_state_dict, weights_sha256
-from zerotrain.engine.states import Phase
+from zerotrain.engine.states import GradientState, Phase
 from zerotrain.engine.step_result import StepResult, TrainStepResult
 from zerotrain.engine.transfer import Transfer
 from zerotrain.engine.update import Updater
@@ -198,7 +197,11 @@ class ZeroEngine:
             DisagreementError: the ranks have not done the same since the last step.
             TrainingError: too many steps in a row were skipped, on every rank alike, or no smaller loss scale is left.
         """
-        require_reduced(gradient for _, gradient in self._trained)
+        if any(g.life.state not in (GradientState.REDUCING, GradientState.REDUCED) for _, g in self._trained):
+            raise EngineStateError(
+                "step came before a backward outside no_sync(): call engine.backward(loss) first, the last "
+                "micro-batch of a step outside `with engine.no_sync()`"
+            )
         with self._phase(Phase.UPDATE):
             result, reason_to_stop = self._step()
         self.progress.close_step()
@@ -294,11 +297,13 @@ class ZeroEngine:
 
     def _change(self, change: Callable[[], bool]) -> None:
         """Make a change of what trains and, if it changed anything, cut the buckets anew."""
-        require_empty(gradient for _, gradient in self._trained)
+        if any(gradient.life.state is not GradientState.EMPTY for _, gradient in self._trained):
+            raise EngineStateError("what trains cannot change while a gradient waits; call engine.step() first")
         transfer = Transfer(self.schedule, self.optimizer, self.collectives)
         if change():
             self._disconnect()
-            self.schedule.retire()
+            for bucket in self.schedule.buckets:
+                bucket.weights.uncover()
             self._cut(InitialValues(), transfer)
 
     # ---- what is held, and what the theory says

@@ -1,6 +1,5 @@
 """The gradient of one bucket: filled parameter by parameter, reduced over ranks, then handed to the optimizer."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -269,30 +268,6 @@ class BucketGradient:
         self._accumulating = False
         for segment in self.segments:
             segment.holds_values = False
-
-
-def require_reduced(gradients: Iterable[BucketGradient]) -> None:
-    """Make sure that there is something to step with.
-
-    Raises:
-        EngineStateError: no backward has reduced its gradients since the last step.
-    """
-    for gradient in gradients:
-        if gradient.life.state not in (GradientState.REDUCING, GradientState.REDUCED):
-            raise EngineStateError(
-                "step came before a backward outside no_sync(): call engine.backward(loss) first, the last "
-                "micro-batch of a step outside `with engine.no_sync()`"
-            )
-
-
-def require_empty(gradients: Iterable[BucketGradient]) -> None:
-    """Make sure that no step is under way.
-
-    Raises:
-        EngineStateError: gradients of one are waiting.
-    """
-    if any(gradient.life.state is not GradientState.EMPTY for gradient in gradients):
-        raise EngineStateError("what trains cannot change while a gradient waits; call engine.step() first")
 
 
 T = TypeVar("T")

@@ -127,7 +127,10 @@ def _announce_backward(unit: LiveUnit, schedule: Schedule, output: Any, first_no
     runs before all others of the unit, also before those of a tensor that leaves it by another way (a loss kept in an
     attribute), if that node made an output. If it made none, or an output is a parameter itself, the unit is kept.
     """
-    before_backward = partial(_before_backward, unit, schedule)
+
+    def before_backward(_: torch.Tensor) -> None:
+        schedule.before_backward(unit)
+
     last_node = first_node - 1
     for tensor in tensors_in(output):
         if not tensor.requires_grad:
@@ -139,10 +142,6 @@ def _announce_backward(unit: LiveUnit, schedule: Schedule, output: Any, first_no
             last_node = max(last_node, node)
     if last_node + 1 < next_node():
         schedule.keep(unit)
-
-
-def _before_backward(unit: LiveUnit, schedule: Schedule, _: torch.Tensor) -> None:
-    schedule.before_backward(unit)
 
 
 def _hook_gradients(schedule: Schedule) -> list[LastGradientHook]:

@@ -60,37 +60,16 @@ class LazyParameter(nn.Parameter):
         return func(*args, **kwargs)
 
 
+_METHODS = "size dim numel element_size stride is_floating_point is_complex __len__ __hash__"
 _ATTRIBUTES = (
-    *(
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "nbytes",
-        "itemsize",
-        "requires_grad",
-        "is_leaf",
-        "grad",
-        "grad_fn",
-    ),
-    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_backward_hooks"),
+    "shape dtype device ndim layout nbytes itemsize requires_grad is_leaf grad grad_fn "
+    "is_cuda is_cpu is_meta is_sparse is_quantized _backward_hooks"
 )
 _METADATA = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.element_size,
-    torch.Tensor.stride,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.__len__,
-    torch.Tensor.__hash__,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-    *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
+    *(getattr(torch.Tensor, name) for name in _METHODS.split()),
+    *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
 """What may be asked of a parameter that is not there."""
-_SWITCHES = {torch.Tensor.requires_grad_, *(getattr(torch.Tensor, name).__set__ for name in ("requires_grad",))}
+_SWITCHES = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 """What may be set of it. The engine answers a change that it was not told of in the next backward."""

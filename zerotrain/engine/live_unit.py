@@ -1,8 +1,7 @@
 """A unit at run time: its modules, its buckets and those to gather ahead."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from torch import nn
 
@@ -51,43 +50,16 @@ def next_buckets(unit: LiveUnit, following: Sequence[LiveUnit], prefetch: int) -
     return ahead
 
 
-class FrozenParameters:
-    """The parameters without a gradient, which nobody may tell to train but the engine.
-
-    Looked at in every backward, so it costs one C call for each of them.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self._managed = [m for bucket in buckets if bucket.gradient is None for m in bucket.weights.spec.parameters]
-        self._parameters = [managed.parameter for managed in self._managed]
-
-    def require_frozen(self) -> None:
-        """Make sure that they are still frozen.
-
-        Raises:
-            EngineStateError: one is not.
-        """
-        if any(map(_requires_grad, self._parameters)):
-            raise _changed_unseen(next(m for m in self._managed if m.parameter.requires_grad), "unfreeze")
-
-
-def require_still_trained(gradient: BucketGradient) -> None:
-    """Make sure that no parameter of a bucket, of which gradients are missing, was frozen.
+def require_unchanged(members: Iterable[ManagedParameter], *, trains: bool) -> None:
+    """Make sure that nobody but the engine has told these parameters to train, or to train no more.
 
     Raises:
-        EngineStateError: one was.
+        EngineStateError: one was told so.
     """
-    for managed in gradient.spec.parameters:
-        if not managed.parameter.requires_grad:
-            raise _changed_unseen(managed, "freeze")
-
-
-_requires_grad = attrgetter("requires_grad")
-
-
-def _changed_unseen(managed: ManagedParameter, call: str) -> EngineStateError:
-    name = managed.names[0]
-    return EngineStateError(
-        f"requires_grad of {name} was set to {managed.parameter.requires_grad} after build_engine; call "
-        f"engine.{call}({name!r}) instead, on all ranks, between engine.step() and the next forward"
-    )
+    for managed in members:
+        if managed.parameter.requires_grad is not trains:
+            name, call = managed.names[0], "freeze" if trains else "unfreeze"
+            raise EngineStateError(
+                f"requires_grad of {name} was set to {not trains} after build_engine; call engine.{call}({name!r}) "
+                "instead, on all ranks, between engine.step() and the next forward"
+            )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from zerotrain.engine.gradients import BucketGradient, Segment
 from zerotrain.engine.lazy_parameter import LEFT_ITS_UNIT
-from zerotrain.engine.live_unit import Bucket, FrozenParameters, LiveUnit, next_buckets, require_still_trained
+from zerotrain.engine.live_unit import Bucket, LiveUnit, next_buckets, require_unchanged
 from zerotrain.engine.states import GradientState, Phase
 from zerotrain.engine.weights import BucketWeights
 from zerotrain.errors import EngineStateError
@@ -51,7 +51,7 @@ class Schedule:
         self.frees_after_use = plan.shards_parameters and reshard_after_forward
         self.trained = [(bucket.weights, bucket.gradient) for bucket in buckets if bucket.gradient is not None]
         """The buckets with a gradient, in list order."""
-        self._frozen = FrozenParameters(buckets)
+        self._frozen = [m for bucket in buckets if bucket.gradient is None for m in bucket.weights.spec.parameters]
         largest = max((gradient.layout.padded_numel for _, gradient in self.trained), default=0)
         self._max_in_flight = MAX_LARGEST_BUCKETS_IN_FLIGHT * largest
         self._to_expect: deque[BucketGradient] = deque()
@@ -202,7 +202,7 @@ class Schedule:
         Raises:
             EngineStateError: a frozen parameter has been told to train behind the engine's back.
         """
-        self._frozen.require_frozen()
+        require_unchanged(self._frozen, trains=False)
         self.finish_reductions()  # of a backward before this one, in the same step
         self._complete([bucket for bucket in self.buckets if bucket.awaits_backward], [])
         self._in_backward = None
@@ -251,7 +251,7 @@ class Schedule:
         # A replicated optimizer's reductions each end with a gather. When one is done differs from rank to rank, but it
         # must not gather before a collective that the model itself makes on one rank and behind it on another.
         if self.plan.shards_optimizer:
-            self._finish_reductions(wait=False)
+            self.finish_reductions(wait=False)
 
     def _expect_reductions(self) -> None:
         """Be ready to receive for the next reduction, and for more while there is room."""
@@ -270,7 +270,8 @@ class Schedule:
         while self._in_flight and needed + sum(g.layout.padded_numel for g in self._in_flight) > self._max_in_flight:
             self._in_flight.popleft().finish_reduce(self.loss_scale)
 
-    def _finish_reductions(self, *, wait: bool) -> None:
+    def finish_reductions(self, *, wait: bool = True) -> None:
+        """Finish the reductions under way, or as many of the oldest as are done."""
         while self._in_flight and (wait or self._in_flight[0].reduction_done):
             self._in_flight.popleft().finish_reduce(self.loss_scale)
 
@@ -282,7 +283,7 @@ class Schedule:
         """
         for _, gradient in self.trained:
             if self._open_segments[gradient]:
-                require_still_trained(gradient)
+                require_unchanged(gradient.spec.parameters, trains=True)
         for weights, gradient in reversed(self.trained):
             if not self._open_segments[gradient]:
                 continue
@@ -295,15 +296,6 @@ class Schedule:
         if self.frees_after_use:
             for bucket in self.buckets:
                 self._rest(bucket)
-
-    def finish_reductions(self) -> None:
-        """Wait for all reductions under way."""
-        self._finish_reductions(wait=True)
-
-    def retire(self) -> None:
-        """The buckets are to be cut anew: give the model its parameters back, complete or not."""
-        for bucket in self.buckets:
-            bucket.weights.uncover()
 
     def drop_gradients(self) -> None:
         """Forget the gradients since the last step, also those of a backward that broke off, and come to rest.

@@ -9,6 +9,7 @@ Rank 1 sends the end of qkv.weight to rank 0, which updates it and sends that en
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from zerotrain.sharding.layout import BucketLayout
 
@@ -44,9 +45,7 @@ def update_cost(shape: Sequence[int]) -> int:
     With s the shorter side of X and l the longer: X X^T takes s*s*l, its square s**3, and that times X s*s*l again.
     (K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.)
     """
-    numel = 1
-    for side in shape:
-        numel *= side
+    numel = prod(shape)
     if len(shape) != 2:
         return numel
     return min(shape) * (2 * numel + min(shape) ** 2)
