@@ -13,12 +13,12 @@ from torch import nn
 from zerotrain.comm.world import World, choose_device
 from zerotrain.config.checks import value_problems
 from zerotrain.config.schema import Config, PrecisionConfig, TrainConfig, ZeroConfig
-from zerotrain.engine.build import EngineOptions
 from zerotrain.engine.deferred_init import InitialValues, deferred_init
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.kept_fp32 import assign_dtypes
 from zerotrain.engine.loss_scale import LossScaler
 from zerotrain.engine.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
+from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision import Precision, precision_named
 from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError

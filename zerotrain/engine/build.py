@@ -4,7 +4,6 @@ import hashlib
 import json
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -17,34 +16,14 @@ from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.gradients import BucketGradient
 from zerotrain.engine.kept_fp32 import assign_dtypes, cast_around_kept
 from zerotrain.engine.live_unit import Bucket, LiveUnit
-from zerotrain.engine.loss_scale import LossScaler
+from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.param_groups import ParamGroups
-from zerotrain.engine.precision import Precision
 from zerotrain.engine.schedule import Schedule
 from zerotrain.engine.scratch import ScratchPools
 from zerotrain.engine.weights import BucketWeights
 from zerotrain.errors import ConfigError, EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets, cut_units, managed_parameters
 from zerotrain.sharding.layout import BucketLayout
-from zerotrain.sharding.plan import Plan
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What is sharded and how it is moved, computed and clipped. Meaning and units as in `zerotrain.config.schema`."""
-
-    plan: Plan
-    precision: Precision
-    bucket_mb: float = 25.0
-    overlap: bool = True
-    prefetch: int = 1
-    ordered: bool = True
-    """Reduce in rank order in fp32; False: by the backend's reduce-scatter."""
-    units: Sequence[str] | None = None
-    """Module name patterns; None: the repeated blocks."""
-    reshard_after_forward: bool = True
-    max_grad_norm: float | None = None
-    max_skipped_steps: int = 20
 
 
 def build_schedule(
@@ -68,14 +47,13 @@ def build_schedule(
         ConfigError: ranks with different models, no trainable parameter, a pattern of units or of kept parameters that
             matches nothing, or an optimizer that cannot work so.
     """
-    precision = options.precision
-    max_numel = max(1, int(options.bucket_mb * 2**20) // precision.compute.itemsize)
+    max_numel = max(1, int(options.bucket_mb * 2**20) // options.precision.compute.itemsize)
     units = cut_units(model, options.units, max_numel)
     groups.label(units)
     parameters = [managed for unit in units for managed in unit.parameters]
-    assign_dtypes(parameters, precision)
+    assign_dtypes(parameters, options.precision)
     if fill is None:
-        cast_around_kept(model, parameters, precision)
+        cast_around_kept(model, parameters, options.precision)
     specs = cut_buckets(units, max_numel)
     if not any(spec.trainable for spec in specs):
         raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
@@ -91,26 +69,17 @@ def build_schedule(
             fill(spec)
         shapes = [managed.parameter.shape for managed in spec.parameters]
         layout = BucketLayout.pack(shapes, collectives.world.size, [managed.stride for managed in spec.parameters])
-        common: dict[str, Any] = {
-            "plan": options.plan,
-            "precision": precision.of_bucket(spec.dtype),
-            "collectives": collectives,
-            "tag": tag,
-        }
-        weights = BucketWeights(spec, layout, initial=initial, **common)
-        common |= {"pool": pools.of(spec.dtype), "exact_norm": options.max_grad_norm is not None}
-        buckets.append(Bucket(weights, BucketGradient(spec, layout, **common) if spec.trainable else None))
+        weights = BucketWeights(spec, layout, tag, options=options, collectives=collectives, initial=initial)
+        gradient = None
+        if spec.trainable:
+            pool = pools.of(spec.dtype)
+            gradient = BucketGradient(spec, layout, tag, options=options, collectives=collectives, pool=pool)
+        buckets.append(Bucket(weights, gradient))
     live_units = [
         LiveUnit(unit.name, unit.modules, [b for b, spec in zip(buckets, specs, strict=True) if unit in spec.units])
         for unit in units
     ]
-    schedule = Schedule(
-        live_units,
-        buckets,
-        plan=options.plan,
-        prefetch=options.prefetch,
-        reshard_after_forward=options.reshard_after_forward,
-    )
+    schedule = Schedule(live_units, buckets, options)
     for bucket in buckets:
         bucket.weights.connect(partial(_touch, weakref.ref(schedule), weakref.ref(bucket)))
     return schedule
@@ -165,23 +134,6 @@ def require_values(model: nn.Module) -> None:
                 f"{name} of model {type(model).__name__} is on the meta device, which holds no values; give "
                 "build_engine the function that builds the model instead of the model; it holds nothing whole either"
             )
-
-
-def engine_settings(options: EngineOptions, loss_scaler: LossScaler | None) -> dict[str, object]:
-    """What must be the same on all ranks, by the names of the settings."""
-    plan, precision = options.plan, options.precision
-    moves = ("bucket_mb", "overlap", "prefetch", "units", "reshard_after_forward")
-    return {
-        "zero.stage": ", ".join(f"{each.name} {getattr(plan, each.name).value}" for each in fields(plan)),
-        **{f"zero.{name}": getattr(options, name) for name in moves},
-        "zero.reduction": "ordered" if options.ordered else "native",
-        "precision": precision.name,
-        "precision.keep_fp32": list(precision.keep_fp32),
-        "precision.initial_scale": loss_scaler and loss_scaler.scale,
-        "precision.growth_interval": loss_scaler and loss_scaler.growth_interval,
-        "train.max_grad_norm": options.max_grad_norm,
-        "train.max_skipped_steps": options.max_skipped_steps,
-    }
 
 
 def _described(specs: Sequence[BucketSpec]) -> str:

@@ -12,7 +12,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
 from zerotrain.engine.agreement import Progress, require_same
-from zerotrain.engine.build import EngineOptions, build_schedule, engine_settings, require_values, share_unmanaged
+from zerotrain.engine.build import build_schedule, require_values, share_unmanaged
 from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.hooks import connect, next_node, require_graph
 from zerotrain.engine.lazy_parameter import LEFT_ITS_UNIT, reads_freed_memory
@@ -21,6 +21,7 @@ from zerotrain.engine.nonfinite import SkippedSteps, find_nonfinite
 from zerotrain.engine.norm import clip_coefficient
 from zerotrain.engine.optimizer import ShardedOptimizer
 from zerotrain.engine.optimizer_factory import OptimizerFactory
+from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.param_groups import ParamGroups
 from zerotrain.engine.ranges import named_range
 from zerotrain.engine.scratch import ScratchPools
@@ -29,7 +30,7 @@ from zerotrain.engine.states import GradientState, Phase
 from zerotrain.engine.step_result import StepResult, TrainStepResult
 from zerotrain.engine.transfer import Transfer
 from zerotrain.engine.update import Updater
-from zerotrain.engine.usage import memory_bytes, sent_nbytes
+from zerotrain.engine.usage import memory_bytes, volume_of
 from zerotrain.errors import CommError, EngineStateError, TrainingError
 
 
@@ -73,7 +74,7 @@ class ZeroEngine:
         self.ledger = Ledger()
         self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.overlap)
         self.progress = Progress(self.collectives)
-        require_same(self.collectives, engine_settings(options, loss_scaler))
+        require_same(self.collectives, options.settings(loss_scaler))
         self._syncs = True
         self._losses: list[torch.Tensor] = []
         self._skipped_steps = SkippedSteps(options.max_skipped_steps, loss_scaler)
@@ -112,11 +113,8 @@ class ZeroEngine:
 
     @contextmanager
     def forward_scope(self) -> Iterator[None]:
-        """In here the model is called by another name: `engine.module.generate(...)`, `engine.module.encoder(inputs)`.
-
-        All ranks enter it and call the same modules in the same order, with inputs of their own, in the compute
-        precision. What comes out can go into a loss for `backward`.
-        """
+        """In here the model may be called by another name, such as `engine.module.encoder(inputs)`: on all ranks the
+        same modules in the same order, with inputs in the compute precision. What comes out may go into a loss."""
         in_step, backward_follows = self.ledger.in_step, torch.is_grad_enabled()
         self.ledger.in_step = backward_follows
         returned = False
@@ -135,8 +133,7 @@ class ZeroEngine:
 
         Args:
             loss: 0-dim, this rank's.
-            weight: factor on this loss; the engine's own 1 / world size comes on top, so that the sum over ranks is the
-                mean. Scaling the loss costs nothing; scaling the gradients would be a pass over all of them.
+            weight: factor on this loss; the engine's own 1 / world size comes on top.
 
         Raises:
             EngineStateError: `loss` does not depend on the model's parameters, or on those before the last step.
@@ -333,7 +330,8 @@ class ZeroEngine:
     def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
         """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes; and
         those of tensors that are updated whole, on their way to their owners and back."""
-        return sent_nbytes(self.schedule, self.optimizer, self.options, self.world.size, num_micro_batches)
+        volume, reshards = volume_of(self.schedule, self.world.size), self.options.reshard_after_forward
+        return volume.sent_nbytes(self.plan, num_micro_batches, reshards) + self.optimizer.sent_nbytes
 
     # ---- weights out
 

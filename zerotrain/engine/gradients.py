@@ -8,14 +8,13 @@ import torch
 from zerotrain.comm.collectives import Collectives, Pending
 from zerotrain.comm.exchange import Exchange
 from zerotrain.engine.norm import block_squares, digit_sums
-from zerotrain.engine.precision import Precision
+from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.ranges import named_range
 from zerotrain.engine.scratch import Scratch, ScratchPool
 from zerotrain.engine.states import GRADIENT_TRANSITIONS, GradientState, Life
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
-from zerotrain.sharding.plan import Plan
 
 SEGMENT_NBYTES = 2**18
 """Gradients are moved into the bucket in steps of at least this much: small ones together, a large one alone and
@@ -49,21 +48,19 @@ class BucketGradient:
         self,
         spec: BucketSpec,
         layout: BucketLayout,
+        tag: int,
         *,
-        plan: Plan,
-        precision: Precision,
+        options: EngineOptions,
         collectives: Collectives,
         pool: ScratchPool,
-        exact_norm: bool,
-        tag: int,
     ) -> None:
         self.spec = spec
         self.layout = layout
-        self.plan = plan
-        self.precision = precision
+        self.plan = plan = options.plan
+        self.precision = precision = options.precision.of_bucket(spec.dtype)
         self.collectives = collectives
         self.pool = pool
-        self._exact_norm = exact_norm
+        self._exact_norm = options.max_grad_norm is not None
         self._tag = tag
         self.life = Life(f"gradient of {spec.parameters[0].names[0]}", GradientState.EMPTY, GRADIENT_TRANSITIONS)
         self.segments = self._cut_segments()

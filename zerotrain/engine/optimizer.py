@@ -100,7 +100,9 @@ class ShardedOptimizer:
 
     def state_of(self, index: int, span: Span) -> dict[str, Any]:
         """What the optimizer of bucket `index` keeps of a span, by name; to be read and written."""
-        return _held(self._optimizers[index]).state[span.target]
+        optimizer = self._optimizers[index]
+        assert optimizer is not None  # where there is a span
+        return optimizer.state[span.target]
 
     @property
     def sent_nbytes(self) -> int:
@@ -131,11 +133,6 @@ class ShardedOptimizer:
 def _state_of(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     states = optimizer.state.values() if optimizer is not None else ()
     return [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.ndim > 0]
-
-
-def _held(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    assert optimizer is not None
-    return optimizer
 
 
 def _cut_spans(weights: BucketWeights) -> list[Span]:

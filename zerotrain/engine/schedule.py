@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from zerotrain.engine.gradients import BucketGradient, Segment
 from zerotrain.engine.lazy_parameter import LEFT_ITS_UNIT
 from zerotrain.engine.live_unit import Bucket, LiveUnit, next_buckets, require_unchanged
+from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.states import GradientState, Phase
 from zerotrain.engine.weights import BucketWeights
 from zerotrain.errors import EngineStateError
-from zerotrain.sharding.plan import Plan
 
 MAX_LARGEST_BUCKETS_IN_FLIGHT = 2
 """Unreduced gradients on the wire, in sizes of the largest bucket: one on its way and one behind it keep a link busy.
@@ -24,31 +24,18 @@ Counted in elements, not in buckets: two small ones would leave the link idle un
 
 
 class Schedule:
-    """Decides when each bucket is gathered, freed and reduced.
+    """Decides when each bucket is gathered, freed and reduced."""
 
-    Args:
-        prefetch: how many units ahead are gathered where parameters are sharded.
-        reshard_after_forward: free sharded parameters between a unit's forward and its backward.
-    """
-
-    def __init__(
-        self,
-        units: Sequence[LiveUnit],
-        buckets: Sequence[Bucket],
-        *,
-        plan: Plan,
-        prefetch: int,
-        reshard_after_forward: bool,
-    ) -> None:
+    def __init__(self, units: Sequence[LiveUnit], buckets: Sequence[Bucket], options: EngineOptions) -> None:
         self.units = units
         self.buckets = buckets
-        self.plan = plan
+        self.plan = options.plan
         self.phase = Phase.IDLE
         self.more_to_come = False
         """Whether the backward under way is not the last before the step."""
         self.loss_scale = 1.0
         """What the loss of the backward under way is multiplied with."""
-        self.frees_after_use = plan.shards_parameters and reshard_after_forward
+        self.frees_after_use = self.plan.shards_parameters and options.reshard_after_forward
         self.trained = [(bucket.weights, bucket.gradient) for bucket in buckets if bucket.gradient is not None]
         """The buckets with a gradient, in list order."""
         self._frozen = [m for bucket in buckets if bucket.gradient is None for m in bucket.weights.spec.parameters]
@@ -63,7 +50,7 @@ class Schedule:
         """The units whose forward is under way, outermost first."""
         self._in_backward: LiveUnit | None = None
         """The unit that a backward reached last."""
-        self._look_ahead(prefetch if plan.shards_parameters else 0)
+        self._look_ahead(options.prefetch if self.plan.shards_parameters else 0)
 
     def _look_ahead(self, prefetch: int) -> None:
         """Fill in what each unit gathers ahead; units that share all their buckets count as one."""

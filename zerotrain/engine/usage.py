@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from zerotrain.engine.build import EngineOptions
 from zerotrain.engine.optimizer import ShardedOptimizer
 from zerotrain.engine.schedule import Schedule
 from zerotrain.engine.scratch import ScratchPools
@@ -31,15 +30,6 @@ def memory_bytes(
         "scratch": pools.held_nbytes + sum(gradient.accumulator_nbytes for _, gradient in trained),
         "theory": volume_of(schedule, world_size).memory_nbytes(schedule.plan, _optimizer_nbytes(schedule, optimizer)),
     }
-
-
-def sent_nbytes(
-    schedule: Schedule, optimizer: ShardedOptimizer, options: EngineOptions, world_size: int, num_micro_batches: int
-) -> int:
-    """See `ZeroEngine.theoretical_sent_nbytes`."""
-    volume, reshards = volume_of(schedule, world_size), options.reshard_after_forward
-    by_plan = volume.sent_nbytes(schedule.plan, num_micro_batches, reshards)
-    return by_plan + optimizer.sent_nbytes
 
 
 def _optimizer_nbytes(schedule: Schedule, optimizer: ShardedOptimizer) -> int:

@@ -8,13 +8,13 @@ from zerotrain.comm.collectives import Collectives, Pending
 from zerotrain.comm.exchange import Exchange
 from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.lazy_parameter import LazyParameter
+from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.ranges import named_range
 from zerotrain.engine.states import WEIGHT_TRANSITIONS, Life, WeightState
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.flat_buffer import FlatBuffer
 from zerotrain.sharding.layout import BucketLayout
-from zerotrain.sharding.plan import Plan
 
 
 class BucketWeights:
@@ -36,23 +36,22 @@ class BucketWeights:
         self,
         spec: BucketSpec,
         layout: BucketLayout,
-        *,
-        plan: Plan,
-        precision: Precision,
-        collectives: Collectives,
         tag: int,
+        *,
+        options: EngineOptions,
+        collectives: Collectives,
         initial: InitialValues,
     ) -> None:
         self.spec = spec
         self.layout = layout
-        self.plan = plan
+        self.plan = options.plan
         self.collectives = collectives
         self._tag = tag
         self._expected: Exchange | None = None
         self.life = Life(f"weights of {spec.parameters[0].names[0]}", WeightState.FULL, WEIGHT_TRANSITIONS)
         self._pending: Pending | None = None
         self._places: list[tuple[dict, str, torch.Tensor, LazyParameter]] = []
-        self._take_over(precision, initial)
+        self._take_over(options.precision.of_bucket(spec.dtype), initial)
 
     def _take_over(self, precision: Precision, initial: InitialValues) -> None:
         """Move the parameters' values, as rank 0 has them, into flat storage and make the parameters views of it."""
@@ -73,7 +72,7 @@ class BucketWeights:
 
         own = self.layout.shard(world.rank)
         shards_parameters = self.plan.shards_parameters
-        self.weight_shard = self.model_weight.shard(world.rank)
+        self.weight_shard = self.model_weight.tensor[own]
         if shards_parameters:
             self.weight_shard = self.weight_shard.clone()
         self.optimizer_range = own if self.plan.shards_optimizer else slice(0, self.layout.padded_numel)

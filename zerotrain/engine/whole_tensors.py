@@ -58,15 +58,12 @@ class WholeTensors:
             self.targets = {
                 slot: master[slots[slot].offset : slots[slot].end].view(slots[slot].shape) for slot in owners
             }
-        self._places, self._whole_numel = self._lay_out()
-
-    def _lay_out(self) -> tuple[dict[int, int], int]:
-        """Where each owned tensor starts in the scratch that holds them whole, and how large that is."""
-        places, numel = {}, 0
+        self._places: dict[int, int] = {}
+        """Where each owned tensor starts in the scratch that holds them whole."""
+        self._whole_numel = 0
         for slot in self.targets:
-            places[slot] = numel
-            numel += round_up(self._weights.layout.slots[slot].numel, ALIGN_NUMEL)
-        return places, numel
+            self._places[slot] = self._whole_numel
+            self._whole_numel += round_up(slots[slot].numel, ALIGN_NUMEL)
 
     @property
     def sent_nbytes(self) -> int:

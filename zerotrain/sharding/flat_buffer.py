@@ -26,10 +26,6 @@ class FlatBuffer:
         """The slots in order, each with its parameter's shape and strides."""
         return [slot_view(self.tensor, slot) for slot in self.layout.slots]
 
-    def shard(self, rank: int) -> torch.Tensor:
-        """A view of one rank's range."""
-        return self.tensor[self.layout.shard(rank)]
-
     @property
     def held_nbytes(self) -> int:
         """Bytes of memory held now: all or none."""
