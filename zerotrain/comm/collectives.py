@@ -27,12 +27,11 @@ MAX_RANKS_OF_EXCHANGE = 8
 """Up to here gathers and ordered reductions on gloo are an `Exchange`. gloo's own all-gather receives into a second
 buffer as large as the result and copies it over: measured 4 times the CPU time and twice the memory; and its all-to-all
 posts a receive behind the send. An exchange is two calls a rank, though."""
-
+ORDER_BITS = 52
+"""Of the hash of the order of collectives: an integer that fp64 holds exactly."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
-ORDER_BITS = 52
-"""Of the hash of the order of collectives: an integer that fp64 holds exactly."""
 
 
 class Pending:
@@ -101,6 +100,9 @@ def _announced(
 class Collectives:
     """What the engine sends over the groups of a `World`, counted in a `Ledger`. In a world of one, nothing is sent.
 
+    Each collective has a `name`, the same on every rank, and those of which several may be under way a `tag` that tells
+    them apart.
+
     Args:
         ordered: reduce by all-to-all and a local sum in rank order in fp32, whose bits do not depend on
             where a bucket's borders lie; otherwise by the backend's own reduce-scatter.
@@ -131,12 +133,7 @@ class Collectives:
 
     @_announced("gather", counts=False)
     def expect_gather(self, full: torch.Tensor, tag: int, *, name: str) -> Exchange | None:
-        """Be ready to receive what `gather` will put into `full`; until then only this rank's part of it may change.
-
-        Args:
-            tag: of this gather among those under way at the same time; the same on every rank.
-            name: of what is gathered.
-        """
+        """Be ready to receive what `gather` will put into `full`; until then only this rank's part of it may change."""
         if not self._exchanges:
             return None
         return Exchange(_group(self.world.gather_group), tag=tag, parts=full.view(self.world.size, -1))
@@ -148,8 +145,6 @@ class Collectives:
         """All-gather: fill `full` (numel) from every rank's `shard` (numel / ranks), which may lie inside it.
 
         Args:
-            tag: as for `expect_gather`.
-            name: of what is gathered, the same on every rank.
             expected: what `expect_gather` gave for `full`, where it was called ahead.
         """
         if self.world.size == 1:
@@ -172,12 +167,7 @@ class Collectives:
 
     @_announced("reduction", counts=False)
     def expect_reduce(self, received: torch.Tensor, tag: int, *, name: str) -> Exchange | None:
-        """Be ready to receive what `reduce` will put into `received`, scratch of `received_numel` elements.
-
-        Args:
-            tag: of this reduction among those under way at the same time; the same on every rank.
-            name: of what is reduced.
-        """
+        """Be ready to receive what `reduce` will put into `received`, scratch of `received_numel` elements."""
         if not self._exchanges:
             return None
         return Exchange(_group(self.world.reduce_group), tag=tag, parts=self._received_parts(received, received[:0]))
@@ -199,7 +189,6 @@ class Collectives:
             received: scratch of `received_numel` elements, for the ordered reduction only.
             out: this rank's shard (numel / ranks), of the same dtype as `full`. It may lie inside `full`.
             expected: what `expect_reduce` gave for `received`.
-            name: of what is reduced, the same on every rank.
         """
         if self.world.size == 1:
             return Pending(())
@@ -248,7 +237,6 @@ class Collectives:
 
         Args:
             sent_numels, received_numels: elements of each rank's part, which may be 0.
-            name: of what is exchanged, the same on every rank.
         """
         self.ledger.record("exchange", sent.nbytes)
         # The group of the reductions: they are over when weights are updated, while gathers may be under way.

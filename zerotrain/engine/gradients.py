@@ -1,6 +1,6 @@
 """The gradient of one bucket: filled parameter by parameter, reduced over ranks, then handed to the optimizer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -27,7 +27,7 @@ class Segment:
 
     slots: range
     parameters: list[torch.nn.Parameter]
-    holds_values: bool = field(default=False)
+    holds_values: bool = False
     """Whether this step's buffer already holds gradients of this segment, so that further ones are added."""
 
 
@@ -155,7 +155,7 @@ class BucketGradient:
     def expect_reduce(self) -> None:
         """Be ready for what the other ranks send to the reduction, which may come before this rank's own part."""
         if self.collectives.ordered:
-            self._received = self.pool.take(self._received_numel)
+            self._received = self.pool.take(self.collectives.received_numel(self.layout.padded_numel))
             self._expected = self.collectives.expect_reduce(_held(self._received_flat), self._tag, name=self.spec.name)
 
     def stop_expecting(self) -> None:
@@ -184,11 +184,8 @@ class BucketGradient:
 
     @property
     def _received_flat(self) -> torch.Tensor | None:
-        return None if self._received is None else self._received.storage[: self._received_numel]
-
-    @property
-    def _received_numel(self) -> int:
-        return self.collectives.received_numel(self.layout.padded_numel)
+        numel = self.collectives.received_numel(self.layout.padded_numel)
+        return None if self._received is None else self._received.storage[:numel]
 
     @property
     def reduction_done(self) -> bool:

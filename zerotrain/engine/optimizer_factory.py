@@ -12,10 +12,7 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer from parameter groups. It may have a method `needs_whole(units)`, which names the parameters that
 are updated whole; their groups are called "whole matrices" and "whole others", and never mixed with the rest."""
 
-NEEDS_EVERYTHING = {
-    "LBFGS": "needs all parameters at once",
-    "SparseAdam": "needs sparse gradients",
-}
+NEEDS_EVERYTHING = {"LBFGS": "needs all parameters at once", "SparseAdam": "needs sparse gradients"}
 """Optimizers of torch that neither a shard nor a whole tensor is enough for."""
 
 NEEDS_WHOLE_TENSORS = {

@@ -23,11 +23,7 @@ Forward = Callable[..., Any]
 
 
 def replace_forwards(
-    model: nn.Module,
-    *,
-    units: Sequence[str] | None,
-    compile: bool,
-    activation_checkpointing: bool,
+    model: nn.Module, *, units: Sequence[str] | None, compile: bool, activation_checkpointing: bool
 ) -> None:
     """Compile the forward of each unit of `model`, or drop its activations and compute them again in the backward.
 

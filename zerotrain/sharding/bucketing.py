@@ -39,14 +39,9 @@ class ManagedParameter:
     """Number of the change of what trains with which it began to train; 0: with the first step."""
 
     @property
-    def is_matrix(self) -> bool:
-        """Whether weight decay applies to it by default."""
-        return self.parameter.ndim >= 2
-
-    @property
     def group_name(self) -> str:
-        """The parameter group it is in where the user gives none."""
-        kind = "matrices" if self.is_matrix else "others"
+        """The parameter group it is in where the user gives none; weight decay is for matrices."""
+        kind = "matrices" if self.parameter.ndim >= 2 else "others"
         return f"whole {kind}" if self.is_updated_whole else kind
 
     @property
@@ -192,10 +187,11 @@ def cut_units(model: nn.Module, patterns: Sequence[str] | None, max_numel: int) 
 
 def _names_behind(model: nn.Module, block: str) -> frozenset[str]:
     """Names of the parameters that modules registered after `block`, and not around it, own."""
-    names = [name for name, _ in model.named_modules()]
-    inside = max(index for index, name in enumerate(names) if name == block or name.startswith(f"{block}."))
-    modules = dict(model.named_modules())
-    return frozenset(f"{name}.{attribute}" for name in names[inside + 1 :] for attribute in modules[name]._parameters)
+    modules = list(model.named_modules())
+    inside = max(index for index, (name, _) in enumerate(modules) if f"{name}.".startswith(f"{block}."))
+    return frozenset(
+        f"{name}.{attribute}" for name, module in modules[inside + 1 :] for attribute in module._parameters
+    )
 
 
 def cut_buckets(units: Sequence[Unit], max_numel: int) -> list[BucketSpec]:
