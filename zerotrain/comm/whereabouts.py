@@ -56,12 +56,7 @@ class Whereabouts:
         """What to raise where the backend has given up waiting, or has lost its connection.
 
         A group that has failed once fails again at each call, such as those of a clean-up: what is raised then is what
-        was raised first.
-
-        Args:
-            error: the backend's own.
-            collective: such as "gather of blocks.0".
-            waited_s: seconds this rank waited.
+        was raised first. `collective` is such as "gather of blocks.0".
         """
         if self._lost is not None:
             return self._lost

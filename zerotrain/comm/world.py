@@ -90,21 +90,14 @@ class World:
         )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The element-wise sum of a small tensor over all ranks, in place. For metrics, not for gradients.
-
-        Raises:
-            CommError: the other ranks did not come, or are gone.
-        """
+        """The element-wise sum of a small tensor over all ranks, in place; CommError if they do not come. For metrics,
+        not for gradients."""
         if self.size > 1:
             self._together("sum of metrics", lambda: dist.all_reduce(values, group=self.gather_group))
         return values
 
     def barrier(self) -> None:
-        """Wait for all ranks.
-
-        Raises:
-            CommError: they did not come, or are gone.
-        """
+        """Wait for all ranks; CommError if they do not come."""
         if self.size > 1:
             self._together("barrier", lambda: dist.barrier(group=self.gather_group))
 

@@ -95,10 +95,10 @@ class ZeroEngine:
             fill=None if transfer is None else transfer.fill,
         )
         pool = self._pools.of(self.precision.master)
-        self.optimizer = ShardedOptimizer(self._groups, self.schedule, collectives=self.collectives, pool=pool)
+        self.optimizer = ShardedOptimizer(self._groups, self.schedule, collectives=self.collectives, master_pool=pool)
         if transfer is not None:
             transfer.restore_state(self.optimizer, self.schedule)
-        self._updater = Updater(self.schedule, self.optimizer, pool=pool)
+        self._updater = Updater(self.schedule, self.optimizer, master_pool=pool)
         self._trained = self.schedule.trained
         self._disconnect = connect(self, self.schedule)
         self._first_node_after_update = next_node()

@@ -34,15 +34,14 @@ class ShardedOptimizer:
 
     A bucket can be updated as soon as its gradient is there, and its gather issued while the next is updated. What is
     updated whole has a second torch optimizer, for the tensors this rank owns.
-
-    Args:
-        pool: of the master dtype.
     """
 
     spans: list[list[Span]]
     """Of each bucket, what this rank updates by elements; one group of the bucket's optimizer each."""
 
-    def __init__(self, groups: ParamGroups, schedule: Schedule, *, collectives: Collectives, pool: ScratchPool) -> None:
+    def __init__(
+        self, groups: ParamGroups, schedule: Schedule, *, collectives: Collectives, master_pool: ScratchPool
+    ) -> None:
         weights = [each for each, _ in schedule.trained]
         self._factory = groups.factory
         self.param_groups = groups.hyperparameters
@@ -50,7 +49,7 @@ class ShardedOptimizer:
         self._optimizers = [self._build([(span.key[0], [span.target]) for span in spans]) for spans in self.spans]
         shapes = [[slot.shape for slot in each.layout.slots[: each.spec.num_whole]] for each in weights]
         self._whole = [
-            WholeTensors(each, dict(enumerate(owners)), collectives=collectives, pool=pool) if owners else None
+            WholeTensors(each, dict(enumerate(owners)), collectives, master_pool) if owners else None
             for each, owners in zip(weights, assign_owners(shapes, collectives.world.size), strict=True)
         ]
         self._whole_optimizers = [

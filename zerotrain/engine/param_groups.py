@@ -23,6 +23,8 @@ from zerotrain.sharding.bucketing import ManagedParameter, Unit, managed_paramet
 class ParamGroups:
     """The groups of a run and the parameters in them, frozen ones included.
 
+    Names, here and in its methods, may be patterns such as "*.bias"; one that stands for nothing raises ConfigError.
+
     Args:
         model: with its own parameters in place, before they move into buckets.
         factory: makes an optimizer from groups.
@@ -118,15 +120,7 @@ class ParamGroups:
         return [parameter for parameter in self._names if parameter.requires_grad]
 
     def find(self, named: Any, setting: str) -> list[nn.Parameter]:
-        """The parameters that names, patterns such as "*.bias" and parameters stand for, in module order.
-
-        Args:
-            named: one of them, or several.
-            setting: what a message calls this.
-
-        Raises:
-            ConfigError: one stands for nothing.
-        """
+        """The parameters that one or several names or parameters stand for, in module order; messages name `setting`."""
         found: set[nn.Parameter] = set()
         for each in _as_list(named):
             if isinstance(each, str):
@@ -155,11 +149,7 @@ class ParamGroups:
     # ---- changes of what trains
 
     def freeze(self, named: Any) -> bool:
-        """Let parameters train no more; returns whether any did. They keep their group.
-
-        Raises:
-            ConfigError: one of `named` stands for nothing, or no parameter would be left.
-        """
+        """Let parameters train no more, but not all; returns whether any did. They keep their group."""
         self._require_elements("freeze")
         stopped = [parameter for parameter in self.find(named, "freeze") if parameter.requires_grad]
         if stopped and len(stopped) == len(self.trainable):
@@ -169,11 +159,7 @@ class ParamGroups:
         return bool(stopped)
 
     def unfreeze(self, named: Any) -> bool:
-        """Let frozen parameters train, as new to the optimizer; returns whether any was frozen.
-
-        Raises:
-            ConfigError: one of `named` stands for nothing, or has no group.
-        """
+        """Let frozen parameters train in the group they have, as new to the optimizer; returns whether any did not."""
         self._require_elements("unfreeze")
         started = [parameter for parameter in self.find(named, "unfreeze") if not parameter.requires_grad]
         without = [parameter for parameter in started if parameter not in self._group]
@@ -186,11 +172,7 @@ class ParamGroups:
         return bool(started)
 
     def add(self, group: dict[str, Any]) -> bool:
-        """Append a group of frozen parameters and let them train; returns whether there are any.
-
-        Raises:
-            ConfigError: as for the groups given at the start, or one of its parameters trains already.
-        """
+        """Append a group of frozen parameters and let them train; returns whether there are any."""
         self._require_elements("add_param_group")
         group = group | {"params": _named_in(group)}
         members = self.find(group["params"], "add_param_group")

@@ -24,7 +24,11 @@ Counted in elements, not in buckets: two small ones would leave the link idle un
 
 
 class Schedule:
-    """Decides when each bucket is gathered, freed and reduced."""
+    """Decides when each bucket is gathered, freed and reduced.
+
+    What tells it where model and backward are raises EngineStateError if sharded parameters are needed while the engine
+    is idle, where a gather would need all ranks to ask, or if what trains was changed behind the engine's back.
+    """
 
     def __init__(self, units: Sequence[LiveUnit], buckets: Sequence[Bucket], options: EngineOptions) -> None:
         self.units = units
@@ -65,11 +69,7 @@ class Schedule:
     # ---- weights
 
     def before_forward(self, unit: LiveUnit) -> None:
-        """Make the unit's parameters complete, and gather ahead. In a recomputation gather ahead backwards.
-
-        Raises:
-            EngineStateError: they are sharded and the engine is idle, where a gather would need all ranks to ask.
-        """
+        """Make the unit's parameters complete, and gather ahead. In a recomputation gather ahead backwards."""
         self._refuse_idle(unit.name, "was called")
         if self.frees_after_use and self.phase is Phase.FORWARD:
             if self._running:
@@ -93,11 +93,7 @@ class Schedule:
                 bucket.stays_full = True
 
     def before_backward(self, unit: LiveUnit) -> None:
-        """Make the unit's parameters complete for its backward, gather the unit before it and free the one behind it.
-
-        Raises:
-            EngineStateError: they are sharded and the engine is idle.
-        """
+        """Make the unit's parameters complete for its backward, gather the unit before it, free the one behind it."""
         if self.phase is not Phase.BACKWARD:
             self._refuse_idle(unit.name, "was reached by a backward")
             # torch.autograd.grad within a forward. A backward through its result reads the weights without a hook.
@@ -130,11 +126,7 @@ class Schedule:
             bucket.weights.finish_gather()
 
     def touch(self, bucket: Bucket) -> None:
-        """A parameter was read that no hook announced: complete its bucket.
-
-        Raises:
-            EngineStateError: it is sharded and the engine is idle, where a gather would need all ranks to ask.
-        """
+        """A parameter was read that no hook announced: complete its bucket."""
         self._refuse_idle(bucket.weights.spec.parameters[0].names[0], "or a parameter beside it was read")
         # What announced no forward announces no backward either.
         bucket.stays_full = True
@@ -184,11 +176,7 @@ class Schedule:
     # ---- gradients
 
     def begin_backward(self, *, more_to_come: bool, loss_scale: float) -> None:
-        """A backward starts: what its forward left full must be there, also if another call came between.
-
-        Raises:
-            EngineStateError: a frozen parameter has been told to train behind the engine's back.
-        """
+        """A backward starts: what its forward left full must be there, also if another call came between."""
         require_unchanged(self._frozen, trains=False)
         self.finish_reductions()  # of a backward before this one, in the same step
         self._complete([bucket for bucket in self.buckets if bucket.awaits_backward], [])
@@ -263,11 +251,7 @@ class Schedule:
             self._in_flight.popleft().finish_reduce(self.loss_scale)
 
     def end_backward(self) -> None:
-        """The backward is over: close what unused parameters left open, and bring weights back to rest.
-
-        Raises:
-            EngineStateError: a trained parameter has been frozen behind the engine's back.
-        """
+        """The backward is over: close what unused parameters left open, and bring weights back to rest."""
         for _, gradient in self.trained:
             if self._open_segments[gradient]:
                 require_unchanged(gradient.spec.parameters, trains=True)

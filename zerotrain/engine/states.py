@@ -64,11 +64,7 @@ class Life(Generic[S]):
         self._transitions = transitions
 
     def become(self, state: S) -> None:
-        """Change state.
-
-        Raises:
-            EngineStateError: the transition is not one of the written ones.
-        """
+        """Change state; EngineStateError if the transition is not one of the written ones."""
         if (self.state, state) not in self._transitions:
             raise EngineStateError(f"{self.owner}: cannot go from {self.state.value} to {state.value}")
         self.state = state

@@ -20,16 +20,12 @@ _ENDED = object()
 
 
 class Updater:
-    """Updates the buckets of a schedule.
+    """Updates the buckets of a schedule."""
 
-    Args:
-        pool: of the master dtype.
-    """
-
-    def __init__(self, schedule: Schedule, optimizer: ShardedOptimizer, *, pool: ScratchPool) -> None:
+    def __init__(self, schedule: Schedule, optimizer: ShardedOptimizer, *, master_pool: ScratchPool) -> None:
         self._schedule = schedule
         self._optimizer = optimizer
-        self._pool = pool
+        self._pool = master_pool
 
     def update_all(self, factor: torch.Tensor | None) -> None:
         """Update every bucket and drop its gradient.

@@ -26,7 +26,6 @@ class WholeTensors:
 
     Args:
         owners: rank by index of the tensor in the bucket.
-        pool: of the master dtype.
     """
 
     targets: dict[int, torch.Tensor]
@@ -34,11 +33,11 @@ class WholeTensors:
     replicated; else without memory of their own, except while they are updated."""
 
     def __init__(
-        self, weights: BucketWeights, owners: dict[int, int], *, collectives: Collectives, pool: ScratchPool
+        self, weights: BucketWeights, owners: dict[int, int], collectives: Collectives, master_pool: ScratchPool
     ) -> None:
         self._weights = weights
         self._collectives = collectives
-        self._pool = pool
+        self._pool = master_pool
         self._is_sharded = weights.plan.shards_optimizer
         rank, slots = collectives.world.rank, weights.layout.slots
         fragments = [each for slot, owner in owners.items() for each in cut_fragments(weights.layout, slot, owner)]
