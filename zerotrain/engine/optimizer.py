@@ -1,6 +1,6 @@
 """Any torch optimizer over the master shards, one bucket at a time: by elements, or by whole tensors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ class ShardedOptimizer:
     """
 
     spans: list[list[Span]]
-    """Of each bucket, what this rank updates by elements; one group of the bucket's optimizer each."""
+    """Of each bucket, what this rank updates by elements."""
 
     def __init__(
         self, groups: ParamGroups, schedule: Schedule, *, collectives: Collectives, master_pool: ScratchPool
@@ -46,29 +46,26 @@ class ShardedOptimizer:
         self._factory = groups.factory
         self.param_groups = groups.hyperparameters
         self.spans = [_cut_spans(each) for each in weights]
-        self._optimizers = [self._build([(span.key[0], [span.target]) for span in spans]) for spans in self.spans]
+        self._optimizers = [self._build((span.key[0], span.target) for span in spans) for spans in self.spans]
         shapes = [[slot.shape for slot in each.layout.slots[: each.spec.num_whole]] for each in weights]
         self._whole = [
             WholeTensors(each, dict(enumerate(owners)), collectives, master_pool) if owners else None
             for each, owners in zip(weights, assign_owners(shapes, collectives.world.size), strict=True)
         ]
         self._whole_optimizers = [
-            self._build_whole(each, whole) for each, whole in zip(weights, self._whole, strict=True)
+            self._build((each.spec.parameters[slot].group, target) for slot, target in whole.targets.items())
+            if whole
+            else None
+            for each, whole in zip(weights, self._whole, strict=True)
         ]
 
-    def _build(self, groups: Sequence[tuple[int, list[torch.Tensor]]]) -> torch.optim.Optimizer | None:
-        """The optimizer of tensors, each list with the number of its group; None for no tensors."""
-        if not groups:
-            return None
-        return build_optimizer(
-            self._factory, [{"params": targets, **self.param_groups[group]} for group, targets in groups]
-        )
-
-    def _build_whole(self, weights: BucketWeights, whole: WholeTensors | None) -> torch.optim.Optimizer | None:
+    def _build(self, targets: Iterable[tuple[int, torch.Tensor]]) -> torch.optim.Optimizer | None:
+        """The optimizer of tensors, each with the number of its group; None for no tensors."""
         groups: dict[int, list[torch.Tensor]] = {}
-        for slot, target in whole.targets.items() if whole else ():
-            groups.setdefault(weights.spec.parameters[slot].group, []).append(target)
-        return self._build(list(groups.items()))
+        for group, target in targets:
+            groups.setdefault(group, []).append(target)
+        described = [{"params": members, **self.param_groups[group]} for group, members in groups.items()]
+        return build_optimizer(self._factory, described) if described else None
 
     def step(self, index: int, gradient: torch.Tensor) -> Iterator[None]:
         """Update bucket `index`: its elements now, its whole tensors by the iterator returned.

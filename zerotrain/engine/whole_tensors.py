@@ -7,6 +7,7 @@ every rank has the whole tensors anyway: each updates all, and nothing is sent.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,14 @@ from zerotrain.sharding.ownership import Fragment, cut_fragments
 
 Updates = list[tuple[torch.Tensor, torch.Tensor]]
 """(what an optimizer holds as its parameter, its gradient)"""
+
+
+class Shipment(NamedTuple):
+    """Tensors on their way to the ranks that need them, in buffers on loan."""
+
+    pending: Pending
+    received: torch.Tensor
+    buffers: list[Scratch]
 
 
 class WholeTensors:
@@ -105,7 +114,7 @@ class WholeTensors:
         whole: Scratch,
         tensors: dict[int, torch.Tensor],
         gradients: dict[int, torch.Tensor],
-        there: "Shipment | None",
+        there: Shipment | None,
         step: Callable[[Updates], None],
     ) -> Iterator[None]:
         name = self._weights.spec.name
@@ -113,7 +122,9 @@ class WholeTensors:
             yield
             with named_range("wait for whole tensors", name):
                 both = (tensors, gradients)
-                there.finish([part[each.slot].view(-1)[each.in_tensor] for each in self._coming for part in both])
+                self._unload(
+                    there, [part[each.slot].view(-1)[each.in_tensor] for each in self._coming for part in both]
+                )
         with named_range("optimizer of whole tensors", name):
             for slot, target in self.targets.items():
                 target.data = tensors[slot]
@@ -129,7 +140,7 @@ class WholeTensors:
         if back is not None:
             yield
             with named_range("wait for updated tensors", name):
-                back.finish([master[each.in_shard] for each in self._leaving])
+                self._unload(back, [master[each.in_shard] for each in self._leaving])
 
     def _views(self, whole: Scratch, start: int) -> dict[int, torch.Tensor]:
         flat, slots = whole.storage[start:], self._weights.layout.slots
@@ -140,48 +151,25 @@ class WholeTensors:
 
     def _ship(
         self, parts: Sequence[torch.Tensor], leaving: Sequence[Fragment], coming: Sequence[Fragment], *, num_parts: int
-    ) -> "Shipment | None":
+    ) -> Shipment | None:
         if not self._is_exchanged:
             return None
         world, here = self._collectives.world, self._collectives.world.rank
-        sizes = [[0] * world.size, [0] * world.size]
-        for side, fragments in zip(sizes, (leaving, coming), strict=True):
+        numels = [[0] * world.size, [0] * world.size]
+        for side, fragments in zip(numels, (leaving, coming), strict=True):
             for each in fragments:
                 side[each.owner if each.rank == here else each.rank] += num_parts * each.numel
-        name = f"whole tensors of {self._weights.spec.name}"
-        return Shipment(parts, *sizes, name=name, collectives=self._collectives, pool=self._pool)
-
-
-class Shipment:
-    """Tensors on their way to the ranks that need them, in buffers on loan.
-
-    Args:
-        parts: what leaves this rank, in the order of the ranks it goes to.
-        sent_numels, received_numels: elements for each rank and from each.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[torch.Tensor],
-        sent_numels: list[int],
-        received_numels: list[int],
-        *,
-        name: str,
-        collectives: Collectives,
-        pool: ScratchPool,
-    ) -> None:
-        self._pool = pool
-        self._buffers = [pool.take(sum(sent_numels)), pool.take(sum(received_numels))]
-        sent = self._buffers[0].storage[: sum(sent_numels)]
-        self._received = self._buffers[1].storage[: sum(received_numels)]
+        buffers = [self._pool.take(sum(side)) for side in numels]
+        sent, received = (buffer.storage[: sum(side)] for buffer, side in zip(buffers, numels, strict=True))
         _copy_all(sent.split([part.numel() for part in parts]), parts)
-        self._pending: Pending = collectives.exchange(sent, self._received, sent_numels, received_numels, name=name)
+        name = f"whole tensors of {self._weights.spec.name}"
+        return Shipment(self._collectives.exchange(sent, received, *numels, name=name), received, buffers)
 
-    def finish(self, parts: Sequence[torch.Tensor]) -> None:
+    def _unload(self, shipment: Shipment, parts: Sequence[torch.Tensor]) -> None:
         """Wait, and leave what was received in `parts`, which are in the order of the ranks it comes from."""
-        self._pending.wait()
-        _copy_all(parts, self._received.split([part.numel() for part in parts]))
-        for buffer in self._buffers:
+        shipment.pending.wait()
+        _copy_all(parts, shipment.received.split([part.numel() for part in parts]))
+        for buffer in shipment.buffers:
             self._pool.give_back(buffer)
 
 
