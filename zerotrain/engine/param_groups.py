@@ -120,7 +120,7 @@ class ParamGroups:
         return [parameter for parameter in self._names if parameter.requires_grad]
 
     def find(self, named: Any, setting: str) -> list[nn.Parameter]:
-        """The parameters that names or parameters stand for, in module order; `setting` is what a message calls them."""
+        """The parameters that names or parameters stand for, in module order; an error begins with `setting`."""
         found: set[nn.Parameter] = set()
         for each in _as_list(named):
             if isinstance(each, str):
