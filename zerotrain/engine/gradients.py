@@ -184,8 +184,9 @@ class BucketGradient:
 
     @property
     def _received_flat(self) -> torch.Tensor | None:
-        numel = self.collectives.received_numel(self.layout.padded_numel)
-        return None if self._received is None else self._received.storage[:numel]
+        if self._received is None:
+            return None
+        return self._received.storage[: self.collectives.received_numel(self.layout.padded_numel)]
 
     @property
     def reduction_done(self) -> bool:
