@@ -104,7 +104,7 @@ def test_trainable_and_frozen_parameters_never_share_a_bucket_and_each_group_is_
     model.blocks[1].requires_grad_(False)
     units = cut_units(model, None, HUGE)
     for managed in (managed for unit in units for managed in unit.parameters):
-        managed.group = int(not managed.is_matrix)
+        managed.group = int(managed.parameter.ndim < 2)
         managed.born = int(managed.names[0].startswith("blocks.2"))
     specs = cut_buckets(units, HUGE)
     assert [spec.trainable for spec in specs] == [True, True, False]
