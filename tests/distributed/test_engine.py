@@ -1,7 +1,9 @@
 """The engine's calls as a user makes them, on real ranks."""
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import (
@@ -228,6 +230,35 @@ def start_apart(stage: int) -> str:
 def test_two_engines_in_one_process_do_not_disturb_each_other() -> None:
     cases = [SMALL.with_zero(stage=stage) for stage in (3, 1, 3)]
     assert set(hashes_over_ranks(cases, 2)) == {sha256(reference_weights(SMALL, 2))}
+
+
+def failed_update(stage: int) -> list[str]:
+    """An update that fails on all ranks alike and is made again; another, after which the engine is given up."""
+    rank, size = place()
+    hashes = []
+    for gives_up in (False, True):
+        engine = build(replace(SMALL, optimizer="sgd").with_zero(stage=stage))
+        engine.backward(engine(*micro_batches(batch(0, size, 1), rank)[0]))
+        rates = [group["lr"] for group in engine.param_groups]
+        for group in engine.param_groups:
+            group["lr"] = None
+        with pytest.raises(TypeError):
+            engine.step()
+        if gives_up:
+            del engine
+            engine = build(replace(SMALL, optimizer="sgd").with_zero(stage=stage))
+            engine.backward(engine(*micro_batches(batch(0, size, 1), rank)[0]))
+        for group, rate in zip(engine.param_groups, rates, strict=True):
+            group["lr"] = rate
+        engine.step()
+        hashes.append(engine.weights_sha256())
+    return hashes
+
+
+def test_after_an_update_that_fails_on_all_ranks_nobody_waits_for_what_was_expected() -> None:
+    by_stage = run_over(STAGES, failed_update, 2)
+    assert all(on_rank_0 == on_rank_1 for on_rank_0, on_rank_1 in by_stage)
+    assert len({given_up for (_, given_up), _ in by_stage}) == 1
 
 
 def closed_twice(_: None) -> float:

@@ -286,7 +286,7 @@ class Schedule:
         """Wait for all that is under way."""
         self.drop_gradients()
         for bucket in self.buckets:
-            bucket.weights.finish_gather()
+            bucket.weights.finish_expected()
 
     def _clear_unmoved(self) -> None:
         for _, gradient in self.trained:

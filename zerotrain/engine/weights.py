@@ -115,7 +115,15 @@ class BucketWeights:
         """Be ready for the other ranks' parts: the model no longer reads them, and a gather comes."""
         # A unit that was not called since the last step has not waited for the gather of that one.
         self.finish_gather()
-        self._expected = self.collectives.expect_gather(self.model_weight.tensor, self._tag, name=self.spec.name)
+        if self._expected is None:  # else the last update failed, and its receives are still posted
+            self._expected = self.collectives.expect_gather(self.model_weight.tensor, self._tag, name=self.spec.name)
+
+    def finish_expected(self) -> None:
+        """Wait for the gather under way or expected: only what is sent to it ends a receive that is posted."""
+        if self._expected is not None:
+            self.reshard()
+            self.start_gather()
+        self.finish_gather()
 
     def start_gather(self) -> None:
         """Issue the all-gather of the model weight unless it is there or under way."""
