@@ -233,29 +233,33 @@ def test_two_engines_in_one_process_do_not_disturb_each_other() -> None:
 
 
 def failed_update(stage: int) -> list[str]:
-    """An update that fails on all ranks alike and is made again; another, after which the engine is given up."""
+    """An update that fails on all ranks alike, after which the engine goes on; another, after which it is given up."""
     rank, size = place()
+    inputs = micro_batches(batch(0, size, 1), rank)[0]
+    case = replace(SMALL, optimizer="sgd").with_zero(stage=stage)
     hashes = []
     for gives_up in (False, True):
-        engine = build(replace(SMALL, optimizer="sgd").with_zero(stage=stage))
-        engine.backward(engine(*micro_batches(batch(0, size, 1), rank)[0]))
+        engine = build(case)
+        engine.backward(engine(*inputs))
         rates = [group["lr"] for group in engine.param_groups]
         for group in engine.param_groups:
             group["lr"] = None
         with pytest.raises(TypeError):
             engine.step()
+        with pytest.raises(EngineStateError, match="step came before a backward"):
+            engine.step()
         if gives_up:
             del engine
-            engine = build(replace(SMALL, optimizer="sgd").with_zero(stage=stage))
-            engine.backward(engine(*micro_batches(batch(0, size, 1), rank)[0]))
+            engine = build(case)
         for group, rate in zip(engine.param_groups, rates, strict=True):
             group["lr"] = rate
+        engine.backward(engine(*inputs))
         engine.step()
         hashes.append(engine.weights_sha256())
     return hashes
 
 
-def test_after_an_update_that_fails_on_all_ranks_nobody_waits_for_what_was_expected() -> None:
+def test_after_an_update_that_fails_on_all_ranks_its_gradient_is_forgotten_and_nobody_waits() -> None:
     by_stage = run_over(STAGES, failed_update, 2)
     assert all(on_rank_0 == on_rank_1 for on_rank_0, on_rank_1 in by_stage)
     assert len({given_up for (_, given_up), _ in by_stage}) == 1

@@ -187,7 +187,8 @@ class ZeroEngine:
     def step(self) -> StepResult:
         """Clip, update the master weights bucket by bucket, and issue each bucket's gather as it is done.
 
-        A gradient that is not finite skips the update on every rank.
+        A gradient that is not finite skips the update on every rank. An exception of the optimizer forgets the
+        gradients: some may be clipped already, and some buckets updated.
 
         Raises:
             EngineStateError: no backward has reduced its gradients since the last step.
@@ -199,7 +200,7 @@ class ZeroEngine:
                 "step came before a backward outside no_sync(): call engine.backward(loss) first, the last "
                 "micro-batch of a step outside `with engine.no_sync()`"
             )
-        with self._phase(Phase.UPDATE):
+        with self._phase(Phase.UPDATE), self._clean_after_error():
             result, reason_to_stop = self._step()
         self.progress.close_step()
         self.ledger.close_step()
