@@ -126,7 +126,7 @@ class Collectives:
         return functools.reduce(lambda total, kind: total ^ self._orders[kind], self._orders, 0)
 
     def _note(self, what: str, name: str) -> None:
-        self._orders[what] = (self._orders[what] * 1_000_003 + zlib.crc32(name.encode()) + 1) % 2**ORDER_BITS
+        self._orders[what] = (self._orders[what] * 1_000_003 + _code(name) + 1) % 2**ORDER_BITS
 
     def _lost_others(self, collective: tuple[str, str], error: RuntimeError, waited_s: float) -> CommError:
         return self.world.whereabouts.lost_others(error, " of ".join(collective), waited_s)
@@ -281,6 +281,11 @@ class Collectives:
         if not self.overlap:
             pending.wait()
         return pending
+
+
+@functools.cache
+def _code(name: str) -> int:
+    return zlib.crc32(name.encode())
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -70,6 +70,7 @@ class BucketGradient:
         self._accumulating = False
         self._carry: torch.Tensor | None = None
         self._received: Scratch | None = None
+        self._received_flat: torch.Tensor | None = None
         self._expected: Exchange | None = None
         self._pending: Pending | None = None
         device = collectives.world.device
@@ -155,8 +156,10 @@ class BucketGradient:
     def expect_reduce(self) -> None:
         """Be ready for what the other ranks send to the reduction, which may come before this rank's own part."""
         if self.collectives.ordered:
-            self._received = self.pool.take(self.collectives.received_numel(self.layout.padded_numel))
-            self._expected = self.collectives.expect_reduce(_held(self._received_flat), self._tag, name=self.spec.name)
+            numel = self.collectives.received_numel(self.layout.padded_numel)
+            self._received = self.pool.take(numel)
+            self._received_flat = self._received.storage[:numel]
+            self._expected = self.collectives.expect_reduce(self._received_flat, self._tag, name=self.spec.name)
 
     def stop_expecting(self) -> None:
         """The reduction will not come. Which buckets expect one differs from rank to rank, but for posted receives."""
@@ -181,12 +184,6 @@ class BucketGradient:
                 unreduced, self._received_flat, self.shard, self._expected, name=self.spec.name
             )
         self._expected = None
-
-    @property
-    def _received_flat(self) -> torch.Tensor | None:
-        if self._received is None:
-            return None
-        return self._received.storage[: self.collectives.received_numel(self.layout.padded_numel)]
 
     @property
     def reduction_done(self) -> bool:
@@ -228,7 +225,7 @@ class BucketGradient:
     def _give_back_received(self) -> None:
         if self._received is not None:
             self.pool.give_back(self._received)
-            self._received = None
+            self._received = self._received_flat = None
 
     def reduced(self) -> torch.Tensor:
         """The reduced gradient over this rank's optimizer range, wire dtype."""
