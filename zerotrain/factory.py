@@ -13,7 +13,7 @@ from torch import nn
 from zerotrain.comm.world import World, choose_device
 from zerotrain.config.checks import value_problems
 from zerotrain.config.schema import Config, PrecisionConfig, TrainConfig, ZeroConfig
-from zerotrain.engine.build import EngineOptions
+from zerotrain.engine.build import EngineOptions, require_trainable
 from zerotrain.engine.deferred_init import InitialValues, deferred_init
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.kept_fp32 import assign_dtypes
@@ -151,14 +151,15 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
             build()
         except ConfigError as error:
             problems.extend(error.problems)
-        except (ValueError, TypeError, OSError) as error:
-            problems.append(_in_group(group, error))
+        except (ValueError, TypeError, LookupError, OSError) as error:
+            problems.append(_in_group(group, error, getattr(config, group)))
 
     attempt("launch", lambda: choose_device(config.launch.device, num_local_ranks - 1))
     built: dict[str, Any] = {}
     attempt("model", lambda: built.update(model=_try_model(config)))
     attempt("data", lambda: built.update(data=_build("data", config.data)))
-    problems.extend(_vocabulary_problems(**built))
+    if len(built) == 2:
+        attempt("data", lambda: _require_fit(**built))
     attempt("optimizer", lambda: _try_optimizer(config))
     attempt("scheduler", lambda: _build("scheduler", config.scheduler)(0, config.train.max_steps))
     if problems:
@@ -211,14 +212,17 @@ def _build(group: str, values: dict[str, Any]) -> Any:
         return instantiate(values, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
-        if not isinstance(cause, (ValueError, TypeError, OSError, ImportError, InstantiationException)):
+        if not isinstance(cause, (ValueError, TypeError, LookupError, OSError, ImportError, InstantiationException)):
             raise cause from None
-        raise ConfigError(_in_group(group, cause)) from cause
+        raise ConfigError(_in_group(group, cause, values)) from cause
 
 
-def _in_group(group: str, error: Exception) -> str:
-    """The first line of an error, saying which group of settings it is about."""
+def _in_group(group: str, error: Exception, values: Any) -> str:
+    """The first line of an error, saying which group of settings it is about; and their values, where it does not."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
+    if isinstance(error, TypeError | LookupError) and isinstance(values, dict):
+        given = ", ".join(f"{name}={value}" for name, value in values.items() if not name.startswith("_"))
+        line += f"; one of these may be of another type than it takes: {given}"
     return line if line.startswith(f"{group}.") else f"{group}: {line}"
 
 
@@ -226,22 +230,36 @@ def _patterns(zero: ZeroConfig) -> list[str] | None:
     return None if zero.units == "auto" else list(zero.units)
 
 
-def _vocabulary_problems(model: nn.Module | None = None, data: Any = None) -> list[str]:
-    """Whether tokens may come that the model does not know, where both tell how many there are."""
+def _require_fit(model: nn.Module | None, data: Any) -> None:
+    """Check that the model knows all tokens and positions of the data, where both tell how many there are.
+
+    Raises:
+        ConfigError: with those it does not know.
+    """
+    problems, kind = [], type(model).__name__
     known, given = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
-    if not isinstance(known, int) or not isinstance(given, int) or given <= known:
-        return []
-    return [
-        f"data.vocab_size={given}, but {type(model).__name__} knows {known} tokens; choose data in the model's own "
-        "tokens, such as data=tokenized, or a model with as many"
-    ]
+    if isinstance(known, int) and isinstance(given, int) and given > known:
+        problems.append(
+            f"data.vocab_size={given}, but {kind} knows {known} tokens; choose data in the model's own tokens, such as "
+            "data=tokenized, or a model with as many"
+        )
+    known = getattr(model, "max_seq_len", None)
+    if isinstance(known, int) and (given := len(data.train[0][0])) > known:
+        problems.append(
+            f"data.seq_len={given}, but {kind} knows {known} positions; choose data.seq_len={known} or less, or a model "
+            f"with more (model.max_seq_len={given}; of Hugging Face +model.config.max_position_embeddings={given})"
+        )
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _try_model(config: Config) -> nn.Module | None:
     """Run the model's constructor without memory, and look whether its switches and patterns can be followed."""
     model = _build_on_meta(config)
     if model is not None:
-        assign_dtypes(managed_parameters(model), _dtypes(config.precision))
+        parameters = managed_parameters(model)
+        require_trainable(model, parameters)
+        assign_dtypes(parameters, _dtypes(config.precision))
         replace_forwards(model, units=_patterns(config.zero), **config.model_switches)
     return model
 
