@@ -69,7 +69,8 @@ def build_engine(
     Raises:
         ConfigError: a setting is out of range, or the model or optimizer cannot be trained so.
     """
-    zero = zero or ZeroConfig()
+    zero = ZeroConfig() if zero is None else zero
+    _require_kinds(model, optimizer, zero, precision)
     numerics = PrecisionConfig(precision) if isinstance(precision, str) else precision
     train = TrainConfig(max_grad_norm=max_grad_norm, max_skipped_steps=max_skipped_steps)
     if problems := value_problems(Config(zero=zero, precision=numerics, train=train)):
@@ -92,6 +93,29 @@ def build_engine(
         max_skipped_steps=max_skipped_steps,
         initial=initial,
     )
+
+
+def _require_kinds(model: Any, optimizer: Any, zero: Any, precision: Any) -> None:
+    """Check that arguments of Python are of the kind they must be.
+
+    Raises:
+        ConfigError: with those that are not.
+    """
+    is_model = callable(model) and not isinstance(model, ZeroEngine)
+    is_precision = isinstance(precision, str | PrecisionConfig)
+    kinds = (
+        ("model", model, is_model, "an nn.Module, or a function that makes one"),
+        ("optimizer", optimizer, callable(optimizer), "functools.partial(torch.optim.AdamW, lr=3e-4) or the like"),
+        ("zero", zero, isinstance(zero, ZeroConfig), "a zerotrain.ZeroConfig, such as ZeroConfig(stage=3)"),
+        ("precision", precision, is_precision, "a name such as bf16, or a PrecisionConfig"),
+    )
+    wrong = [
+        f"{name}: got an object of type {type(value).__name__}; it must be {allowed}"
+        for name, value, is_right, allowed in kinds
+        if not is_right
+    ]
+    if wrong:
+        raise ConfigError(*wrong)
 
 
 def _engine_options(zero: ZeroConfig, world: World) -> EngineOptions:
@@ -246,8 +270,8 @@ def _require_fit(model: nn.Module | None, data: Any) -> None:
     known = getattr(model, "max_seq_len", None)
     if isinstance(known, int) and (given := len(data.train[0][0])) > known:
         problems.append(
-            f"data.seq_len={given}, but {kind} knows {known} positions; choose data.seq_len={known} or less, or a model "
-            f"with more (model.max_seq_len={given}; of Hugging Face +model.config.max_position_embeddings={given})"
+            f"data.seq_len={given}, but {kind} knows {known} positions; choose data.seq_len={known} or less or a "
+            f"model with more (model.max_seq_len={given}; transformers: +model.config.max_position_embeddings={given})"
         )
     if problems:
         raise ConfigError(*problems)

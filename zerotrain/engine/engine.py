@@ -16,7 +16,7 @@ from zerotrain.engine.build import EngineOptions, engine_settings, require_value
 from zerotrain.engine.cut import cut_model
 from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.gradients import require_empty, require_reduced
-from zerotrain.engine.hooks import connect, next_node, require_graph
+from zerotrain.engine.hooks import connect, next_node, require_graph, require_no_engine
 from zerotrain.engine.lazy_parameter import LEFT_ITS_UNIT, reads_freed_memory
 from zerotrain.engine.loss_scale import LossScaler
 from zerotrain.engine.nonfinite import SkippedSteps, find_nonfinite
@@ -72,6 +72,7 @@ class ZeroEngine:
         max_skipped_steps: int = 20,
     ) -> None:
         require_values(model)
+        require_no_engine(model)
         self.module = model
         self.world = world
         self.plan = plan
@@ -144,7 +145,7 @@ class ZeroEngine:
                 mean. Scaling the loss costs nothing; scaling the gradients would be a pass over all of them.
 
         Raises:
-            EngineStateError: `loss` does not depend on the model's parameters, or on those before the last step.
+            EngineStateError: `loss` is not one number, or does not depend on the parameters since the last step.
         """
         require_graph(loss, self._first_node_after_update)
         self.ledger.in_step = True

@@ -315,7 +315,7 @@ class Schedule:
         for gradient in self._expected:  # only what is sent to it ends a receive that is posted
             gradient.fill_rest()
             gradient.reduce()
-            gradient.finish_reduce()
+            gradient.finish_reduce(self.loss_scale)
         self._expected.clear()
         for _, gradient in self.trained:
             gradient.drop()

@@ -1,6 +1,5 @@
 """What models say about wrong arguments: one sentence with the field, what it got and what is allowed."""
 
-
 from typing import Any
 
 

@@ -79,7 +79,9 @@ class HuggingFaceModel(nn.Module):
             ValueError: a sequence is longer than `max_seq_len`, the positions that the model's config has.
         """
         if self.max_seq_len is not None and ids.shape[1] > self.max_seq_len:
-            raise ValueError(f"a sequence of {ids.shape[1]} tokens is longer than the model's {self.max_seq_len} positions")
+            raise ValueError(
+                f"a sequence of {ids.shape[1]} tokens is longer than the model's {self.max_seq_len} positions"
+            )
         logits = self.model(input_ids=ids).logits
         return logits if labels is None else mean_cross_entropy(logits, labels)
 
@@ -179,7 +181,7 @@ def _require_adapters(adapters: dict[str, Any]) -> None:
 
 
 def _with_adapters(
-    model: nn.Module, *, rank: int, alpha: float, dropout: float, targets: Sequence[str] | None
+    model: nn.Module, *, rank: int, alpha: int, dropout: float, targets: Sequence[str] | None
 ) -> nn.Module:
     try:
         import peft
