@@ -51,9 +51,8 @@ def build_engine(
     Args:
         model: any nn.Module, built alike on every rank; changed in place (see `ZeroEngine`). Or a function that builds
             it: at stage 3 no rank ever holds such a model whole (see `zerotrain.engine.deferred_init`).
-        optimizer: makes a torch optimizer from parameter groups, such as
-            `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`: an element-wise one, or one declared to update
-            whole tensors, such as `zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=3e-4)`.
+        optimizer: makes an element-wise optimizer of groups, such as `functools.partial(torch.optim.AdamW, lr=3e-4)`,
+            or one declared to update whole tensors, such as `zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=3e-4)`.
         zero: how state is sharded and moved; default `ZeroConfig()`, stage 2.
         precision: fp32, bf16 or fp16; `PrecisionConfig` has more to set.
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
