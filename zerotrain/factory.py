@@ -13,6 +13,7 @@ from torch import nn
 from zerotrain.comm.world import World, choose_device
 from zerotrain.config.checks import value_problems
 from zerotrain.config.schema import Config, PrecisionConfig, TrainConfig, ZeroConfig
+from zerotrain.engine.build import require_trainable
 from zerotrain.engine.deferred_init import InitialValues, deferred_init
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.kept_fp32 import assign_dtypes
@@ -51,9 +52,8 @@ def build_engine(
     Args:
         model: any nn.Module, built alike on every rank; changed in place (see `ZeroEngine`). Or a function that builds
             it: at stage 3 no rank ever holds such a model whole (see `zerotrain.engine.deferred_init`).
-        optimizer: makes a torch optimizer from parameter groups, such as
-            `functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)`: an element-wise one, or one declared to update
-            whole tensors, such as `zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=3e-4)`.
+        optimizer: makes an element-wise optimizer of groups, such as `functools.partial(torch.optim.AdamW, lr=3e-4)`,
+            or one declared to update whole tensors, such as `zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=3e-4)`.
         zero: how state is sharded and moved; default `ZeroConfig()`, stage 2.
         precision: fp32, bf16 or fp16; `PrecisionConfig` has more to set.
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
@@ -69,7 +69,8 @@ def build_engine(
     Raises:
         ConfigError: a setting is out of range, or the model or optimizer cannot be trained so.
     """
-    zero = zero or ZeroConfig()
+    zero = ZeroConfig() if zero is None else zero
+    _require_kinds(model, optimizer, zero, precision)
     numerics = PrecisionConfig(precision) if isinstance(precision, str) else precision
     train = TrainConfig(max_grad_norm=max_grad_norm, max_skipped_steps=max_skipped_steps)
     if problems := value_problems(Config(zero=zero, precision=numerics, train=train)):
@@ -88,6 +89,29 @@ def build_engine(
         loss_scaler=_loss_scaler(numerics),
         initial=initial,
     )
+
+
+def _require_kinds(model: Any, optimizer: Any, zero: Any, precision: Any) -> None:
+    """Check that arguments of Python are of the kind they must be.
+
+    Raises:
+        ConfigError: with those that are not.
+    """
+    is_model = callable(model) and not isinstance(model, ZeroEngine)
+    is_precision = isinstance(precision, str | PrecisionConfig)
+    kinds = (
+        ("model", model, is_model, "an nn.Module, or a function that makes one"),
+        ("optimizer", optimizer, callable(optimizer), "functools.partial(torch.optim.AdamW, lr=3e-4) or the like"),
+        ("zero", zero, isinstance(zero, ZeroConfig), "a zerotrain.ZeroConfig, such as ZeroConfig(stage=3)"),
+        ("precision", precision, is_precision, "a name such as bf16, or a PrecisionConfig"),
+    )
+    wrong = [
+        f"{name}: got an object of type {type(value).__name__}; it must be {allowed}"
+        for name, value, is_right, allowed in kinds
+        if not is_right
+    ]
+    if wrong:
+        raise ConfigError(*wrong)
 
 
 def _engine_options(zero: ZeroConfig, precision: PrecisionConfig, train: TrainConfig, world: World) -> EngineOptions:
@@ -151,14 +175,15 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
             build()
         except ConfigError as error:
             problems.extend(error.problems)
-        except (ValueError, TypeError, OSError) as error:
-            problems.append(_in_group(group, error))
+        except (ValueError, TypeError, LookupError, OSError) as error:
+            problems.append(_in_group(group, error, getattr(config, group)))
 
     attempt("launch", lambda: choose_device(config.launch.device, num_local_ranks - 1))
     built: dict[str, Any] = {}
     attempt("model", lambda: built.update(model=_try_model(config)))
     attempt("data", lambda: built.update(data=_build("data", config.data)))
-    problems.extend(_vocabulary_problems(**built))
+    if len(built) == 2:
+        attempt("data", lambda: _require_fit(**built))
     attempt("optimizer", lambda: _try_optimizer(config))
     attempt("scheduler", lambda: _build("scheduler", config.scheduler)(0, config.train.max_steps))
     if problems:
@@ -211,14 +236,17 @@ def _build(group: str, values: dict[str, Any]) -> Any:
         return instantiate(values, _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or error
-        if not isinstance(cause, (ValueError, TypeError, OSError, ImportError, InstantiationException)):
+        if not isinstance(cause, (ValueError, TypeError, LookupError, OSError, ImportError, InstantiationException)):
             raise cause from None
-        raise ConfigError(_in_group(group, cause)) from cause
+        raise ConfigError(_in_group(group, cause, values)) from cause
 
 
-def _in_group(group: str, error: Exception) -> str:
-    """The first line of an error, saying which group of settings it is about."""
+def _in_group(group: str, error: Exception, values: Any) -> str:
+    """The first line of an error, saying which group of settings it is about; and their values, where it does not."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
+    if isinstance(error, TypeError | LookupError) and isinstance(values, dict):
+        given = ", ".join(f"{name}={value}" for name, value in values.items() if not name.startswith("_"))
+        line += f"; one of these may be of another type than it takes: {given}"
     return line if line.startswith(f"{group}.") else f"{group}: {line}"
 
 
@@ -226,22 +254,36 @@ def _patterns(zero: ZeroConfig) -> list[str] | None:
     return None if zero.units == "auto" else list(zero.units)
 
 
-def _vocabulary_problems(model: nn.Module | None = None, data: Any = None) -> list[str]:
-    """Whether tokens may come that the model does not know, where both tell how many there are."""
+def _require_fit(model: nn.Module | None, data: Any) -> None:
+    """Check that the model knows all tokens and positions of the data, where both tell how many there are.
+
+    Raises:
+        ConfigError: with those it does not know.
+    """
+    problems, kind = [], type(model).__name__
     known, given = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
-    if not isinstance(known, int) or not isinstance(given, int) or given <= known:
-        return []
-    return [
-        f"data.vocab_size={given}, but {type(model).__name__} knows {known} tokens; choose data in the model's own "
-        "tokens, such as data=tokenized, or a model with as many"
-    ]
+    if isinstance(known, int) and isinstance(given, int) and given > known:
+        problems.append(
+            f"data.vocab_size={given}, but {kind} knows {known} tokens; choose data in the model's own tokens, such as "
+            "data=tokenized, or a model with as many"
+        )
+    known = getattr(model, "max_seq_len", None)
+    if isinstance(known, int) and (given := len(data.train[0][0])) > known:
+        problems.append(
+            f"data.seq_len={given}, but {kind} knows {known} positions; choose data.seq_len={known} or less or a "
+            f"model with more (model.max_seq_len={given}; transformers: +model.config.max_position_embeddings={given})"
+        )
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _try_model(config: Config) -> nn.Module | None:
     """Run the model's constructor without memory, and look whether its switches and patterns can be followed."""
     model = _build_on_meta(config)
     if model is not None:
-        assign_dtypes(managed_parameters(model), _dtypes(config.precision))
+        parameters = managed_parameters(model)
+        require_trainable(model, parameters)
+        assign_dtypes(parameters, _dtypes(config.precision))
         replace_forwards(model, units=_patterns(config.zero), **config.model_switches)
     return model
 

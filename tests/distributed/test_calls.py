@@ -203,6 +203,14 @@ def backward_after_step(engine: Any, rank: int) -> None:
     engine.backward(losses[1])
 
 
+def backward_of_many(engine: Any, rank: int) -> None:
+    engine.backward(engine(inputs(0, rank)))
+
+
+def second_engine(engine: Any, rank: int) -> None:
+    build(2, engine.module)
+
+
 def step_after_failed_backward(engine: Any, rank: int) -> None:
     fails_in_backward("blocks.1.up", False, engine, 0, rank)
     engine.step()
@@ -234,6 +242,8 @@ REFUSALS = {
     "a part between engine calls": Refusal(part_at_rest, "blocks.1 was called between engine calls", [3]),
     "gradients between engine calls": Refusal(gradient_at_rest, "inside `with engine.forward_scope()`", [3]),
     "a backward after its step": Refusal(backward_after_step, "computed before the last step"),
+    "a backward of many numbers": Refusal(backward_of_many, "give it the loss, a tensor of one number", [2]),
+    "a second engine of a model": Refusal(second_engine, "model Net has an engine already", [2]),
     "a step after a failed backward": Refusal(step_after_failed_backward, "step came before a backward"),
     "reentrant checkpoints, two forwards": Refusal(
         reentrant_twice, "checkpoint with use_reentrant=False", model=CALLS["checkpoint"].model

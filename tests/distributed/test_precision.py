@@ -408,8 +408,8 @@ def refused(build_it: Callable[[], object]) -> str:
 
 def test_patterns_that_keep_nothing_or_everything_are_refused() -> None:
     nothing = refused(lambda: build(replace(FP16, keep_fp32="*rms*")))
-    assert nothing == (
-        "precision.keep_fp32: no module or parameter matches '*rms*'; the model's children are: wte, wpe, ln_f, blocks"
+    assert nothing.startswith(
+        "precision.keep_fp32: no module or parameter matches '*rms*'; there are wte, wpe, ln_f, blocks.*.ln_1, "
     )
     everything = refused(lambda: build(replace(FP16, keep_fp32="*")))
     assert everything == "precision.keep_fp32: keeps every parameter; use precision=fp32, or name fewer"

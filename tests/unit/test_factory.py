@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from zerotrain import factory
 from zerotrain.config.schema import Config, LaunchConfig, PrecisionConfig
@@ -38,9 +39,16 @@ def test_a_config_that_can_run_passes() -> None:
         ({"optimizer": ADAMW | {"lr": -1.0}}, "optimizer: Invalid learning rate: -1.0"),
         ({"optimizer": ADAMW | {"_target_": "torch.optim.Muon"}}, "optimizer=Muon: takes matrices alone"),
         ({"optimizer": MUON | {"matrices": ["no"]}}, "optimizer.matrices: no trainable two-dimensional parameter"),
+        ({"optimizer": MUON | {"matrices": "blocks.*"}}, "optimizer.matrices=blocks.*: must be auto, or a list"),
+        ({"optimizer": ADAMW | {"betas": [0.9]}}, "optimizer: list index out of range; one of these may be of another"),
+        ({"model": GPT | {"num_layers": "x"}}, "model.num_layers=x is no whole number"),
+        (
+            {"model": GPT | {"max_seq_len": 8}},
+            "data.seq_len=16, but GPT knows 8 positions; choose data.seq_len=8 or less or a model with more",
+        ),
         (
             {"precision": PrecisionConfig("bf16", ["rms*"])},
-            "precision.keep_fp32: no module or parameter matches 'rms*'",
+            "precision.keep_fp32: no module or parameter matches 'rms*'; there are wte, wpe, blocks.*.ln_1,",
         ),
         ({"precision": PrecisionConfig("bf16", ["*"])}, "precision.keep_fp32: keeps every parameter"),
         ({"scheduler": COSINE | {"warmup_steps": "abc"}}, "scheduler: "),
@@ -61,6 +69,17 @@ def test_data_with_more_tokens_than_the_model_knows_is_refused() -> None:
     factory.check(config(model=small | {"vocab_size": 256}))
     with pytest.raises(ConfigError, match=r"data\.vocab_size=256, but HuggingFaceModel knows 100 tokens"):
         factory.check(config(model=small | {"vocab_size": 100}))
+
+
+def test_positions_are_compared_and_frozen_models_refused_also_of_hugging_face() -> None:
+    pytest.importorskip("transformers")
+    fields = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}
+    small = {"_target_": "zerotrain.models.HuggingFaceModel", "config": fields, "vocab_size": 256}
+    with pytest.raises(ConfigError, match=r"data\.seq_len=16, but HuggingFaceModel knows 8 positions"):
+        factory.check(config(model=small | {"config": fields | {"n_positions": 8}}))
+    factory.check(config(model=small | {"config": fields | {"max_position_embeddings": 16}}))
+    with pytest.raises(ConfigError, match="has no trainable floating-point parameter"):
+        factory.check(config(model=small | {"freeze": ["*"]}))
 
 
 def test_a_model_that_cannot_be_found_is_one_line() -> None:
@@ -84,9 +103,22 @@ def test_what_works_unit_by_unit_is_refused_for_a_model_without_units(switch: st
         factory.check(config(model=GPT | {switch: True}))  # one block repeats nothing
 
 
-def test_asking_for_gpus_that_are_not_there_is_refused() -> None:
-    import torch
+@pytest.mark.parametrize(
+    ("argument", "value", "answer"),
+    [
+        ("model", None, "model: got an object of type NoneType; it must be an nn.Module"),
+        ("optimizer", "adamw", "optimizer: got an object of type str; it must be functools.partial"),
+        ("zero", 3, "zero: got an object of type int; it must be a zerotrain.ZeroConfig"),
+        ("precision", torch.bfloat16, "precision: got an object of type dtype; it must be a name such as bf16"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_in_python_too(argument: str, value: Any, answer: str) -> None:
+    arguments = {"model": torch.nn.Linear(2, 2), "optimizer": torch.optim.AdamW} | {argument: value}
+    with pytest.raises(ConfigError, match=answer):
+        factory.build_engine(**arguments)
 
+
+def test_asking_for_gpus_that_are_not_there_is_refused() -> None:
     if torch.cuda.is_available():
         few = torch.cuda.device_count()
         with pytest.raises(ConfigError, match="has no GPU"):

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 from zerotrain.comm.exchange import Exchange
 from zerotrain.comm.ledger import Ledger
@@ -73,6 +74,9 @@ def _announced(
 ) -> Callable[[Callable[Concatenate["Collectives", P], R]], Callable[Concatenate["Collectives", P], R]]:
     """Let a collective's order be counted, and its failure be told with its name: its argument `name`.
 
+    A profiler does not see gloo's own ranges. torch ends them when the collective does, and if the profiler has stopped
+    by then, writes into memory that was freed: such runs died of a segmentation fault at their end.
+
     Args:
         counts: False for what only prepares a collective.
     """
@@ -83,11 +87,17 @@ def _announced(
             collective = (what, str(kwargs["name"]))
             if counts:
                 self._note(*collective)
+            hides = self._is_gloo and profiler._is_profiler_enabled
+            if hides:
+                torch.autograd._enable_record_function(False)
             started_s = time.monotonic()
             try:
                 issued = issue(self, *args, **kwargs)
             except RuntimeError as error:
                 raise self._lost_others(collective, error, time.monotonic() - started_s) from error
+            finally:
+                if hides:
+                    torch.autograd._enable_record_function(True)
             if isinstance(issued, Pending):
                 issued.lost_others = functools.partial(self._lost_others, collective)
             return issued
@@ -113,10 +123,10 @@ class Collectives:
         self.ledger = ledger
         self.ordered = ordered and world.size > 1
         self.overlap = overlap
+        self._is_gloo = world.device.type == "cpu"
         # gloo builds its reduce-scatter from a whole all-reduce, which sends every byte twice.
-        gloo_native = not ordered and world.device.type == "cpu"
-        self._reduce_passes = 2 if gloo_native else 1
-        self._exchanges = world.device.type == "cpu" and 1 < world.size <= MAX_RANKS_OF_EXCHANGE
+        self._reduce_passes = 2 if self._is_gloo and not ordered else 1
+        self._exchanges = self._is_gloo and 1 < world.size <= MAX_RANKS_OF_EXCHANGE
         self._orders: Counter[str] = Counter()
 
     @property

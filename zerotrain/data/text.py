@@ -28,7 +28,8 @@ class TextDataset:
         path: a file, a folder, a glob pattern, or None for the standard library of the running Python
             (see `zerotrain.data.sources.find_sources`).
         seq_len: tokens of a sequence.
-        vocab_size: tokens the model knows, at least those of the tokenizer, or 256; None for just as many.
+        vocab_size: tokens the model knows, at least those of the tokenizer, or 256 of bytes; None for just as many as
+            the tokenizer has.
         tokenizer: a folder with a Hugging Face tokenizer, or the name of one on the hub; None for bytes.
         validation_fraction: part of the text kept for validation, between 0 and 1.
         cache_dir: where the joined file is kept; None for `$XDG_CACHE_HOME/zerotrain` or `~/.cache/zerotrain`.
@@ -52,6 +53,11 @@ class TextDataset:
     ) -> None:
         if seq_len < 1:
             raise ValueError(f"data.seq_len={seq_len} is too small; it must be at least 1")
+        if tokenizer is None and vocab_size is None:
+            raise ValueError(
+                "data.tokenizer=null, and data.vocab_size=null is as many tokens as it has; give data.tokenizer, a "
+                "folder with one, or choose data=text, which reads bytes"
+            )
         self.tokenizer = None if tokenizer is None else TextTokenizer(tokenizer)
         needed, needing = NUM_BYTE_VALUES, "bytes of text need"
         if self.tokenizer is not None:

@@ -22,7 +22,7 @@ from zerotrain.engine.schedule import Schedule
 from zerotrain.engine.scratch import ScratchPools
 from zerotrain.engine.weights import BucketWeights
 from zerotrain.errors import ConfigError, EngineStateError
-from zerotrain.sharding.bucketing import BucketSpec, cut_buckets, cut_units, managed_parameters
+from zerotrain.sharding.bucketing import BucketSpec, ManagedParameter, cut_buckets, cut_units, managed_parameters
 from zerotrain.sharding.layout import BucketLayout
 
 
@@ -54,9 +54,8 @@ def build_schedule(
     assign_dtypes(parameters, options.precision)
     if fill is None:
         cast_around_kept(model, parameters, options.precision)
+    require_trainable(model, parameters)
     specs = cut_buckets(units, max_numel)
-    if not any(spec.trainable for spec in specs):
-        raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
     facts = {
         "the model (buckets and their parameters)": _described(specs),
         "the optimizer (its parameter groups)": _groups_described(groups.hyperparameters),
@@ -120,6 +119,16 @@ def _touch(schedule: "weakref.ref[Schedule]", bucket: "weakref.ref[Bucket]") -> 
             "engine.full_state_dict() gives into a new model"
         )
     live_schedule.touch(live_bucket)
+
+
+def require_trainable(model: nn.Module, parameters: Sequence[ManagedParameter]) -> None:
+    """Make sure that there is something to train.
+
+    Raises:
+        ConfigError: every parameter is frozen.
+    """
+    if not any(managed.parameter.requires_grad for managed in parameters):
+        raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
 
 
 def require_values(model: nn.Module) -> None:

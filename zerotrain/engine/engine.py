@@ -14,7 +14,7 @@ from zerotrain.comm.world import World
 from zerotrain.engine.agreement import Progress, require_same
 from zerotrain.engine.build import build_schedule, require_values, share_unmanaged
 from zerotrain.engine.deferred_init import InitialValues
-from zerotrain.engine.hooks import connect, next_node, require_graph
+from zerotrain.engine.hooks import connect, next_node, require_graph, require_no_engine
 from zerotrain.engine.lazy_parameter import LEFT_ITS_UNIT, reads_freed_memory
 from zerotrain.engine.loss_scale import LossScaler
 from zerotrain.engine.nonfinite import SkippedSteps, find_nonfinite
@@ -66,6 +66,7 @@ class ZeroEngine:
         loss_scaler: LossScaler | None = None,
     ) -> None:
         require_values(model)
+        require_no_engine(model)
         self.module = model
         self.world = world
         self.options = options
@@ -136,7 +137,7 @@ class ZeroEngine:
             weight: factor on this loss; the engine's own 1 / world size comes on top.
 
         Raises:
-            EngineStateError: `loss` does not depend on the model's parameters, or on those before the last step.
+            EngineStateError: `loss` is not one number, or does not depend on the parameters since the last step.
         """
         require_graph(loss, self._first_node_after_update)
         self.ledger.in_step = True

@@ -20,13 +20,33 @@ next_node = torch.autograd._get_sequence_nr
 """() -> the number that the next node of a graph gets in this thread; numbers grow."""
 
 
+_HOOKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules that engines hang on."""
+
+
+def require_no_engine(model: nn.Module) -> None:
+    """Make sure that no part of `model` is another engine's: it would update weights that nobody reads any more.
+
+    Raises:
+        EngineStateError: one is.
+    """
+    if any(module in _HOOKED for module in model.modules()):
+        raise EngineStateError(
+            f"model {type(model).__name__} has an engine already, or a part of it has; use that one, delete it first "
+            "(del engine), or build another model"
+        )
+
+
 def require_graph(loss: torch.Tensor, first_node: int) -> None:
     """Make sure that a backward of `loss` can be run and is of use.
 
     Raises:
-        EngineStateError: it has no graph, or one from before `first_node`, the first since the weights were updated or
-            cut anew.
+        EngineStateError: it is not one number, has no graph, or one from before `first_node`, the first since the
+            weights were updated or cut anew.
     """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise EngineStateError(f"backward got {got}; give it the loss, a tensor of one number, such as a mean()")
     if not loss.requires_grad:
         raise EngineStateError("backward got a loss without a graph: was it computed under torch.no_grad()?")
     if loss.grad_fn is not None and loss.grad_fn._sequence_nr() < first_node:
@@ -75,6 +95,7 @@ def connect(engine: object, schedule: Schedule) -> weakref.finalize:
     Returns:
         What disconnects them earlier, when called.
     """
+    _HOOKED.update(module for unit in schedule.units for module in unit.modules)
     handles = (handle for unit in schedule.units for handle in _hook_unit(unit, schedule))
     finalizer = weakref.finalize(engine, _disconnect, schedule, [*handles, *_hook_gradients(schedule)])
     finalizer.atexit = False
@@ -88,6 +109,7 @@ def _disconnect(schedule: Schedule, hooks: Sequence[RemovableHandle | LastGradie
     """
     for hook in hooks:
         hook.remove()
+    _HOOKED.difference_update([module for unit in schedule.units for module in unit.modules])
     with suppress(Exception):  # other ranks may be gone; an error raised here would reach nobody
         schedule.finish()
 

@@ -5,6 +5,7 @@ their weights, so a module all of whose parameters are kept gets its floating-po
 outputs in the compute dtype. Where a module keeps a part of its parameters alone, its own forward must cast.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -32,9 +33,10 @@ def assign_dtypes(parameters: Sequence[ManagedParameter], precision: Precision) 
         for managed in kept:
             managed.dtype = precision.master
         if not kept:
-            known = ", ".join(dict.fromkeys(name.partition(".")[0] for managed in parameters for name in managed.names))
+            names = (name for managed in parameters for name in managed.names)
+            known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name.rpartition(".")[0] or name) for name in names)
             raise ConfigError(
-                f"precision.keep_fp32: no module or parameter matches {pattern!r}; the model's children are: {known}"
+                f"precision.keep_fp32: no module or parameter matches {pattern!r}; there are {', '.join(known)}"
             )
     if precision.separate_master and all(managed.dtype == precision.master for managed in parameters):
         raise ConfigError("precision.keep_fp32: keeps every parameter; use precision=fp32, or name fewer")

@@ -43,11 +43,16 @@ class MuonWithAdamW:
         """The parameters for Muon.
 
         Raises:
-            ConfigError: there are none, or a pattern matches none.
+            ConfigError: there are none, a pattern matches none, or `matrices` is neither auto nor a list.
         """
         trainable = [(unit, each) for unit in units for each in unit.parameters if each.parameter.requires_grad]
         two_dimensional = [(unit, each) for unit, each in trainable if each.parameter.ndim == 2]
         if isinstance(self.matrices, str):
+            if self.matrices != "auto":
+                raise ConfigError(
+                    f"optimizer.matrices={self.matrices}: must be auto, or a list of name patterns such as "
+                    f"optimizer.matrices=[{self.matrices}]"
+                )
             chosen = [each for unit, each in two_dimensional if not unit.is_root and not _is_embedding(each)]
             if not chosen:
                 raise ConfigError(

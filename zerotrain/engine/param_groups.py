@@ -125,10 +125,14 @@ class ParamGroups:
         for each in _as_list(named):
             if isinstance(each, str):
                 matching = [p for p, names in self._names.items() if any(fnmatchcase(name, each) for name in names)]
-            else:
+            elif isinstance(each, torch.Tensor):
                 matching = [_original(each)] if _original(each) in self._names else []
+            else:
+                raise ConfigError(
+                    f"{setting}: takes names, patterns such as '*.bias' and parameters, no {type(each).__name__}"
+                )
             if not matching:
-                what = f"a tensor of shape {tuple(each.shape)}" if isinstance(each, torch.Tensor) else repr(each)
+                what = repr(each) if isinstance(each, str) else f"a tensor of shape {tuple(each.shape)}"
                 some = ", ".join(names[0] for names in list(self._names.values())[:3])
                 raise ConfigError(f"{setting}: {what} is no floating-point parameter of the model; it has {some}, ...")
             found.update(matching)

@@ -1,15 +1,21 @@
 """HuggingFaceModel: a causal language model of Hugging Face's transformers, pretrained or from scratch."""
 
 import difflib
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerotrain.models.arguments import require_fraction
+from zerotrain.models.arguments import require_at_least, require_fraction, require_names
 from zerotrain.models.loss import mean_cross_entropy
+
+NO_ADAPTERS: dict[str, Any] = {"rank": 0, "alpha": 16, "dropout": 0.0, "targets": None}
+"""The argument `lora`, where nothing is said of it."""
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class HuggingFaceModel(nn.Module):
@@ -40,16 +46,24 @@ class HuggingFaceModel(nn.Module):
         lora: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        rank = (lora or {}).get("rank", 0)
-        if rank and freeze:
+        if not isinstance(config, dict | None):
+            raise ValueError(f"model.config={config} is no group of fields; give each, such as +model.config.n_layer=2")
+        adapters = NO_ADAPTERS | (lora or {})
+        _require_adapters(adapters)
+        require_names(freeze=freeze)
+        if adapters["rank"] and freeze:
             raise ValueError("model.freeze has no effect beside model.lora, which trains its adapters alone; drop one")
-        if name_or_path is None:
-            model = _from_scratch(dict(config or {}), vocab_size)
-        else:
-            model = _pretrained(name_or_path, dict(config or {}))
-        self.vocab_size = int(model.config.vocab_size)
+        with _refused_config():
+            if name_or_path is None:
+                model = _from_scratch(dict(config or {}), vocab_size)
+            else:
+                model = _pretrained(name_or_path, dict(config or {}))
+        text_config = model.config.get_text_config()  # its own part, in the config of a model that also sees
+        self.vocab_size = int(text_config.vocab_size)
+        positions = getattr(text_config, "max_position_embeddings", None)
+        self.max_seq_len: int | None = positions if isinstance(positions, int) and positions > 0 else None
         _freeze(model, freeze)
-        self.model = _with_adapters(model, **(lora or {})) if rank else model
+        self.model = _with_adapters(model, **adapters) if adapters["rank"] else model
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the loss, or the logits where no labels are given.
@@ -60,7 +74,14 @@ class HuggingFaceModel(nn.Module):
 
         Returns:
             The mean cross entropy over the labels (0-dim, fp32), or the logits (B, T, vocab_size).
+
+        Raises:
+            ValueError: a sequence is longer than `max_seq_len`, the positions that the model's config has.
         """
+        if self.max_seq_len is not None and ids.shape[1] > self.max_seq_len:
+            raise ValueError(
+                f"a sequence of {ids.shape[1]} tokens is longer than the model's {self.max_seq_len} positions"
+            )
         logits = self.model(input_ids=ids).logits
         return logits if labels is None else mean_cross_entropy(logits, labels)
 
@@ -79,6 +100,9 @@ def _from_scratch(fields: dict[str, Any], vocab_size: int | None) -> Any:
         fields.setdefault("vocab_size", vocab_size)
     config = transformers.AutoConfig.for_model(model_type)
     _require_known(fields, config)
+    for token in SPECIAL_TOKENS:  # of the tokenizer the type is known for, and unknown to a smaller vocabulary
+        if fields.get("vocab_size") is not None and (getattr(config, token, None) or 0) >= fields["vocab_size"]:
+            fields.setdefault(token, None)
     # Made anew: some fields follow from others in the constructor of a config.
     return _build(transformers.AutoConfig.for_model(model_type, **fields))
 
@@ -114,6 +138,18 @@ def _build(config: Any) -> Any:
     return _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
+@contextmanager
+def _refused_config() -> Iterator[None]:
+    """What a config says of the values of its fields, as a ValueError."""
+    _transformers()
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except StrictDataclassError as error:
+        raise ValueError(f"model.config: {error.__cause__ or error}") from error
+
+
 def _require_known(fields: dict[str, Any], config: Any) -> None:
     """Transformers takes any field without a word."""
     for name in fields:
@@ -133,12 +169,20 @@ def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
+def _require_adapters(adapters: dict[str, Any]) -> None:
+    require_at_least(0, **{"lora.rank": adapters["rank"]})
+    for name, value in adapters.items():
+        if not adapters["rank"] and value != NO_ADAPTERS.get(name):
+            raise ValueError(f"model.lora.{name}={value} has no effect without adapters; model.lora.rank=8 adds them")
+    if not adapters["alpha"] > 0:
+        raise ValueError(f"model.lora.alpha={adapters['alpha']} is out of range; it must be above 0")
+    require_fraction(**{"lora.dropout": adapters["dropout"]})
+    require_names(**{"lora.targets": adapters["targets"] or []})
+
+
 def _with_adapters(
-    model: nn.Module, *, rank: int, alpha: int = 16, dropout: float = 0.0, targets: Sequence[str] | None = None
+    model: nn.Module, *, rank: int, alpha: int, dropout: float, targets: Sequence[str] | None
 ) -> nn.Module:
-    if rank < 1:
-        raise ValueError(f"model.lora.rank={rank} is out of range; it must be at least 1, or 0 for no adapters")
-    require_fraction(**{"lora.dropout": dropout})
     try:
         import peft
     except ImportError as error:
@@ -152,7 +196,9 @@ def _with_adapters(
         fan_in_fan_out=is_transposed,
     )
     try:
-        return peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft still calls what transformers has renamed
+            return peft.get_peft_model(model, config)
     except ValueError as error:
         raise ValueError(f"model.lora.targets={targets}: {str(error).splitlines()[0]}") from error
 

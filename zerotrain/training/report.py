@@ -72,7 +72,9 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
         device: what the ranks ran on, which decides what their peak counts.
     """
     peak_of = "tensors on the GPU" if device.type == "cuda" else "the whole process"
-    table = Table(title=_summary(result), caption=f"measured / theory; peak of {peak_of}", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=_summary(result), caption=f"measured / theory; peak of {peak_of}", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     columns: dict[str, list[tuple[int, ...]]] = {
         "parameters": [(usage.parameters_nbytes, usage.theory_parameters_nbytes) for usage in usages],
         "gradients": [(usage.gradients_nbytes, usage.theory_gradients_nbytes) for usage in usages],
@@ -93,6 +95,8 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
 
 def _summary(result: RunResult) -> str:
     parts = [f"{result.steps} steps"]
+    if result.skipped_steps:
+        parts.append(f"{result.skipped_steps} skipped")
     if result.final_train_loss is not None:
         parts.append(f"train loss {result.final_train_loss:.4f}")
     if result.final_val_loss is not None:

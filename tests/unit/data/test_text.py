@@ -101,6 +101,7 @@ def test_decoding_shows_what_is_no_text(text_file, cache):
         ("seq_len", 0, "data.seq_len=0 is too small; it must be at least 1"),
         ("seq_len", 100_000, r"data.path=.*fox.txt holds 8800 tokens; with data.seq_len=100000"),
         ("vocab_size", 255, "data.vocab_size=255 is too small; bytes of text need 256"),
+        ("vocab_size", None, "data.tokenizer=null, and data.vocab_size=null is as many tokens as it has"),
         ("validation_fraction", 1.0, "data.validation_fraction=1.0 is out of range"),
     ],
 )

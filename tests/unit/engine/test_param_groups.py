@@ -70,6 +70,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "decay_all=True: has no effect with param_groups",
     ),
     "freeze nothing": (lambda: build().freeze("3.*"), r"freeze: '3\.\*' is no floating-point parameter"),
+    "freeze a list": (lambda: build().freeze(["0.*"]), "freeze: takes names, patterns .* and parameters, no list"),
     "freeze everything": (lambda: build().freeze("*"), "would leave no parameter that trains"),
     "late group of what trains": (
         lambda: build().add_param_group({"params": "0.*"}),

@@ -105,7 +105,18 @@ def test_with_adapters_nothing_else_is_trained(targets: list[str] | None) -> Non
             {"config": GPT2, "freeze": ["blocks.*"]},
             r"model\.freeze: blocks\.\* matches no parameter; .*wte",
         ),
-        ({"config": GPT2, "lora": {"rank": -1}}, r"model\.lora\.rank=-1 is out of range"),
+        ({"config": GPT2, "lora": {"rank": -1}}, r"model\.lora\.rank=-1 is too small"),
+        ({"config": GPT2, "lora": {"rank": "x"}}, r"model\.lora\.rank=x is no whole number"),
+        ({"config": GPT2, "lora": {"rank": 0, "alpha": 32}}, r"model\.lora\.alpha=32 has no effect without adapters"),
+        ({"config": GPT2, "lora": {"rank": 2, "alpha": 0}}, r"model\.lora\.alpha=0 is out of range"),
+        ({"config": GPT2, "lora": {"rank": 2, "targets": "c_attn"}}, r"targets=c_attn is no list .*targets=\[c_attn\]"),
+        ({"config": GPT2, "freeze": "*.wte.*"}, r"model\.freeze=\*\.wte\.\* is no list of names"),
+        ({"config": 5}, r"model\.config=5 is no group of fields"),
+        ({"config": GPT2 | {"n_layer": "x"}}, r"model\.config: Field 'n_layer' expected int, got str"),
+        (
+            {"config": {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 6}},
+            r"model\.config: The hidden size \(64\) is not a multiple of the number of attention heads \(6\)",
+        ),
         ({"config": GPT2, "lora": {"rank": 2, "dropout": 1.0}}, r"model\.lora\.dropout=1\.0 is out of range"),
         ({"config": GPT2, "lora": {"rank": 2, "targets": ["q_proj"]}}, r"model\.lora\.targets=\['q_proj'\]: "),
         ({"config": GPT2, "lora": {"rank": 2}, "freeze": ["*"]}, r"model\.freeze has no effect beside model\.lora"),
@@ -114,6 +125,18 @@ def test_with_adapters_nothing_else_is_trained(targets: list[str] | None) -> Non
 def test_a_wrong_argument_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message), torch.device("meta"):
         HuggingFaceModel(vocab_size=60, **arguments)
+
+
+def test_a_sequence_longer_than_the_positions_is_refused() -> None:
+    model = HuggingFaceModel(config=GPT2, vocab_size=60)
+    with pytest.raises(ValueError, match="a sequence of 17 tokens is longer than the model's 16 positions"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+
+
+def test_special_tokens_that_a_small_vocabulary_does_not_have_are_left_out() -> None:
+    assert HuggingFaceModel(config=GPT2, vocab_size=60).model.config.eos_token_id is None
+    assert HuggingFaceModel(config=GPT2 | {"eos_token_id": 3}, vocab_size=60).model.config.eos_token_id == 3
+    assert HuggingFaceModel(config=GPT2).model.config.eos_token_id == 50256
 
 
 def test_a_folder_without_weights_is_refused_by_name(tmp_path: Path) -> None:
