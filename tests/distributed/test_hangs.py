@@ -19,7 +19,7 @@ from zerotrain.comm import whereabouts
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.errors import ZeroTrainError
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
 Engine = zerotrain.ZeroEngine
 
 
@@ -45,7 +45,7 @@ def build(
     precision: Any = "fp32",
     **zero: Any,
 ) -> Engine:
-    """An engine in groups of its own, which wait for a second and can fail without harm to other cases."""
+    """An engine in groups of its own, which wait for TIMEOUT_S and can fail without harm to other cases."""
     gathers, reductions = (dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(2))
     rank, size = dist.get_rank(), dist.get_world_size()
     world = zerotrain.World(rank, size, rank, torch.device("cpu"), gather_group=gathers, reduce_group=reductions)
@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Callable[[int], object], list[list[str]]]] = {
     "another branch": (
         another_branch,
         [
-            ["CommError: rank 0 failed in gather of blocks.1 (step 1, forward) after 1."],
+            [f"CommError: rank 0 failed in gather of blocks.1 (step 1, forward) after {TIMEOUT_S:.0f}."],
             ["CommError: rank 1 failed in gather of blocks.0 (step 1, forward)", "rank 0 failed in gather of blocks.1"],
         ],
     ),

@@ -169,6 +169,15 @@ def without_effect(config: Config, world_size: int) -> list[str]:
     return lines
 
 
+def doubtful(config: Config) -> list[str]:
+    """One line for each pair of settings that trains, but hardly what is wanted."""
+    pretrained = config.model.get("name_or_path")
+    if pretrained is None or config.data.get("tokenizer", "") is not None:
+        return []
+    unseen = f"which model.name_or_path={pretrained} has never seen"
+    return [f"data.tokenizer=null reads bytes, {unseen}; use data=tokenized"]
+
+
 def _changed(names: Iterable[str], config: Config) -> list[str]:
     """Those of the settings that do not have their default."""
     return [name for name in names if attrgetter(name)(config) != attrgetter(name)(Config())]

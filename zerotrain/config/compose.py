@@ -36,7 +36,7 @@ def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
         filled = OmegaConf.merge(composed, *(OmegaConf.from_dotlist([f"{key}=null"]) for key in missing))
         values = OmegaConf.to_container(filled, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {first_line(error)}") from error
+        raise ConfigError(f"{error.full_key}: {first_line(error)}; give {error.full_key}=...") from error
     known = known_keys(composed)
     unknown = [key for key in _keys(values) if not _is_known(key)]
     problems = [f"{key}: has no value and needs one; give {key}=..." for key in missing]

@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from zerotrain import factory
-from zerotrain.config.checks import OPEN_GROUPS, checked_config, without_effect
+from zerotrain.config.checks import OPEN_GROUPS, checked_config, doubtful, without_effect
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.launching import exits
@@ -61,7 +61,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
         RunResult(world_size=0, overrides=overrides, error=str(error)).write(run_dir)
         raise
     num_ranks = _num_local_ranks(config) if ranks is None else ranks.world_size
-    for warning in without_effect(config, num_ranks):
+    for warning in without_effect(config, num_ranks) + doubtful(config):
         print(f"warning: {warning}", file=sys.stderr)
     job = Job(config=config, run_dir=run_dir, overrides=overrides)
     job.open_folder()

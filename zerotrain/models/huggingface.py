@@ -109,7 +109,7 @@ def _from_scratch(fields: dict[str, Any], vocab_size: int | None) -> Any:
 
 def _pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
     # Imported here, as all that needs the extra.
-    from zerotrain.models.pretrained import find_weights, load_weights
+    from zerotrain.models.pretrained import find_weights, load_weights, require_shapes
 
     transformers = _transformers()
     try:
@@ -124,10 +124,10 @@ def _pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
     _require_known(fields, config)
     for name, value in fields.items():
         setattr(config, name, value)
-    if torch.get_default_device().type == "meta":
-        return _build(config)
     model = _build(config)
-    if files is not None and load_weights(model, files):
+    if files is not None:
+        require_shapes(model, files)
+    if torch.get_default_device().type == "meta" or (files is not None and load_weights(model, files)):
         return model
     # Files in another form than the model's own: transformers knows how to convert them, holding the model whole.
     return transformers.AutoModelForCausalLM.from_pretrained(name_or_path, config=config, dtype=torch.float32)

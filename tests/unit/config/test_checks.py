@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerotrain.config.checks import checked_config, value_problems, without_effect
+from zerotrain.config.checks import checked_config, doubtful, value_problems, without_effect
 from zerotrain.config.schema import Config, PrecisionConfig, TrainConfig, ZeroConfig
 
 
@@ -164,3 +164,13 @@ def test_one_rank_alone_sends_nothing_so_how_it_sends_has_no_effect():
 
 def test_defaults_never_warn():
     assert without_effect(Config(), world_size=1) == without_effect(Config(), world_size=4) == []
+
+
+def test_a_pretrained_model_that_is_given_bytes_is_told_of():
+    pretrained = {"name_or_path": "llama"}
+    assert doubtful(Config(model=pretrained, data={"tokenizer": None})) == [
+        "data.tokenizer=null reads bytes, which model.name_or_path=llama has never seen; use data=tokenized"
+    ]
+    assert doubtful(Config(model=pretrained, data={"tokenizer": "llama"})) == []
+    assert doubtful(Config(model=pretrained, data={"path": "tokens.bin"})) == []
+    assert doubtful(Config(model={"name_or_path": None}, data={"tokenizer": None})) == []

@@ -145,6 +145,13 @@ def test_a_folder_without_weights_is_refused_by_name(tmp_path: Path) -> None:
         HuggingFaceModel(name_or_path=str(tmp_path))
 
 
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_fields_that_the_weights_of_a_folder_do_not_fit_are_refused(folder: Path, device: str) -> None:
+    message = r"model\.config: the weights do not fit; .*wte\.weight has shape .* leave out the fields"
+    with pytest.raises(ValueError, match=message), torch.device(device):
+        HuggingFaceModel(name_or_path=str(folder), config={"vocab_size": 17})
+
+
 @pytest.mark.parametrize(("package", "lora"), [("transformers", None), ("peft", {"rank": 2})])
 def test_a_package_that_is_missing_is_named_with_its_extra(
     package: str, lora: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
