@@ -153,6 +153,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> No
 
 MISTAKES: dict[str, Any] = {
     "step without backward": (lambda engine, inputs: engine.step(), "call engine.backward(loss) first"),
+    "train_step without data": (lambda engine, inputs: engine.train_step([]), "call engine.backward(loss) first"),
     "loss.backward()": (
         lambda engine, inputs: engine(*inputs).backward(),
         "call engine.backward(loss), not loss.backward()",

@@ -247,7 +247,7 @@ class ZeroEngine:
 
         An exception in the data, the model or a backward forgets the gradients of all micro-batches.
         """
-        weights = weights or [1.0 / len(micro_batches)] * len(micro_batches)
+        weights = weights or [1.0 / max(1, len(micro_batches))] * len(micro_batches)
         total = torch.zeros((), dtype=torch.float32, device=self.world.device)
         with self._clean_after_error():
             for index, (inputs, weight) in enumerate(zip(micro_batches, weights, strict=True)):
