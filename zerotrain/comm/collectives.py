@@ -28,6 +28,8 @@ MAX_RANKS_OF_EXCHANGE = 8
 """Up to here gathers and ordered reductions on gloo are an `Exchange`. gloo's own all-gather receives into a second
 buffer as large as the result and copies it over: measured 4 times the CPU time and twice the memory; and its all-to-all
 posts a receive behind the send. An exchange is two calls a rank, though."""
+NUM_ROWS_WIDENED = 64
+"""Ranks' parts of a reduction of 16 bits that are in fp32 at a time."""
 ORDER_BITS = 52
 """Of the hash of the order of collectives: an integer that fp64 holds exactly."""
 
@@ -222,6 +224,9 @@ class Collectives:
         """A reduction was waited for: leave the sum over ranks in `out`, added in rank order in fp32 if ordered."""
         if received is None:
             return
+        if self._is_gloo and not self._exchanges:
+            out.copy_(_sum_of_rows(received.view(self.world.size, -1)))
+            return
         parts = self._received_parts(received, full.view(self.world.size, -1)[self.world.rank])
         total = parts[0].to(torch.float32)
         # The sums on the way go over what was received: `out` may be one of the parts still to be added.
@@ -296,6 +301,15 @@ class Collectives:
 @functools.cache
 def _code(name: str) -> int:
     return zlib.crc32(name.encode())
+
+
+def _sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """(ranks, n) on the CPU -> (n,) fp32: added row by row, within torch. A loop over 1,024 rows takes three times as
+    long, and `sum` adds in an order of its own."""
+    total = rows[:1].to(torch.float32, copy=True)
+    for some in rows[1:].split(NUM_ROWS_WIDENED):
+        total.index_add_(0, torch.zeros(len(some), dtype=torch.int64), some.to(torch.float32))
+    return total[0]
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
