@@ -6,11 +6,13 @@ from benchmarks.engines import ENGINES
 from benchmarks.results import Comparison
 from benchmarks.standing import Standing
 
-OURS, PEER = "#1f6fb4", "#b8b8b8"
+OURS, PEER, LIMIT = "#1f6fb4", "#b8b8b8", "#ffb000"
+BAR_WIDTH = 0.8
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Write a PNG: a bar for each engine, the rounds' spread on it, and the floor as a line through all.
+    """Write a PNG: a bar for each engine, the rounds' spread on it, the floor as a line through all, and on a
+    link the limit of each engine of ours.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -34,12 +36,13 @@ def draw(comparison: Comparison, path: Path) -> None:
     axes.margins(x=0.1)
     axes.axvline(standing.floor_ms, color="black", linestyle="--", label="compute alone")
     if comparison.link_bit_per_s is not None:
-        wire_ms = max((standing.limit_ms(name) for name in names if ENGINES[name].is_ours), default=None)
-        if wire_ms is not None:
-            axes.axvline(wire_ms, color="black", linestyle=":", label="zerotrain's bytes at the link's rate")
+        ours = [place for place, name in enumerate(names) if ENGINES[name].is_ours]
+        limits_ms = [standing.limit_ms(names[place]) for place in ours]
+        ends = [place - BAR_WIDTH / 2 for place in ours], [place + BAR_WIDTH / 2 for place in ours]
+        axes.vlines(limits_ms, *ends, color=LIMIT, linewidth=3, label="its bytes at the link's rate")
     workload = comparison.workload
     place = "one host" if comparison.link_bit_per_s is None else f"{comparison.link_bit_per_s / 1e9:g} Gbit/s link"
     axes.set_title(f"GPT {workload.size}, {workload.precision}, {workload.num_ranks} ranks, {place}")
     axes.set_xlabel("ms per step (median of the rounds; line: fastest to slowest round)")
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)
