@@ -19,7 +19,6 @@ from zerotrain.errors import EngineStateError
 next_node = torch.autograd._get_sequence_nr
 """() -> the number that the next node of a graph gets in this thread; numbers grow."""
 
-
 _HOOKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules that engines hang on."""
 

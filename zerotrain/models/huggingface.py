@@ -125,7 +125,7 @@ def _pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
     for name, value in fields.items():
         setattr(config, name, value)
     model = _build(config)
-    if files is not None:
+    if fields and files is not None:
         require_shapes(model, files)
     if torch.get_default_device().type == "meta" or (files is not None and load_weights(model, files)):
         return model

@@ -51,41 +51,50 @@ def _find(name_or_path: str, file: str) -> str | None:
 
 
 def require_shapes(model: nn.Module, files: Mapping[str, str]) -> None:
-    """Check that what the files hold fits the model, which may be on the meta device.
+    """Check that fields of the config which were changed leave the model one that its files fit.
 
     Args:
+        model: may be on the meta device.
         files: name of each tensor -> its safetensors file.
 
     Raises:
         ValueError: a tensor has another shape than the model's of the same name.
     """
-    targets = model.state_dict(keep_vars=True)
-    for path in set(files.values()):
-        with safe_open(path, framework="pt") as file:
-            for name in set(file.keys()) & set(targets):
-                given, wanted = tuple(file.get_slice(name).get_shape()), tuple(targets[name].shape)
-                if given != wanted:
-                    raise ValueError(
-                        f"model.config: the weights do not fit; {name} has shape {given} in the files and {wanted} by "
-                        "the config; leave out the fields that change it"
-                    )
+    targets, shapes = model.state_dict(keep_vars=True), _shapes(files)
+    for name in targets.keys() & shapes.keys():
+        given, wanted = shapes[name], tuple(targets[name].shape)
+        if given != wanted:
+            raise ValueError(
+                f"model.config: the weights do not fit; {name} has shape {given} in the files and {wanted} by the "
+                "config; leave out the fields that change it"
+            )
 
 
 def load_weights(model: nn.Module, files: Mapping[str, str]) -> bool:
-    """Copy tensors from files into the parameters and buffers of the same names and shapes.
+    """Copy tensors from files into the parameters and buffers of the same names.
 
     Args:
         files: name of each tensor -> its safetensors file.
 
     Returns:
-        False, and nothing is copied, where names are not exactly those of the model. One name of tied tensors is
-        enough.
+        False, and nothing is copied, where names or shapes are not exactly those of the model. One name of tied
+        tensors is enough.
     """
-    targets = model.state_dict(keep_vars=True)
+    targets, shapes = model.state_dict(keep_vars=True), _shapes(files)
     given = {id(targets[name]) for name in files if name in targets}
-    if not targets.keys() >= files.keys() or any(id(tensor) not in given for tensor in targets.values()):
+    if any(id(tensor) not in given for tensor in targets.values()):
+        return False
+    if any(name not in targets or shapes[name] != tuple(targets[name].shape) for name in files):
         return False
     with torch.no_grad():
         for name, path in files.items():
             targets[name].copy_(torch.ops.zerotrain.read_tensor(path, name))
     return True
+
+
+def _shapes(files: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in set(files.values()):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes

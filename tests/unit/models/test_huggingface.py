@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 from zerotrain.engine.deferred_init import MIN_NBYTES, deferred_init  # noqa: E402
 from zerotrain.models import HuggingFaceModel  # noqa: E402
@@ -143,6 +144,14 @@ def test_a_folder_without_weights_is_refused_by_name(tmp_path: Path) -> None:
     transformers.AutoConfig.for_model(**GPT2).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"it holds neither model\.safetensors nor pytorch_model\.bin"):
         HuggingFaceModel(name_or_path=str(tmp_path))
+
+
+def test_weights_of_another_shape_are_left_to_transformers_and_not_spread_over_the_models(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3, bias=False)
+    before = model.weight.detach().clone()
+    safetensors_torch.save_file({"weight": torch.ones(1, 2)}, tmp_path / "model.safetensors")
+    assert not load_weights(model, {"weight": str(tmp_path / "model.safetensors")})
+    assert torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
