@@ -16,15 +16,15 @@ from zerotrain.config.schema import Config, PrecisionConfig, TrainConfig, ZeroCo
 from zerotrain.engine.build import require_trainable
 from zerotrain.engine.deferred_init import InitialValues, deferred_init
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.kept_fp32 import assign_dtypes
+from zerotrain.engine.kept_fp32 import dtypes_of
 from zerotrain.engine.loss_scale import LossScaler
 from zerotrain.engine.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision import Precision, precision_named
 from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
-from zerotrain.sharding.bucketing import cut_units, managed_parameters
-from zerotrain.sharding.plan import Plan, plan_for
+from zerotrain.sharding.plan import STAGES, Plan
+from zerotrain.sharding.units import cut_units, model_parameters
 from zerotrain.training import Trainer
 from zerotrain.training.flops import ModelFlops, count_flops
 from zerotrain.training.metrics import device_peak_flops
@@ -116,7 +116,7 @@ def _require_kinds(model: Any, optimizer: Any, zero: Any, precision: Any) -> Non
 
 def _engine_options(zero: ZeroConfig, precision: PrecisionConfig, train: TrainConfig, world: World) -> EngineOptions:
     return EngineOptions(
-        plan=plan_for(zero.stage, world.size),
+        plan=STAGES[zero.stage],
         precision=_dtypes(precision),
         bucket_mb=zero.bucket_mb,
         overlap=zero.overlap,
@@ -281,9 +281,9 @@ def _try_model(config: Config) -> nn.Module | None:
     """Run the model's constructor without memory, and look whether its switches and patterns can be followed."""
     model = _build_on_meta(config)
     if model is not None:
-        parameters = managed_parameters(model)
+        parameters = model_parameters(model)
         require_trainable(model, parameters)
-        assign_dtypes(parameters, _dtypes(config.precision))
+        dtypes_of(parameters, _dtypes(config.precision))
         replace_forwards(model, units=_patterns(config.zero), **config.model_switches)
     return model
 
@@ -295,7 +295,7 @@ def _try_optimizer(config: Config) -> None:
         model = _build_on_meta(config)
     except Exception:  # which is told as the model's problem
         model = None
-    units = [] if model is None else cut_units(model, _patterns(config.zero), max_numel=1)
+    units = [] if model is None else cut_units(model, model_parameters(model), _patterns(config.zero), max_numel=1)
     names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
     for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
         build_optimizer(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}])

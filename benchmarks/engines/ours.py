@@ -10,7 +10,7 @@ from torch import nn
 import zerotrain
 from benchmarks.engines import Traffic
 from benchmarks.workload import LEARNING_RATE, Workload
-from zerotrain.comm.world import World
+from zerotrain.comm.world import Shards, World
 
 
 class ZerotrainTraining:
@@ -34,13 +34,14 @@ class ZerotrainTraining:
 
 def current_world(device: torch.device) -> World:
     """The world of the process group there is. `World.current` would refuse a fake group on the CPU, and rightly so."""
+    rank, size = dist.get_rank(), dist.get_world_size()
     return World(
-        rank=dist.get_rank(),
-        size=dist.get_world_size(),
+        rank=rank,
+        size=size,
         local_rank=int(os.environ.get("LOCAL_RANK", 0)),
         device=device,
-        gather_group=dist.group.WORLD,
-        reduce_group=dist.new_group(),
+        shards=Shards(rank, size, dist.group.WORLD, dist.new_group()),
+        group=dist.group.WORLD,
     )
 
 

@@ -6,6 +6,7 @@ summed in rank order in fp32; torch's own clipping rule, loss scaling and optimi
 
 import functools
 import hashlib
+import time
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -85,6 +86,19 @@ def build(case: Case, model: nn.Module | None = None) -> zerotrain.ZeroEngine:
         max_grad_norm=case.max_grad_norm,
         max_skipped_steps=case.max_skipped_steps,
     )
+
+
+def be_late(engine: zerotrain.ZeroEngine, kinds: tuple[str, ...], delay_s: float) -> None:
+    """Let this rank sleep before it issues a collective of these kinds: gather, reduction, exchange, comparison."""
+    journal = engine.collectives._journal
+    on_time = journal.note
+
+    def late(kind: str, name: str) -> None:
+        if kind in kinds:
+            time.sleep(delay_s)
+        on_time(kind, name)
+
+    journal.note = late
 
 
 def train(case: Case, device: str = "cpu") -> zerotrain.ZeroEngine:

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from calls import (
     preference,
     reference_weights,
 )
-from cases import place, run_over, sha256
+from cases import be_late, place, run_over, sha256
 from torch.utils.checkpoint import checkpoint
 
 import zerotrain
@@ -73,7 +72,7 @@ def train_or_raise(run: Run) -> str:
     call = CALLS[run.name]
     engine = build(run.stage, call.model(), prefetch=run.prefetch, reshard_after_forward=call.reshards)
     if run.late_rank == rank:
-        delay(engine)
+        be_late(engine, ("gather", "reduction"), DELAY_S)
     for step in range(NUM_STEPS):
         if call.aside is not None:
             at_rest = held_nbytes(engine)
@@ -86,17 +85,6 @@ def train_or_raise(run: Run) -> str:
     return engine.weights_sha256()
 
 
-def delay(engine: zerotrain.ZeroEngine) -> None:
-    for kind in ("gather", "reduce"):
-        on_time = getattr(engine.collectives, kind)
-
-        def late(*args: Any, on_time: Any = on_time, **named: Any) -> Any:
-            time.sleep(DELAY_S)
-            return on_time(*args, **named)
-
-        setattr(engine.collectives, kind, late)
-
-
 def held_nbytes(engine: zerotrain.ZeroEngine) -> tuple[int, int]:
     """Bytes of parameters held, and of scratch on loan."""
     return engine.memory_bytes()["parameters"], engine._pools.lent_nbytes
@@ -106,7 +94,7 @@ def shards_nbytes(engine: zerotrain.ZeroEngine) -> int:
     """What a rank holds of the parameters at rest."""
     buckets = [bucket.weights for bucket in engine.schedule.buckets]
     if engine.plan.shards_parameters:
-        return sum(weights.weight_shard.nbytes for weights in buckets)
+        return sum(weights.shard.nbytes for weights in buckets)
     return sum(weights.model_weight.tensor.nbytes for weights in buckets)
 
 
@@ -283,11 +271,13 @@ def let_go(stage: int) -> list[str]:
     engine = build(stage, model)
     ordinary(engine, 0, rank)
     engine.step()
-    weights, gradient = engine.schedule.trained[0]
-    state = engine.optimizer.state_tensors()[0]
-    of_engine = watch(engine=engine, schedule=engine.schedule, optimizer=engine.optimizer, state=state, bucket=gradient)
-    of_model = watch(weights=weights.model_weight.tensor, model=model)
-    del engine, state, weights, gradient
+    bucket = engine.schedule.trained[0]
+    state = bucket.update.state_tensors()[0]
+    of_engine = watch(
+        engine=engine, schedule=engine.schedule, update=bucket.update, state=state, bucket=bucket.gradient
+    )
+    of_model = watch(weights=bucket.weights.model_weight.tensor, model=model)
+    del engine, state, bucket
     alive = [name for name, each in of_engine.items() if each() is not None]
     alive += [name for name, module in model.named_modules() if module._forward_pre_hooks or module._forward_hooks]
     del model

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, batch, build, make_model, micro_batches, place, reference_weights, run_over, sha256
+from cases import Case, batch, be_late, build, make_model, micro_batches, place, reference_weights, run_over, sha256
 from torch import nn
 
-from zerotrain.comm import collectives
-from zerotrain.comm.collectives import Collectives, Pending
+from zerotrain.comm import process_groups
+from zerotrain.comm.handles import Handle
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.testing import run_ranks
 
@@ -25,24 +25,27 @@ def train_late(stages: list[int], late_rank: int, late_at: str) -> list[str]:
     hashes = []
     for stage in stages:
         engine = build(CASE.with_zero(stage=stage))
-        owner: Any = engine.optimizer if late_at == "step" else engine.collectives
-        on_time = getattr(owner, late_at)
-
-        def late(*args: Any, on_time: Any = on_time, **named: Any) -> Any:
-            if rank == late_rank:
-                time.sleep(DELAY_S)
-            return on_time(*args, **named)
-
-        setattr(owner, late_at, late)
+        if rank == late_rank:
+            be_late(engine, (late_at,), DELAY_S)
+        if rank == late_rank and late_at == "step":
+            for bucket in engine.schedule.trained:
+                bucket.update.step = after_a_sleep(bucket.update.step)
         for step in range(CASE.num_steps):
             engine.train_step(micro_batches(batch(step, size, 1), rank))
         hashes.append(engine.weights_sha256())
     return hashes
 
 
-@pytest.mark.parametrize("late_at", ["gather", "reduce", "step"])
+def after_a_sleep(on_time: Any) -> Any:
+    def late(*args: Any) -> Any:
+        time.sleep(DELAY_S)
+        return on_time(*args)
+
+    return late
+
+
+@pytest.mark.parametrize("late_at", ["gather", "reduction", "step"])
 def test_a_rank_that_is_late_changes_no_bit(late_at: str) -> None:
-    assert late_at == "step" or hasattr(Collectives, late_at)
     expected = sha256(reference_weights(CASE, 2))
     for late_rank in (0, 1):
         for hashes in run_ranks(train_late, 2, [0, 1, 2, 3], late_rank, late_at):
@@ -56,14 +59,14 @@ NATIVE = CASE.with_zero(reduction="native", bucket_mb=0.05)
 def be_done_on_rank_0_alone() -> None:
     """From now on a collective is done on rank 0 as soon as that asks, and on no other rank before it waits. Gathers
     are gloo's own, as of many ranks, and not sends and receives, whose order does not matter."""
-    collectives.MAX_RANKS_OF_EXCHANGE = 1
+    process_groups.MAX_RANKS_OF_EXCHANGE = 1
 
-    def done(pending: Pending) -> bool:
+    def done(handle: Handle) -> bool:
         if dist.get_rank() == 0:
-            pending.wait()
+            handle.wait()
         return dist.get_rank() == 0
 
-    setattr(Pending, "done", done)  # noqa: B010
+    setattr(Handle, "done", done)  # noqa: B010
 
 
 class SumOverRanks(torch.autograd.Function):

@@ -114,7 +114,7 @@ def most_full_frozen_nbytes(stage: int) -> dict[str, int]:
 
     def look(*_: Any) -> None:
         nonlocal most
-        frozen = [bucket.weights for bucket in engine.schedule.buckets if bucket.gradient is None]
+        frozen = [bucket.weights for bucket in engine.schedule.buckets if not bucket.spec.trainable]
         most = max(most, sum(weights.model_weight.held_nbytes for weights in frozen))
 
     for layer in engine.module.layers:

@@ -85,7 +85,7 @@ def end_a_step_early(rank: int) -> None:
 
 def resume_a_step_behind(rank: int) -> None:
     engine = build()
-    engine.progress.num_steps = 7 - rank
+    engine.stamps.num_steps = 7 - rank
     train(engine)
 
 
@@ -207,7 +207,7 @@ def test_ranks_that_do_not_do_the_same_all_end_and_say_where_each_was() -> None:
 
 def timeouts_of_groups(_: None) -> list[float]:
     world = zerotrain.World.current(torch.device("cpu"))
-    groups = (world.gather_group, world.reduce_group)
+    groups = (world.shards.gather_group, world.shards.reduce_group)
     return [group._get_backend(world.device).options._timeout.total_seconds() for group in groups]
 
 

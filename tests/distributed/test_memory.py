@@ -15,7 +15,7 @@ from zerotrain.testing import run_ranks
 def at_rest(case: Case) -> dict[str, Any]:
     engine = train(case)
     held = engine.memory_bytes()
-    padded = sum(bucket.weights.layout.padded_numel for bucket in engine.schedule.buckets)
+    padded = sum(bucket.layout.padded_numel for bucket in engine.schedule.buckets)
     return held | {"padded_numel": padded, "numel": engine.num_parameters}
 
 
@@ -48,7 +48,7 @@ def full_bytes_while_running(case: Case) -> dict[str, int]:
     rank, size = place()
     model = make_model()
     engine = build(case, model)
-    shards = sum(bucket.weights.weight_shard.nbytes for bucket in engine.schedule.buckets)
+    shards = sum(bucket.weights.shard.nbytes for bucket in engine.schedule.buckets)
     head = {id(bucket) for bucket in engine.schedule.units[0].buckets}
     most: Counter[str] = Counter()
 
@@ -63,7 +63,7 @@ def full_bytes_while_running(case: Case) -> dict[str, int]:
             module.register_full_backward_hook(look)
     for step in range(2):
         engine.train_step(micro_batches(batch(step, size, 1), rank))
-    unit = max(sum(bucket.weights.layout.padded_numel for bucket in unit.buckets) for unit in engine.schedule.units[1:])
+    unit = max(sum(bucket.layout.padded_numel for bucket in unit.buckets) for unit in engine.schedule.units[1:])
     held = engine.memory_bytes()
     return {
         **most,

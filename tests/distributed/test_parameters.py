@@ -6,7 +6,6 @@ tensor whose size is no multiple of the vector width in another way than the res
 """
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import place, run_over
+from cases import be_late, place, run_over
 from torch import nn
 from torch.nn import functional
 
@@ -245,8 +244,7 @@ def train(run: Run) -> dict[str, torch.Tensor]:
         param_groups=case.groups,
     )
     if rank == run.late_rank:
-        for name in ("gather", "reduce"):
-            setattr(engine.collectives, name, late(getattr(engine.collectives, name)))
+        be_late(engine, ("gather", "reduction"), 0.002)
     for step in range(NUM_STEPS):
         case.changes.get(step, lambda engine: None)(engine)
         for index in range(run.num_micro_batches):
@@ -259,14 +257,6 @@ def train(run: Run) -> dict[str, torch.Tensor]:
                 engine.backward(loss, weight=1 / run.num_micro_batches)
         engine.step()
     return engine.full_state_dict()
-
-
-def late(call: Callable[..., Any]) -> Callable[..., Any]:
-    def after_a_moment(*args: Any, **named: Any) -> Any:
-        time.sleep(0.002)
-        return call(*args, **named)
-
-    return after_a_moment
 
 
 class Plain:

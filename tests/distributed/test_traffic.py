@@ -16,7 +16,7 @@ def last_step(case: Case) -> dict[str, Any]:
     engine = train(case)
     sent = engine.ledger.last_step
     buckets = engine.schedule.buckets
-    padding = sum(bucket.weights.layout.padded_numel - bucket.weights.layout.numel for bucket in buckets)
+    padding = sum(bucket.layout.padded_numel - bucket.layout.numel for bucket in buckets)
     return {
         "calls": dict(sent.calls),
         "sent": sent.sent_nbytes,

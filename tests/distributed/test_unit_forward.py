@@ -108,7 +108,7 @@ def bytes_after_backward(run: Run) -> tuple[int, int]:
     rank, size = place()
     engine = build(run)
     engine.backward(engine(*micro_batches(batch(0, size, 1), rank)[0]))
-    shards = sum(bucket.weights.weight_shard.nbytes for bucket in engine.schedule.buckets)
+    shards = sum(bucket.weights.shard.nbytes for bucket in engine.schedule.buckets)
     return engine.memory_bytes()["parameters"], shards
 
 

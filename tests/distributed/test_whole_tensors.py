@@ -11,6 +11,7 @@ from torch import nn
 
 import zerotrain
 from zerotrain.config.schema import ZeroConfig
+from zerotrain.engine.named_state import pieces
 from zerotrain.engine.usage import volume_of
 
 MUON = zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=1e-2, fused=False)
@@ -136,9 +137,9 @@ def test_whole_tensors_are_updated_with_the_bits_of_one_process(num_ranks: int) 
 def what_a_step_takes(zero: ZeroConfig) -> dict[str, Any]:
     engine = train(MUON, "fp32", zero)
     traffic = engine.ledger.last_step
-    buckets = [weights for weights, _ in engine.schedule.trained]
-    num_matrices = [weights.spec.num_whole for weights in buckets]
-    shapes = [slot.shape for weights in buckets for slot in weights.layout.slots[: weights.spec.num_whole]]
+    buckets = engine.schedule.trained
+    num_matrices = [bucket.spec.num_whole for bucket in buckets]
+    shapes = [slot.shape for bucket in buckets for slot in bucket.layout.slots[: bucket.spec.num_whole]]
     held = engine.memory_bytes()
     return {
         "calls": traffic.calls["exchange"],
@@ -151,9 +152,10 @@ def what_a_step_takes(zero: ZeroConfig) -> dict[str, Any]:
         "state": held["optimizer"],
         "theory_state": held["theory"]["optimizer"],
         "momentum": sum(
-            state["momentum_buffer"].numel()
-            for optimizer in engine.optimizer._whole_optimizers
-            for state in (optimizer.state.values() if optimizer else ())
+            piece.values.numel()
+            for bucket in buckets
+            for piece in pieces(bucket, "momentum_buffer")
+            if piece.managed.is_updated_whole
         ),
     }
 

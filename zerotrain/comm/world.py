@@ -1,8 +1,9 @@
 """The ranks of a run: who this process is, which device it drives and which groups it talks in."""
 
+import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,24 +17,39 @@ from zerotrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class Shards:
+    """The ranks that parameters, gradients and optimizer state are cut over, and this one's place among them. Today
+    these are all ranks of the world."""
+
+    rank: int = 0
+    size: int = 1
+    gather_group: dist.ProcessGroup | None = None
+    """Carries parameters, and small collectives. None for one rank."""
+    reduce_group: dist.ProcessGroup | None = None
+    """Carries gradients. A group of its own: one NCCL communicator runs its collectives one after the other."""
+    tags: Iterator[int] = field(default_factory=itertools.count, compare=False)
+    """Numbers that keep sends and receives apart; taken in the same order on every rank."""
+
+
+@dataclass(frozen=True)
 class World:
-    """One process among `size`. At size 1 there is no process group and every collective is the identity."""
+    """One process among `size`, each with a part of every batch. At size 1 there is no process group."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
-    gather_group: dist.ProcessGroup | None = None
-    """Carries parameters, and small sums. The caller's own group where there was one."""
-    reduce_group: dist.ProcessGroup | None = None
-    """Carries gradients. A group of its own: one NCCL communicator runs its collectives one after the other."""
+    shards: Shards = field(default_factory=Shards)
+    """The ranks among which the model's state is sharded."""
+    group: dist.ProcessGroup | None = None
+    """All ranks; None for one. The caller's own group where there was one."""
     started_here: bool = False
     """Whether `close` ends torch.distributed as a whole."""
     whereabouts: Whereabouts = field(init=False, compare=False)
     """What this rank says of itself when a collective fails."""
 
     def __post_init__(self) -> None:
-        group_name = "" if self.gather_group is None else self.gather_group.group_name
+        group_name = "" if self.group is None else self.group.group_name
         object.__setattr__(self, "whereabouts", Whereabouts(self.rank, self.size, group_name))
 
     @classmethod
@@ -78,28 +94,22 @@ class World:
 
     @classmethod
     def _around(cls, device: torch.device, local_rank: int, started_here: bool) -> "World":
-        return cls(
-            rank=dist.get_rank(),
-            size=dist.get_world_size(),
-            local_rank=local_rank,
-            device=device,
-            gather_group=dist.group.WORLD,
-            # It would not wait as long as the first group, but by torch's default, half an hour on gloo.
-            reduce_group=dist.new_group(timeout=_timeout_of(device)),
-            started_here=started_here,
-        )
+        rank, size, everyone = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+        # Without a timeout of its own the new group would wait by torch's default, half an hour on gloo.
+        shards = Shards(rank, size, everyone, dist.new_group(timeout=_timeout_of(device)))
+        return cls(rank, size, local_rank, device, shards=shards, group=everyone, started_here=started_here)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The element-wise sum of a small tensor over all ranks, in place; CommError if they do not come. For metrics,
         not for gradients."""
         if self.size > 1:
-            self._together("sum of metrics", lambda: dist.all_reduce(values, group=self.gather_group))
+            self._together("sum of metrics", lambda: dist.all_reduce(values, group=self.group))
         return values
 
     def barrier(self) -> None:
         """Wait for all ranks; CommError if they do not come."""
         if self.size > 1:
-            self._together("barrier", lambda: dist.barrier(group=self.gather_group))
+            self._together("barrier", lambda: dist.barrier(group=self.group))
 
     def _together(self, collective: str, call: Callable[[], object]) -> None:
         started_s = time.monotonic()
@@ -116,7 +126,7 @@ class World:
             dist.destroy_process_group()
         else:
             with suppress(ValueError):  # what torch says of a group that is gone
-                dist.destroy_process_group(self.reduce_group)
+                dist.destroy_process_group(self.shards.reduce_group)
 
     def __enter__(self) -> "World":
         return self
@@ -134,6 +144,11 @@ def _timeout_of(device: torch.device) -> timedelta | None:
     group = dist.group.WORLD
     options = getattr(group._get_backend(device), "options", None) if group is not None else None
     return getattr(options, "_timeout", None)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What carries tensors of `device` in a group: gloo, nccl, fake, ..."""
+    return group._get_backend(device).name().lower()
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

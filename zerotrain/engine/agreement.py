@@ -23,7 +23,7 @@ STAMP = (
 MAX_SHOWN_NBYTES = 200
 
 
-class Progress:
+class StepStamps:
     """How far this rank has come: what it stamps a step with, and what it says when a collective fails."""
 
     num_steps = 0
@@ -44,7 +44,7 @@ class Progress:
         """(len(STAMP),) fp64 on the device: the numbers of `STAMP`, as this rank has them."""
         rates = [rate for group in param_groups if isinstance(rate := group.get("lr"), float)]
         numbers = [self.num_steps + 1, self.num_backwards, sum(rates), self._collectives.order]
-        # Without a wait for the device, which a tensor made there at once would cost.
+        # Made on the CPU and sent: a tensor made of Python numbers on a GPU waits for the device.
         return torch.tensor(numbers, dtype=torch.float64).to(self._collectives.world.device, non_blocking=True)
 
     def stamped_norm(
@@ -105,7 +105,7 @@ def require_same(collectives: Collectives, facts: Mapping[str, object]) -> None:
         return
     shown = "".join(texts[index].ljust(MAX_SHOWN_NBYTES)[:MAX_SHOWN_NBYTES] for index in different)
     packed = torch.tensor(list(shown.encode("ascii", "replace")), dtype=torch.uint8, device=device)
-    rows = collectives.gather_small(packed, name="settings").view(collectives.world.size, len(different), -1).tolist()
+    rows = collectives.gather_small(packed, name="settings").view(collectives.shards.size, len(different), -1).tolist()
     problems = []
     for place, index in enumerate(different):
         values = _by_rank([bytes(row[place]).decode().strip() for row in rows])

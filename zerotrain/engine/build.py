@@ -1,9 +1,9 @@
-"""From a model and a plan to live buckets, units and a schedule."""
+"""From a model and options to live buckets, units and a schedule."""
 
 import hashlib
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,88 +11,165 @@ import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.scratch import ScratchPools
 from zerotrain.engine.agreement import require_same
+from zerotrain.engine.bucket import Bucket, TrainedBucket
+from zerotrain.engine.bucket_update import BucketUpdate
 from zerotrain.engine.deferred_init import InitialValues
 from zerotrain.engine.gradients import BucketGradient
-from zerotrain.engine.kept_fp32 import assign_dtypes, cast_around_kept
-from zerotrain.engine.live_unit import Bucket, LiveUnit
+from zerotrain.engine.live_unit import LiveUnit
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.param_groups import ParamGroups
 from zerotrain.engine.schedule import Schedule
-from zerotrain.engine.scratch import ScratchPools
-from zerotrain.engine.weights import BucketWeights
+from zerotrain.engine.weights import ENGINE_IS_GONE, BucketWeights
 from zerotrain.errors import ConfigError, EngineStateError
-from zerotrain.sharding.bucketing import BucketSpec, ManagedParameter, cut_buckets, cut_units, managed_parameters
+from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
+from zerotrain.sharding.flat_buffer import FlatBuffer
 from zerotrain.sharding.layout import BucketLayout
+from zerotrain.sharding.ownership import assign_owners
+from zerotrain.sharding.units import ManagedParameter, ModelParameter, Unit, cut_units
 
 
-def build_schedule(
-    model: nn.Module,
-    options: EngineOptions,
-    groups: ParamGroups,
-    *,
-    collectives: Collectives,
-    pools: ScratchPools,
-    initial: InitialValues,
-    fill: Callable[[BucketSpec], None] | None,
-) -> Schedule:
-    """Cut `model` into buckets, move its parameters into them and order them.
+class Builder:
+    """Makes the buckets of one model, at first and each time what trains has changed.
 
     Args:
-        initial: of a model that `deferred_init` has built.
-        fill: called with each bucket before it is made, to give its parameters values; None: they have them, in a model
-            that is cut for the first time.
-
-    Raises:
-        ConfigError: ranks with different models, no trainable parameter, a pattern of units or of kept parameters that
-            matches nothing, or an optimizer that cannot work so.
+        parameters: of the model, in module order.
+        dtypes: what each of them is held in.
+        pools: lend what gradients and updates need for a part of a step.
     """
-    max_numel = max(1, int(options.bucket_mb * 2**20) // options.precision.compute.itemsize)
-    units = cut_units(model, options.units, max_numel)
-    groups.label(units)
-    parameters = [managed for unit in units for managed in unit.parameters]
-    assign_dtypes(parameters, options.precision)
-    if fill is None:
-        cast_around_kept(model, parameters, options.precision)
-    require_trainable(model, parameters)
-    specs = cut_buckets(units, max_numel)
-    facts = {
-        "the model (buckets and their parameters)": _described(specs),
-        "the optimizer (its parameter groups)": _groups_described(groups.hyperparameters),
-    }
-    require_same(collectives, facts)
 
-    buckets = []
-    for tag, spec in enumerate(specs):
-        if fill is not None:
-            fill(spec)
-        shapes = [managed.parameter.shape for managed in spec.parameters]
-        layout = BucketLayout.pack(shapes, collectives.world.size, [managed.stride for managed in spec.parameters])
-        weights = BucketWeights(spec, layout, tag, options=options, collectives=collectives, initial=initial)
-        gradient = None
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[ModelParameter],
+        dtypes: Mapping[nn.Parameter, torch.dtype],
+        *,
+        options: EngineOptions,
+        groups: ParamGroups,
+        collectives: Collectives,
+        pools: ScratchPools,
+    ) -> None:
+        self._model, self._dtypes, self._options = model, dtypes, options
+        self._groups, self._collectives, self._pools = groups, collectives, pools
+        self._max_numel = max(1, int(options.bucket_mb * 2**20) // options.precision.compute.itemsize)
+        self._units = cut_units(model, parameters, options.units, self._max_numel)
+
+    def schedule(self, initial: InitialValues, fill: Callable[[BucketSpec], None] | None = None) -> Schedule:
+        """Cut the model into buckets, move its parameters into them and order them.
+
+        Args:
+            initial: the values of parameters that have no memory yet.
+            fill: called with each bucket before it is made, to give its parameters values; None: they have them.
+
+        Raises:
+            ConfigError: ranks with different models, or no trainable parameter.
+        """
+        units = self._classified()
+        require_trainable(self._model, [managed for unit in units for managed in unit.parameters])
+        specs = cut_buckets(units, self._max_numel)
+        facts = {
+            "the model (buckets and their parameters)": _described(specs),
+            "the optimizer (its parameter groups)": _groups_described(self._groups.hyperparameters),
+        }
+        require_same(self._collectives, facts)
+        layouts = [_layout(spec, self._collectives.shards.size) for spec in specs]
+        whole = [
+            [slot.shape for slot in layout.slots[: spec.num_whole]] for spec, layout in zip(specs, layouts, strict=True)
+        ]
+        owners = assign_owners(whole, self._collectives.shards.size)
+        buckets = []
+        for spec, layout, owning in zip(specs, layouts, owners, strict=True):
+            if fill is not None:
+                fill(spec)
+            buckets.append(self._bucket(spec, layout, owning, initial))
+        live_units = [
+            LiveUnit(unit.name, unit.modules, [b for b, spec in zip(buckets, specs, strict=True) if unit in spec.units])
+            for unit in units
+        ]
+        schedule = Schedule(live_units, buckets, self._options)
+        for bucket in buckets:
+            bucket.weights.when_read = partial(_touch, weakref.ref(schedule), weakref.ref(bucket))
+        return schedule
+
+    def _classified(self) -> list[Unit[ManagedParameter]]:
+        """The units, with all that decides how each parameter is held, moved and updated."""
+        traits = self._groups.traits(self._units)
+        return [
+            Unit(
+                unit.name,
+                unit.modules,
+                [
+                    ManagedParameter(
+                        each.parameter,
+                        each.names,
+                        each.owners,
+                        dtype=self._dtypes[each.parameter],
+                        **vars(traits[each.parameter]),
+                    )
+                    for each in unit.parameters
+                ],
+                unit.is_root,
+            )
+            for unit in self._units
+        ]
+
+    def _bucket(self, spec: BucketSpec, layout: BucketLayout, owners: Sequence[int], initial: InitialValues) -> Bucket:
+        precision = self._options.precision.of_bucket(spec.dtype)
+        values = self._initial_values(spec, layout, precision.master, initial)
+        weights = BucketWeights(spec, layout, values, plan=self._options.plan, collectives=self._collectives)
+        bucket = Bucket(weights)
         if spec.trainable:
-            pool = pools.of(spec.dtype)
-            gradient = BucketGradient(spec, layout, tag, options=options, collectives=collectives, pool=pool)
-        buckets.append(Bucket(weights, gradient))
-    live_units = [
-        LiveUnit(unit.name, unit.modules, [b for b, spec in zip(buckets, specs, strict=True) if unit in spec.units])
-        for unit in units
-    ]
-    schedule = Schedule(live_units, buckets, options)
-    for bucket in buckets:
-        bucket.weights.connect(partial(_touch, weakref.ref(schedule), weakref.ref(bucket)))
-    return schedule
+            gradient = BucketGradient(
+                spec, layout, options=self._options, collectives=self._collectives, pool=self._pools.of(spec.dtype)
+            )
+            update = BucketUpdate(
+                layout,
+                weights,
+                gradient,
+                values=values,
+                groups=self._groups,
+                owners=owners,
+                collectives=self._collectives,
+                pool=self._pools.of(precision.master),
+            )
+            bucket = TrainedBucket(weights, gradient=gradient, update=update)
+        if self._options.plan.shards_parameters:
+            # Now, not when all buckets are there: a large model must never be whole.
+            weights.reshard()
+            initial.freed(weights.model_weight.tensor.nbytes)
+        return bucket
+
+    def _initial_values(
+        self, spec: BucketSpec, layout: BucketLayout, dtype: torch.dtype, initial: InitialValues
+    ) -> FlatBuffer:
+        """The weights of a bucket as rank 0 has them."""
+        values = FlatBuffer(layout, dtype=dtype, device=self._collectives.world.device)
+        if self._collectives.shards.rank == 0:
+            for view, managed in zip(values.views(), spec.parameters, strict=True):
+                with initial.of(managed.parameter) as value:
+                    view.copy_(value)
+        self._collectives.broadcast(values.tensor, name=spec.name)
+        return values
 
 
-def share_unmanaged(model: nn.Module, collectives: Collectives) -> None:
+def _touch(schedule: "weakref.ref[Schedule]", bucket: "weakref.ref[Bucket]") -> None:
+    """Complete a bucket one of whose parameters is read."""
+    live_schedule, live_bucket = schedule(), bucket()
+    if live_schedule is None or live_bucket is None:
+        raise EngineStateError(ENGINE_IS_GONE)
+    live_schedule.touch(live_bucket)
+
+
+def share_unmanaged(model: nn.Module, managed: Sequence[ModelParameter], collectives: Collectives) -> None:
     """Bring what lies in no bucket to this rank's device with rank 0's values: buffers, and parameters that are no
     floating-point numbers.
 
     Raises:
         ConfigError: one of these parameters is to be trained, or the ranks have different ones.
     """
-    managed = {each.parameter for each in managed_parameters(model)}
-    others = {name: parameter for name, parameter in model.named_parameters() if parameter not in managed}
+    in_buckets = {each.parameter for each in managed}
+    others = {name: parameter for name, parameter in model.named_parameters() if parameter not in in_buckets}
     for name, parameter in others.items():
         if parameter.requires_grad:
             raise ConfigError(
@@ -110,24 +187,13 @@ def share_unmanaged(model: nn.Module, collectives: Collectives) -> None:
             collectives.broadcast(tensor.data.view(-1).view(torch.uint8), name="buffers")
 
 
-def _touch(schedule: "weakref.ref[Schedule]", bucket: "weakref.ref[Bucket]") -> None:
-    """Complete a bucket for a stand-in that is read. Weak: the buckets hold the stand-ins."""
-    live_schedule, live_bucket = schedule(), bucket()
-    if live_schedule is None or live_bucket is None:
-        raise EngineStateError(
-            "a parameter was read whose engine is gone: keep the engine as long as its model is used, or load what "
-            "engine.full_state_dict() gives into a new model"
-        )
-    live_schedule.touch(live_bucket)
-
-
-def require_trainable(model: nn.Module, parameters: Sequence[ManagedParameter]) -> None:
+def require_trainable(model: nn.Module, parameters: Sequence[ModelParameter]) -> None:
     """Make sure that there is something to train.
 
     Raises:
         ConfigError: every parameter is frozen.
     """
-    if not any(managed.parameter.requires_grad for managed in parameters):
+    if not any(each.parameter.requires_grad for each in parameters):
         raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
 
 
@@ -143,6 +209,11 @@ def require_values(model: nn.Module) -> None:
                 f"{name} of model {type(model).__name__} is on the meta device, which holds no values; give "
                 "build_engine the function that builds the model instead of the model; it holds nothing whole either"
             )
+
+
+def _layout(spec: BucketSpec, num_shards: int) -> BucketLayout:
+    shapes = [managed.parameter.shape for managed in spec.parameters]
+    return BucketLayout.pack(shapes, num_shards, [managed.stride for managed in spec.parameters])
 
 
 def _described(specs: Sequence[BucketSpec]) -> str:

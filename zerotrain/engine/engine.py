@@ -10,28 +10,30 @@ from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.scratch import ScratchPools
 from zerotrain.comm.world import World
-from zerotrain.engine.agreement import Progress, require_same
-from zerotrain.engine.build import build_schedule, require_values, share_unmanaged
+from zerotrain.engine.agreement import StepStamps, require_same
+from zerotrain.engine.build import Builder, require_values, share_unmanaged
 from zerotrain.engine.deferred_init import InitialValues
+from zerotrain.engine.full_weights import full_state_dict, weights_sha256
 from zerotrain.engine.hooks import connect, next_node, require_graph, require_no_engine
-from zerotrain.engine.lazy_parameter import LEFT_ITS_UNIT, reads_freed_memory
+from zerotrain.engine.kept_fp32 import cast_around_kept, dtypes_of
 from zerotrain.engine.loss_scale import LossScaler
 from zerotrain.engine.nonfinite import SkippedSteps, find_nonfinite
 from zerotrain.engine.norm import clip_coefficient
-from zerotrain.engine.optimizer import ShardedOptimizer
 from zerotrain.engine.optimizer_factory import OptimizerFactory
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.param_groups import ParamGroups
 from zerotrain.engine.ranges import named_range
-from zerotrain.engine.scratch import ScratchPools
-from zerotrain.engine.state import full_state_dict, weights_sha256
-from zerotrain.engine.states import GradientState, Phase
+from zerotrain.engine.schedule import Schedule
+from zerotrain.engine.states import Phase
 from zerotrain.engine.step_result import StepResult, TrainStepResult
 from zerotrain.engine.transfer import Transfer
-from zerotrain.engine.update import Updater
+from zerotrain.engine.unready_parameter import LEFT_ITS_UNIT, reads_freed_memory
+from zerotrain.engine.update import update_all
 from zerotrain.engine.usage import memory_bytes, volume_of
 from zerotrain.errors import CommError, EngineStateError, TrainingError
+from zerotrain.sharding.units import model_parameters
 
 
 class ZeroEngine:
@@ -74,34 +76,32 @@ class ZeroEngine:
         self.loss_scaler = loss_scaler
         self.ledger = Ledger()
         self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.overlap)
-        self.progress = Progress(self.collectives)
+        self.stamps = StepStamps(self.collectives)
         require_same(self.collectives, options.settings(loss_scaler))
         self._syncs = True
         self._losses: list[torch.Tensor] = []
         self._skipped_steps = SkippedSteps(options.max_skipped_steps, loss_scaler)
-        self._groups = ParamGroups(model, optimizer, param_groups, decay_all=decay_all, warns=world.rank == 0)
-        share_unmanaged(model, self.collectives)
-        self._cut(initial or InitialValues(), None)
-
-    def _cut(self, initial: InitialValues, transfer: Transfer | None) -> None:
-        """Make buckets of the model, with what `transfer` brings from earlier ones, and connect them to it."""
-        self._pools = ScratchPools(self.world.device)
-        self.schedule = build_schedule(
-            self.module,
-            self.options,
-            self._groups,
+        parameters = model_parameters(model)
+        dtypes = dtypes_of(parameters, self.precision)
+        self._groups = ParamGroups(parameters, optimizer, param_groups, decay_all=decay_all, warns=world.rank == 0)
+        self._pools = ScratchPools(world.device)
+        share_unmanaged(model, parameters, self.collectives)
+        cast_around_kept(model, dtypes, self.precision)
+        self._builder = Builder(
+            model,
+            parameters,
+            dtypes,
+            options=options,
+            groups=self._groups,
             collectives=self.collectives,
             pools=self._pools,
-            initial=initial,
-            fill=None if transfer is None else transfer.fill,
         )
-        pool = self._pools.of(self.precision.master)
-        self.optimizer = ShardedOptimizer(self._groups, self.schedule, collectives=self.collectives, master_pool=pool)
-        if transfer is not None:
-            transfer.restore_state(self.optimizer, self.schedule)
-        self._updater = Updater(self.schedule, self.optimizer, master_pool=pool)
-        self._trained = self.schedule.trained
-        self._disconnect = connect(self, self.schedule)
+        self._connect(self._builder.schedule(initial or InitialValues()))
+
+    def _connect(self, schedule: Schedule) -> None:
+        """Let the model tell a schedule of buckets, which were just cut, where it is."""
+        self.schedule = schedule
+        self._disconnect = connect(self, schedule)
         self._first_node_after_update = next_node()
 
     # ---- forward, backward, step
@@ -121,7 +121,7 @@ class ZeroEngine:
         returned = False
         try:
             with self._phase(Phase.FORWARD):
-                self.schedule.before_forward(self.schedule.units[0])
+                self.schedule.begin_forward()
                 yield
                 returned = True
         finally:
@@ -143,9 +143,11 @@ class ZeroEngine:
         self.ledger.in_step = True
         self._losses.append(loss.detach())
         scale = torch.ones_like(loss).mul_(weight / (self.world.size / self.loss_scale))
-        self.progress.num_backwards += 1
+        self.stamps.num_backwards += 1
         with self._phase(Phase.BACKWARD), self._clean_after_error():
-            self.schedule.begin_backward(more_to_come=not self._syncs, loss_scale=self.loss_scale)
+            self.schedule.begin_backward(
+                more_to_come=not self._syncs, loss_scale=self.loss_scale, frees_graph=not retain_graph
+            )
             loss.backward(gradient=scale, retain_graph=retain_graph)
             self.schedule.end_backward()
 
@@ -179,11 +181,11 @@ class ZeroEngine:
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
         before = self.schedule.phase
-        self.schedule.phase = self.progress.phase = phase
+        self.schedule.phase = self.stamps.phase = phase
         try:
             yield
         finally:
-            self.schedule.phase = self.progress.phase = before
+            self.schedule.phase = self.stamps.phase = before
 
     def step(self) -> StepResult:
         """Clip, update the master weights bucket by bucket, and issue each bucket's gather as it is done.
@@ -196,14 +198,14 @@ class ZeroEngine:
             DisagreementError: the ranks have not done the same since the last step.
             TrainingError: too many steps in a row were skipped, on every rank alike, or no smaller loss scale is left.
         """
-        if any(g.life.state not in (GradientState.REDUCING, GradientState.REDUCED) for _, g in self._trained):
+        if not all(bucket.gradient.is_reduced for bucket in self.schedule.trained):
             raise EngineStateError(
                 "step came before a backward outside no_sync(): call engine.backward(loss) first, the last "
                 "micro-batch of a step outside `with engine.no_sync()`"
             )
         with self._phase(Phase.UPDATE), self._clean_after_error():
             result, reason_to_stop = self._step()
-        self.progress.close_step()
+        self.stamps.close_step()
         self.ledger.close_step()
         if reason_to_stop is not None:
             raise TrainingError(reason_to_stop)
@@ -213,26 +215,26 @@ class ZeroEngine:
 
     def _step(self) -> tuple[StepResult, str | None]:
         """The step, and why training must not go on after it, if so."""
-        self.schedule.finish_reductions()
-        trained = [gradient for _, gradient in self._trained]
+        trained = self.schedule.trained
+        self.schedule.reductions.finish()
         with named_range("norm of", "the gradient"):
-            norm, stamps = self.progress.stamped_norm([g.digit_sums for g in trained], self.param_groups)
+            norm, stamps = self.stamps.stamped_norm([b.gradient.digit_sums for b in trained], self.param_groups)
         coefficient = clip_coefficient(norm, self.max_grad_norm)
         norm_value, coefficient_value = torch.stack([norm, coefficient]).tolist()  # a step's one wait for the device
         skipped = not math.isfinite(norm_value)
         if skipped:
-            self.progress.require_same(stamps)
+            self.stamps.require_same(stamps)
         reason = self._skipped_steps.reason_to_stop(skipped=skipped)
         if reason is not None:
             reason += f". {find_nonfinite(self.module, trained, self._losses, self.collectives)}"
         if skipped:
             self.schedule.drop_gradients()
         else:
-            self.schedule.expect_updated()
             is_scaled = self.max_grad_norm is not None or self.loss_scaler is not None
-            self._updater.update_all(coefficient / self.loss_scale if is_scaled else None)
+            factor = coefficient / self.loss_scale if is_scaled else None
+            update_all(trained, self.schedule.gathers, factor)
             self._first_node_after_update = next_node()
-            self.schedule.rest()
+            self.schedule.end_update()
         self._losses.clear()
         return StepResult(norm_value, coefficient_value, skipped, self.loss_scale), reason
 
@@ -296,14 +298,17 @@ class ZeroEngine:
 
     def _change(self, change: Callable[[], bool]) -> None:
         """Make a change of what trains and, if it changed anything, cut the buckets anew."""
-        if any(gradient.life.state is not GradientState.EMPTY for _, gradient in self._trained):
+        if not all(bucket.gradient.is_empty for bucket in self.schedule.trained):
             raise EngineStateError("what trains cannot change while a gradient waits; call engine.step() first")
-        transfer = Transfer(self.schedule, self.optimizer, self.collectives)
+        transfer = Transfer(self.schedule.buckets, self.collectives)
         if change():
             self._disconnect()
             for bucket in self.schedule.buckets:
-                bucket.weights.uncover()
-            self._cut(InitialValues(), transfer)
+                bucket.weights.let_go()
+            self._pools.clear()
+            schedule = self._builder.schedule(InitialValues(), transfer.fill)
+            transfer.restore_state(schedule.trained)
+            self._connect(schedule)
 
     # ---- what is held, and what the theory says
 
@@ -320,20 +325,21 @@ class ZeroEngine:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, tied ones counted once."""
-        return sum(bucket.weights.layout.numel for bucket in self.schedule.buckets)
+        return sum(bucket.layout.numel for bucket in self.schedule.buckets)
 
     def memory_bytes(self) -> dict[str, Any]:
         """Bytes this rank holds now, by kind, and under "theory" what ZeRO's formulas give without padding.
 
         "scratch" is what the buffers reused from step to step hold beside the model state.
         """
-        return memory_bytes(self.schedule, self.optimizer, self._pools, self.world.size)
+        return memory_bytes(self.schedule, self._groups.factory, self._pools, self.world.shards.size)
 
     def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
         """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes; and
         those of tensors that are updated whole, on their way to their owners and back."""
-        volume, reshards = volume_of(self.schedule, self.world.size), self.options.reshard_after_forward
-        return volume.sent_nbytes(self.plan, num_micro_batches, reshards) + self.optimizer.sent_nbytes
+        volume, reshards = volume_of(self.schedule, self.world.shards.size), self.options.reshard_after_forward
+        whole_tensors = sum(bucket.update.sent_nbytes for bucket in self.schedule.trained)
+        return volume.sent_nbytes(self.plan, num_micro_batches, reshards) + whole_tensors
 
     # ---- weights out
 
@@ -342,8 +348,8 @@ class ZeroEngine:
 
         Collective: all ranks call it.
         """
-        return full_state_dict(self.module, self.schedule.buckets, self.world)
+        return full_state_dict(self.module, self.schedule.buckets, self.collectives)
 
     def weights_sha256(self) -> str:
         """SHA-256 over the full fp32 master weights in name order, the same on every rank. Collective."""
-        return weights_sha256(self.schedule.buckets, self.world, self.collectives)
+        return weights_sha256(self.schedule.buckets, self.collectives)

@@ -1,19 +1,18 @@
-"""The gradient of one bucket: filled parameter by parameter, reduced over ranks, then handed to the optimizer."""
+"""The gradient of one bucket: filled parameter by parameter, reduced over ranks, then handed to the update."""
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
-from zerotrain.comm.collectives import Collectives, Pending
-from zerotrain.comm.exchange import Exchange
+from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.scratch import Scratch, ScratchPool
 from zerotrain.engine.norm import block_squares, digit_sums
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.ranges import named_range
-from zerotrain.engine.scratch import Scratch, ScratchPool
 from zerotrain.engine.states import GRADIENT_TRANSITIONS, GradientState, Life
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
+from zerotrain.sharding.flat_buffer import cut
 from zerotrain.sharding.layout import BucketLayout
 
 SEGMENT_NBYTES = 2**18
@@ -34,9 +33,12 @@ class Segment:
 class BucketGradient:
     """Owns the gradient storage of a bucket.
 
-    Unreduced gradients fill one flat buffer in the wire dtype: the bucket's own where gradients are
-    replicated, a scratch on loan where they are sharded. Over several micro-batches with a lower wire
-    precision they are first summed in the master dtype.
+    Unreduced gradients fill one flat buffer in the wire dtype: the bucket's own where gradients are replicated, one on
+    loan from `pool` where they are sharded. Over several micro-batches with a lower wire precision they are first
+    summed in the master dtype.
+
+    Args:
+        pool: lends buffers of the bucket's dtype.
     """
 
     shard: torch.Tensor
@@ -48,7 +50,6 @@ class BucketGradient:
         self,
         spec: BucketSpec,
         layout: BucketLayout,
-        tag: int,
         *,
         options: EngineOptions,
         collectives: Collectives,
@@ -57,39 +58,34 @@ class BucketGradient:
         self.spec = spec
         self.layout = layout
         self.plan = plan = options.plan
-        self.precision = precision = options.precision.of_bucket(spec.dtype)
-        self.collectives = collectives
-        self.pool = pool
+        self.precision = options.precision.of_bucket(spec.dtype)
+        self.life = Life(f"gradient of {spec.name}", GradientState.EMPTY, GRADIENT_TRANSITIONS)
+        self.segments = _cut_segments(spec)
+        self._pool = pool
         self._exact_norm = options.max_grad_norm is not None
-        self._tag = tag
-        self.life = Life(f"gradient of {spec.parameters[0].names[0]}", GradientState.EMPTY, GRADIENT_TRANSITIONS)
-        self.segments = self._cut_segments()
+        self._device = collectives.world.device
         self._own: Scratch | None = None
-        self._filling: Scratch | None = None
+        """The bucket's own buffer, where gradients are replicated."""
+        self._unreduced: Scratch | None = None
+        """(padded_numel,) wire dtype, from the filling to the end of the reduction."""
         self._accumulator: Scratch | None = None
-        self._accumulating = False
-        self._carry: torch.Tensor | None = None
-        self._received: Scratch | None = None
-        self._received_flat: torch.Tensor | None = None
-        self._expected: Exchange | None = None
-        self._pending: Pending | None = None
-        device = collectives.world.device
+        """(padded_numel,) master dtype: the sum over micro-batches, once one was needed."""
+        self._accumulates = False
+        """Whether this step's gradients go into the accumulator."""
+        self._earlier: torch.Tensor | None = None
+        """(shard_numel,) master dtype: what an earlier backward of this step has reduced."""
         if plan.shards_gradients:
-            self.shard = torch.zeros(layout.shard_numel, dtype=precision.compute, device=device)
+            self.shard = self._zeros(layout.shard_numel, self.precision.compute)
         else:
-            self._own = Scratch(torch.zeros(layout.padded_numel, dtype=precision.compute, device=device))
-            self.shard = self._own.storage[layout.shard(collectives.world.rank)]
+            self._own = Scratch(self._zeros(layout.padded_numel, self.precision.compute))
+            self.shard = self._own.storage[layout.shard(collectives.shards.rank)]
+        self._reduction = collectives.reduction(spec.name, self.shard, pool)
+        self._gather = None
+        if self._own is not None and not plan.shards_optimizer:
+            self._gather = collectives.gather(f"the gradient of {spec.name}", self._own.storage, self.shard)
 
-    def _cut_segments(self) -> list[Segment]:
-        segments: list[Segment] = []
-        start = nbytes = 0
-        parameters = [managed.parameter for managed in self.spec.parameters]
-        for index, parameter in enumerate(parameters):
-            nbytes += parameter.nbytes
-            if nbytes >= SEGMENT_NBYTES or index == len(parameters) - 1:
-                segments.append(Segment(range(start, index + 1), parameters[start : index + 1]))
-                start, nbytes = index + 1, 0
-        return segments
+    def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self._device)
 
     @property
     def held_nbytes(self) -> int:
@@ -101,13 +97,52 @@ class BucketGradient:
         """Bytes of the sum over micro-batches in the master dtype, where one was needed."""
         return 0 if self._accumulator is None else self._accumulator.storage.nbytes
 
-    def fill(self, segment: Segment, *, more_to_come: bool) -> None:
-        """Move the gradients of a segment's parameters into the bucket, or add them to what it holds.
+    @property
+    def ends_with_gather(self) -> bool:
+        """Whether `finish_reduce` issues a gather of what was reduced."""
+        return self._gather is not None
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a backward has reduced it, or is about to be waited for."""
+        return self.life.state in (GradientState.REDUCING, GradientState.REDUCED)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing of this step."""
+        return self.life.state is GradientState.EMPTY
+
+    @property
+    def borrows(self) -> bool:
+        """Whether filling takes a buffer on loan, of which there are only as many as reductions may be in flight."""
+        begins = self.life.state in (GradientState.EMPTY, GradientState.REDUCED)
+        return begins and self._own is None
+
+    # ---- filling
+
+    def begin_filling(self, *, more_to_come: bool) -> None:
+        """The first gradient of a backward comes: choose what it goes into, unless an earlier backward has.
 
         Args:
             more_to_come: further micro-batches follow before the reduction.
         """
-        views = self._target(more_to_come)
+        if self.life.state is GradientState.FILLING:
+            return
+        if self.life.state is GradientState.REDUCED:
+            self._finish_gather()
+            self._earlier = self.shard.to(self.precision.master, copy=True)
+        self.life.become(GradientState.FILLING)
+        self._accumulates = more_to_come and self.precision.separate_master
+        if not self._accumulates:
+            self._unreduced = self._wire_buffer()
+        elif self._accumulator is None:
+            self._accumulator = Scratch(self._zeros(self.layout.padded_numel, self.precision.master))
+
+    def fill(self, segment: Segment) -> None:
+        """Move the gradients of a segment's parameters into the bucket, or add them to what it holds. A parameter
+        without a gradient counts as zeros."""
+        buffer = self._accumulator if self._accumulates else self._unreduced
+        views = cut(_begun(buffer), self.layout)[1]
         present = [(views[slot], p.grad) for slot, p in zip(segment.slots, segment.parameters, strict=True)]
         targets = [target for target, grad in present if grad is not None]
         grads = [grad for _, grad in present if grad is not None]
@@ -123,72 +158,39 @@ class BucketGradient:
         for parameter in segment.parameters:
             parameter.grad = None
 
-    def _target(self, more_to_come: bool) -> list[torch.Tensor]:
-        """The views that gradients go into now, from the buffer that this step's filling began with."""
-        if self.life.state is not GradientState.FILLING:
-            self._begin_filling(accumulate=more_to_come and self.precision.separate_master)
-        buffer = self._accumulator if self._accumulating else self._filling
-        return _held(buffer).cut(self.layout)[1]
-
-    def _begin_filling(self, accumulate: bool) -> None:
-        if self.life.state is GradientState.REDUCED:
-            self._wait_gathered()
-            self._carry = self.shard.to(self.precision.master, copy=True)
-        self.life.become(GradientState.FILLING)
-        self._accumulating = accumulate
-        if accumulate:
-            if self._accumulator is None:
-                empty = torch.zeros(self.layout.padded_numel, dtype=self.precision.master, device=self.shard.device)
-                self._accumulator = Scratch(empty)
-        else:
-            self._filling = self._wire_buffer()
-
     def _wire_buffer(self) -> Scratch:
         if self._own is not None:
             return self._own
-        scratch = self.pool.take(self.layout.padded_numel, self.layout)
-        flat, _ = scratch.cut(self.layout)
+        scratch = self._pool.take(self.layout.padded_numel, self.layout)
+        flat, _ = cut(scratch, self.layout)
         last = self.layout.slots[-1].end
         # What lies between slots must be zero: it is summed, squared and updated with the rest.
         (flat[last:] if self.layout.is_dense else flat).zero_()
         return scratch
 
-    def expect_reduce(self) -> None:
-        """Be ready for what the other ranks send to the reduction, which may come before this rank's own part."""
-        if self.collectives.ordered:
-            numel = self.collectives.received_numel(self.layout.padded_numel)
-            self._received = self.pool.take(numel)
-            self._received_flat = self._received.storage[:numel]
-            self._expected = self.collectives.expect_reduce(self._received_flat, self._tag, name=self.spec.name)
+    # ---- the reduction
 
-    def stop_expecting(self) -> None:
-        """The reduction will not come. Which buckets expect one differs from rank to rank, but for posted receives."""
-        if self._expected is None:
-            self._give_back_received()
-            return
-        for segment in self.segments:  # only what is sent to it ends a receive
-            if not segment.holds_values:
-                self.fill(segment, more_to_come=False)
-        self.reduce()
-        self.finish_reduce(loss_scale=1.0)
+    def prepare_reduce(self) -> None:
+        """Be ready for what the other ranks send to the reduction, which may come before this rank's own part."""
+        self._reduction.prepare()
+
+    def withdraw(self) -> None:
+        """The reduction that was prepared will not come, on any rank."""
+        self._reduction.withdraw()
 
     def reduce(self) -> None:
         """Issue the reduction. Every segment has been filled (with zeros where no gradient came)."""
-        if self._accumulating:
-            self._filling = self._wire_buffer()
-            self._filling.cut(self.layout)[0].copy_(_held(self._accumulator).storage)
-        unreduced = _held(self._filling).cut(self.layout)[0]
+        if self._accumulates:
+            self._unreduced = self._wire_buffer()
+            cut(self._unreduced, self.layout)[0].copy_(_begun(self._accumulator).storage)
         self.life.become(GradientState.REDUCING)
         with named_range("reduce", self.spec.name):
-            self._pending = self.collectives.reduce(
-                unreduced, self._received_flat, self.shard, self._expected, name=self.spec.name
-            )
-        self._expected = None
+            self._reduction.issue(cut(_begun(self._unreduced), self.layout)[0])
 
     @property
     def reduction_done(self) -> bool:
         """Whether `finish_reduce` would not have to wait."""
-        return self._pending is None or self._pending.done()
+        return self._reduction.done()
 
     def finish_reduce(self, loss_scale: float) -> None:
         """Wait for the reduction, leave the sum in `shard`, and give the loaned buffers back.
@@ -198,53 +200,46 @@ class BucketGradient:
         Args:
             loss_scale: a power of two that the gradient is too large by, and will be divided by later.
         """
-        unreduced = _held(self._filling).cut(self.layout)[0]
         with named_range("wait for reduce", self.spec.name):
-            _held(self._pending).wait()
+            self._reduction.wait()
         with named_range("sum", self.spec.name):
-            self.collectives.finish_reduce(unreduced, self._received_flat, self.shard)
-        self._pending = None
-        if self._carry is not None:
-            self.shard.copy_(self._carry.add_(self.shard))
-            self._carry = None
-        self._give_back_received()
-        # Now, beside the reductions still under way, and while the shard is in the cache.
+            self._reduction.finish()
+        if self._earlier is not None:
+            self.shard.copy_(self._earlier.add_(self.shard))
+            self._earlier = None
+        # The part of the norm is taken now, beside the reductions under way, and while the shard is in the cache.
         squares = block_squares(self.shard, exact=self._exact_norm)
         if loss_scale != 1.0:
-            squares /= loss_scale**2  # not out of the sum: that would be cut at other bits
+            # From the squares, not from their digits: numbers of another size would be cut at other bits.
+            squares /= loss_scale**2
         self.digit_sums = digit_sums(squares)
         if self._own is None:
-            self.pool.give_back(_held(self._filling))
-        elif not self.plan.shards_optimizer:
+            self._pool.give_back(_begun(self._unreduced))
+        elif self._gather is not None:
             with named_range("gather gradient", self.spec.name):
-                name = f"the gradient of {self.spec.name}"
-                self._pending = self.collectives.gather(self._own.storage, self.shard, self._tag, name=name)
+                self._gather.issue()
         self._end_filling()
         self.life.become(GradientState.REDUCED)
 
-    def _give_back_received(self) -> None:
-        if self._received is not None:
-            self.pool.give_back(self._received)
-            self._received = self._received_flat = None
-
     def reduced(self) -> torch.Tensor:
         """The reduced gradient over this rank's optimizer range, wire dtype."""
-        self._wait_gathered()
+        self._finish_gather()
         return self.shard if self.plan.shards_optimizer or self._own is None else self._own.storage
 
-    def _wait_gathered(self) -> None:
-        if self._pending is not None:
+    def _finish_gather(self) -> None:
+        if self._gather is not None and self._gather.is_under_way:
             with named_range("wait for gather gradient", self.spec.name):
-                self._pending.wait()
-            self._pending = None
+                self._gather.finish()
+
+    # ---- the end
 
     def drop(self) -> None:
         """Forget this step's gradient; the buffers stay."""
-        self._wait_gathered()
-        if self.life.state is GradientState.FILLING and self._filling is not None and self._own is None:
-            self.pool.give_back(self._filling)
+        self._finish_gather()
+        if self.life.state is GradientState.FILLING and self._unreduced is not None and self._own is None:
+            self._pool.give_back(self._unreduced)
         self._end_filling()
-        self._carry = None
+        self._earlier = None
         if self.life.state is not GradientState.EMPTY:
             self.life.become(GradientState.EMPTY)
 
@@ -256,17 +251,26 @@ class BucketGradient:
 
     def _end_filling(self) -> None:
         """What was filled is reduced or dropped: the next gradient to arrive begins anew."""
-        self._filling = None
-        self._accumulating = False
+        self._unreduced = None
+        self._accumulates = False
         for segment in self.segments:
             segment.holds_values = False
 
 
-T = TypeVar("T")
+def _cut_segments(spec: BucketSpec) -> list[Segment]:
+    segments: list[Segment] = []
+    start = nbytes = 0
+    parameters = [managed.parameter for managed in spec.parameters]
+    for index, parameter in enumerate(parameters):
+        nbytes += parameter.nbytes
+        if nbytes >= SEGMENT_NBYTES or index == len(parameters) - 1:
+            segments.append(Segment(range(start, index + 1), parameters[start : index + 1]))
+            start, nbytes = index + 1, 0
+    return segments
 
 
-def _held(value: T | None) -> T:
-    """What this part of a gradient's life always holds."""
-    if value is None:
-        raise EngineStateError("a gradient was reduced that had not been filled; this is a fault of zerotrain itself")
-    return value
+def _begun(buffer: Scratch | None) -> Scratch:
+    """The buffer that a gradient being filled always has."""
+    if buffer is None:
+        raise EngineStateError("a gradient was used that had not been filled; this is a fault of zerotrain itself")
+    return buffer

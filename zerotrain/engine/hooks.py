@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerotrain.engine.live_unit import LiveUnit
+from zerotrain.engine.live_unit import Call, LiveUnit
 from zerotrain.engine.ranges import named_range, profiler_runs
 from zerotrain.engine.schedule import Schedule
 from zerotrain.engine.structures import tensors_in
 from zerotrain.errors import EngineStateError
 
 next_node = torch.autograd._get_sequence_nr
-"""() -> the number that the next node of a graph gets in this thread; numbers grow."""
+"""() -> the number that the next node of a graph gets in this thread; numbers grow. See [Note: positions in a
+backward] in `live_unit`."""
 
 _HOOKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules that engines hang on."""
@@ -89,7 +90,8 @@ class LastGradientHook:
 def connect(engine: object, schedule: Schedule) -> weakref.finalize:
     """Hook the modules of all units and the parameters of all trained buckets, until the engine is deleted.
 
-    The model's hooks hold the schedule, and that the model: else an engine would live as long as its model.
+    The hooks hold the schedule, and the schedule holds the model. So they are taken off when the engine goes: otherwise
+    a model that is used on would keep its engine's memory.
 
     Returns:
         What disconnects them earlier, when called.
@@ -110,7 +112,7 @@ def _disconnect(schedule: Schedule, hooks: Sequence[RemovableHandle | LastGradie
         hook.remove()
     _HOOKED.difference_update([module for unit in schedule.units for module in unit.modules])
     with suppress(Exception):  # other ranks may be gone; an error raised here would reach nobody
-        schedule.finish()
+        schedule.drain()
 
 
 def _hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
@@ -148,27 +150,30 @@ def _announce_backward(unit: LiveUnit, schedule: Schedule, output: Any, first_no
     runs before all others of the unit, also before those of a tensor that leaves it by another way (a loss kept in an
     attribute), if that node made an output. If it made none, or an output is a parameter itself, the unit is kept.
     """
-
-    def before_backward(_: torch.Tensor) -> None:
-        schedule.before_backward(unit)
-
+    call = Call(first_node)
     last_node = first_node - 1
     for tensor in tensors_in(output):
         if not tensor.requires_grad:
             continue
         if tensor.grad_fn is None:
             schedule.keep(unit)
-        elif (node := tensor.grad_fn._sequence_nr()) >= first_node:  # else it was passed through
-            tensor.register_hook(before_backward)
+        elif (node := tensor.grad_fn._sequence_nr()) >= first_node:  # otherwise it is an input, passed through
+            tensor.register_hook(partial(_announced, schedule, unit, call, node))
             last_node = max(last_node, node)
     if last_node + 1 < next_node():
         schedule.keep(unit)
+    if first_node < next_node():
+        unit.add_call(call, is_held=last_node >= first_node)
+
+
+def _announced(schedule: Schedule, unit: LiveUnit, call: Call, node: int, _: torch.Tensor) -> None:
+    schedule.before_backward(unit, call, node)
 
 
 def _hook_gradients(schedule: Schedule) -> list[LastGradientHook]:
     """Tell the schedule of each segment whose gradients have all arrived."""
     return [
-        LastGradientHook(segment.parameters, partial(schedule.segment_arrived, weights, gradient, segment))
-        for weights, gradient in schedule.trained
-        for segment in gradient.segments
+        LastGradientHook(segment.parameters, partial(schedule.segment_arrived, bucket, segment))
+        for bucket in schedule.trained
+        for segment in bucket.gradient.segments
     ]

@@ -6,40 +6,40 @@ outputs in the compute dtype. Where a module keeps a part of its parameters alon
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerotrain.engine.precision import Precision
 from zerotrain.engine.structures import cast_floating
 from zerotrain.errors import ConfigError
-from zerotrain.sharding.bucketing import ManagedParameter
+from zerotrain.sharding.units import ModelParameter
 
 
-def assign_dtypes(parameters: Sequence[ManagedParameter], precision: Precision) -> None:
-    """Set the dtype that each parameter is held in: the compute dtype, or the master's for those kept.
+def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dict[nn.Parameter, torch.dtype]:
+    """The dtype that each parameter is held in: the compute dtype, or the master's for those kept.
 
     A pattern names a parameter, or a module with all the parameters in it. A tied parameter has several names.
 
     Raises:
         ConfigError: a pattern that matches nothing, or patterns that keep everything.
     """
-    for managed in parameters:
-        managed.dtype = precision.compute
+    dtypes = {each.parameter: precision.compute for each in parameters}
     for pattern in precision.keep_fp32:
-        kept = [managed for managed in parameters if any(_matches(name, pattern) for name in managed.names)]
-        for managed in kept:
-            managed.dtype = precision.master
+        kept = [each.parameter for each in parameters if any(_matches(name, pattern) for name in each.names)]
+        dtypes |= dict.fromkeys(kept, precision.master)
         if not kept:
-            names = (name for managed in parameters for name in managed.names)
+            names = (name for each in parameters for name in each.names)
             known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name.rpartition(".")[0] or name) for name in names)
             raise ConfigError(
                 f"precision.keep_fp32: no module or parameter matches {pattern!r}; there are {', '.join(known)}"
             )
-    if precision.separate_master and all(managed.dtype == precision.master for managed in parameters):
-        raise ConfigError("precision.keep_fp32: keeps every parameter; use precision=fp32, or name fewer")
+    if precision.separate_master and all(dtype == precision.master for dtype in dtypes.values()):
+        raise ConfigError("precision.keep_fp32: keeps every parameter; use precision fp32, or name fewer")
+    return dtypes
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -48,9 +48,13 @@ def _matches(name: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))
 
 
-def cast_around_kept(model: nn.Module, parameters: Sequence[ManagedParameter], precision: Precision) -> None:
-    """Hook the modules whose parameters are all kept: inputs in the master dtype, outputs in the compute dtype."""
-    kept = {managed.parameter for managed in parameters if managed.dtype != precision.compute}
+def cast_around_kept(model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dtype], precision: Precision) -> None:
+    """Hook the modules whose parameters are all kept: inputs in the master dtype, outputs in the compute dtype.
+
+    Args:
+        dtypes: from `dtypes_of`.
+    """
+    kept = {parameter for parameter, dtype in dtypes.items() if dtype != precision.compute}
     if not kept:
         return
 

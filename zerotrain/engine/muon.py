@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerotrain.errors import ConfigError
-from zerotrain.sharding.bucketing import ManagedParameter, Unit
+from zerotrain.sharding.units import ModelParameter, Unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class MuonWithAdamW:
     adamw_weight_decay: float = 0.1
     fused: bool = True
 
-    def needs_whole(self, units: Sequence[Unit]) -> list[ManagedParameter]:
+    def needs_whole(self, units: Sequence[Unit[ModelParameter]]) -> list[ModelParameter]:
         """The parameters for Muon.
 
         Raises:
@@ -90,9 +90,9 @@ class MuonWithAdamW:
         )
 
 
-def _is_embedding(managed: ManagedParameter) -> bool:
+def _is_embedding(managed: ModelParameter) -> bool:
     return any(isinstance(owner, nn.Embedding) for owner, _ in managed.owners)
 
 
-def _matches(managed: ManagedParameter, pattern: str) -> bool:
+def _matches(managed: ModelParameter, pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in managed.names)

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.engine.gradients import BucketGradient
+from zerotrain.engine.bucket import TrainedBucket
 from zerotrain.engine.loss_scale import LossScaler
+from zerotrain.engine.named_state import GRADIENT, pieces
 
 _FINITE, _INFINITE, _NAN = 0, 1, 2
 _WORDS = {_INFINITE: "inf", _NAN: "nan"}
@@ -31,19 +32,19 @@ class SkippedSteps:
         if not skipped:
             return None
         if self.loss_scaler is not None and self.loss_scaler.is_exhausted:
-            return "the gradient overflows fp16 even at a loss scale of 1; use precision=bf16 or lower optimizer.lr"
+            return "the gradient overflows fp16 even at a loss scale of 1; use precision bf16 or a lower learning rate"
         if self.num_in_a_row < self.max_in_a_row:
             return None
         in_a_row = "" if self.max_in_a_row == 1 else f" in {self.num_in_a_row} steps in a row"
         return (
-            f"the gradient was not finite{in_a_row}; lower optimizer.lr, look at the data, or let more steps be "
-            "skipped (train.on_nonfinite=skip, train.max_skipped_steps)"
+            f"the gradient was not finite{in_a_row}; lower the learning rate, look at the data, or let more steps "
+            "be skipped (max_skipped_steps)"
         )
 
 
 def find_nonfinite(
     model: nn.Module,
-    gradients: Sequence[BucketGradient],
+    trained: Sequence[TrainedBucket],
     losses: Sequence[torch.Tensor],
     collectives: Collectives,
 ) -> str:
@@ -56,7 +57,7 @@ def find_nonfinite(
         losses: of the step's micro-batches, on this rank.
     """
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
-    found = [bad for gradient in gradients for bad in _bad_parameters(gradient, order)]
+    found = [bad for bucket in trained for bad in _bad_parameters(bucket, order)]
     position, kind = max(found, default=(-1, _FINITE))
     loss_kind = max((_kind(loss) for loss in losses), default=_FINITE)
     mine = torch.tensor([position, kind, loss_kind], dtype=torch.float64, device=collectives.world.device)
@@ -73,13 +74,10 @@ def find_nonfinite(
     return f"In the backward it was first {_WORDS[kind]} in {list(order)[position]}; {said_of_losses}"
 
 
-def _bad_parameters(gradient: BucketGradient, order: dict[str, int]) -> list[tuple[int, int]]:
+def _bad_parameters(bucket: TrainedBucket, order: dict[str, int]) -> list[tuple[int, int]]:
     """(place in the model, kind) of each parameter that is not finite within this rank's shard."""
-    layout, rank = gradient.layout, gradient.collectives.world.rank
-    spans = layout.spans(range(len(layout.slots)), layout.shard(rank))
-    kinds = [_kind(gradient.shard[span]) for span in spans]
-    members = gradient.spec.parameters
-    return [(order[m.names[0]], kind) for m, kind in zip(members, kinds, strict=True) if kind != _FINITE]
+    kinds = [(piece.managed, _kind(piece.values)) for piece in pieces(bucket, GRADIENT)]
+    return [(order[managed.names[0]], kind) for managed, kind in kinds if kind != _FINITE]
 
 
 def _kind(values: torch.Tensor) -> int:

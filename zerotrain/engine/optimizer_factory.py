@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from zerotrain.errors import ConfigError
-from zerotrain.sharding.bucketing import ManagedParameter, Unit
+from zerotrain.sharding.units import ModelParameter, Unit
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer from parameter groups. It may have a method `needs_whole(units)`, which names the parameters that
@@ -60,7 +60,7 @@ def works_on_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, WHOLE_TENSOR_OPTIMIZERS) or getattr(optimizer, "whole_tensor", False)
 
 
-def needing_whole(factory: OptimizerFactory, units: Sequence[Unit]) -> list[ManagedParameter]:
+def needing_whole(factory: OptimizerFactory, units: Sequence[Unit[ModelParameter]]) -> list[ModelParameter]:
     """The trainable parameters of `units` that the optimizer needs whole: those it names, or all, or none.
 
     Raises:

@@ -1,14 +1,14 @@
 """Parameter groups: which parameters are updated with which hyperparameters, and which train at all."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerotrain.engine.lazy_parameter import LazyParameter
 from zerotrain.engine.optimizer_factory import (
     SAMPLE_SHAPE,
     OptimizerFactory,
@@ -17,7 +17,16 @@ from zerotrain.engine.optimizer_factory import (
     updates_whole,
 )
 from zerotrain.errors import ConfigError
-from zerotrain.sharding.bucketing import ManagedParameter, Unit, managed_parameters
+from zerotrain.sharding.units import ModelParameter, Unit
+
+
+@dataclass(frozen=True)
+class GroupTraits:
+    """What the groups decide of one parameter. See `ManagedParameter`."""
+
+    group: int
+    generation: int
+    is_updated_whole: bool
 
 
 class ParamGroups:
@@ -26,7 +35,7 @@ class ParamGroups:
     Names, here and in its methods, may be patterns such as "*.bias"; one that stands for nothing raises ConfigError.
 
     Args:
-        model: with its own parameters in place, before they move into buckets.
+        parameters: of the model, in module order.
         factory: makes an optimizer from groups.
         given: as for `build_engine`; None: a group of matrices (two or more dimensions) and one of the others, and
             behind "whole " those of what is updated whole.
@@ -43,7 +52,7 @@ class ParamGroups:
 
     def __init__(
         self,
-        model: nn.Module,
+        parameters: Sequence[ModelParameter],
         factory: OptimizerFactory,
         given: Sequence[dict[str, Any]] | None,
         *,
@@ -53,14 +62,14 @@ class ParamGroups:
         self.factory = factory
         self.hyperparameters = []
         self._warns = warns
-        self._names = {managed.parameter: managed.names for managed in managed_parameters(model)}
+        self._names = {each.parameter: each.names for each in parameters}
         self._group: dict[nn.Parameter, int] = {}
-        self._born: dict[nn.Parameter, int] = {}
+        self._generation: dict[nn.Parameter, int] = {}
         self._num_changes = 0
         self._decay_all = decay_all
         self._updates_whole = False
         if given is None:
-            return  # made with the first buckets, when it is known what is updated whole
+            return  # `traits` makes the groups: which parameters are updated whole depends on the units
         if updates_whole(factory):
             raise ConfigError(
                 "param_groups: the optimizer updates whole tensors and has groups of its own; leave param_groups out"
@@ -76,15 +85,20 @@ class ParamGroups:
                 '{"params": ["*"]}, or freeze it with requires_grad_(False)'
             )
 
-    def _add_default_groups(self, members: Sequence[ManagedParameter]) -> None:
+    def _add_default_groups(self, parameters: Sequence[nn.Parameter], whole: set[nn.Parameter]) -> None:
+        """Matrices, with weight decay, and the others; in a group of their own those that are updated whole."""
+        names_of = {
+            parameter: ("whole " if parameter in whole else "") + ("matrices" if parameter.ndim >= 2 else "others")
+            for parameter in parameters
+        }
         names = ["matrices", "others"]
         if self._updates_whole:
-            names = sorted({managed.group_name for managed in members if managed.parameter.requires_grad})
+            names = sorted({names_of[parameter] for parameter in parameters if parameter.requires_grad})
         for name in names:
             self.hyperparameters.append(self._completed({"name": name}))
             if not (name.endswith("matrices") or self._decay_all) and "weight_decay" in self.hyperparameters[-1]:
                 self.hyperparameters[-1]["weight_decay"] = 0.0
-        self._group = {m.parameter: names.index(m.group_name) for m in members if m.group_name in names}
+        self._group = {each: names.index(name) for each, name in names_of.items() if name in names}
 
     def _add(self, group: dict[str, Any]) -> None:
         """Append a group; of the parameters it names it gets those that no group has."""
@@ -93,7 +107,7 @@ class ParamGroups:
         if settings["name"] in [other["name"] for other in self.hyperparameters]:
             raise ConfigError(f"param_groups: two groups are called {settings['name']!r}; give each a name of its own")
         members = self.find(named, "param_groups")
-        taken = [_original(each) for each in named if _original(each) in self._group]
+        taken = [each for each in named if isinstance(each, nn.Parameter) and each in self._group]
         if taken:
             raise ConfigError(f"param_groups: {self._listed(taken)} in two groups; leave it in one")
         self.hyperparameters.append(self._completed(settings))
@@ -126,7 +140,7 @@ class ParamGroups:
             if isinstance(each, str):
                 matching = [p for p, names in self._names.items() if any(fnmatchcase(name, each) for name in names)]
             elif isinstance(each, torch.Tensor):
-                matching = [_original(each)] if _original(each) in self._names else []
+                matching = [parameter for parameter in self._names if parameter is each]
             else:
                 raise ConfigError(
                     f"{setting}: takes names, patterns such as '*.bias' and parameters, no {type(each).__name__}"
@@ -138,17 +152,35 @@ class ParamGroups:
             found.update(matching)
         return [parameter for parameter in self._names if parameter in found]
 
-    def label(self, units: Sequence[Unit]) -> None:
-        """Write into each parameter whether it is updated whole, the number of its group and of the change it began to
-        train with."""
-        members = [managed for unit in units for managed in unit.parameters]
-        for managed in needing_whole(self.factory, units):
-            managed.is_updated_whole = self._updates_whole = True
+    def traits(self, units: Sequence[Unit[ModelParameter]]) -> dict[nn.Parameter, "GroupTraits"]:
+        """What the groups decide of each parameter. The default groups are made at the first call."""
+        members = [each for unit in units for each in unit.parameters]
+        whole = {each.parameter for each in needing_whole(self.factory, units)}
+        self._updates_whole = self._updates_whole or bool(whole)
         if not self.hyperparameters:
-            self._add_default_groups(members)
-        for managed in members:
-            managed.group = self._group.get(managed.parameter, 0)
-            managed.born = self._born.get(managed.parameter, 0)
+            self._add_default_groups([each.parameter for each in members], whole)
+        return {
+            each.parameter: GroupTraits(
+                group=self._group.get(each.parameter, 0),
+                generation=self._generation.get(each.parameter, 0),
+                is_updated_whole=each.parameter in whole,
+            )
+            for each in members
+        }
+
+    def optimizer_of(self, targets: Iterable[tuple[int, torch.Tensor]]) -> torch.optim.Optimizer | None:
+        """The optimizer of tensors, each with the number of its group; None for no tensors."""
+        members: dict[int, list[torch.Tensor]] = {}
+        for group, target in targets:
+            members.setdefault(group, []).append(target)
+        described = [{"params": tensors, **self.hyperparameters[group]} for group, tensors in members.items()]
+        return build_optimizer(self.factory, described) if described else None
+
+    def show_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give one of those optimizers the hyperparameters as they are now."""
+        by_name = {group["name"]: group for group in self.hyperparameters}
+        for group in optimizer.param_groups:
+            group.update(by_name[group["name"]])
 
     # ---- changes of what trains
 
@@ -172,7 +204,7 @@ class ParamGroups:
         self._num_changes += 1
         for parameter in started:
             parameter.requires_grad_(True)
-            self._born[parameter] = self._num_changes
+            self._generation[parameter] = self._num_changes
         return bool(started)
 
     def add(self, group: dict[str, Any]) -> bool:
@@ -213,8 +245,3 @@ def _named_in(group: dict[str, Any]) -> list[Any]:
 
 def _as_list(named: Any) -> list[Any]:
     return [named] if isinstance(named, str | torch.Tensor) else list(named)
-
-
-def _original(named: Any) -> Any:
-    """A parameter itself where its stand-in was given."""
-    return named.original if isinstance(named, LazyParameter) else named

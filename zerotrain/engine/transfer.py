@@ -4,7 +4,7 @@ Bucket borders change no bits, so a change of what trains may move every paramet
 bucket: while it lasts a rank holds what it holds at rest twice, old and new, and beside it one bucket whole.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.engine.optimizer import ShardedOptimizer, Span
-from zerotrain.engine.schedule import Bucket, Schedule
-from zerotrain.engine.weights import BucketWeights
+from zerotrain.engine.bucket import Bucket, TrainedBucket
+from zerotrain.engine.bucket_update import Span
+from zerotrain.engine.named_state import WEIGHT, capture, per_element, restore
 from zerotrain.errors import EngineStateError
-from zerotrain.sharding.bucketing import BucketSpec, ManagedParameter
+from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.flat_buffer import slot_view
 from zerotrain.sharding.layout import Slot
+from zerotrain.sharding.units import ManagedParameter
 
 SpanKey = tuple[int, int]
 
@@ -27,53 +28,48 @@ SpanKey = tuple[int, int]
 class Transfer:
     """Takes values and optimizer state out of old buckets and puts them into new ones. All ranks take part."""
 
-    def __init__(self, schedule: Schedule, optimizer: ShardedOptimizer, collectives: Collectives) -> None:
-        self.collectives = collectives
-        self._optimizer = optimizer
-        self._homes: dict[nn.Parameter, tuple[Bucket, Slot]] = {}
-        self._indices = {weights: index for index, (weights, _) in enumerate(schedule.trained)}
-        for bucket in schedule.buckets:
-            members = bucket.weights.spec.parameters
-            for slot, managed in zip(bucket.weights.layout.slots, members, strict=True):
-                self._homes[managed.parameter] = (bucket, slot)
-        self._state = self._describe_state()
+    def __init__(self, buckets: Sequence[Bucket], collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._homes: dict[nn.Parameter, tuple[Bucket, Slot]] = {
+            managed.parameter: (bucket, slot)
+            for bucket in buckets
+            for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True)
+        }
+        self._state = self._described_state(buckets)
 
-    def _describe_state(self) -> dict[SpanKey, dict[str, Any]]:
+    def _described_state(self, buckets: Sequence[Bucket]) -> dict[SpanKey, dict[str, Any]]:
         """What the optimizer keeps for parameters of each span key, by name: a dtype for a number per element, the
         value itself for what is kept once. A rank whose shards hold nothing of a key learns of it from the others.
         """
         mine: dict[SpanKey, dict[str, Any]] = {}
-        for index, spans in enumerate(self._optimizer.spans):
-            for span in spans:
-                for name, value in self._optimizer.state_of(index, span).items():
+        for bucket in (each for each in buckets if isinstance(each, TrainedBucket)):
+            for span in bucket.update.spans:
+                for name, value in bucket.update.span_state(span).items():
                     mine.setdefault(span.key, {})[name] = _described(name, value, span)
         everyone: dict[SpanKey, dict[str, Any]] = {}
-        for of_rank in self.collectives.gather_objects(mine, name="optimizer state"):
+        for of_rank in self._collectives.gather_objects(mine, name="optimizer state"):
             everyone |= of_rank
         return everyone
 
     def fill(self, spec: BucketSpec) -> None:
         """Give the parameters of a new bucket their whole values."""
         for bucket, members in self._by_home(spec.parameters).items():
-            whole = bucket.weights.full_master()
+            whole = capture(bucket, WEIGHT, torch.float32, self._collectives)
             for managed in members:
                 _, slot = self._homes[managed.parameter]
                 managed.parameter.data = slot_view(whole, slot).clone()
 
-    def restore_state(self, optimizer: ShardedOptimizer, schedule: Schedule) -> None:
+    def restore_state(self, trained: Iterable[TrainedBucket]) -> None:
         """Give the new buckets the state of those of their parameters that trained before."""
-        for index, (weights, _) in enumerate(schedule.trained):
-            trained_before = [m for m in weights.spec.parameters if self._homes[m.parameter][0].gradient is not None]
-            by_home = self._by_home(trained_before)
-            for span in optimizer.spans[index]:
+        for bucket in trained:
+            members = [m for m in bucket.spec.parameters if isinstance(self._homes[m.parameter][0], TrainedBucket)]
+            for span in bucket.update.spans:
                 for name, value in self._state.get(span.key, {}).items():
                     if not isinstance(value, torch.dtype):
-                        optimizer.state_of(index, span)[name] = _placed(value, span.target.device)
-            for name, dtype in self._per_element(by_home):
-                part = self._whole_state(name, dtype, weights, by_home)[weights.optimizer_range]
-                for span in optimizer.spans[index]:
-                    if name in self._state.get(span.key, {}):
-                        optimizer.state_of(index, span)[name] = part[span.where].clone()
+                        bucket.update.span_state(span)[name] = _placed(value, span.target.device)
+            for name, dtype in self._per_element(members):
+                keys = [key for key, state in self._state.items() if name in state]
+                restore(bucket, name, self._whole_state(name, dtype, bucket, members), keys)
 
     def _by_home(self, members: Iterable[ManagedParameter]) -> dict[Bucket, list[ManagedParameter]]:
         """Parameters by the old bucket they lie in."""
@@ -82,29 +78,21 @@ class Transfer:
             by_home.setdefault(self._homes[managed.parameter][0], []).append(managed)
         return by_home
 
-    def _per_element(self, by_home: dict[Bucket, list[ManagedParameter]]) -> list[tuple[str, torch.dtype]]:
+    def _per_element(self, members: Sequence[ManagedParameter]) -> list[tuple[str, torch.dtype]]:
         """(name, dtype) of the state kept for each element of any of these parameters."""
-        keys = {managed.span for members in by_home.values() for managed in members}
+        keys = {managed.span for managed in members}
         kept = {name: value for key in keys for name, value in self._state.get(key, {}).items()}
         return sorted((name, value) for name, value in kept.items() if isinstance(value, torch.dtype))
 
     def _whole_state(
-        self, name: str, dtype: torch.dtype, weights: BucketWeights, by_home: dict[Bucket, list[ManagedParameter]]
+        self, name: str, dtype: torch.dtype, bucket: TrainedBucket, members: Sequence[ManagedParameter]
     ) -> torch.Tensor:
         """(padded_numel,) of a new bucket: one kind of state, 0 for parameters that have none. Collective."""
-        slots = {
-            managed.parameter: slot for managed, slot in zip(weights.spec.parameters, weights.layout.slots, strict=True)
-        }
-        whole = torch.zeros(weights.layout.padded_numel, dtype=dtype, device=weights.master_weight.device)
-        for bucket, members in by_home.items():
-            old, index = bucket.weights, self._indices[bucket.weights]
-            own = torch.zeros(old.master_weight.numel(), dtype=dtype, device=whole.device)
-            for span in self._optimizer.spans[index]:
-                state = self._optimizer.state_of(index, span)
-                if name in state:
-                    own[span.where] = state[name]
-            values = old.gathered(own)
-            for managed in members:
+        slots = {m.parameter: slot for m, slot in zip(bucket.spec.parameters, bucket.layout.slots, strict=True)}
+        whole = torch.zeros(bucket.layout.padded_numel, dtype=dtype, device=self._collectives.world.device)
+        for old, moving in self._by_home(members).items():
+            values = capture(old, name, dtype, self._collectives)
+            for managed in moving:
                 _, slot = self._homes[managed.parameter]
                 slot_view(whole, slots[managed.parameter]).copy_(slot_view(values, slot))
         return whole
@@ -118,7 +106,7 @@ def _described(name: str, value: Any, span: Span) -> Any:
     """
     if not isinstance(value, torch.Tensor):
         return value
-    if value.shape == span.target.shape:
+    if per_element(span.target, {name: value}):
         return value.dtype
     if value.ndim == 0:
         return value.cpu() if value.is_cpu else _OnDevice(value.cpu())

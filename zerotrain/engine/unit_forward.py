@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerotrain.engine.ranges import named_range
 from zerotrain.errors import ConfigError
-from zerotrain.sharding.bucketing import find_units
+from zerotrain.sharding.units import find_units
 
 Forward = Callable[..., Any]
 

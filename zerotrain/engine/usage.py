@@ -2,40 +2,55 @@
 
 from typing import Any
 
-from zerotrain.engine.optimizer import ShardedOptimizer
+import torch
+
+from zerotrain.comm.scratch import ScratchPools
+from zerotrain.engine.bucket_update import tensors_of_state
+from zerotrain.engine.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, build_optimizer
 from zerotrain.engine.schedule import Schedule
-from zerotrain.engine.scratch import ScratchPools
 from zerotrain.sharding.plan import Volume
 
 
-def volume_of(schedule: Schedule, world_size: int) -> Volume:
+def volume_of(schedule: Schedule, num_shards: int) -> Volume:
     """The bytes of all parameters, each in the dtype it is held in."""
     nbytes = {True: 0, False: 0}
     for bucket in schedule.buckets:
-        spec = bucket.weights.spec
-        nbytes[spec.trainable] += bucket.weights.layout.numel * spec.dtype.itemsize
-    return Volume(trainable_nbytes=nbytes[True], frozen_nbytes=nbytes[False], world_size=world_size)
+        nbytes[bucket.spec.trainable] += bucket.layout.numel * bucket.spec.dtype.itemsize
+    return Volume(trainable_nbytes=nbytes[True], frozen_nbytes=nbytes[False], num_shards=num_shards)
 
 
-def memory_bytes(
-    schedule: Schedule, optimizer: ShardedOptimizer, pools: ScratchPools, world_size: int
-) -> dict[str, Any]:
+def memory_bytes(schedule: Schedule, factory: OptimizerFactory, pools: ScratchPools, num_shards: int) -> dict[str, Any]:
     """See `ZeroEngine.memory_bytes`."""
     trained = schedule.trained
+    state = sum(tensor.nbytes for bucket in trained for tensor in bucket.update.state_tensors())
     return {
         "parameters": sum(bucket.weights.held_nbytes for bucket in schedule.buckets),
-        "gradients": sum(gradient.held_nbytes for _, gradient in trained),
-        "optimizer": sum(tensor.nbytes for tensor in optimizer.state_tensors())
-        + sum(weights.separate_master_nbytes for weights, _ in trained),
-        "scratch": pools.held_nbytes + sum(gradient.accumulator_nbytes for _, gradient in trained),
-        "theory": volume_of(schedule, world_size).memory_nbytes(schedule.plan, _optimizer_nbytes(schedule, optimizer)),
+        "gradients": sum(bucket.gradient.held_nbytes for bucket in trained),
+        "optimizer": state + sum(bucket.update.separate_master_nbytes for bucket in trained),
+        "scratch": pools.held_nbytes + sum(bucket.gradient.accumulator_nbytes for bucket in trained),
+        "theory": volume_of(schedule, num_shards).memory_nbytes(schedule.plan, _optimizer_nbytes(schedule, factory)),
     }
 
 
-def _optimizer_nbytes(schedule: Schedule, optimizer: ShardedOptimizer) -> int:
+def _optimizer_nbytes(schedule: Schedule, factory: OptimizerFactory) -> int:
     """Of all ranks together, without padding: optimizer state, and master weights where they are copies."""
-    trained = [weights for weights, _ in schedule.trained]
-    whole = sum(slot.numel for weights in trained for slot in weights.layout.slots[: weights.spec.num_whole])
-    state = optimizer.state_nbytes(sum(weights.layout.numel for weights in trained), whole)
-    copies = [weights for weights in trained if weights.separate_master_nbytes]
-    return state + sum(weights.layout.numel * weights.master_weight.itemsize for weights in copies)
+    trained = schedule.trained
+    numel = sum(bucket.layout.numel for bucket in trained)
+    num_whole = sum(slot.numel for bucket in trained for slot in bucket.layout.slots[: bucket.spec.num_whole])
+    # By elements, as measured on what this rank updates; of whole tensors, of which it may own none, on a sample.
+    updated = sum(span.target.numel() for bucket in trained for span in bucket.update.spans)
+    held = sum(bucket.update.element_state_nbytes() for bucket in trained)
+    state = (numel - num_whole) * (held // updated if updated else 0)
+    if num_whole:
+        state += num_whole * _sampled_nbytes(factory) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
+    copies = [bucket for bucket in trained if bucket.update.separate_master_nbytes]
+    return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)
+
+
+def _sampled_nbytes(factory: OptimizerFactory) -> int:
+    """What the optimizer keeps of one tensor of `SAMPLE_SHAPE` that it updates whole."""
+    sample = torch.zeros(SAMPLE_SHAPE)
+    optimizer = build_optimizer(factory, [{"params": [sample], "name": "whole matrices"}])
+    sample.grad = torch.ones_like(sample)
+    optimizer.step()
+    return sum(tensor.nbytes for tensor in tensors_of_state(optimizer))

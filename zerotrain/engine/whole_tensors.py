@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from zerotrain.comm.collectives import Collectives, Pending
+from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.handles import Exchange
+from zerotrain.comm.scratch import Scratch, ScratchPool
 from zerotrain.engine.ranges import named_range
-from zerotrain.engine.scratch import Scratch, ScratchPool
-from zerotrain.engine.weights import BucketWeights
-from zerotrain.sharding.layout import ALIGN_NUMEL, round_up
+from zerotrain.sharding.layout import ALIGN_NUMEL, BucketLayout, round_up
 from zerotrain.sharding.ownership import Fragment, cut_fragments
 
 Updates = list[tuple[torch.Tensor, torch.Tensor]]
@@ -25,7 +25,7 @@ Updates = list[tuple[torch.Tensor, torch.Tensor]]
 class Shipment(NamedTuple):
     """Tensors on their way to the ranks that need them, in buffers on loan."""
 
-    pending: Pending
+    exchange: Exchange
     received: torch.Tensor
     buffers: list[Scratch]
 
@@ -34,7 +34,10 @@ class WholeTensors:
     """Moves the whole tensors of one bucket to their owners and back.
 
     Args:
-        owners: rank by index of the tensor in the bucket.
+        name: of the bucket.
+        master_weight: master dtype, over this rank's shard, or all of the bucket where the optimizer is replicated.
+        owners: rank by index of the tensor in the bucket; they come first in it.
+        pool: lends buffers of the master dtype.
     """
 
     targets: dict[int, torch.Tensor]
@@ -42,29 +45,39 @@ class WholeTensors:
     replicated; else without memory of their own, except while they are updated."""
 
     def __init__(
-        self, weights: BucketWeights, owners: dict[int, int], collectives: Collectives, master_pool: ScratchPool
+        self,
+        name: str,
+        master_weight: torch.Tensor,
+        layout: BucketLayout,
+        *,
+        is_sharded: bool,
+        owners: Sequence[int],
+        collectives: Collectives,
+        pool: ScratchPool,
     ) -> None:
-        self._weights = weights
+        self._name = name
+        self._master_weight = master_weight
+        self._slots = slots = layout.slots
         self._collectives = collectives
-        self._pool = master_pool
-        self._is_sharded = weights.plan.shards_optimizer
-        rank, slots = collectives.world.rank, weights.layout.slots
-        fragments = [each for slot, owner in owners.items() for each in cut_fragments(weights.layout, slot, owner)]
-        self._is_exchanged = self._is_sharded and any(each.travels for each in fragments)
+        self._pool = pool
+        self._is_sharded = is_sharded
+        rank = collectives.shards.rank
+        fragments = [each for slot, owner in enumerate(owners) for each in cut_fragments(layout, slot, owner)]
+        self._is_exchanged = is_sharded and any(each.travels for each in fragments)
         self._leaving = [each for each in fragments if each.rank == rank and each.travels]
         self._leaving.sort(key=lambda each: each.owner)
         self._coming = [each for each in fragments if each.owner == rank and each.travels]
         self._coming.sort(key=lambda each: each.rank)
         self._staying = [each for each in fragments if each.rank == rank and not each.travels]
-        master = weights.master_weight
-        if self._is_sharded:
-            # One element seen from everywhere: the shape without the memory.
-            self._at_rest = master.new_zeros(())
-            owned = [slot for slot, owner in owners.items() if owner == rank]
+        if is_sharded:
+            # An expanded scalar: it has the tensor's shape, and no memory.
+            self._at_rest = master_weight.new_zeros(())
+            owned = [slot for slot, owner in enumerate(owners) if owner == rank]
             self.targets = {slot: self._at_rest.expand(slots[slot].shape) for slot in owned}
         else:
             self.targets = {
-                slot: master[slots[slot].offset : slots[slot].end].view(slots[slot].shape) for slot in owners
+                index: master_weight[slot.offset : slot.end].view(slot.shape)
+                for index, slot in enumerate(slots[: len(owners)])
             }
         self._places: dict[int, int] = {}
         """Where each owned tensor starts in the scratch that holds them whole."""
@@ -82,7 +95,7 @@ class WholeTensors:
         if not self._is_sharded:
             return 0
         numel = 2 * sum(each.numel for each in self._leaving) + sum(each.numel for each in self._coming)
-        return numel * self._weights.master_weight.itemsize
+        return numel * self._master_weight.itemsize
 
     def update(self, gradient: torch.Tensor, step: Callable[[Updates], None]) -> Iterator[None]:
         """Begin to update the tensors: `gradient` is read before this returns.
@@ -96,10 +109,10 @@ class WholeTensors:
             every rank must resume it at the same points.
         """
         if not self._is_sharded:
-            slots = self._weights.layout.slots
+            slots = self._slots
             step([(t, gradient[slots[i].offset : slots[i].end].view(t.shape)) for i, t in self.targets.items()])
             return iter(())
-        master = self._weights.master_weight
+        master = self._master_weight
         whole = self._pool.take(2 * self._whole_numel)
         tensors, gradients = self._views(whole, 0), self._views(whole, self._whole_numel)
         for each in self._staying:
@@ -117,7 +130,7 @@ class WholeTensors:
         there: Shipment | None,
         step: Callable[[Updates], None],
     ) -> Iterator[None]:
-        name = self._weights.spec.name
+        name = self._name
         if there is not None:
             yield
             with named_range("wait for whole tensors", name):
@@ -133,7 +146,7 @@ class WholeTensors:
                 target.data = self._at_rest.expand(target.shape)
         updated = [tensors[each.slot].view(-1)[each.in_tensor] for each in self._coming]
         back = self._ship(updated, self._coming, self._leaving, num_parts=1)
-        master = self._weights.master_weight
+        master = self._master_weight
         for each in self._staying:
             master[each.in_shard].copy_(tensors[each.slot].view(-1)[each.in_tensor])
         self._pool.give_back(whole)
@@ -143,7 +156,7 @@ class WholeTensors:
                 self._unload(back, [master[each.in_shard] for each in self._leaving])
 
     def _views(self, whole: Scratch, start: int) -> dict[int, torch.Tensor]:
-        flat, slots = whole.storage[start:], self._weights.layout.slots
+        flat, slots = whole.storage[start:], self._slots
         return {
             slot: flat[place : place + slots[slot].numel].view(slots[slot].shape)
             for slot, place in self._places.items()
@@ -154,20 +167,20 @@ class WholeTensors:
     ) -> Shipment | None:
         if not self._is_exchanged:
             return None
-        world, here = self._collectives.world, self._collectives.world.rank
-        numels = [[0] * world.size, [0] * world.size]
+        here, num_ranks = self._collectives.shards.rank, self._collectives.shards.size
+        numels = [[0] * num_ranks, [0] * num_ranks]
         for side, fragments in zip(numels, (leaving, coming), strict=True):
             for each in fragments:
                 side[each.owner if each.rank == here else each.rank] += num_parts * each.numel
         buffers = [self._pool.take(sum(side)) for side in numels]
         sent, received = (buffer.storage[: sum(side)] for buffer, side in zip(buffers, numels, strict=True))
         _copy_all(sent.split([part.numel() for part in parts]), parts)
-        name = f"whole tensors of {self._weights.spec.name}"
-        return Shipment(self._collectives.exchange(sent, received, *numels, name=name), received, buffers)
+        exchange = self._collectives.exchange(f"whole tensors of {self._name}", sent, received, *numels)
+        return Shipment(exchange, received, buffers)
 
     def _unload(self, shipment: Shipment, parts: Sequence[torch.Tensor]) -> None:
         """Wait, and leave what was received in `parts`, which are in the order of the ranks it comes from."""
-        shipment.pending.wait()
+        shipment.exchange.finish()
         _copy_all(parts, shipment.received.split([part.numel() for part in parts]))
         for buffer in shipment.buffers:
             self._pool.give_back(buffer)

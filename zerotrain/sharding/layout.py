@@ -52,16 +52,16 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """The integers of one bucket over `world_size` ranks."""
+    """The integers of one bucket over `num_shards` ranks."""
 
     slots: tuple[Slot, ...]
     padded_numel: int
-    """Elements with padding: a multiple of world_size * ALIGN_NUMEL."""
-    world_size: int
+    """Elements with padding: a multiple of num_shards * ALIGN_NUMEL."""
+    num_shards: int
 
     @classmethod
     def pack(
-        cls, shapes: Sequence[tuple[int, ...]], world_size: int, strides: Sequence[tuple[int, ...]] | None = None
+        cls, shapes: Sequence[tuple[int, ...]], num_shards: int, strides: Sequence[tuple[int, ...]] | None = None
     ) -> "BucketLayout":
         """Lay parameters one behind the other, each on an aligned offset.
 
@@ -73,7 +73,7 @@ class BucketLayout:
         for shape, stride in zip(shapes, strides, strict=True):
             slots.append(Slot(tuple(shape), offset, tuple(stride)))
             offset = round_up(slots[-1].end, ALIGN_NUMEL)
-        return cls(tuple(slots), round_up(max(offset, 1), ALIGN_NUMEL * world_size), world_size)
+        return cls(tuple(slots), round_up(max(offset, 1), ALIGN_NUMEL * num_shards), num_shards)
 
     @cached_property
     def numel(self) -> int:
@@ -88,7 +88,7 @@ class BucketLayout:
     @property
     def shard_numel(self) -> int:
         """Elements of one rank's range, with padding; the same for all ranks."""
-        return self.padded_numel // self.world_size
+        return self.padded_numel // self.num_shards
 
     def shard(self, rank: int) -> slice:
         """The range of one rank."""

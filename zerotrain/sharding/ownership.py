@@ -51,7 +51,7 @@ def update_cost(shape: Sequence[int]) -> int:
     return min(shape) * (2 * numel + min(shape) ** 2)
 
 
-def assign_owners(shapes: Sequence[Sequence[Sequence[int]]], world_size: int) -> list[list[int]]:
+def assign_owners(shapes: Sequence[Sequence[Sequence[int]]], num_shards: int) -> list[list[int]]:
     """The owner of each whole tensor, by bucket: a function of the shapes alone, the same on every rank.
 
     Bucket by bucket, since they are updated one after the other, the dearest tensor goes to the rank with least to do
@@ -60,7 +60,7 @@ def assign_owners(shapes: Sequence[Sequence[Sequence[int]]], world_size: int) ->
     Args:
         shapes: for each bucket the shapes of its whole tensors.
     """
-    load = [0] * world_size
+    load = [0] * num_shards
     owners: list[list[int]] = []
     for bucket in shapes:
         owners.append([0] * len(bucket))
@@ -74,7 +74,7 @@ def assign_owners(shapes: Sequence[Sequence[Sequence[int]]], world_size: int) ->
 def cut_fragments(layout: BucketLayout, slot_index: int, owner: int) -> Iterator[Fragment]:
     """The fragments of one tensor in rank order, without padding."""
     slot = layout.slots[slot_index]
-    for rank in range(layout.world_size):
+    for rank in range(layout.num_shards):
         shard = layout.shard(rank)
         start, end = max(slot.offset, shard.start), min(slot.end, shard.stop)
         if start < end:

@@ -41,11 +41,6 @@ STAGES = (Plan(_R, _R, _R), Plan(_R, _R, _S), Plan(_R, _S, _S), Plan(_S, _S, _S)
 """The four stages of ZeRO (arXiv 1910.02054, figure 1), by number."""
 
 
-def plan_for(stage: int, world_size: int) -> Plan:
-    """The plan of a stage. A shard of one rank is the whole, so one rank replicates everything."""
-    return STAGES[stage] if world_size > 1 else STAGES[0]
-
-
 @dataclass(frozen=True)
 class Volume:
     """The numbers the theory is computed from (ZeRO, sections 5 and 7), without padding.
@@ -54,12 +49,12 @@ class Volume:
         trainable_nbytes: of all trainable parameters, tied ones counted once, each in the dtype it is held in; as
             many bytes are those of their gradients, and of either on the wire.
         frozen_nbytes: of all frozen parameters.
-        world_size: ranks.
+        num_shards: ranks that share them.
     """
 
     trainable_nbytes: int
     frozen_nbytes: int
-    world_size: int
+    num_shards: int
 
     def memory_nbytes(self, plan: Plan, optimizer_nbytes: int) -> dict[str, int]:
         """Bytes one rank holds at rest, by kind.
@@ -69,7 +64,7 @@ class Volume:
         """
 
         def held(placement: Placement, nbytes: int) -> int:
-            return round(nbytes / (self.world_size if placement is Placement.SHARDED else 1))
+            return round(nbytes / (self.num_shards if placement is Placement.SHARDED else 1))
 
         return {
             "parameters": held(plan.parameters, self.trainable_nbytes + self.frozen_nbytes),
@@ -84,7 +79,7 @@ class Volume:
         where it is sharded). Sharded parameters: one for each forward and one for each backward, or one a step
         where they are kept.
         """
-        share = (self.world_size - 1) / self.world_size
+        share = (self.num_shards - 1) / self.num_shards
         gathers = 1
         if plan.shards_parameters and reshard_after_forward:
             gathers = 2 * num_micro_batches

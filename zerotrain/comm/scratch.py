@@ -1,25 +1,21 @@
-"""Flat buffers that live for a part of a step and are used again by the next bucket and the next step."""
+"""Flat buffers that live for a part of a step and are used again by the next collective and the next step."""
+
+from typing import Any
 
 import torch
 
-from zerotrain.sharding.flat_buffer import slot_view
-from zerotrain.sharding.layout import BucketLayout
-
 
 class Scratch:
-    """A flat tensor on loan, cut to a layout's size, with the layout's slots as views."""
+    """A flat tensor on loan."""
+
+    storage: torch.Tensor
+    """(numel,) as many elements as were asked for, or more."""
+    cuts: dict[Any, Any]
+    """What borrowers have cut it into, by what they cut it for: making 10,000 views costs more than filling them."""
 
     def __init__(self, storage: torch.Tensor) -> None:
         self.storage = storage
-        # By layout: making 10,000 views costs more than filling them.
-        self.cuts: dict[BucketLayout, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-
-    def cut(self, layout: BucketLayout) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(the first padded_numel elements, one view for each slot)"""
-        if layout not in self.cuts:
-            flat = self.storage[: layout.padded_numel]
-            self.cuts[layout] = (flat, [slot_view(flat, slot) for slot in layout.slots])
-        return self.cuts[layout]
+        self.cuts = {}
 
 
 class ScratchPool:
@@ -36,20 +32,21 @@ class ScratchPool:
         """Bytes of all buffers, lent or not."""
         return self.lent_nbytes + sum(scratch.storage.nbytes for scratch in self._free)
 
-    def take(self, numel: int, layout: BucketLayout | None = None) -> Scratch:
+    def take(self, numel: int, cut_for: Any = None) -> Scratch:
         """A buffer of at least `numel` elements, uninitialised: the smallest free one that fits.
 
-        Of several, one that has been cut for `layout` before is taken, so that all views are made within a few steps.
+        Of several, one that has been cut for `cut_for` before is taken, so that all views are made within a few steps.
         Where none fits, the largest free one makes way for a larger, so that sizes settle after one step.
         """
         fitting = [scratch for scratch in self._free if scratch.storage.numel() >= numel]
         if fitting:
-            scratch = min(fitting, key=lambda each: (each.storage.numel(), layout not in each.cuts))
+            scratch = min(fitting, key=lambda each: (each.storage.numel(), cut_for not in each.cuts))
             self._free.remove(scratch)
         else:
             if self._free:
                 self._free.remove(max(self._free, key=lambda each: each.storage.numel()))
-            # Zeros: a fake process group, which benchmarks measure with, never writes what is to be received.
+            # Zeros, not garbage: torch's fake process group, which benchmarks measure with, writes nothing into what is
+            # to be received, and a step on garbage met inf.
             scratch = Scratch(torch.zeros(numel, dtype=self.dtype, device=self.device))
         self.lent_nbytes += scratch.storage.nbytes
         return scratch
@@ -80,3 +77,7 @@ class ScratchPools:
     def held_nbytes(self) -> int:
         """Bytes of all buffers, lent or not."""
         return sum(pool.held_nbytes for pool in self._pools.values())
+
+    def clear(self) -> None:
+        """Give back the memory of all buffers; none may be on loan."""
+        self._pools.clear()

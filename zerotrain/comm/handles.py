@@ -1,0 +1,185 @@
+"""A collective as an object that is used step after step: `prepare`, `issue`, `done`, `finish`.
+
+Each way to send (the backend's own collective, an all-to-all, posted sends and receives) is a small subclass of
+`Gather` or `Reduction`; whoever holds one does not know which. Here is what all have in common: the order and the
+bytes are noted, a failure is told with the collective's name, and `overlap=False` waits at once.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from zerotrain.comm.journal import Journal
+
+
+class Handle(ABC):
+    """One collective, again and again. Between `issue` and `finish` what is sent and received is its own.
+
+    Args:
+        name: of what is sent, the same on every rank; errors and the order of collectives know it by this.
+        journal: where each use is noted.
+    """
+
+    kind: ClassVar[str]
+    """What an error calls it."""
+    ledger_kind: ClassVar[str]
+    """What the ledger calls it."""
+    is_local: ClassVar[bool] = False
+    """Whether nothing is ever sent, so that the ledger does not count it."""
+    sent_nbytes: int
+    """Bytes this rank sends each time."""
+
+    def __init__(self, name: str, journal: Journal) -> None:
+        self.name = name
+        self.is_prepared = False
+        """Whether `prepare` was called, and `issue` not yet."""
+        self.is_under_way = False
+        """Whether `issue` was called, and `finish` not yet."""
+        self._journal = journal
+        self._waited = True
+
+    def prepare(self) -> None:
+        """Be ready for what other ranks send, which may come before this rank issues. May be left out.
+
+        From here on what is received into may change; of a gather, all but this rank's own part.
+        """
+        if self.is_prepared:
+            return
+        started_s = time.monotonic()
+        try:
+            self._prepare()
+        except RuntimeError as error:
+            raise self._failed(error, started_s) from error
+        self.is_prepared = True
+
+    def _issue_noted(self) -> None:
+        self._journal.note(self.kind, self.name)
+        if not self.is_local:
+            self._journal.ledger.record(self.ledger_kind, self.sent_nbytes)
+        started_s = time.monotonic()
+        try:
+            self._issue()
+        except RuntimeError as error:
+            raise self._failed(error, started_s) from error
+        self.is_prepared, self.is_under_way, self._waited = False, True, False
+        if not self._journal.overlap:
+            self.wait()
+
+    def done(self) -> bool:
+        """Whether `finish` would not have to wait for other ranks (on CUDA: whether the device has finished).
+
+        False also where that is not known: gloo's sends and receives do not tell before they were waited for.
+        """
+        return self._waited or self._done()
+
+    def finish(self) -> None:
+        """Wait, and leave the result where it belongs."""
+        if not self.is_under_way:
+            return
+        self.wait()
+        self._complete()
+        self.is_under_way = False
+
+    def withdraw(self) -> None:
+        """End what was prepared and is not to be issued, on all ranks alike: nothing of it is of use."""
+        if self.is_prepared:
+            self._withdraw()
+            self.is_prepared = False
+
+    def wait(self) -> None:
+        """Wait for the other ranks (on the CPU the host does, on CUDA the current stream), the first part of `finish`.
+
+        Raises:
+            CommError: they did not come, or are gone.
+        """
+        if self._waited:
+            return
+        started_s = time.monotonic()
+        try:
+            self._wait()
+        except RuntimeError as error:
+            raise self._failed(error, started_s) from error
+        self._waited = True
+
+    def _failed(self, error: RuntimeError, started_s: float) -> Exception:
+        return self._journal.failed(self.kind, self.name, error, time.monotonic() - started_s)
+
+    # ---- what a way to send is made of
+
+    def _prepare(self) -> None:  # noqa: B027 -- most ways have nothing to prepare
+        """Take buffers, post receives."""
+
+    @abstractmethod
+    def _issue(self) -> None:
+        """Start to send."""
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Wait for all that is under way."""
+
+    @abstractmethod
+    def _done(self) -> bool:
+        """Whether `_wait` would return at once."""
+
+    def _complete(self) -> None:  # noqa: B027 -- a gather is complete when it has arrived
+        """All is there: compute what the caller wants of it, and give buffers back."""
+
+    def _withdraw(self) -> None:  # noqa: B027 -- where nothing was posted nothing waits
+        """Nothing will be issued: end what was posted, and give buffers back."""
+
+
+class Gather(Handle):
+    """An all-gather: every rank's `shard` (numel / ranks) into `full` (numel).
+
+    Args:
+        full: as long as the handle lives; its memory may be given back between uses.
+        shard: this rank's part. It may lie inside `full`, at this rank's place.
+    """
+
+    kind = "gather"
+    ledger_kind = "gather"
+
+    def __init__(self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor) -> None:
+        super().__init__(name, journal)
+        self.full, self.shard = full, shard
+
+    def issue(self) -> None:
+        """Start. `shard` holds this rank's part, `full` has memory."""
+        self._issue_noted()
+
+
+class Reduction(Handle):
+    """A reduce-scatter: the sum over ranks of each rank's `full` (numel) into `out` (numel / ranks), this rank's part.
+
+    Args:
+        out: as long as the handle lives, of the dtype of `full`. It may lie inside `full`, at this rank's place.
+    """
+
+    kind = "reduction"
+    ledger_kind = "reduce"
+
+    def __init__(self, name: str, journal: Journal, out: torch.Tensor) -> None:
+        super().__init__(name, journal)
+        self.out = out
+        self._full: torch.Tensor | None = None
+
+    def issue(self, full: torch.Tensor) -> None:
+        """Start. `full`, this rank's part of the sum, must stay as it is until finished."""
+        self._full = full
+        self._issue_noted()
+
+    def _complete(self) -> None:
+        self._full = None
+
+
+class Exchange(Handle):
+    """An all-to-all of parts that need not be equal, made once."""
+
+    kind = "exchange"
+    ledger_kind = "exchange"
+
+    def issue(self) -> None:
+        """Start."""
+        self._issue_noted()

@@ -1,0 +1,48 @@
+"""What is known of an engine's collectives: how many, how many bytes, in which order, and what to say of a failure."""
+
+import functools
+import zlib
+from collections import Counter
+
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.whereabouts import Whereabouts
+from zerotrain.errors import CommError
+
+ORDER_BITS = 52
+"""Of the hash of the order of collectives: an integer that fp64 holds exactly."""
+
+
+class Journal:
+    """Every collective of an engine is noted here when it is issued.
+
+    Args:
+        overlap: False lets each collective be waited for as soon as it is issued.
+    """
+
+    def __init__(self, ledger: Ledger, whereabouts: Whereabouts, *, overlap: bool) -> None:
+        self.ledger = ledger
+        self.overlap = overlap
+        self._whereabouts = whereabouts
+        self._orders: Counter[str] = Counter()
+
+    @property
+    def order(self) -> int:
+        """A hash of the names of all collectives so far, in the order of each kind; equal where that is equal.
+
+        Of each kind apart: a rank that skips a unit has the same gathers and reductions as the others, but may issue a
+        reduction behind a gather where the others do it before. That works, and is not to be refused.
+        """
+        return functools.reduce(lambda total, kind: total ^ self._orders[kind], self._orders, 0)
+
+    def note(self, kind: str, name: str) -> None:
+        """A collective is issued: let its place in the order count."""
+        self._orders[kind] = (self._orders[kind] * 1_000_003 + _code(name) + 1) % 2**ORDER_BITS
+
+    def failed(self, kind: str, name: str, error: RuntimeError, waited_s: float) -> CommError:
+        """What to raise for an error of the backend in a collective, after so many seconds."""
+        return self._whereabouts.lost_others(error, f"{kind} of {name}", waited_s)
+
+
+@functools.cache
+def _code(name: str) -> int:
+    return zlib.crc32(name.encode())

@@ -1,0 +1,100 @@
+"""What carries collectives between the ranks that share shards. Engine and `Collectives` know this interface alone."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from zerotrain.comm.handles import Exchange, Gather, Reduction
+from zerotrain.comm.journal import Journal
+from zerotrain.comm.scratch import ScratchPool
+
+
+class Wire(ABC):
+    """Makes the handles of one engine, and a few small collectives that are waited for at once."""
+
+    @abstractmethod
+    def gather(self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor) -> Gather:
+        """See `Gather`."""
+
+    @abstractmethod
+    def reduction(self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool) -> Reduction:
+        """See `Reduction`. What is received on the way lies in a buffer of `pool`."""
+
+    @abstractmethod
+    def exchange(
+        self,
+        name: str,
+        journal: Journal,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        sent_numels: list[int],
+        received_numels: list[int],
+    ) -> Exchange:
+        """See `Exchange`. `sent` and `received` hold one part for each rank, of so many elements, which may be 0."""
+
+    @abstractmethod
+    def gather_small(self, values: torch.Tensor) -> torch.Tensor:
+        """(n,) on each rank -> (ranks, n) on every rank."""
+
+    @abstractmethod
+    def gather_objects(self, value: Any) -> list[Any]:
+        """What each rank has to say, in rank order, on every rank."""
+
+    @abstractmethod
+    def broadcast(self, values: torch.Tensor) -> None:
+        """Rank 0's values on every rank."""
+
+
+class Alone(Wire):
+    """One rank: what is gathered or reduced is a copy, or there already."""
+
+    def gather(self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor) -> Gather:
+        return _CopiedGather(name, journal, full, shard)
+
+    def reduction(self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool) -> Reduction:
+        return _CopiedReduction(name, journal, out)
+
+    def exchange(
+        self,
+        name: str,
+        journal: Journal,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        sent_numels: list[int],
+        received_numels: list[int],
+    ) -> Exchange:
+        raise ValueError(f"an exchange of {name} between one rank; this is a fault of zerotrain itself")
+
+    def gather_small(self, values: torch.Tensor) -> torch.Tensor:
+        return values.view(1, -1)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        pass
+
+
+class _Copied:
+    is_local = True
+    sent_nbytes = 0
+
+    def _done(self) -> bool:
+        return True
+
+    def _wait(self) -> None:
+        pass
+
+
+class _CopiedGather(_Copied, Gather):
+    def _issue(self) -> None:
+        if self.full.data_ptr() != self.shard.data_ptr():
+            self.full.copy_(self.shard)
+
+
+class _CopiedReduction(_Copied, Reduction):
+    def _issue(self) -> None:
+        assert self._full is not None
+        if self.out.data_ptr() != self._full.data_ptr():
+            self.out.copy_(self._full)
