@@ -12,16 +12,18 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "zerotrain"
 MAY_IMPORT = {
     "errors": set(),
-    "config": {"errors"},
+    "settings": set(),
+    "config": {"errors", "settings"},
     "comm": {"errors"},
     "sharding": {"errors"},
-    "engine": {"errors", "comm", "sharding"},
+    "engine": {"errors", "settings", "comm", "sharding"},
+    "api": {"errors", "settings", "comm", "sharding", "engine"},
     "models": set(),
     "data": set(),
     "training": {"comm", "engine", "data"},
     "testing": set(),
 }
-"""What each part of the package may import of it. The factory and the launcher put all together and are left out."""
+"""What each part of the package may import of it. Factory, preflight and launcher put all together and are left out."""
 
 MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "testing"}
 """The collectives, the agent that starts ranks, and the ranks of tests."""
@@ -50,7 +52,7 @@ def test_a_part_imports_only_what_it_is_built_on(part: str, imports: grimp.Impor
 
 def test_every_part_of_the_package_has_its_place():
     parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert parts == {*MAY_IMPORT, "__init__", "factory", "launching"}
+    assert parts == {*MAY_IMPORT, "__init__", "factory", "preflight", "launching"}
 
 
 def test_only_these_parts_know_torch_distributed():

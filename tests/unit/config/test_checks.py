@@ -1,9 +1,11 @@
 """Every rule on a value refuses what is outside it, and settings without effect are named."""
 
+from dataclasses import fields
+
 import pytest
 
-from zerotrain.config.checks import checked_config, doubtful, value_problems, without_effect
-from zerotrain.config.schema import Config, PrecisionConfig, TrainConfig, ZeroConfig
+from zerotrain.config.checks import checked_config, doubtful, must_be, value_problems, without_effect
+from zerotrain.config.schema import Config, LaunchConfig, ModelSwitches, PrecisionConfig, TrainConfig, ZeroConfig
 
 
 def problems_of(compose, *overrides):
@@ -174,3 +176,19 @@ def test_a_pretrained_model_that_is_given_bytes_is_told_of():
     assert doubtful(Config(model=pretrained, data={"tokenizer": "llama"})) == []
     assert doubtful(Config(model=pretrained, data={"path": "tokens.bin"})) == []
     assert doubtful(Config(model={"name_or_path": None}, data={"tokenizer": None})) == []
+
+
+def test_with_one_rank_units_have_an_effect_on_what_is_compiled():
+    units = ZeroConfig(units=["blocks.*"])
+    [line] = without_effect(Config(zero=units), world_size=1)
+    assert line.startswith("zero.units=['blocks.*'] has no effect with one rank but of model.compile and ")
+    assert without_effect(Config(zero=units, model={"compile": True}), world_size=1) == []
+    assert without_effect(Config(zero=units), world_size=2) == []
+
+
+def test_every_setting_has_a_rule():
+    groups = {"zero": ZeroConfig, "precision": PrecisionConfig, "train": TrainConfig, "launch": LaunchConfig}
+    declared = {f"{group}.{each.name}" for group, kind in groups.items() for each in fields(kind)}
+    declared |= {"seed", *(f"model.{each.name}" for each in fields(ModelSwitches))}
+    refused = {name for name in declared if must_be(name, "?")}
+    assert refused == declared
