@@ -46,7 +46,7 @@ class Setting:
         """Whether the setting may have this value."""
         try:
             return bool(self.rule.holds(value))
-        except TypeError:  # settings made in Python may hold a value of any type
+        except (TypeError, ValueError, OverflowError):  # settings made in Python may hold a value of any type
             return False
 
     def must_be(self, name: str, got: Any, spelled: Callable[[Any], str] = str) -> str:

@@ -1,8 +1,10 @@
 """Which part may know which: an import only goes down the layers, and only comm talks to other ranks."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
@@ -24,6 +26,12 @@ MAY_IMPORT = {
     "testing": set(),
 }
 """What each part of the package may import of it. Factory, preflight and launcher put all together and are left out."""
+
+SPEAK_OF_ARGUMENTS = ("api.py", "comm", "sharding", "engine")
+"""Messages from here are read by users of `build_engine`, who have no config; `config/words.py` translates them."""
+CONFIG_NAMES = re.compile(
+    r"\b(train|launch)\.[a-z_]+|\bmodel\.(compile|activation)|\boptimizer\.[a-z]|=(true|false|null)\b"
+)
 
 MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "testing"}
 """The collectives, the agent that starts ranks, and the ranks of tests."""
@@ -71,3 +79,19 @@ def imports_torch_distributed(path: Path) -> bool:
         if any(name.startswith("torch.distributed") for name in names):
             return True
     return False
+
+
+@pytest.mark.xfail(strict=True, reason="messages of comm and engine still name settings; this mark goes with the last")
+def test_what_an_engine_says_names_no_setting_that_only_the_config_has():
+    paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] in SPEAK_OF_ARGUMENTS]
+    texts = [(path.name, text) for path in paths for text in said_in(path)]
+    assert [(name, text) for name, text in texts if CONFIG_NAMES.search(text)] == []
+
+
+def said_in(path: Path) -> Iterator[str]:
+    """The texts of a file that are no docstrings."""
+    tree = ast.parse(path.read_text())
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.value

@@ -48,8 +48,9 @@ def test_a_value_that_breaks_its_rule_is_one_line() -> None:
     assert problems_in(Outer(inner=Inner(0))) == ["inner.depth: got 0; it must be 1 or more levels; the default is 3"]
 
 
-def test_a_value_of_the_wrong_type_breaks_the_rule_too() -> None:
+def test_a_value_that_no_rule_thought_of_breaks_it_too() -> None:
     assert len(problems_in(Outer(inner=Inner("deep")))) == 1  # type: ignore[arg-type]
+    assert len(problems_in(ZeroConfig(bucket_mb=10**400))) == 1
 
 
 @pytest.mark.parametrize(

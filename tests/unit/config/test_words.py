@@ -1,8 +1,13 @@
 """What the engine says in the words of `build_engine`, said in those of the config."""
 
+import inspect
+from operator import attrgetter
+
 import pytest
 
-from zerotrain.config.words import in_words_of_config, words_of_config
+import zerotrain
+from zerotrain.config.checks import must_be
+from zerotrain.config.words import SETTINGS, in_words_of_config, words_of_config
 from zerotrain.errors import CommError, ConfigError, DisagreementError, EngineStateError, TrainingError, ZeroTrainError
 
 SAID = [
@@ -54,3 +59,11 @@ def test_each_problem_of_a_config_error_is_told_so() -> None:
 def test_what_is_not_ours_is_left_alone() -> None:
     with pytest.raises(ValueError, match=r"^max_grad_norm$"), words_of_config():
         raise ValueError("max_grad_norm")
+
+
+@pytest.mark.parametrize(("argument", "setting"), SETTINGS.items())
+def test_both_names_exist(argument: str, setting: str) -> None:
+    callee, _, name = argument.rstrip(")").rpartition("(")
+    called = attrgetter(callee or "build_engine")(zerotrain)
+    assert name in inspect.signature(called).parameters
+    assert must_be(setting, "?") or setting == "optimizer.matrices"
