@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zerotrain.api import build_engine
     from zerotrain.comm.world import World
-    from zerotrain.config.schema import PrecisionConfig, ZeroConfig
     from zerotrain.engine.engine import ZeroEngine
     from zerotrain.engine.muon import MuonWithAdamW
     from zerotrain.engine.step_result import StepResult, TrainStepResult
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         TrainingError,
         ZeroTrainError,
     )
-    from zerotrain.factory import build_engine
+    from zerotrain.settings import PrecisionConfig, ZeroConfig
 
 _HOMES = {
     "CommError": "zerotrain.errors",
@@ -28,15 +28,15 @@ _HOMES = {
     "DisagreementError": "zerotrain.errors",
     "EngineStateError": "zerotrain.errors",
     "MuonWithAdamW": "zerotrain.engine.muon",
-    "PrecisionConfig": "zerotrain.config.schema",
+    "PrecisionConfig": "zerotrain.settings",
     "StepResult": "zerotrain.engine.step_result",
     "TrainStepResult": "zerotrain.engine.step_result",
     "TrainingError": "zerotrain.errors",
     "World": "zerotrain.comm.world",
-    "ZeroConfig": "zerotrain.config.schema",
+    "ZeroConfig": "zerotrain.settings",
     "ZeroEngine": "zerotrain.engine.engine",
     "ZeroTrainError": "zerotrain.errors",
-    "build_engine": "zerotrain.factory",
+    "build_engine": "zerotrain.api",
 }
 
 __all__ = [

@@ -1,8 +1,10 @@
 """Which part may know which: an import only goes down the layers, and only comm talks to other ranks."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
@@ -12,16 +14,24 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "zerotrain"
 MAY_IMPORT = {
     "errors": set(),
-    "config": {"errors"},
+    "settings": set(),
+    "config": {"errors", "settings"},
     "comm": {"errors"},
     "sharding": {"errors"},
-    "engine": {"errors", "comm", "sharding"},
+    "engine": {"errors", "settings", "comm", "sharding"},
+    "api": {"errors", "settings", "comm", "sharding", "engine"},
     "models": set(),
     "data": set(),
     "training": {"comm", "engine", "data"},
     "testing": set(),
 }
-"""What each part of the package may import of it. The factory and the launcher put all together and are left out."""
+"""What each part of the package may import of it. Factory, preflight and launcher put all together and are left out."""
+
+SPEAK_OF_ARGUMENTS = ("api.py", "comm", "sharding", "engine")
+"""Messages from here are read by users of `build_engine`, who have no config; `config/words.py` translates them."""
+CONFIG_NAMES = re.compile(
+    r"\b(train|launch)\.[a-z_]+|\bmodel\.(compile|activation)|\boptimizer\.[a-z]|=(true|false|null)\b"
+)
 
 MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "testing"}
 """The collectives, the agent that starts ranks, and the ranks of tests."""
@@ -50,7 +60,7 @@ def test_a_part_imports_only_what_it_is_built_on(part: str, imports: grimp.Impor
 
 def test_every_part_of_the_package_has_its_place():
     parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert parts == {*MAY_IMPORT, "__init__", "factory", "launching"}
+    assert parts == {*MAY_IMPORT, "__init__", "factory", "preflight", "launching"}
 
 
 def test_only_these_parts_know_torch_distributed():
@@ -69,3 +79,18 @@ def imports_torch_distributed(path: Path) -> bool:
         if any(name.startswith("torch.distributed") for name in names):
             return True
     return False
+
+
+def test_what_an_engine_says_names_no_setting_that_only_the_config_has():
+    paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] in SPEAK_OF_ARGUMENTS]
+    texts = [(path.name, text) for path in paths for text in said_in(path)]
+    assert [(name, text) for name, text in texts if CONFIG_NAMES.search(text)] == []
+
+
+def said_in(path: Path) -> Iterator[str]:
+    """The texts of a file that are no docstrings."""
+    tree = ast.parse(path.read_text())
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.value

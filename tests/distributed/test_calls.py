@@ -236,7 +236,7 @@ REFUSALS = {
     "reentrant checkpoints, two forwards": Refusal(
         reentrant_twice, "checkpoint with use_reentrant=False", model=CALLS["checkpoint"].model
     ),
-    "auxiliary losses alone": Refusal(only_attributes, "set zero.reshard_after_forward=false", [3], Greedy),
+    "auxiliary losses alone": Refusal(only_attributes, "set zero.reshard_after_forward=False", [3], Greedy),
 }
 
 

@@ -153,8 +153,8 @@ def test_too_many_skipped_steps_in_a_row_stop_all_ranks_with_the_first_bad_param
     for first, second in answers(stop):
         assert first == second
         assert first["message"] == (
-            "the gradient was not finite in 3 steps in a row; lower optimizer.lr, look at the data, or let more steps "
-            "be skipped (train.on_nonfinite=skip, train.max_skipped_steps). In the backward it was first nan in "
+            "the gradient was not finite in 3 steps in a row; lower the optimizer's lr, look at the data, or let more "
+            "steps be skipped (max_skipped_steps). In the backward it was first nan in "
             "ln_f.bias; the loss was inf on rank 1"
         )
         assert first["skipped"] == [True, True]
@@ -204,7 +204,7 @@ def test_a_scale_that_cannot_be_halved_any_more_stops_the_training(answers: Answ
     [by_rank] = answers(exhaust)
     for scales, message in by_rank:
         assert scales == [4.0, 2.0, 1.0]
-        assert message.startswith("the gradient overflows fp16 even at a loss scale of 1; use precision=bf16")
+        assert message.startswith("the gradient overflows fp16 even at a loss scale of 1; use precision='bf16'")
 
 
 # ---- bytes

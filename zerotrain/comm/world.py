@@ -165,10 +165,13 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("launch.device=cuda, but torch sees no GPU here; use launch.device=cpu or auto")
+        raise ConfigError(
+            "World.from_environment(device='cuda'), but torch sees no GPU here; use "
+            "World.from_environment(device='cpu') or auto"
+        )
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
-            f"use launch.nproc_per_node={torch.cuda.device_count()} or less, or launch.device=cpu"
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; use "
+            f"torchrun --nproc-per-node={torch.cuda.device_count()} or less, or World.from_environment(device='cpu')"
         )
     return torch.device("cuda", local_rank)

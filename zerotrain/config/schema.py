@@ -1,87 +1,72 @@
-"""The typed schema of a run: every field with its meaning, unit and default.
+"""The typed schema of a run: every field with its meaning, unit, default, rule, and when it has an effect.
 
-`conf/*.yaml` is merged onto these dataclasses. Ranges and rules across fields are in `checks.py`.
+`conf/*.yaml` is merged onto these dataclasses. What an engine is told too, `zero` and `precision`, and what rules and
+effects there are, is in `zerotrain.settings`; rules across fields are in `checks.py`. Imports no torch.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-MODEL_SWITCHES = ("compile", "activation_checkpointing")
-"""Settings of every model, also of the user's own, which are no arguments of its class. Both are false by default.
+from zerotrain.settings import (
+    CLIPPING,
+    STEPS,
+    TRUE_OR_FALSE,
+    Effect,
+    PrecisionConfig,
+    Rule,
+    ZeroConfig,
+    at_least,
+    one_of,
+    or_null,
+    positive,
+    setting,
+)
 
-compile: torch.compile the forward of each unit (see `ZeroConfig.units`) in training. Needs a C++ compiler; the first
-step takes half a minute longer.
-activation_checkpointing: keep of a unit's forward its inputs alone, and compute the rest again in its backward: less
-memory for about a third more compute, and the same bits.
-"""
-
-
-@dataclass
-class ZeroConfig:
-    """How parameters, gradients and optimizer state are sharded (ZeRO, arXiv 1910.02054) and moved."""
-
-    stage: int = 2
-    """0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters."""
-    bucket_mb: float = 25.0
-    """Largest bucket in MiB (2**20 bytes) of the compute precision; a larger parameter is a bucket of its own. Units
-    share one only up to an eighth of the model."""
-    overlap: bool = True
-    """Run collectives beside compute. False issues the same collectives and waits for each at once."""
-    prefetch: int = 1
-    """Stage 3: how many units ahead of the running one are gathered. 0 gathers a unit when it is needed."""
-    reduction: str = "auto"
-    """ordered: all-to-all, then a sum in rank order in fp32 (same bits at any bucket size);
-    native: the backend's own reduce-scatter; auto: ordered on gloo, native on NCCL."""
-    units: Any = "auto"
-    """auto: the repeated blocks of the model; or a list of module name patterns, such as ["blocks.*"]."""
-    reshard_after_forward: bool = True
-    """Stage 3: free a unit's parameters after its forward and gather them again for its backward."""
+SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.on_nonfinite=stop; it has with skip")
 
 
 @dataclass
-class PrecisionConfig:
-    """Which precision computes, travels and is kept."""
+class ModelSwitches:
+    """Settings of every model, also of the user's own: keys of the group `model` that are no arguments of its class."""
 
-    name: str = "fp32"
-    """fp32; or bf16: bf16 weights, activations and wire, with fp32 master weights, accumulation and reduction; or fp16:
-    the same in fp16, with a dynamic loss scale."""
-    keep_fp32: list[str] = field(default_factory=list)
-    """Name patterns of parameters, or of modules with all in them, that stay in fp32 in bf16 and fp16: in compute, on
-    the wire and as master weights. Such as ["*norm*", "*.router"]. A module kept as a whole gets its floating-point
-    inputs in fp32, and its outputs are cast back."""
-    initial_scale: float = 65536.0
-    """fp16: what the loss is multiplied with at first, a power of two. Each overflow halves it and skips the step."""
-    growth_interval: int = 2000
-    """fp16: steps in a row without overflow after which the scale is doubled."""
+    compile: bool = setting(False, TRUE_OR_FALSE)
+    """torch.compile the forward of each unit (see `ZeroConfig.units`) in training. Needs a C++ compiler; the first step
+    takes half a minute longer."""
+    activation_checkpointing: bool = setting(False, TRUE_OR_FALSE)
+    """Keep of a unit's forward its inputs alone, and compute the rest again in its backward: less memory for about a
+    third more compute, and the same bits."""
+
+
+MODEL_SWITCHES = tuple(switch.name for switch in fields(ModelSwitches))
 
 
 @dataclass
 class TrainConfig:
     """The training loop."""
 
-    max_steps: int = 400
+    max_steps: int = setting(400, STEPS)
     """Optimizer steps to run, each on one global batch. A skipped one counts here, but not for the schedule."""
-    micro_batch_size: int = 8
+    micro_batch_size: int = setting(8, at_least(1, "sequences"))
     """Sequences per rank in one forward and backward."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int = setting(1, at_least(1, "micro-batches"))
     """Micro-batches per rank in one optimizer step."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: float | None = setting(1.0, CLIPPING)
     """Clip the global L2 norm of the gradient to this; null for no clipping."""
-    on_nonfinite: str = "skip"
+    on_nonfinite: str = setting("skip", one_of("skip", "stop"))
     """When the gradient of a step is inf or nan anywhere on any rank: skip the step on all ranks, or stop the run."""
-    max_skipped_steps: int = 20
+    max_skipped_steps: int = setting(20, STEPS, SKIPPING)
     """As many steps skipped in a row stop the run."""
-    eval_every: int = 100
+    eval_every: int = setting(100, at_least(0, "steps"))
     """Optimizer steps between evaluations; there is one before the first step and after the last. 0: only the last."""
-    eval_batches: int = 16
+    eval_batches: int = setting(16, at_least(1, "batches"))
     """Global batches (as large as those of training, or fewer if validation has no more) read in one evaluation."""
-    log_every: int = 10
+    log_every: int = setting(10, STEPS)
     """Optimizer steps between lines of metrics.jsonl."""
-    sample_tokens: int = 200
+    sample_tokens: int = setting(200, at_least(0, "tokens"))
     """Tokens of text generated at the end of the run; 0 for none. Needs a dataset that can decode."""
-    profile: bool = False
+    profile: bool = setting(False, TRUE_OR_FALSE)
     """Write a chrome trace of three steps, after three others, to profile/rank<r>.json of the run folder."""
-    memory_snapshot: bool = False
+    memory_snapshot: bool = setting(False, TRUE_OR_FALSE)
     """CUDA: write the allocations of the first six steps, or those before an error, to profile/memory_rank<r>.pickle of
     the run folder."""
 
@@ -90,14 +75,14 @@ class TrainConfig:
 class LaunchConfig:
     """Where and how the ranks run."""
 
-    nproc_per_node: int | None = None
+    nproc_per_node: int | None = setting(None, or_null(at_least(1, "ranks")))
     """Ranks on this machine; null: the number of GPUs, or 1 where there is none."""
-    device: str = "auto"
+    device: str = setting("auto", one_of("auto", "cpu", "cuda"))
     """cpu, cuda or auto (cuda where there is one). The backend follows: gloo on cpu, nccl on cuda."""
-    threads_per_rank: int | None = None
+    threads_per_rank: int | None = setting(None, or_null(at_least(1, "threads")))
     """CPU threads of one rank; null: the machine's cores divided by its ranks, at least 1. The bits of a matrix product
     on the CPU depend on it."""
-    timeout_s: float = 300.0
+    timeout_s: float = setting(300.0, positive("a number of seconds above 0"))
     """Seconds a collective may wait for the other ranks before the run is ended."""
 
 
@@ -106,13 +91,13 @@ class Config:
     """One run. The open groups (model, data, optimizer, scheduler) name a class or function with `_target_`;
     their other keys are its arguments."""
 
-    seed: int = 0
+    seed: int = setting(0, Rule("between 0 and 2**63 - 1", lambda seed: 0 <= seed < 2**63))
     """Seeds the initial weights, the order of the data and dropout."""
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    model: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(MODEL_SWITCHES, False))
+    model: dict[str, Any] = field(default_factory=lambda: asdict(ModelSwitches()))
     """An nn.Module: forward(inputs, labels) returns the mean loss over labels != -100; forward(inputs) the logits.
-    Beside the arguments of its class it has the `MODEL_SWITCHES`."""
+    Beside the arguments of its class it has the `ModelSwitches`."""
     data: dict[str, Any] = field(default_factory=dict)
     """An object with map-style datasets `train` and `validation` of (inputs, labels) tensor pairs."""
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -129,5 +114,5 @@ class Config:
 
     @property
     def model_switches(self) -> dict[str, Any]:
-        """The value of each of the `MODEL_SWITCHES`."""
-        return {switch: self.model.get(switch, False) for switch in MODEL_SWITCHES}
+        """The value of each of the `ModelSwitches`."""
+        return asdict(ModelSwitches()) | {key: self.model[key] for key in MODEL_SWITCHES if key in self.model}

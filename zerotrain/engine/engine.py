@@ -1,6 +1,5 @@
 """The facade: wraps a model and runs forward, backward and step on sharded state."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,18 +18,15 @@ from zerotrain.engine.full_weights import full_state_dict, weights_sha256
 from zerotrain.engine.hooks import connect, next_node, require_graph, require_no_engine
 from zerotrain.engine.kept_fp32 import cast_around_kept, dtypes_of
 from zerotrain.engine.loss_scale import LossScaler
-from zerotrain.engine.nonfinite import SkippedSteps, find_nonfinite
-from zerotrain.engine.norm import clip_coefficient
 from zerotrain.engine.optimizer_factory import OptimizerFactory
+from zerotrain.engine.optimizer_step import OptimizerStep
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.param_groups import ParamGroups
-from zerotrain.engine.ranges import named_range
 from zerotrain.engine.schedule import Schedule
 from zerotrain.engine.states import Phase
 from zerotrain.engine.step_result import StepResult, TrainStepResult
 from zerotrain.engine.transfer import Transfer
 from zerotrain.engine.unready_parameter import LEFT_ITS_UNIT, reads_freed_memory
-from zerotrain.engine.update import update_all
 from zerotrain.engine.usage import memory_bytes, volume_of
 from zerotrain.errors import CommError, EngineStateError, TrainingError
 from zerotrain.sharding.units import model_parameters
@@ -77,16 +73,15 @@ class ZeroEngine:
         self.ledger = Ledger()
         self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.overlap)
         self.stamps = StepStamps(self.collectives)
-        require_same(self.collectives, options.settings(loss_scaler))
+        require_same(self.collectives, options.settings())
         self._syncs = True
         self._losses: list[torch.Tensor] = []
-        self._skipped_steps = SkippedSteps(options.max_skipped_steps, loss_scaler)
+        self._optimizer_step = OptimizerStep(model, options, self.collectives, self.stamps, loss_scaler)
         parameters = model_parameters(model)
         dtypes = dtypes_of(parameters, self.precision)
         self._groups = ParamGroups(parameters, optimizer, param_groups, decay_all=decay_all, warns=world.rank == 0)
         self._pools = ScratchPools(world.device)
         share_unmanaged(model, parameters, self.collectives)
-        cast_around_kept(model, dtypes, self.precision)
         self._builder = Builder(
             model,
             parameters,
@@ -97,6 +92,7 @@ class ZeroEngine:
             pools=self._pools,
         )
         self._connect(self._builder.schedule(initial or InitialValues()))
+        cast_around_kept(model, dtypes, self.precision)
 
     def _connect(self, schedule: Schedule) -> None:
         """Let the model tell a schedule of buckets, which were just cut, where it is."""
@@ -204,7 +200,10 @@ class ZeroEngine:
                 "micro-batch of a step outside `with engine.no_sync()`"
             )
         with self._phase(Phase.UPDATE), self._clean_after_error():
-            result, reason_to_stop = self._step()
+            result, reason_to_stop = self._optimizer_step.run(self.schedule, self.param_groups, self._losses)
+        self._losses.clear()
+        if not result.skipped:
+            self._first_node_after_update = next_node()
         self.stamps.close_step()
         self.ledger.close_step()
         if reason_to_stop is not None:
@@ -212,31 +211,6 @@ class ZeroEngine:
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflowed=result.skipped)
         return result
-
-    def _step(self) -> tuple[StepResult, str | None]:
-        """The step, and why training must not go on after it, if so."""
-        trained = self.schedule.trained
-        self.schedule.reductions.finish()
-        with named_range("norm of", "the gradient"):
-            norm, stamps = self.stamps.stamped_norm([b.gradient.digit_sums for b in trained], self.param_groups)
-        coefficient = clip_coefficient(norm, self.max_grad_norm)
-        norm_value, coefficient_value = torch.stack([norm, coefficient]).tolist()  # a step's one wait for the device
-        skipped = not math.isfinite(norm_value)
-        if skipped:
-            self.stamps.require_same(stamps)
-        reason = self._skipped_steps.reason_to_stop(skipped=skipped)
-        if reason is not None:
-            reason += f". {find_nonfinite(self.module, trained, self._losses, self.collectives)}"
-        if skipped:
-            self.schedule.drop_gradients()
-        else:
-            is_scaled = self.max_grad_norm is not None or self.loss_scaler is not None
-            factor = coefficient / self.loss_scale if is_scaled else None
-            update_all(trained, self.schedule.gathers, factor)
-            self._first_node_after_update = next_node()
-            self.schedule.end_update()
-        self._losses.clear()
-        return StepResult(norm_value, coefficient_value, skipped, self.loss_scale), reason
 
     def train_step(
         self, micro_batches: Sequence[Sequence[Any]], *, weights: Sequence[float | torch.Tensor] | None = None

@@ -12,7 +12,7 @@ from zerotrain.engine.ranges import named_range
 from zerotrain.engine.states import GRADIENT_TRANSITIONS, GradientState, Life
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
-from zerotrain.sharding.flat_buffer import cut
+from zerotrain.sharding.flat_buffer import slot_view
 from zerotrain.sharding.layout import BucketLayout
 
 SEGMENT_NBYTES = 2**18
@@ -142,7 +142,7 @@ class BucketGradient:
         """Move the gradients of a segment's parameters into the bucket, or add them to what it holds. A parameter
         without a gradient counts as zeros."""
         buffer = self._accumulator if self._accumulates else self._unreduced
-        views = cut(_begun(buffer), self.layout)[1]
+        views = _cut(_begun(buffer), self.layout)[1]
         present = [(views[slot], p.grad) for slot, p in zip(segment.slots, segment.parameters, strict=True)]
         targets = [target for target, grad in present if grad is not None]
         grads = [grad for _, grad in present if grad is not None]
@@ -162,7 +162,7 @@ class BucketGradient:
         if self._own is not None:
             return self._own
         scratch = self._pool.take(self.layout.padded_numel, self.layout)
-        flat, _ = cut(scratch, self.layout)
+        flat, _ = _cut(scratch, self.layout)
         last = self.layout.slots[-1].end
         # What lies between slots must be zero: it is summed, squared and updated with the rest.
         (flat[last:] if self.layout.is_dense else flat).zero_()
@@ -182,10 +182,10 @@ class BucketGradient:
         """Issue the reduction. Every segment has been filled (with zeros where no gradient came)."""
         if self._accumulates:
             self._unreduced = self._wire_buffer()
-            cut(self._unreduced, self.layout)[0].copy_(_begun(self._accumulator).storage)
+            _cut(self._unreduced, self.layout)[0].copy_(_begun(self._accumulator).storage)
         self.life.become(GradientState.REDUCING)
         with named_range("reduce", self.spec.name):
-            self._reduction.issue(cut(_begun(self._unreduced), self.layout)[0])
+            self._reduction.issue(_cut(_begun(self._unreduced), self.layout)[0])
 
     @property
     def reduction_done(self) -> bool:
@@ -274,3 +274,12 @@ def _begun(buffer: Scratch | None) -> Scratch:
     if buffer is None:
         raise EngineStateError("a gradient was used that had not been filled; this is a fault of zerotrain itself")
     return buffer
+
+
+def _cut(scratch: Scratch, layout: BucketLayout) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(the first padded_numel elements of a buffer on loan, one view for each slot of a layout)"""
+    if layout not in scratch.cuts:
+        flat = scratch.storage[: layout.padded_numel]
+        scratch.cuts[layout] = (flat, [slot_view(flat, slot) for slot in layout.slots])
+    views: tuple[torch.Tensor, list[torch.Tensor]] = scratch.cuts[layout]
+    return views

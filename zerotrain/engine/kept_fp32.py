@@ -38,7 +38,7 @@ def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dic
                 f"precision.keep_fp32: no module or parameter matches {pattern!r}; there are {', '.join(known)}"
             )
     if precision.separate_master and all(dtype == precision.master for dtype in dtypes.values()):
-        raise ConfigError("precision.keep_fp32: keeps every parameter; use precision fp32, or name fewer")
+        raise ConfigError("precision.keep_fp32: keeps every parameter; use precision='fp32', or name fewer")
     return dtypes
 
 

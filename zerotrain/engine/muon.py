@@ -50,22 +50,22 @@ class MuonWithAdamW:
         if isinstance(self.matrices, str):
             if self.matrices != "auto":
                 raise ConfigError(
-                    f"optimizer.matrices={self.matrices}: must be auto, or a list of name patterns such as "
-                    f"optimizer.matrices=[{self.matrices}]"
+                    f"MuonWithAdamW(matrices={self.matrices!r}): must be auto, or a list of name patterns such as "
+                    f"MuonWithAdamW(matrices=[{self.matrices!r}])"
                 )
             chosen = [each for unit, each in two_dimensional if not unit.is_root and not _is_embedding(each)]
             if not chosen:
                 raise ConfigError(
-                    "optimizer.matrices=auto: found no two-dimensional parameter in a repeated block of the model; "
-                    "name some, such as optimizer.matrices=[*.weight], or the blocks with zero.units"
+                    "MuonWithAdamW(matrices='auto'): found no two-dimensional parameter in a repeated block of the "
+                    "model; name some, such as MuonWithAdamW(matrices=['*.weight']), or the blocks with zero.units"
                 )
             return chosen
         for pattern in self.matrices:
             if not any(_matches(each, pattern) for _, each in two_dimensional):
                 known = ", ".join(each.names[0] for _, each in two_dimensional[:3])
                 raise ConfigError(
-                    f"optimizer.matrices: no trainable two-dimensional parameter matches {pattern!r}; there are "
-                    f"{known or 'none'} and so on"
+                    f"MuonWithAdamW(matrices=...): no trainable two-dimensional parameter matches {pattern!r}; there "
+                    f"are {known or 'none'} and so on"
                 )
         return [each for _, each in two_dimensional if any(_matches(each, pattern) for pattern in self.matrices)]
 

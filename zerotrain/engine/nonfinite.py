@@ -32,12 +32,15 @@ class SkippedSteps:
         if not skipped:
             return None
         if self.loss_scaler is not None and self.loss_scaler.is_exhausted:
-            return "the gradient overflows fp16 even at a loss scale of 1; use precision bf16 or a lower learning rate"
+            return (
+                "the gradient overflows fp16 even at a loss scale of 1; use precision='bf16' or lower the "
+                "optimizer's lr"
+            )
         if self.num_in_a_row < self.max_in_a_row:
             return None
         in_a_row = "" if self.max_in_a_row == 1 else f" in {self.num_in_a_row} steps in a row"
         return (
-            f"the gradient was not finite{in_a_row}; lower the learning rate, look at the data, or let more steps "
+            f"the gradient was not finite{in_a_row}; lower the optimizer's lr, look at the data, or let more steps "
             "be skipped (max_skipped_steps)"
         )
 

@@ -1,42 +1,95 @@
-"""What an engine is told once, when it is built."""
+"""What an engine is told once, when it is built, and what follows from it in this world."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
+from zerotrain.comm.world import World
 from zerotrain.engine.loss_scale import LossScaler
-from zerotrain.engine.precision import Precision
-from zerotrain.sharding.plan import Plan
+from zerotrain.engine.precision import Precision, precision_named
+from zerotrain.settings import EngineConfig, ZeroConfig
+from zerotrain.sharding.plan import STAGES, Plan
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What is sharded and how it is moved, computed and clipped. Meaning and units as in `zerotrain.config.schema`."""
+    """What is sharded and how it is moved, computed and clipped: as it was given, and what was left open decided.
 
+    Meaning and units of what was given are in `zerotrain.settings`, which also the config reads: a new setting is there
+    and in `settings` at once, without a line here.
+    """
+
+    given: EngineConfig
     plan: Plan
     precision: Precision
-    bucket_mb: float
-    overlap: bool
-    prefetch: int
     ordered: bool
     """Reduce in rank order in fp32; False: by the backend's reduce-scatter."""
-    units: Sequence[str] | None
-    """Module name patterns; None: the repeated blocks."""
-    reshard_after_forward: bool
-    max_grad_norm: float | None
-    max_skipped_steps: int
 
-    def settings(self, loss_scaler: LossScaler | None) -> dict[str, object]:
-        """What must be the same on all ranks, by the names of the settings."""
-        plan, precision = self.plan, self.precision
-        moves = ("bucket_mb", "overlap", "prefetch", "units", "reshard_after_forward")
-        return {
-            "zero.stage": ", ".join(f"{each.name} {getattr(plan, each.name).value}" for each in fields(plan)),
-            **{f"zero.{name}": getattr(self, name) for name in moves},
+    @classmethod
+    def resolve(cls, given: EngineConfig, world: World) -> "EngineOptions":
+        """Decide what `given`, whose values are in range, leaves to the world. Later changes of it change nothing."""
+        zero, precision = given.zero, given.precision
+        return cls(
+            given=deepcopy(given),
+            plan=STAGES[zero.stage],
+            precision=precision_named(precision.name, tuple(precision.keep_fp32)),
+            ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and world.device.type == "cpu"),
+        )
+
+    @property
+    def zero(self) -> ZeroConfig:
+        return self.given.zero
+
+    @property
+    def bucket_mb(self) -> float:
+        return self.zero.bucket_mb
+
+    @property
+    def overlap(self) -> bool:
+        return self.zero.overlap
+
+    @property
+    def prefetch(self) -> int:
+        return self.zero.prefetch
+
+    @property
+    def units(self) -> list[str] | None:
+        """Module name patterns; None: the repeated blocks."""
+        return self.zero.unit_patterns
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        return self.zero.reshard_after_forward
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        return self.given.max_grad_norm
+
+    @property
+    def max_skipped_steps(self) -> int:
+        return self.given.max_skipped_steps
+
+    def loss_scaler(self) -> LossScaler | None:
+        """A new one, for a precision that needs it."""
+        if not self.precision.needs_loss_scale:
+            return None
+        numerics = self.given.precision
+        return LossScaler(initial_scale=numerics.initial_scale, growth_interval=numerics.growth_interval)
+
+    def settings(self) -> dict[str, object]:
+        """What must be the same on all ranks: everything, by the names that `zerotrain.build_engine` knows it by."""
+        placements = ", ".join(f"{each.name} {getattr(self.plan, each.name).value}" for each in fields(self.plan))
+        # As decided: auto is another reduction on a CPU than on a GPU.
+        decided = {
+            "zero.stage": f"{self.zero.stage}: {placements}",
             "zero.reduction": "ordered" if self.ordered else "native",
-            "precision": precision.name,
-            "precision.keep_fp32": list(precision.keep_fp32),
-            "precision.initial_scale": loss_scaler and loss_scaler.scale,
-            "precision.growth_interval": loss_scaler and loss_scaler.growth_interval,
-            "train.max_grad_norm": self.max_grad_norm,
-            "train.max_skipped_steps": self.max_skipped_steps,
         }
+        return _dotted(asdict(self.given)) | decided
+
+
+def _dotted(values: dict[str, Any], prefix: str = "") -> dict[str, object]:
+    """Nested values by dotted names."""
+    flat: dict[str, object] = {}
+    for name, value in values.items():
+        flat |= _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

@@ -42,8 +42,8 @@ def replace_forwards(
     if not modules:
         setting = "compile" if compile else "activation_checkpointing"
         raise ConfigError(
-            f"model.{setting}=true: works unit by unit, and {type(model).__name__} has no repeated blocks; name its "
-            "units with zero.units, or set it to false"
+            f"{setting}=True: works unit by unit, and {type(model).__name__} has no repeated blocks; name its "
+            "units with zero.units, or leave it out"
         )
     if compile:
         require_compiler()
@@ -89,6 +89,6 @@ def require_compiler() -> None:
         lacking.append("Python.h, the headers of this Python (often the package python3-dev)")
     if lacking:
         raise ConfigError(
-            f"model.compile=true: torch.compile needs {' and '.join(lacking)}, which this machine does not have; "
-            "install it, or set model.compile=false"
+            f"compile=True: torch.compile needs {' and '.join(lacking)}, which this machine does not have; "
+            "install it, or leave compile=True out"
         )

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from zerotrain import factory
+from zerotrain import preflight
 from zerotrain.config.checks import OPEN_GROUPS, checked_config, doubtful, without_effect
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, ZeroTrainError
@@ -96,7 +96,7 @@ def _checked(composed: DictConfig, ranks: RankEnvironment | None) -> Config:
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, "launch")) for problem in problems):
         try:
-            factory.check(config, _num_local_ranks(config) if ranks is None else ranks.local_world_size)
+            preflight.check(config, _num_local_ranks(config) if ranks is None else ranks.local_world_size)
         except ConfigError as error:
             problems += error.problems
     if problems:

@@ -2,22 +2,12 @@
 
 import torch
 
-from zerotrain.comm.scratch import Scratch
 from zerotrain.sharding.layout import BucketLayout, Slot
 
 
 def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     """The part of a bucket's flat tensor that belongs to `slot`, with its parameter's shape and strides."""
     return flat[slot.offset : slot.end].as_strided(slot.shape, slot.stride)
-
-
-def cut(scratch: Scratch, layout: BucketLayout) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(the first padded_numel elements of a buffer on loan, one view for each slot of a layout)"""
-    if layout not in scratch.cuts:
-        flat = scratch.storage[: layout.padded_numel]
-        scratch.cuts[layout] = (flat, [slot_view(flat, slot) for slot in layout.slots])
-    views: tuple[torch.Tensor, list[torch.Tensor]] = scratch.cuts[layout]
-    return views
 
 
 class FlatBuffer:

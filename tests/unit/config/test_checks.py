@@ -1,9 +1,11 @@
 """Every rule on a value refuses what is outside it, and settings without effect are named."""
 
+from dataclasses import fields
+
 import pytest
 
-from zerotrain.config.checks import checked_config, doubtful, value_problems, without_effect
-from zerotrain.config.schema import Config, PrecisionConfig, TrainConfig, ZeroConfig
+from zerotrain.config.checks import checked_config, doubtful, must_be, value_problems, without_effect
+from zerotrain.config.schema import Config, LaunchConfig, ModelSwitches, PrecisionConfig, TrainConfig, ZeroConfig
 
 
 def problems_of(compose, *overrides):
@@ -159,7 +161,7 @@ def test_the_same_setting_has_effect_at_the_stage_that_listens():
 def test_one_rank_alone_sends_nothing_so_how_it_sends_has_no_effect():
     config = Config(zero=ZeroConfig(overlap=False, bucket_mb=1.0))
     lines = without_effect(config, world_size=1)
-    assert [line.split(" ")[0] for line in lines] == ["zero.bucket_mb=1.0", "zero.overlap=false"]
+    assert [line.split(" ")[0] for line in lines] == ["zero.overlap=false"]
 
 
 def test_defaults_never_warn():
@@ -174,3 +176,16 @@ def test_a_pretrained_model_that_is_given_bytes_is_told_of():
     assert doubtful(Config(model=pretrained, data={"tokenizer": "llama"})) == []
     assert doubtful(Config(model=pretrained, data={"path": "tokens.bin"})) == []
     assert doubtful(Config(model={"name_or_path": None}, data={"tokenizer": None})) == []
+
+
+def test_one_rank_alone_is_told_that_its_stage_saves_nothing():
+    [line] = without_effect(Config(zero=ZeroConfig(stage=3)), world_size=1)
+    assert line.startswith("zero.stage=3 has no effect on memory with one rank; launch.nproc_per_node=2 starts two")
+
+
+def test_every_setting_has_a_rule():
+    groups = {"zero": ZeroConfig, "precision": PrecisionConfig, "train": TrainConfig, "launch": LaunchConfig}
+    declared = {f"{group}.{each.name}" for group, kind in groups.items() for each in fields(kind)}
+    declared |= {"seed", *(f"model.{each.name}" for each in fields(ModelSwitches))}
+    refused = {name for name in declared if must_be(name, "?")}
+    assert refused == declared

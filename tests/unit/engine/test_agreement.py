@@ -10,7 +10,7 @@ import zerotrain
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.world import World
-from zerotrain.engine.agreement import Progress, stamp_differences
+from zerotrain.engine.agreement import StepStamps, stamp_differences
 
 
 def collectives() -> Collectives:
@@ -21,7 +21,7 @@ def collectives() -> Collectives:
 def order_after(*names: str) -> int:
     mine = collectives()
     for name in names:
-        mine.gather(torch.zeros(2), torch.zeros(2), 0, name=name)
+        mine.gather_now(name, torch.zeros(2), torch.zeros(2))
     return mine.order
 
 
@@ -29,10 +29,10 @@ def test_the_order_of_gathers_is_told_apart_and_that_between_kinds_is_not() -> N
     assert order_after("a", "b") == order_after("a", "b") != order_after("b", "a")
     assert order_after("a") != order_after("a", "a")
     one, other = collectives(), collectives()
-    one.gather(torch.zeros(2), torch.zeros(2), 0, name="a")
+    one.gather_now("a", torch.zeros(2), torch.zeros(2))
     one.broadcast(torch.zeros(2), name="b")
     other.broadcast(torch.zeros(2), name="b")
-    other.gather(torch.zeros(2), torch.zeros(2), 0, name="a")
+    other.gather_now("a", torch.zeros(2), torch.zeros(2))
     assert one.order == other.order
     assert 0 < one.order == float(one.order)
 
@@ -44,7 +44,7 @@ def test_each_number_that_differs_is_told_with_its_ranks() -> None:
 
 
 def test_a_stamp_counts_steps_backwards_and_rates() -> None:
-    progress = Progress(collectives())
+    progress = StepStamps(collectives())
     progress.num_backwards = 2
     assert progress.stamp([{"lr": 0.25}, {"lr": 0.5}, {}]).tolist() == [1, 2, 0.75, 0]
     progress.close_step()

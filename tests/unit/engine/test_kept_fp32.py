@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import zerotrain
-from zerotrain.engine.kept_fp32 import assign_dtypes
+from zerotrain.engine.kept_fp32 import dtypes_of
 from zerotrain.engine.precision import precision_named
-from zerotrain.sharding.bucketing import managed_parameters
+from zerotrain.sharding.units import model_parameters
 
 
 class Router(nn.Module):
@@ -51,9 +51,9 @@ class Routed(nn.Module):
 
 
 def kept(*patterns: str) -> list[str]:
-    parameters = managed_parameters(Routed())
-    assign_dtypes(parameters, precision_named("bf16", patterns))
-    return [managed.names[0] for managed in parameters if managed.dtype == torch.float32]
+    parameters = model_parameters(Routed())
+    dtypes = dtypes_of(parameters, precision_named("bf16", patterns))
+    return [each.names[0] for each in parameters if dtypes[each.parameter] == torch.float32]
 
 
 def test_a_pattern_names_parameters_or_modules_and_a_tied_parameter_by_any_of_its_names() -> None:

@@ -32,8 +32,8 @@ def updated_whole(**settings: Any) -> list[str]:
     engine = zerotrain.build_engine(Net(), optimizer=muon(**settings))
     return sorted(
         managed.names[0]
-        for weights, _ in engine.schedule.trained
-        for managed in weights.spec.parameters
+        for bucket in engine.schedule.trained
+        for managed in bucket.spec.parameters
         if managed.is_updated_whole
     )
 
@@ -53,9 +53,9 @@ def test_patterns_name_other_matrices_and_never_vectors() -> None:
 @pytest.mark.parametrize(
     ("model", "matrices", "problem"),
     [
-        (Net(), ["blocks.*", "nothing.*"], r"optimizer.matrices: no trainable two-dimensional .* 'nothing.\*'"),
-        (Net(), ["head.bias"], "optimizer.matrices: no trainable two-dimensional parameter matches 'head.bias'"),
-        (nn.Linear(3, 3), "auto", "optimizer.matrices=auto: found no two-dimensional parameter in a repeated block"),
+        (Net(), ["blocks.*", "nothing.*"], r"matrices=\.\.\.\): no trainable two-dimensional .* 'nothing.\*'"),
+        (Net(), ["head.bias"], r"matrices=\.\.\.\): no trainable two-dimensional parameter matches 'head.bias'"),
+        (nn.Linear(3, 3), "auto", r"matrices='auto'\): found no two-dimensional parameter in a repeated block"),
     ],
 )
 def test_matrices_that_are_not_there_are_refused(model: nn.Module, matrices: Any, problem: str) -> None:

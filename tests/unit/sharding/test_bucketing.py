@@ -1,4 +1,7 @@
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -6,9 +9,34 @@ from torch import nn
 
 from zerotrain.errors import ConfigError
 from zerotrain.models import GPT
-from zerotrain.sharding.bucketing import cut_buckets, cut_units, find_units, managed_parameters
+from zerotrain.sharding import bucketing
+from zerotrain.sharding.units import ManagedParameter, Unit, cut_units, find_units, model_parameters
 
 HUGE = 10**9
+
+
+def units_of(model: nn.Module, max_numel: int, **traits: Callable[[str], Any]) -> list[Unit[ManagedParameter]]:
+    """The units of a model, each trait of a parameter a function of its name."""
+    traits = {"dtype": lambda name: torch.float32} | traits
+    return [
+        replace(
+            unit,
+            parameters=[
+                ManagedParameter(
+                    each.parameter,
+                    each.names,
+                    each.owners,
+                    **{name: trait(each.names[0]) for name, trait in traits.items()},
+                )
+                for each in unit.parameters
+            ],
+        )
+        for unit in cut_units(model, model_parameters(model), None, max_numel)
+    ]
+
+
+def cut_buckets(model: nn.Module, max_numel: int) -> list[bucketing.BucketSpec]:
+    return bucketing.cut_buckets(units_of(model, max_numel), max_numel)
 
 
 def gpt(vocab_size: int = 64) -> GPT:
@@ -47,26 +75,26 @@ def test_patterns_name_units_and_one_that_matches_nothing_is_refused() -> None:
             find_units(gpt(), [pattern])
 
 
-def test_a_small_root_is_one_head_and_a_large_one_has_a_tail_behind_the_blocks() -> None:
-    assert [unit.name for unit in cut_units(Untied(), None, HUGE)] == ["head", "layers.0", "layers.1"]
-    head, _, _, tail = cut_units(Untied(), None, max_numel=500)
-    assert names(head.parameters) == ["embed.weight"]
-    assert names(tail.parameters) == ["norm.weight", "norm.bias", "head.weight"]
-    assert [type(module) for module in tail.modules] == [nn.LayerNorm, nn.Linear]
+def test_a_small_root_is_one_unit_and_a_large_one_has_a_late_part_behind_the_blocks() -> None:
+    assert [unit.name for unit in units_of(Untied(), HUGE)] == ["root", "layers.0", "layers.1"]
+    resident, _, _, late = units_of(Untied(), max_numel=500)
+    assert names(resident.parameters) == ["embed.weight"]
+    assert names(late.parameters) == ["norm.weight", "norm.bias", "head.weight"]
+    assert [type(module) for module in late.modules] == [nn.LayerNorm, nn.Linear]
 
 
-def test_a_tied_parameter_is_managed_once_under_both_names_and_lives_in_the_head() -> None:
+def test_a_tied_parameter_is_managed_once_under_both_names_and_lives_in_the_resident_root() -> None:
     model = Untied()
     model.head.weight = model.embed.weight
-    assert len(managed_parameters(model)) == len(list(model.parameters()))
-    head = cut_units(model, None, max_numel=500)[0]
-    assert head.parameters[0].names == ["embed.weight", "head.weight"]
+    assert len(model_parameters(model)) == len(list(model.parameters()))
+    root = units_of(model, max_numel=500)[0]
+    assert root.parameters[0].names == ["embed.weight", "head.weight"]
 
 
 def test_buckets_hold_every_parameter_once_and_respect_the_limit_where_a_parameter_allows() -> None:
     model = gpt()
     for max_numel in (1, 100, 300, 1000, HUGE):
-        specs = cut_buckets(cut_units(model, None, max_numel), max_numel)
+        specs = cut_buckets(model, max_numel)
         held = [name for spec in specs for name in names(spec.parameters)]
         assert sorted(held) == sorted(name for name, _ in model.named_parameters())
         for spec in specs:
@@ -74,9 +102,9 @@ def test_buckets_hold_every_parameter_once_and_respect_the_limit_where_a_paramet
             assert numel <= max_numel or len(spec.parameters) == 1
 
 
-def test_small_neighbouring_units_share_a_bucket_and_the_head_shares_with_none() -> None:
-    specs = cut_buckets(cut_units(gpt(), None, HUGE), HUGE)
-    assert [[unit.name for unit in spec.units] for spec in specs] == [["head"], ["blocks.0", "blocks.1", "blocks.2"]]
+def test_small_neighbouring_units_share_a_bucket_and_the_root_shares_with_none() -> None:
+    specs = cut_buckets(gpt(), HUGE)
+    assert [[unit.name for unit in spec.units] for spec in specs] == [["root"], ["blocks.0", "blocks.1", "blocks.2"]]
 
 
 def test_no_unit_lies_inside_another() -> None:
@@ -90,23 +118,21 @@ def blocks_of(num_layers: int, num_blocks: int) -> nn.Module:
 
 
 def test_units_share_a_bucket_of_at_most_an_eighth_of_the_model() -> None:
-    specs = cut_buckets(cut_units(blocks_of(2, num_blocks=24), None, HUGE), HUGE)
+    specs = cut_buckets(blocks_of(2, num_blocks=24), HUGE)
     assert [len(spec.units) for spec in specs] == [3] * 7 + [2, 1]
 
 
 def test_the_last_unit_is_cut_smaller() -> None:
-    specs = cut_buckets(cut_units(blocks_of(4, num_blocks=6), None, HUGE), HUGE)
+    specs = cut_buckets(blocks_of(4, num_blocks=6), HUGE)
     assert [len(spec.parameters) for spec in specs] == [8] * 5 + [2] * 4
 
 
 def test_trainable_and_frozen_parameters_never_share_a_bucket_and_each_group_is_one_range() -> None:
     model = gpt()
     model.blocks[1].requires_grad_(False)
-    units = cut_units(model, None, HUGE)
-    for managed in (managed for unit in units for managed in unit.parameters):
-        managed.group = int(managed.parameter.ndim < 2)
-        managed.born = int(managed.names[0].startswith("blocks.2"))
-    specs = cut_buckets(units, HUGE)
+    dimensions = {name: each.ndim for name, each in model.named_parameters()}
+    traits = {"group": lambda name: int(dimensions[name] < 2), "generation": lambda name: int("blocks.2" in name)}
+    specs = bucketing.cut_buckets(units_of(model, HUGE, **traits), HUGE)
     assert [spec.trainable for spec in specs] == [True, True, False]
     for spec in specs:
         assert {managed.parameter.requires_grad for managed in spec.parameters} == {spec.trainable}
@@ -116,17 +142,14 @@ def test_trainable_and_frozen_parameters_never_share_a_bucket_and_each_group_is_
 
 
 def test_buckets_hold_one_dtype_and_one_of_several_units_lies_where_the_first_of_them_does() -> None:
-    units = cut_units(gpt(), None, max_numel=1000)
-    for unit in units:
-        for managed in unit.parameters:
-            managed.dtype = torch.float32 if "ln_" in managed.names[0] else torch.bfloat16
-    specs = cut_buckets(units, max_numel=1000)
+    units = units_of(gpt(), 1000, dtype=lambda name: torch.float32 if "ln_" in name else torch.bfloat16)
+    specs = bucketing.cut_buckets(units, max_numel=1000)
     for spec in specs:
         assert {managed.dtype for managed in spec.parameters} == {spec.dtype}
     # The norms of all blocks are reduced when the backward has done the first block, and keep no other bucket waiting.
     assert [spec.name for spec in specs] == [
-        "head (bfloat16)",
-        "head (float32)",
+        "root (bfloat16)",
+        "root (float32)",
         "blocks.0 (bfloat16)",
         "blocks.0..blocks.2 (float32)",
         "blocks.1 (bfloat16)",
@@ -137,14 +160,14 @@ def test_buckets_hold_one_dtype_and_one_of_several_units_lies_where_the_first_of
 def test_a_bucket_belongs_to_the_units_that_have_parameters_in_it_alone() -> None:
     model = gpt()
     model.blocks[1].requires_grad_(False)
-    *_, frozen = cut_buckets(cut_units(model, None, HUGE), HUGE)
+    *_, frozen = cut_buckets(model, HUGE)
     assert [unit.name for unit in frozen.units] == ["blocks.1"]
 
 
 def test_a_bucket_is_named_by_its_units_or_by_its_parameters_where_it_is_a_part_of_one() -> None:
-    units = cut_units(gpt(), None, max_numel=10**6)
-    assert [spec.name for spec in cut_buckets(units, max_numel=10**6)] == ["head", "blocks.0..blocks.2"]
-    in_parts = [spec.name for spec in cut_buckets(units, max_numel=100)]
+    units = units_of(gpt(), max_numel=10**6)
+    assert [each.name for each in bucketing.cut_buckets(units, max_numel=10**6)] == ["root", "blocks.0..blocks.2"]
+    in_parts = [each.name for each in bucketing.cut_buckets(units, max_numel=100)]
     assert "blocks.0.attention.qkv_proj.weight" in in_parts
     assert "blocks.0" not in in_parts
 
@@ -152,4 +175,11 @@ def test_a_bucket_is_named_by_its_units_or_by_its_parameters_where_it_is_a_part_
 def test_integer_parameters_are_left_alone() -> None:
     model = nn.Linear(2, 2)
     model.register_parameter("table", nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False))
-    assert names(managed_parameters(model)) == ["weight", "bias"]
+    assert names(model_parameters(model)) == ["weight", "bias"]
+
+
+def test_experts_are_no_units_since_ranks_may_call_different_ones() -> None:
+    layer = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), "router": nn.Linear(2, 4)})
+    assert find_units(layer, None) == {}
+    assert list(find_units(nn.ModuleList([layer, layer]), None)) == ["0"]
+    assert list(find_units(layer, ["experts.*"])) == [f"experts.{index}" for index in range(4)]

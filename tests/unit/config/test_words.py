@@ -1,0 +1,69 @@
+"""What the engine says in the words of `build_engine`, said in those of the config."""
+
+import inspect
+from operator import attrgetter
+
+import pytest
+
+import zerotrain
+from zerotrain.config.checks import must_be
+from zerotrain.config.words import SETTINGS, in_words_of_config, words_of_config
+from zerotrain.errors import CommError, ConfigError, DisagreementError, EngineStateError, TrainingError, ZeroTrainError
+
+SAID = [
+    ("compile=True: works unit by unit; or set compile=False", "model.compile=true: works unit by unit; or set "
+     "model.compile=false"),
+    ("activation_checkpointing=True: works", "model.activation_checkpointing=true: works"),
+    ("torch.compile needs a C++ compiler; compile less", "torch.compile needs a C++ compiler; compile less"),
+    ("max_grad_norm: differs between the ranks", "train.max_grad_norm: differs between the ranks"),
+    ("let more be skipped (max_skipped_steps)", "let more be skipped (train.on_nonfinite=skip, "
+     "train.max_skipped_steps)"),
+    ("max_skipped_steps: got 0", "train.max_skipped_steps: got 0"),
+    ('use precision="bf16" or lower the optimizer\'s lr', "use precision=bf16 or lower optimizer.lr"),
+    ("precision.keep_fp32: keeps every parameter", "precision.keep_fp32: keeps every parameter"),
+    ("set zero.reshard_after_forward=False", "set zero.reshard_after_forward=false"),
+    ("name its units with zero.units=['blocks.*', 'head']", "name its units with zero.units=[blocks.*,head]"),
+    ("MuonWithAdamW(matrices='auto'): found none", "optimizer.matrices=auto: found none"),
+    ("MuonWithAdamW(matrices=...): none matches 'x'", "optimizer.matrices: none matches 'x'"),
+    ("such as zerotrain.MuonWithAdamW(matrices=['*.weight'])", "such as optimizer.matrices=[*.weight]"),
+    ("use zerotrain.MuonWithAdamW(...), which", "use optimizer=muon, which"),
+    ("World.from_environment(device='cuda'): no GPU", "launch.device=cuda: no GPU"),
+    ("use torchrun --nproc-per-node=2 or less", "use launch.nproc_per_node=2 or less"),
+    ("checkpoint with use_reentrant=False", "checkpoint with use_reentrant=False"),
+    ("train.max_grad_norm=1.0 and model.compile=true", "train.max_grad_norm=1.0 and model.compile=true"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "said"), SAID)
+def test_arguments_become_settings_and_settings_stay(text: str, said: str) -> None:
+    assert in_words_of_config(text) == said
+    assert in_words_of_config(said) == said
+
+
+@pytest.mark.parametrize("kind", [ConfigError, TrainingError, CommError, DisagreementError, EngineStateError])
+def test_an_error_stays_the_same_with_its_cause(kind: type[ZeroTrainError]) -> None:
+    raised = kind("max_grad_norm: wrong")
+    with pytest.raises(ZeroTrainError) as caught, words_of_config():
+        raise raised from ValueError("below")
+    assert caught.value is raised
+    assert str(raised) == "train.max_grad_norm: wrong"
+    assert isinstance(raised.__cause__, ValueError)
+
+
+def test_each_problem_of_a_config_error_is_told_so() -> None:
+    with pytest.raises(ConfigError) as caught, words_of_config():
+        raise ConfigError("compile=True: no", "zero.units: no")
+    assert caught.value.problems == ("model.compile=true: no", "zero.units: no")
+
+
+def test_what_is_not_ours_is_left_alone() -> None:
+    with pytest.raises(ValueError, match=r"^max_grad_norm$"), words_of_config():
+        raise ValueError("max_grad_norm")
+
+
+@pytest.mark.parametrize(("argument", "setting"), SETTINGS.items())
+def test_both_names_exist(argument: str, setting: str) -> None:
+    callee, _, name = argument.rstrip(")").rpartition("(")
+    called = attrgetter(callee or "build_engine")(zerotrain)
+    assert name in inspect.signature(called).parameters
+    assert must_be(setting, "?") or setting == "optimizer.matrices"

@@ -1,0 +1,135 @@
+"""What is refused before any rank starts."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from zerotrain import factory, preflight
+from zerotrain.config.schema import Config, LaunchConfig, PrecisionConfig, ZeroConfig
+from zerotrain.errors import ConfigError
+
+GPT = {
+    "_target_": "zerotrain.models.GPT",
+    "vocab_size": 256,
+    "max_seq_len": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "hidden_size": 8,
+}
+ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3}
+MUON = {"_target_": "zerotrain.MuonWithAdamW", "lr": 0.02, "adamw_lr": 1e-3}
+COSINE = {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 2, "final_fraction": 0.1}
+SYNTHETIC = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 16, "vocab_size": 256, "num_sequences": 64}
+
+
+def config(**groups: Any) -> Config:
+    return Config(**({"model": GPT, "data": SYNTHETIC, "optimizer": ADAMW, "scheduler": COSINE} | groups))
+
+
+def test_a_config_that_can_run_passes() -> None:
+    preflight.check(config())
+
+
+@pytest.mark.parametrize(
+    ("groups", "problem"),
+    [
+        ({"model": GPT | {"num_heads": 3}}, "model.num_heads=3 does not divide model.hidden_size=8"),
+        ({"optimizer": ADAMW | {"lr": -1.0}}, "optimizer: Invalid learning rate: -1.0"),
+        ({"optimizer": ADAMW | {"_target_": "torch.optim.Muon"}}, "optimizer=Muon: takes matrices alone"),
+        ({"optimizer": MUON | {"matrices": ["no"]}}, "optimizer.matrices: no trainable two-dimensional parameter"),
+        ({"optimizer": MUON | {"matrices": "blocks.*"}}, "optimizer.matrices=blocks.*: must be auto, or a list"),
+        ({"optimizer": ADAMW | {"betas": [0.9]}}, "optimizer: list index out of range; one of these may be of another"),
+        ({"model": GPT | {"num_layers": "x"}}, "model.num_layers=x is no whole number"),
+        (
+            {"model": GPT | {"max_seq_len": 8}},
+            "data.seq_len=16, but GPT knows 8 positions; choose data.seq_len=8 or less or a model with more",
+        ),
+        (
+            {"precision": PrecisionConfig("bf16", ["rms*"])},
+            "precision.keep_fp32: no module or parameter matches 'rms*'; there are wte, wpe, blocks.*.ln_1,",
+        ),
+        ({"precision": PrecisionConfig("bf16", ["*"])}, "precision.keep_fp32: keeps every parameter"),
+        ({"scheduler": COSINE | {"warmup_steps": "abc"}}, "scheduler: "),
+        ({"data": {"_target_": "zerotrain.data.TextDataset", "path": "no/such", "seq_len": 8}}, "data.path=no/such"),
+    ],
+)
+def test_what_a_class_refuses_is_one_line_with_its_group(groups: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(**groups))
+    assert len(refused.value.problems) == 1
+    assert refused.value.problems[0].startswith(problem)
+    assert "\n" not in refused.value.problems[0]
+
+
+def test_data_with_more_tokens_than_the_model_knows_is_refused() -> None:
+    small = {"_target_": "zerotrain.models.HuggingFaceModel", "config": {"model_type": "gpt2", "n_layer": 1}}
+    pytest.importorskip("transformers")
+    preflight.check(config(model=small | {"vocab_size": 256}))
+    with pytest.raises(ConfigError, match=r"data\.vocab_size=256, but HuggingFaceModel knows 100 tokens"):
+        preflight.check(config(model=small | {"vocab_size": 100}))
+
+
+def test_positions_are_compared_and_frozen_models_refused_also_of_hugging_face() -> None:
+    pytest.importorskip("transformers")
+    fields = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}
+    small = {"_target_": "zerotrain.models.HuggingFaceModel", "config": fields, "vocab_size": 256}
+    with pytest.raises(ConfigError, match=r"data\.seq_len=16, but HuggingFaceModel knows 8 positions"):
+        preflight.check(config(model=small | {"config": fields | {"n_positions": 8}}))
+    preflight.check(config(model=small | {"config": fields | {"max_position_embeddings": 16}}))
+    with pytest.raises(ConfigError, match="has no trainable floating-point parameter"):
+        preflight.check(config(model=small | {"freeze": ["*"]}))
+
+
+def test_a_model_that_cannot_be_found_is_one_line() -> None:
+    pytest.importorskip("transformers")
+    model = {"_target_": "zerotrain.models.HuggingFaceModel", "name_or_path": "nowhere"}
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(model=model))
+    [problem] = refused.value.problems
+    assert problem.startswith("model.name_or_path=nowhere is neither a folder with a model nor one that the Hugging")
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(model=GPT | {"num_heads": 3}, optimizer=ADAMW | {"lr": -1.0}))
+    assert len(refused.value.problems) == 2
+
+
+@pytest.mark.parametrize("switch", ["compile", "activation_checkpointing"])
+def test_what_works_unit_by_unit_is_refused_for_a_model_without_units(switch: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.{switch}=true: works unit by unit, and GPT has no repeated blocks"):
+        preflight.check(config(model=GPT | {switch: True}))  # one block repeats nothing
+
+
+def test_asking_for_gpus_that_are_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        few = torch.cuda.device_count()
+        with pytest.raises(ConfigError, match="has no GPU"):
+            preflight.check(config(launch=LaunchConfig(device="cuda")), num_local_ranks=few + 1)
+    else:
+        with pytest.raises(ConfigError, match=r"launch\.device=cuda, but torch sees no GPU here"):
+            preflight.check(config(launch=LaunchConfig(device="cuda")))
+
+
+def test_a_problem_that_model_and_optimizer_both_have_is_told_once() -> None:
+    two_blocks = GPT | {"num_layers": 2, "activation_checkpointing": True}
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(model=two_blocks, zero=ZeroConfig(units=["layers.*"])))
+    assert refused.value.problems == (
+        "zero.units: no module with parameters matches 'layers.*'; the model's children are: wte, wpe, dropout, "
+        "blocks, ln_f",
+    )
+
+
+def test_the_model_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    instantiate = factory.instantiate
+
+    def noted(values: dict[str, Any], **options: Any) -> Any:
+        built.append(values["_target_"])
+        return instantiate(values, **options)
+
+    monkeypatch.setattr(factory, "instantiate", noted)
+    preflight.check(config(optimizer=MUON, model=GPT | {"num_layers": 2}))
+    assert sorted(built) == sorted(each["_target_"] for each in (GPT, SYNTHETIC, MUON, COSINE))

@@ -1,0 +1,147 @@
+"""The front door in Python: `zerotrain.build_engine`. Needs neither hydra nor a config."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerotrain.comm.world import World
+from zerotrain.engine.deferred_init import InitialValues, deferred_init
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.optimizer_factory import OptimizerFactory
+from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.unit_forward import replace_forwards
+from zerotrain.errors import ConfigError
+from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig, problems_in
+from zerotrain.sharding.plan import Plan
+
+
+def build_engine(
+    model: nn.Module | Callable[[], nn.Module],
+    *,
+    optimizer: OptimizerFactory,
+    zero: ZeroConfig | None = None,
+    precision: str | PrecisionConfig = "fp32",
+    max_grad_norm: float | None = None,
+    max_skipped_steps: int = 20,
+    decay_all: bool = False,
+    param_groups: Sequence[dict[str, Any]] | None = None,
+    compile: bool = False,
+    activation_checkpointing: bool = False,
+    world: World | None = None,
+) -> ZeroEngine:
+    """Wrap a model in the sharded engine.
+
+    Args:
+        model: any nn.Module, built alike on every rank; changed in place (see `ZeroEngine`). Or a function that builds
+            it: at stage 3 no rank ever holds such a model whole (see `zerotrain.engine.deferred_init`).
+        optimizer: makes an element-wise optimizer of groups, such as `functools.partial(torch.optim.AdamW, lr=3e-4)`,
+            or one declared to update whole tensors, such as `zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=3e-4)`.
+        zero: how state is sharded and moved; default `ZeroConfig()`, stage 2.
+        precision: fp32, bf16 or fp16; `PrecisionConfig` has more to set.
+        max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
+        max_skipped_steps: so many in a row, skipped since their gradient is not finite, raise `TrainingError`.
+        decay_all: apply weight decay to every parameter, not to matrices alone.
+        param_groups: dicts of "params" (names, patterns such as "*.bias", parameters) and what differs from the
+            optimizer's own settings; default: matrices, and the others without weight decay. See docs/cases.md.
+        compile: torch.compile each unit's forward.
+        activation_checkpointing: keep a unit's inputs alone, and compute the rest again in its backward.
+        world: default: the process group the caller has initialised, or one process, on the device of the model's
+            first parameter, or on torch's default device where `model` is a function.
+
+    Raises:
+        ConfigError: a setting is out of range, or the model or optimizer cannot be trained so.
+    """
+    zero = ZeroConfig() if zero is None else zero
+    _require_kinds(model, optimizer, zero, precision)
+    given = EngineConfig(
+        zero=zero,
+        precision=PrecisionConfig(precision) if isinstance(precision, str) else precision,
+        max_grad_norm=max_grad_norm,
+        max_skipped_steps=max_skipped_steps,
+    )
+    if problems := problems_in(given):
+        raise ConfigError(*problems)
+    return assemble_engine(
+        model,
+        given,
+        optimizer=optimizer,
+        decay_all=decay_all,
+        param_groups=param_groups,
+        compile=compile,
+        activation_checkpointing=activation_checkpointing,
+        world=world or World.current(_device_of(model)),
+    )
+
+
+def assemble_engine(
+    model: nn.Module | Callable[[], nn.Module],
+    given: EngineConfig,
+    *,
+    optimizer: OptimizerFactory,
+    world: World,
+    decay_all: bool = False,
+    param_groups: Sequence[dict[str, Any]] | None = None,
+    compile: bool = False,
+    activation_checkpointing: bool = False,
+) -> ZeroEngine:
+    """`build_engine` for one who has checked the values.
+
+    Raises:
+        ConfigError: the model or optimizer cannot be trained so.
+    """
+    options = EngineOptions.resolve(given, world)
+    model, initial = _with_initial_values(model, world, options.plan)
+    replace_forwards(model, units=options.units, compile=compile, activation_checkpointing=activation_checkpointing)
+    return ZeroEngine(
+        model,
+        optimizer=optimizer,
+        world=world,
+        options=options,
+        decay_all=decay_all,
+        param_groups=param_groups,
+        loss_scaler=options.loss_scaler(),
+        initial=initial,
+    )
+
+
+def _require_kinds(model: Any, optimizer: Any, zero: Any, precision: Any) -> None:
+    """Check that arguments of Python are of the kind they must be.
+
+    Raises:
+        ConfigError: with those that are not.
+    """
+    is_model = callable(model) and not isinstance(model, ZeroEngine)
+    is_precision = isinstance(precision, str | PrecisionConfig)
+    kinds = (
+        ("model", model, is_model, "an nn.Module, or a function that makes one"),
+        ("optimizer", optimizer, callable(optimizer), "functools.partial(torch.optim.AdamW, lr=3e-4) or the like"),
+        ("zero", zero, isinstance(zero, ZeroConfig), "a zerotrain.ZeroConfig, such as ZeroConfig(stage=3)"),
+        ("precision", precision, is_precision, "a name such as bf16, or a PrecisionConfig"),
+    )
+    wrong = [
+        f"{name}: got an object of type {type(value).__name__}; it must be {allowed}"
+        for name, value, is_right, allowed in kinds
+        if not is_right
+    ]
+    if wrong:
+        raise ConfigError(*wrong)
+
+
+def _device_of(model: nn.Module | Callable[[], nn.Module]) -> torch.device:
+    """Where a model's first parameter lies, or will lie."""
+    if not isinstance(model, nn.Module):
+        return torch.get_default_device()
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _with_initial_values(
+    model: nn.Module | Callable[[], nn.Module], world: World, plan: Plan
+) -> tuple[nn.Module, InitialValues]:
+    """The model, built if it is a function; where parameters are sharded, without their memory."""
+    if isinstance(model, nn.Module):
+        return model, InitialValues()
+    with world.device:
+        return deferred_init(model) if plan.shards_parameters else (model(), InitialValues())

@@ -1,0 +1,95 @@
+"""All that can be tried of a config before any rank starts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerotrain.comm.world import choose_device
+from zerotrain.config.schema import Config
+from zerotrain.config.words import words_of_config
+from zerotrain.engine.build import require_trainable
+from zerotrain.engine.kept_fp32 import dtypes_of
+from zerotrain.engine.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
+from zerotrain.engine.precision import precision_named
+from zerotrain.engine.unit_forward import replace_forwards
+from zerotrain.errors import ConfigError
+from zerotrain.factory import build, build_on_meta, in_group
+from zerotrain.sharding.units import cut_units, model_parameters
+
+
+def check(config: Config, num_local_ranks: int = 1) -> None:
+    """Build what can be built without ranks: the model without memory, the dataset, the optimizer of one element.
+
+    Called once, before any rank starts; it also fills the dataset's cache, so that the ranks find it there.
+
+    Args:
+        num_local_ranks: ranks this machine is to run.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems: list[str] = []
+
+    def attempt(group: str, attempted: Callable[[], Any]) -> Any:
+        """What `attempted` gives; None after a problem."""
+        try:
+            with words_of_config():
+                return attempted()
+        except ConfigError as error:
+            problems.extend(error.problems)
+        except (ValueError, TypeError, LookupError, OSError) as error:
+            problems.append(in_group(group, error, getattr(config, group)))
+
+    attempt("launch", lambda: choose_device(config.launch.device, num_local_ranks - 1))
+    model = attempt("model", lambda: build_on_meta(config))
+    if model is not None:
+        attempt("model", lambda: _try_model(model, config))
+    data = attempt("data", lambda: build("data", config.data))
+    if model is not None and data is not None:
+        attempt("data", lambda: _require_fit(model, data))
+    attempt("optimizer", lambda: _try_optimizer(model, config))
+    attempt("scheduler", lambda: build("scheduler", config.scheduler)(0, config.train.max_steps))
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
+
+
+def _try_model(model: nn.Module, config: Config) -> None:
+    """Look whether the switches and the patterns of the config can be followed in a model without memory."""
+    parameters = model_parameters(model)
+    require_trainable(model, parameters)
+    dtypes_of(parameters, precision_named(config.precision.name, tuple(config.precision.keep_fp32)))
+    replace_forwards(model, units=config.zero.unit_patterns, **config.model_switches)
+
+
+def _try_optimizer(model: nn.Module | None, config: Config) -> None:
+    """Let the optimizer choose what it needs whole of the model without memory, and build it for one tensor of each."""
+    factory = build("optimizer", config.optimizer)
+    units = [] if model is None else cut_units(model, model_parameters(model), config.zero.unit_patterns, max_numel=1)
+    names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
+    for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
+        build_optimizer(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}])
+
+
+def _require_fit(model: nn.Module, data: Any) -> None:
+    """Check that the model knows all tokens and positions of the data, where both tell how many there are.
+
+    Raises:
+        ConfigError: with those it does not know.
+    """
+    problems, kind = [], type(model).__name__
+    known, given = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
+    if isinstance(known, int) and isinstance(given, int) and given > known:
+        problems.append(
+            f"data.vocab_size={given}, but {kind} knows {known} tokens; choose data in the model's own tokens, such as "
+            "data=tokenized, or a model with as many"
+        )
+    known = getattr(model, "max_seq_len", None)
+    if isinstance(known, int) and (given := len(data.train[0][0])) > known:
+        problems.append(
+            f"data.seq_len={given}, but {kind} knows {known} positions; choose data.seq_len={known} or less or a "
+            f"model with more (model.max_seq_len={given}; transformers: +model.config.max_position_embeddings={given})"
+        )
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern

@@ -1,0 +1,194 @@
+"""What an engine is told: each setting with its meaning, unit and default, what it may be, and when it has an effect.
+
+A setting is one field: the command line, the check of its value, the warning that it changes nothing here and the
+comparison over the ranks all read the field. A new one is a field here, or in `zerotrain.config.schema` if it is no
+business of an engine, and the code that uses it.
+
+A module of its own, below comm and the engine, which read it whole, and without torch, hydra and omegaconf: the engine
+needs no config, and tab completion no torch.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a setting may be."""
+
+    allowed: str
+    """Completes the sentence "it must be ..."; None is called null."""
+    holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A condition without which a setting changes nothing."""
+
+    holds: Callable[[Any, int], bool]
+    """(the `Config` of a run, how many ranks it has) -> whether the setting has an effect."""
+    otherwise: str
+    """Completes the sentence "it has no effect ...", with fields of the config in braces."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a field of a dataclass of settings knows, beside its meaning."""
+
+    default: Any
+    rule: Rule
+    effects: tuple[Effect, ...]
+    """All of them must hold for the setting to have an effect."""
+
+    def allows(self, value: Any) -> bool:
+        """Whether the setting may have this value."""
+        try:
+            return bool(self.rule.holds(value))
+        except (TypeError, ValueError, OverflowError):  # settings made in Python may hold a value of any type
+            return False
+
+    def must_be(self, name: str, got: Any, spelled: Callable[[Any], str] = str) -> str:
+        """The line that says what the setting must be instead of `got`, with values as the user writes them."""
+        allowed = self.rule.allowed.replace("null", spelled(None))
+        return f"{name}: got {spelled(got)}; it must be {allowed}; the default is {spelled(self.default)}"
+
+
+def setting(default: Any, rule: Rule, *effects: Effect) -> Any:
+    """A field of a dataclass of settings."""
+    metadata = {"setting": Setting(default, rule, effects)}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def settings_in(group: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
+    """(dotted name, setting, value) of each setting in a dataclass, and in the dataclasses it holds."""
+    for each in fields(group):
+        name, value = f"{prefix}{each.name}", getattr(group, each.name)
+        if "setting" in each.metadata:
+            yield name, each.metadata["setting"], value
+        elif is_dataclass(value):
+            yield from settings_in(value, f"{name}.")
+
+
+def problems_in(group: Any) -> list[str]:
+    """A line for each setting in a dataclass that breaks its rule."""
+    return [setting.must_be(name, value) for name, setting, value in settings_in(group) if not setting.allows(value)]
+
+
+# ---- what a setting may be
+
+
+def one_of(*values: Any) -> Rule:
+    """One of a few values."""
+    *first, last = [str(value).lower() for value in values]
+    return Rule(f"{', '.join(first)} or {last}", lambda value: value in values)
+
+
+def at_least(minimum: int, what: str) -> Rule:
+    """A number of things."""
+    return Rule(f"{minimum} or more {what}", lambda value: value >= minimum)
+
+
+def positive(what: str) -> Rule:
+    """A finite number above 0."""
+    return Rule(what, lambda value: math.isfinite(value) and value > 0)
+
+
+def or_null(rule: Rule, meaning: str = "") -> Rule:
+    """What another rule allows, or null."""
+    return Rule(f"{rule.allowed}, or null{meaning}", lambda value: value is None or rule.holds(value))
+
+
+def _are_patterns(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(pattern, str) and pattern for pattern in value)
+
+
+def _are_units(value: Any) -> bool:
+    return value == "auto" or (_are_patterns(value) and bool(value))
+
+
+def _is_scale(value: float) -> bool:
+    return 1 <= value <= 2**32 and math.frexp(value)[0] == 0.5
+
+
+TRUE_OR_FALSE = one_of(True, False)
+STEPS = at_least(1, "steps")
+CLIPPING = or_null(positive("a number above 0"), " for no clipping")
+UNITS = Rule("auto or a list of module name patterns such as [blocks.*]", _are_units)
+KEPT = Rule("a list of name patterns such as ['*norm*']", _are_patterns)
+LOSS_SCALE = Rule("a power of two from 1 to 2**32", _is_scale)
+
+# ---- when a setting has an effect
+
+SENT = Effect(lambda _, num_ranks: num_ranks > 1, "with one rank; launch.nproc_per_node=2 starts two")
+"""Of what ranks send each other: one rank alone sends nothing."""
+SHARES = Effect(lambda _, num_ranks: num_ranks > 1, "on memory with one rank; launch.nproc_per_node=2 starts two")
+"""Of sharding: the shard of one rank is the whole."""
+STAGE_3 = Effect(lambda run, _: run.zero.stage == 3, "at zero.stage={zero.stage}; it has at 3")
+"""Of sharded parameters on their way."""
+IN_16_BITS = Effect(
+    lambda run, _: run.precision.name in ("bf16", "fp16"),
+    "with precision={precision.name}; it has with bf16 or fp16",
+)
+IN_FP16 = Effect(lambda run, _: run.precision.name == "fp16", "with precision={precision.name}; it has with fp16")
+
+# ---- the settings
+
+
+@dataclass
+class ZeroConfig:
+    """How parameters, gradients and optimizer state are sharded (ZeRO, arXiv 1910.02054) and moved."""
+
+    stage: int = setting(2, one_of(0, 1, 2, 3), SHARES)
+    """0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters."""
+    bucket_mb: float = setting(25.0, positive("a number of MiB above 0"))
+    """Largest bucket in MiB (2**20 bytes) of the compute precision; a larger parameter is a bucket of its own. Units
+    share one only up to an eighth of the model."""
+    overlap: bool = setting(True, TRUE_OR_FALSE, SENT)
+    """Run collectives beside compute. False issues the same collectives and waits for each at once."""
+    prefetch: int = setting(1, at_least(0, "units"), STAGE_3)
+    """Stage 3: how many units ahead of the running one are gathered. 0 gathers a unit when it is needed."""
+    reduction: str = setting("auto", one_of("auto", "ordered", "native"), SENT)
+    """ordered: all-to-all, then a sum in rank order in fp32 (same bits at any bucket size);
+    native: the backend's own reduce-scatter; auto: ordered on gloo, native on NCCL."""
+    units: Any = setting("auto", UNITS)
+    """auto: the repeated blocks of the model; or a list of module name patterns, such as ["blocks.*"]."""
+    reshard_after_forward: bool = setting(True, TRUE_OR_FALSE, STAGE_3)
+    """Stage 3: free a unit's parameters after its forward and gather them again for its backward."""
+
+    @property
+    def unit_patterns(self) -> list[str] | None:
+        """Patterns of module names; None: the repeated blocks."""
+        return None if self.units == "auto" else list(self.units)
+
+
+@dataclass
+class PrecisionConfig:
+    """Which precision computes, travels and is kept."""
+
+    name: str = setting("fp32", one_of("fp32", "bf16", "fp16"))
+    """fp32; or bf16: bf16 weights, activations and wire, with fp32 master weights, accumulation and reduction; or fp16:
+    the same in fp16, with a dynamic loss scale."""
+    keep_fp32: list[str] = setting([], KEPT, IN_16_BITS)
+    """Name patterns of parameters, or of modules with all in them, that stay in fp32 in bf16 and fp16: in compute, on
+    the wire and as master weights. Such as ["*norm*", "*.router"]. A module kept as a whole gets its floating-point
+    inputs in fp32, and its outputs are cast back."""
+    initial_scale: float = setting(65536.0, LOSS_SCALE, IN_FP16)
+    """fp16: what the loss is multiplied with at first, a power of two. Each overflow halves it and skips the step."""
+    growth_interval: int = setting(2000, STEPS, IN_FP16)
+    """fp16: steps in a row without overflow after which the scale is doubled."""
+
+
+@dataclass
+class EngineConfig:
+    """All that an engine is told, by the names that `zerotrain.build_engine` knows it by."""
+
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    max_grad_norm: float | None = setting(None, CLIPPING)
+    """Clip the global L2 norm of the gradient to this; None for no clipping."""
+    max_skipped_steps: int = setting(20, STEPS)
+    """As many steps skipped in a row, since their gradient is not finite, stop the training."""
