@@ -17,6 +17,14 @@ import torch
 from cases import be_late, place, run_over
 from torch import nn
 from torch.nn import functional
+from uneven import (
+    EveryBlockOnAnotherRank,
+    ExpertsAlone,
+    FirstAndLastBlock,
+    Mixture,
+    OneLinearOfOneRank,
+    SkippedBlocks,
+)
 
 import zerotrain
 
@@ -189,6 +197,14 @@ CASES = {
     "integer, boolean and complex ones": Case(lambda num_ranks: Stack(Tables)),
     "odd shapes": Case(lambda num_ranks: Stack(Shapes)),
     "unused, of one rank, of every other step": Case(lambda num_ranks: Stack(Sometimes), tells_place=True),
+    "one linear of ten blocks unused on rank 0": Case(lambda num_ranks: OneLinearOfOneRank(), tells_place=True),
+    "in every block something unused on another rank": Case(
+        lambda num_ranks: EveryBlockOnAnotherRank(), tells_place=True
+    ),
+    "unused in the first and the last block": Case(lambda num_ranks: FirstAndLastBlock(), tells_place=True),
+    "blocks skipped on one rank": Case(lambda num_ranks: SkippedBlocks(), tells_place=True),
+    "a mixture of experts": Case(lambda num_ranks: Mixture(), tells_place=True),
+    "a mixture of experts alone": Case(lambda num_ranks: ExpertsAlone(), tells_place=True),
     "groups of one's own": Case(
         groups=[
             {"params": ["*.bias", "*norm*"], "weight_decay": 0.0},
@@ -363,6 +379,16 @@ HARD = (
 )
 
 
+UNEVEN = (
+    "one linear of ten blocks unused on rank 0",
+    "in every block something unused on another rank",
+    "unused in the first and the last block",
+    "blocks skipped on one rank",
+    "a mixture of experts",
+    "a mixture of experts alone",
+)
+
+
 @pytest.mark.filterwarnings("ignore:param_groups. group .* holds no parameter")
 def test_every_case_trains_to_the_bits_of_plain_pytorch_at_every_stage() -> None:
     assert differing([Run(case, stage) for case, stage in product(CASES, range(4))], 2) == []
@@ -373,3 +399,12 @@ def test_hard_cases_on_3_ranks_one_of_them_late_with_accumulation_and_in_bf16() 
     runs = [Run(case, stage, late_rank=stage % 3, **how) for case, stage in product(HARD, range(4))]
     runs += [Run(case, stage, precision="bf16", **how) for case, stage in product(HARD, (1, 3))]
     assert differing(runs, 3) == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_use_different_parts_of_a_model_neither_wait_for_each_other_nor_change_a_bit(num_ranks: int) -> None:
+    runs = [Run(case, stage, bucket_mb=0.004) for case, stage in product(UNEVEN, range(4))]
+    runs += [Run(case, 3, bucket_mb=mb) for case, mb in product(UNEVEN, (0.02, 25.0))]
+    runs += [Run(case, 3, bucket_mb=0.004, num_micro_batches=2, late_rank=num_ranks - 1) for case in UNEVEN]
+    runs += [Run(case, 3, bucket_mb=0.004, precision="bf16", late_rank=0) for case in UNEVEN]
+    assert differing(runs, num_ranks) == []

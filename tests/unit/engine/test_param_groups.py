@@ -154,7 +154,7 @@ def test_the_backward_of_a_forward_from_before_a_change_is_refused() -> None:
 def test_a_change_frees_the_buckets_it_replaces_at_once() -> None:
     engine = build()
     one_step(engine)
-    old = [weakref.ref(bucket.weights.master_weight) for bucket in engine.schedule.buckets]
+    old = [weakref.ref(bucket.update.master_weight) for bucket in engine.schedule.buckets]
     gc.disable()  # what only the garbage collector frees is held for minutes
     try:
         engine.freeze("0.*")

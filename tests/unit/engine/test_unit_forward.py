@@ -17,7 +17,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 def test_a_machine_without_a_compiler_gets_a_sentence() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    refused = pytest.raises(zerotrain.ConfigError, match=r"^model\.compile=true: .* a C\+\+ compiler such as g\+\+, ")
+    refused = pytest.raises(zerotrain.ConfigError, match=r"^compile=True: .* a C\+\+ compiler such as g\+\+, ")
     with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}), refused:
         zerotrain.build_engine(model, optimizer=SGD, compile=True)
 

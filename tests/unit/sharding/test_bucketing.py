@@ -179,7 +179,9 @@ def test_integer_parameters_are_left_alone() -> None:
 
 
 def test_experts_are_no_units_since_ranks_may_call_different_ones() -> None:
-    layer = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), "router": nn.Linear(2, 4)})
-    assert find_units(layer, None) == {}
-    assert list(find_units(nn.ModuleList([layer, layer]), None)) == ["0"]
-    assert list(find_units(layer, ["experts.*"])) == [f"experts.{index}" for index in range(4)]
+    def layer() -> nn.Module:
+        return nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), "router": nn.Linear(2, 4)})
+
+    assert find_units(layer(), None) == {}
+    assert list(find_units(nn.ModuleList([layer(), layer()]), None)) == ["0", "1"]
+    assert list(find_units(layer(), ["experts.*"])) == [f"experts.{index}" for index in range(4)]

@@ -194,7 +194,8 @@ def test_a_skipped_step_is_a_step_of_the_run_but_not_of_the_schedule(make_traine
     lines = [line for line in read_metrics(tmp_path) if "lr" in line]
     assert [line["lr"] for line in lines] == pytest.approx([0.1, 0.2, 0.2, 0.2, 0.3])
     assert [line["skipped_steps"] for line in lines] == [0, 1, 2, 2, 2]
-    [optimizer] = {group["step"].item() for group in trainer.engine.optimizer._optimizers[0].state.values()}
+    update = trainer.engine.schedule.trained[0].update
+    [optimizer] = {update.span_state(span)["step"].item() for span in update.spans}
     assert optimizer == 3
 
 
