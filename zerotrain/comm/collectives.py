@@ -27,16 +27,14 @@ class Collectives:
         ordered: reduce by adding in rank order in fp32, whose bits do not depend on where a bucket's borders lie;
             otherwise by the backend's own reduce-scatter.
         overlap: False waits for each collective as soon as it is issued.
-        wire: carries them; default: the world's process groups, or nothing for one rank.
     """
 
-    def __init__(self, world: World, *, ledger: Ledger, ordered: bool, overlap: bool, wire: Wire | None = None) -> None:
+    def __init__(self, world: World, *, ledger: Ledger, ordered: bool, overlap: bool) -> None:
         self.world = world
         self.shards = world.shards
         self.ledger = ledger
         self._journal = Journal(ledger, world.whereabouts, overlap=overlap)
-        alone = world.shards.size == 1
-        self._wire = wire or (Alone() if alone else ProcessGroups(world.shards, world.device, ordered=ordered))
+        self._wire = _wire_of(world, ordered)
 
     @property
     def order(self) -> int:
@@ -96,3 +94,12 @@ class Collectives:
             return call()
         except RuntimeError as error:
             raise self._journal.failed(kind, name, error, time.monotonic() - started_s) from error
+
+
+def _wire_of(world: World, ordered: bool) -> Wire:
+    """What carries the collectives: the world's process groups, or nothing for one rank."""
+    if world.shards.make_wire is not None:
+        return world.shards.make_wire(ordered)
+    if world.shards.size == 1:
+        return Alone()
+    return ProcessGroups(world.shards, world.device, ordered=ordered)

@@ -8,12 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from zerotrain.comm.whereabouts import Whereabouts
 from zerotrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zerotrain.comm.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Shards:
     """Carries gradients. A group of its own: one NCCL communicator runs its collectives one after the other."""
     tags: Iterator[int] = field(default_factory=itertools.count, compare=False)
     """Numbers that keep sends and receives apart; taken in the same order on every rank."""
+    make_wire: "Callable[[bool], Wire] | None" = field(default=None, compare=False)
+    """What carries the collectives of an engine (with an ordered reduction or not), in place of the groups."""
 
 
 @dataclass(frozen=True)

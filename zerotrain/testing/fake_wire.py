@@ -1,0 +1,226 @@
+"""N ranks as threads of one process, and a wire between them that is as nasty as a real one may be.
+
+    def on_a_rank(world: World) -> str:
+        engine = zerotrain.build_engine(model(), optimizer=..., world=world)
+        ...
+    results, boards = run_threads(on_a_rank, 3)
+
+No sockets, no process groups: a case takes milliseconds, and what a real wire does now and then this one does always.
+What was not waited for holds NaN, what is to stay as it is is compared, what was given back is NaN, nothing is done
+before it was waited for, and the joint order of all collectives is kept.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction
+from zerotrain.comm.journal import Journal
+from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.sums import sum_in_rank_order
+from zerotrain.comm.wire import Wire
+from zerotrain.comm.world import Shards, World
+
+T = TypeVar("T")
+TIMEOUT_S = 5.0
+"""Until ranks that wait for each other are told so."""
+
+
+class Board:
+    """Where the ranks of one run leave what they send."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.orders: list[list[str]] = [[] for _ in range(size)]
+        """By rank: "kind name" of each collective, in the order they were issued."""
+        self._parts: dict[Any, dict[int, Any]] = defaultdict(dict)
+        self._changed = threading.Condition()
+
+    def leave(self, key: Any, rank: int, part: Any) -> None:
+        """Give the other ranks what this one sends in the collective `key`."""
+        with self._changed:
+            self._parts[key][rank] = part
+            self._changed.notify_all()
+
+    def parts(self, key: Any) -> list[Any]:
+        """What each rank has left, in rank order, waited for.
+
+        Raises:
+            RuntimeError: a rank did not come.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._parts[key]) == self.size, TIMEOUT_S):
+                raise RuntimeError(f"{key}: only ranks {sorted(self._parts[key])} have come")
+            return [self._parts[key][rank] for rank in range(self.size)]
+
+
+class FakeWire(Wire):
+    """One rank's end of a board.
+
+    Args:
+        delay_s: this rank sleeps so long before it issues anything.
+        is_done: what `done` answers before a collective was waited for.
+    """
+
+    def __init__(self, board: Board, rank: int, *, delay_s: float = 0.0, is_done: bool = False) -> None:
+        self.board, self.rank, self.delay_s, self.is_done = board, rank, delay_s, is_done
+        self._uses: dict[str, int] = defaultdict(int)
+
+    def next_key(self, what: str) -> tuple[str, int]:
+        """What the next use of a collective is called on every rank."""
+        self._uses[what] += 1
+        return what, self._uses[what]
+
+    def issued(self, what: str, part: Any) -> tuple[str, int]:
+        """Note a collective and send this rank's part."""
+        time.sleep(self.delay_s)
+        key = self.next_key(what)
+        self.board.orders[self.rank].append(what)
+        self.board.leave(key, self.rank, part)
+        return key
+
+    def gather(self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor) -> Gather:
+        return _FakeGather(self, name, journal, full, shard)
+
+    def reduction(self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool) -> Reduction:
+        return _FakeReduction(self, name, journal, out)
+
+    def exchange(
+        self,
+        name: str,
+        journal: Journal,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        sent_numels: list[int],
+        received_numels: list[int],
+    ) -> Exchange:
+        return _FakeExchange(self, name, journal, sent, received, sent_numels)
+
+    def gather_small(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.gather_objects(values.clone()))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        key = self.next_key("comparison")
+        self.board.leave(key, self.rank, value)
+        return self.board.parts(key)
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        values.copy_(self.gather_objects(values.clone())[0])
+
+
+class _Fake(Handle):
+    """A collective that is over when it was waited for, and not before."""
+
+    sent_nbytes = 0
+
+    def __init__(self, wire: FakeWire, *args: Any) -> None:
+        super().__init__(*args)
+        self._wire = wire
+        self._key: Any = None
+        self._arrived: list[Any] = []
+
+    def _send(self, part: Any) -> None:
+        self._key = self._wire.issued(f"{self.kind} {self.name}", part)
+
+    def _wait(self) -> None:
+        self._arrived = self._wire.board.parts(self._key)
+
+    def _done(self) -> bool:
+        return self._wire.is_done
+
+
+class _FakeGather(_Fake, Gather):
+    def __init__(self, wire: FakeWire, *args: Any) -> None:
+        super().__init__(wire, *args)
+        self.sent_nbytes = self.shard.nbytes * (wire.board.size - 1)
+
+    def _issue(self) -> None:
+        own = self.shard.clone()
+        self._send(own)
+        self.full.fill_(float("nan"))  # what has not arrived is garbage
+        self.full.view(self._wire.board.size, -1)[self._wire.rank] = own
+
+    def _complete(self) -> None:
+        torch.cat(self._arrived, out=self.full)
+
+
+class _FakeReduction(_Fake, Reduction):
+    def __init__(self, wire: FakeWire, *args: Any) -> None:
+        super().__init__(wire, *args)
+        self.sent_nbytes = self.out.nbytes * (wire.board.size - 1)
+
+    def _issue(self) -> None:
+        assert self._full is not None
+        assert not self._full.isnan().any(), f"{self.name} is reduced with values that were never filled"
+        self._sent = self._full.clone()
+        self._send(self._sent)
+
+    def _complete(self) -> None:
+        assert self._full is not None
+        assert torch.equal(self._full, self._sent), f"{self.name} was changed while it was on the wire"
+        if self._full.untyped_storage().data_ptr() != self.out.untyped_storage().data_ptr():
+            self._full.fill_(float("nan"))  # a buffer that is given back now
+        start = self._wire.rank * self.out.numel()
+        sum_in_rank_order(torch.stack([part[start : start + self.out.numel()] for part in self._arrived]), self.out)
+        super()._complete()
+
+
+class _FakeExchange(_Fake, Exchange):
+    def __init__(
+        self,
+        wire: FakeWire,
+        name: str,
+        journal: Journal,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        sent_numels: list[int],
+    ) -> None:
+        super().__init__(wire, name, journal)
+        self._sent, self._received, self._numels = sent, received, sent_numels
+        self.sent_nbytes = sent.nbytes
+
+    def _issue(self) -> None:
+        self._received.fill_(float("nan"))
+        self._send([part.clone() for part in self._sent.split(self._numels)])
+
+    def _complete(self) -> None:
+        torch.cat([parts[self._wire.rank] for parts in self._arrived], out=self._received)
+
+
+def run_threads(
+    fn: Callable[[World], T], size: int, *, late_rank: int | None = None, done_rank: int | None = None
+) -> tuple[list[T], Board]:
+    """Call `fn(world)` on `size` threads that are ranks to each other; return what each returned, and their board.
+
+    Args:
+        late_rank: sleeps a moment before each collective.
+        done_rank: finds each collective done as soon as it asks.
+
+    Raises:
+        Exception: the first that a rank raised which is no mere loss of another rank, if any.
+    """
+    board = Board(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        wire = FakeWire(board, rank, delay_s=0.001 * (rank == late_rank), is_done=rank == done_rank)
+        shards = Shards(rank, size, make_wire=lambda _ordered: wire)
+        torch.set_num_threads(1)
+        try:
+            results[rank] = fn(World(rank, size, rank, torch.device("cpu"), shards=shards))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((error for error in errors if "have come" not in str(error)), errors[0])
+    return results, board
