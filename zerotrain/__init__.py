@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from zerotrain.api import build_engine
     from zerotrain.comm.world import World
     from zerotrain.engine.engine import ZeroEngine
-    from zerotrain.engine.muon import MuonWithAdamW
-    from zerotrain.engine.step_result import StepResult, TrainStepResult
+    from zerotrain.engine.groups.muon import MuonWithAdamW
+    from zerotrain.engine.results import StepResult, TrainStepResult
     from zerotrain.errors import (
         CommError,
         ConfigError,
@@ -27,10 +27,10 @@ _HOMES = {
     "ConfigError": "zerotrain.errors",
     "DisagreementError": "zerotrain.errors",
     "EngineStateError": "zerotrain.errors",
-    "MuonWithAdamW": "zerotrain.engine.muon",
+    "MuonWithAdamW": "zerotrain.engine.groups.muon",
     "PrecisionConfig": "zerotrain.settings",
-    "StepResult": "zerotrain.engine.step_result",
-    "TrainStepResult": "zerotrain.engine.step_result",
+    "StepResult": "zerotrain.engine.results",
+    "TrainStepResult": "zerotrain.engine.results",
     "TrainingError": "zerotrain.errors",
     "World": "zerotrain.comm.world",
     "ZeroConfig": "zerotrain.settings",

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from zerotrain.comm.world import World
-from zerotrain.engine.deferred_init import InitialValues, deferred_init
+from zerotrain.deferred.init import InitialValues, deferred_init
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.optimizer_factory import OptimizerFactory
+from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
@@ -35,7 +35,7 @@ def build_engine(
 
     Args:
         model: any nn.Module, built alike on every rank; changed in place (see `ZeroEngine`). Or a function that builds
-            it: at stage 3 no rank ever holds such a model whole (see `zerotrain.engine.deferred_init`).
+            it: at stage 3 no rank ever holds such a model whole (see `zerotrain.deferred.init`).
         optimizer: makes an element-wise optimizer of groups, such as `functools.partial(torch.optim.AdamW, lr=3e-4)`,
             or one declared to update whole tensors, such as `zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=3e-4)`.
         zero: how state is sharded and moved; default `ZeroConfig()`, stage 2.

@@ -11,7 +11,7 @@ from torch import nn
 
 import zerotrain
 from zerotrain.config.schema import ZeroConfig
-from zerotrain.engine.named_state import pieces
+from zerotrain.engine.state.named import pieces
 from zerotrain.engine.usage import volume_of
 
 MUON = zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=1e-2, fused=False)

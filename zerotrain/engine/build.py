@@ -13,15 +13,15 @@ from torch import nn
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import ScratchPools
 from zerotrain.engine.agreement import require_same
-from zerotrain.engine.bucket import Bucket, TrainedBucket
-from zerotrain.engine.bucket_update import BucketUpdate
-from zerotrain.engine.deferred_init import InitialValues
-from zerotrain.engine.gradients import BucketGradient
-from zerotrain.engine.live_unit import LiveUnit
+from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
+from zerotrain.engine.buckets.update import BucketUpdate
+from zerotrain.deferred.init import InitialValues
+from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.param_groups import ParamGroups
-from zerotrain.engine.schedule import Schedule
-from zerotrain.engine.weights import ENGINE_IS_GONE, BucketWeights
+from zerotrain.engine.groups.param_groups import ParamGroups
+from zerotrain.engine.schedule.schedule import Schedule
+from zerotrain.engine.buckets.weights import ENGINE_IS_GONE, BucketWeights
 from zerotrain.errors import ConfigError, EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.flat_buffer import FlatBuffer

@@ -13,20 +13,20 @@ from zerotrain.comm.scratch import ScratchPools
 from zerotrain.comm.world import World
 from zerotrain.engine.agreement import StepStamps, require_same
 from zerotrain.engine.build import Builder, require_values, share_unmanaged
-from zerotrain.engine.deferred_init import InitialValues
-from zerotrain.engine.full_weights import full_state_dict, weights_sha256
-from zerotrain.engine.hooks import connect, next_node, require_graph, require_no_engine
-from zerotrain.engine.kept_fp32 import cast_around_kept, dtypes_of
-from zerotrain.engine.loss_scale import LossScaler
-from zerotrain.engine.optimizer_factory import OptimizerFactory
-from zerotrain.engine.optimizer_step import OptimizerStep
+from zerotrain.deferred.init import InitialValues
+from zerotrain.engine.state.full_weights import full_state_dict, weights_sha256
+from zerotrain.engine.schedule.hooks import connect, next_node, require_graph, require_no_engine
+from zerotrain.engine.precision.kept_fp32 import cast_around_kept, dtypes_of
+from zerotrain.engine.precision.loss_scale import LossScaler
+from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
+from zerotrain.engine.update.optimizer_step import OptimizerStep
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.param_groups import ParamGroups
-from zerotrain.engine.schedule import Schedule
-from zerotrain.engine.states import Phase
-from zerotrain.engine.step_result import StepResult, TrainStepResult
-from zerotrain.engine.transfer import Transfer
-from zerotrain.engine.unready_parameter import LEFT_ITS_UNIT, reads_freed_memory
+from zerotrain.engine.groups.param_groups import ParamGroups
+from zerotrain.engine.schedule.schedule import Schedule
+from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.results import StepResult, TrainStepResult
+from zerotrain.engine.state.transfer import Transfer
+from zerotrain.engine.buckets.unready_parameter import LEFT_ITS_UNIT, reads_freed_memory
 from zerotrain.engine.usage import memory_bytes, volume_of
 from zerotrain.errors import CommError, EngineStateError, TrainingError
 from zerotrain.sharding.units import model_parameters
@@ -42,7 +42,7 @@ class ZeroEngine:
         model: built alike on every rank; rank 0's weights and buffers are used. It is changed in place: its parameters
             become views of the engine's buckets, on `world.device`, in the compute precision.
         optimizer: makes an optimizer from a list of parameter groups: an element-wise one, or one that is declared to
-            update whole tensors (see `zerotrain.engine.optimizer_factory`).
+            update whole tensors (see `zerotrain.engine.groups.optimizer_factory`).
         decay_all, param_groups: as for `build_engine`.
         initial: of a model that `deferred_init` has built; default: the values that the parameters have.
         loss_scaler: scales the loss, for a precision that needs it; None for no scaling.

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from zerotrain.comm.world import World
-from zerotrain.engine.loss_scale import LossScaler
-from zerotrain.engine.precision import Precision, precision_named
+from zerotrain.engine.precision.loss_scale import LossScaler
+from zerotrain.engine.precision.policy import Precision, precision_named
 from zerotrain.settings import EngineConfig, ZeroConfig
 from zerotrain.sharding.plan import STAGES, Plan
 

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from zerotrain.comm.scratch import ScratchPools
-from zerotrain.engine.bucket_update import tensors_of_state
-from zerotrain.engine.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, build_optimizer
-from zerotrain.engine.schedule import Schedule
+from zerotrain.engine.buckets.update import tensors_of_state
+from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, build_optimizer
+from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.sharding.plan import Volume
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from zerotrain.comm.world import World
 from zerotrain.data.batches import IGNORED_LABEL, GlobalBatchSampler
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.step_result import TrainStepResult
+from zerotrain.engine.results import TrainStepResult
 from zerotrain.training.evaluation import evaluate
 from zerotrain.training.flops import ModelFlops
 from zerotrain.training.generate import generate

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-from zerotrain.engine.deferred_init import MIN_NBYTES, deferred_init  # noqa: E402
+from zerotrain.deferred.init import MIN_NBYTES, deferred_init  # noqa: E402
 from zerotrain.models import HuggingFaceModel  # noqa: E402
 from zerotrain.models.pretrained import find_weights, load_weights  # noqa: E402
 

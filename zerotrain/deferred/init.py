@@ -1,0 +1,259 @@
+"""Build a model without its parameters' memory, and compute the same initial values later, one parameter at a time.
+
+[Note: deferred initialisation]
+The bits of a parameter depend on where the random number generator stood when it was drawn, and constructors draw in
+an order of their own: layer by layer, then perhaps all again (`self.apply(init)`). So the constructor runs as it is,
+on real memory, and what each operation did is noted with the generator's state before it. As soon as an operation
+turns to other tensors, the memory of the last ones is given back: their values can be computed again from the notes.
+Whatever a constructor reads is computed again for it, so that it may do anything a constructor may do.
+"""
+
+import ctypes
+import gc
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerotrain.deferred.refillable import Call, RefillableStorage, Step
+
+MIN_NBYTES = 2**16
+"""Smaller tensors stay in memory: the state of the CPU's random number generator alone takes 5 KiB."""
+TRIM_NBYTES = 2**24
+"""After so much was given back to malloc it is asked to give it back to the system."""
+
+_aten = torch.ops.aten
+_PLAIN = (torch.Tensor, nn.Parameter)
+_IN_PLACE = "copy_ fill_ zero_ uniform_ normal_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_"
+_OVERWRITES = {getattr(_aten, name) for name in _IN_PLACE.split()}
+"""What leaves nothing of the first argument's old values."""
+_UNFILLED = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+_ALIASES = {_aten.detach, _aten.alias}
+"""What does not look at the memory. Other views do, to see that they lie within."""
+_MOVES_STORAGE = {_aten.set_, _aten.resize_, _aten.resize_as_}
+_READERS = "__array__ __deepcopy__ __dlpack__ __reduce_ex__ data_ptr numpy share_memory_ storage tolist untyped_storage"
+_READS_MEMORY = {getattr(torch.Tensor, name) for name in _READERS.split()}
+"""Ways to a tensor's memory that are no operations, so that nothing can be noted of them."""
+
+
+class InitialValues:
+    """The initial values of a model that `deferred_init` has built: its large parameters have no memory.
+
+    Of a model built in the ordinary way it knows nothing, and takes the values that the parameters have.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, RefillableStorage] = {}
+        self._live: set[RefillableStorage] = set()
+        self._freed_nbytes = 0
+
+    @contextmanager
+    def of(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+        """The values of a parameter, while the context lasts."""
+        storage = self._find(parameter)
+        if storage is not None:
+            storage.fill()
+        yield parameter.detach()
+        self.release()
+
+    def release(self, *, but: Collection[RefillableStorage] = ()) -> None:
+        """Give back the memory of all that can be computed again."""
+        for storage in [each for each in self._live if each not in but]:
+            storage.memory.resize_(0)
+            self._live.discard(storage)
+            self.freed(storage.nbytes)
+
+    def freed(self, nbytes: int) -> None:
+        """So much was given back to malloc; now and then, let malloc give it back to the system."""
+        self._freed_nbytes += nbytes
+        if self._freed_nbytes > TRIM_NBYTES:
+            self._freed_nbytes = 0
+            _trim_heap()
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Somebody reads a tensor in a way that cannot be followed: let it have memory from now on."""
+        storage = self._find(tensor)
+        if storage is not None:
+            storage.hold()
+
+    def hold_all_but(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Let all have memory that is in somebody's hands and none of `parameters`: buffers, attributes, aliases."""
+        gc.collect()
+        steps = [step for storage in self._storages.values() for step in storage.steps]
+        ours = {id(leaf) for step in steps for leaf in (*step.call.leaves(), step.into)}
+        ours |= {id(parameter) for parameter in parameters.values()}
+        for tensor in [thing for thing in gc.get_objects() if type(thing) in _PLAIN and id(thing) not in ours]:
+            self.hold(tensor)
+        self.release()
+        found = {name: self._find(parameter) for name, parameter in parameters.items()}
+        whole = [name for name, storage in found.items() if storage is not None and storage.held]
+        if whole:
+            warnings.warn(
+                f"the initial values of {', '.join(whole)} cannot be computed again once the model's constructor is "
+                "over; until they are sharded, every rank holds them whole",
+                stacklevel=3,
+            )
+
+    def _find(self, tensor: torch.Tensor) -> RefillableStorage | None:
+        return self._storages.get(tensor.untyped_storage()._cdata) if _is_plain(tensor) else None
+
+    # ---- notes
+
+    def note(self, call: Call) -> Any:
+        """Run an operation of the constructor, and note how to repeat what it wrote."""
+        packet = call.func.overloadpacket
+        if packet in _ALIASES:
+            return call.run()
+        tensors = [leaf for leaf in call.leaves() if isinstance(leaf, torch.Tensor)]
+        used = [storage for storage in map(self._find, tensors) if storage is not None]
+        if packet in _MOVES_STORAGE:
+            for storage in used:
+                storage.hold()
+            return call.run()
+        written = [storage for storage in map(self._find, _written(call)) if storage is not None]
+        for storage in written:
+            storage.before_write()
+        if packet in _OVERWRITES and _covers(tensors[0], written) and used.count(written[0]) == 1:
+            written[0].steps = []
+        for storage in used:
+            storage.fill()
+        call.generator = _generator_of(call, tensors)
+        call.random_state = None if call.generator is None else call.generator.get_state()
+        result = call.run()
+        for storage in written:
+            storage.add(self._step(call, storage))
+        made = self._note_made(call, result)
+        if used or made:
+            self.release(but={*used, *made})
+        return result
+
+    def _note_made(self, call: Call, result: Any) -> list[RefillableStorage]:
+        """Note how the new tensors among the results were made."""
+        made = []
+        given = {leaf.untyped_storage()._cdata for leaf in call.leaves() if _is_plain(leaf)}
+        for output, tensor in enumerate(pytree.tree_leaves(result)):
+            if not _is_plain(tensor):
+                continue
+            memory = tensor.untyped_storage()
+            if memory._cdata in given or memory.nbytes() < MIN_NBYTES or not memory.resizable():
+                continue
+            storage = self._storages[memory._cdata] = RefillableStorage(memory, memory.nbytes(), self._live)
+            self._live.add(storage)
+            made.append(storage)
+            if call.func.overloadpacket in _UNFILLED:
+                continue
+            step = self._step(call, storage)
+            if step is not None:
+                step.into, step.output = tensor.detach(), output
+            storage.add(step)
+        return made
+
+    def _step(self, call: Call, target: RefillableStorage) -> Step | None:
+        """The note of a call that wrote `target`; None where it used a large tensor that nothing is noted of."""
+        reads: list[RefillableStorage] = []
+        is_complete = True
+
+        def keep(leaf: Any) -> Any:
+            nonlocal is_complete
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            storage = self._find(leaf)
+            if storage is None:
+                is_complete &= leaf.nbytes < MIN_NBYTES
+                return leaf.detach().clone() if is_complete else None
+            if storage is not target:
+                reads.append(storage)
+            return leaf.detach()
+
+        args, kwargs = pytree.tree_map(keep, (call.args, call.kwargs))
+        return Step(replace(call, args=args, kwargs=kwargs), reads) if is_complete else None
+
+
+class _NoteOperations(TorchDispatchMode):
+    def __init__(self, values: InitialValues) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():  # or what is looked up here would count as read by the constructor
+            return self._values.note(Call(func, args, kwargs or {}))
+
+
+class _HoldReadMemory(TorchFunctionMode):
+    def __init__(self, values: InitialValues) -> None:
+        super().__init__()
+        self._values = values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS_MEMORY:
+            self._values.hold(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, InitialValues]:
+    """Build a model whose large parameters have no memory, and note how to compute their initial values.
+
+    The values have the bits that `make_model()` alone would have given them, and the random number generators are
+    left where it would have left them. While it runs, memory is held for the tensors of one operation, for those
+    smaller than `MIN_NBYTES`, and for what cannot be computed again, which a warning names.
+
+    Args:
+        make_model: called once. What it makes in other threads than this is not noted, and stays in memory; threads may
+            not use what this one has made.
+
+    Returns:
+        The model, and its initial values. Until an engine has taken the model over, nobody may read its parameters.
+    """
+    values = InitialValues()
+    with _HoldReadMemory(values), _NoteOperations(values):
+        model = make_model()
+    _trim_heap()
+    values.hold_all_but({name: each for name, each in model.named_parameters() if each.is_floating_point()})
+    return model, values
+
+
+def _trim_heap() -> None:
+    """Small notes lie in the gaps that parameters leave, so that none fits the next parameter: measured, without this
+    a process grew by what the whole model takes."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc alone has it
+        libc.malloc_trim(0)
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether it is a tensor that has memory of the usual kind."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def _written(call: Call) -> list[torch.Tensor]:
+    """The tensor arguments that an operation writes, by its schema."""
+    found = []
+    for index, argument in enumerate(call.func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(call.args[index] if index < len(call.args) else call.kwargs.get(argument.name))
+    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+
+def _covers(target: torch.Tensor, written: list[RefillableStorage]) -> bool:
+    """Whether a tensor is all of the one storage written."""
+    return len(written) == 1 and target.is_contiguous() and target.nbytes == written[0].nbytes
+
+
+def _generator_of(call: Call, tensors: list[torch.Tensor]) -> torch.Generator | None:
+    """The random number generator that an operation draws from."""
+    if torch.Tag.nondeterministic_seeded not in call.func.tags:
+        return None
+    given = [leaf for leaf in call.leaves() if isinstance(leaf, torch.Generator)]
+    if given:
+        return given[0]
+    device = tensors[0].device if tensors else torch.device(call.kwargs.get("device") or "cpu")
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

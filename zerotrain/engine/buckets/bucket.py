@@ -1,0 +1,57 @@
+"""A bucket at run time: three parts that move apart."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from zerotrain.engine.buckets.update import BucketUpdate
+from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.buckets.weights import BucketWeights
+from zerotrain.errors import EngineStateError
+from zerotrain.sharding.bucketing import BucketSpec
+from zerotrain.sharding.layout import BucketLayout
+from zerotrain.sharding.units import ManagedParameter
+
+
+@dataclass(eq=False)
+class Bucket:
+    """What a rank holds of the parameters of one bucket, and where they are on their way through a step."""
+
+    weights: BucketWeights
+    stays_full: bool = False
+    """Kept from the forward to the backward: the resident root, the last unit of the forward, what is read without a
+    hook that announces it, and what a backward cannot be announced for."""
+    awaits_backward: bool = False
+    """A forward since the last step left it full for its backward, which may find it freed by other calls between."""
+    is_read_unannounced: bool = False
+    """Whether a parameter of it was read where no hook had announced it: its gradient may come from anywhere."""
+
+    @property
+    def spec(self) -> BucketSpec:
+        return self.weights.spec
+
+    @property
+    def layout(self) -> BucketLayout:
+        return self.weights.layout
+
+
+@dataclass(eq=False, kw_only=True)
+class TrainedBucket(Bucket):
+    """A bucket whose parameters train."""
+
+    gradient: BucketGradient
+    update: BucketUpdate
+
+
+def require_unchanged(members: Iterable[ManagedParameter], *, trains: bool) -> None:
+    """Make sure that nobody but the engine has told these parameters to train, or to train no more.
+
+    Raises:
+        EngineStateError: one was told so.
+    """
+    for managed in members:
+        if managed.parameter.requires_grad is not trains:
+            name, call = managed.names[0], "freeze" if trains else "unfreeze"
+            raise EngineStateError(
+                f"requires_grad of {name} was set to {not trains} after build_engine; call engine.{call}({name!r}) "
+                "instead, on all ranks, between engine.step() and the next forward"
+            )

@@ -1,0 +1,285 @@
+"""The gradient of one bucket: filled parameter by parameter, reduced over ranks, then handed to the update."""
+
+from dataclasses import dataclass
+
+import torch
+
+from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.engine.buckets.norm import block_squares, digit_sums
+from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.ranges import named_range
+from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, GradientState, Life
+from zerotrain.errors import EngineStateError
+from zerotrain.sharding.bucketing import BucketSpec
+from zerotrain.sharding.flat_buffer import slot_view
+from zerotrain.sharding.layout import BucketLayout
+
+SEGMENT_NBYTES = 2**18
+"""Gradients are moved into the bucket in steps of at least this much: small ones together, a large one alone and
+while it is still in the cache."""
+
+
+@dataclass(eq=False)
+class Segment:
+    """Neighbouring parameters of a bucket whose gradients are moved together."""
+
+    slots: range
+    parameters: list[torch.nn.Parameter]
+    holds_values: bool = False
+    """Whether this step's buffer already holds gradients of this segment, so that further ones are added."""
+
+
+class BucketGradient:
+    """Owns the gradient storage of a bucket.
+
+    Unreduced gradients fill one flat buffer in the wire dtype: the bucket's own where gradients are replicated, one on
+    loan from `pool` where they are sharded. Over several micro-batches with a lower wire precision they are first
+    summed in the master dtype.
+
+    Args:
+        pool: lends buffers of the bucket's dtype.
+    """
+
+    shard: torch.Tensor
+    """(shard_numel,) wire dtype: this rank's part of the reduced gradient."""
+    digit_sums: torch.Tensor
+    """(5,) fp64: what the norm is made of, once reduced. Without the loss scale."""
+
+    def __init__(
+        self,
+        spec: BucketSpec,
+        layout: BucketLayout,
+        *,
+        options: EngineOptions,
+        collectives: Collectives,
+        pool: ScratchPool,
+    ) -> None:
+        self.spec = spec
+        self.layout = layout
+        self.plan = plan = options.plan
+        self.precision = options.precision.of_bucket(spec.dtype)
+        self.life = Life(f"gradient of {spec.name}", GradientState.EMPTY, GRADIENT_TRANSITIONS)
+        self.segments = _cut_segments(spec)
+        self._pool = pool
+        self._exact_norm = options.max_grad_norm is not None
+        self._device = collectives.world.device
+        self._own: Scratch | None = None
+        """The bucket's own buffer, where gradients are replicated."""
+        self._unreduced: Scratch | None = None
+        """(padded_numel,) wire dtype, from the filling to the end of the reduction."""
+        self._accumulator: Scratch | None = None
+        """(padded_numel,) master dtype: the sum over micro-batches, once one was needed."""
+        self._accumulates = False
+        """Whether this step's gradients go into the accumulator."""
+        self._earlier: torch.Tensor | None = None
+        """(shard_numel,) master dtype: what an earlier backward of this step has reduced."""
+        if plan.shards_gradients:
+            self.shard = self._zeros(layout.shard_numel, self.precision.compute)
+        else:
+            self._own = Scratch(self._zeros(layout.padded_numel, self.precision.compute))
+            self.shard = self._own.storage[layout.shard(collectives.shards.rank)]
+        self._reduction = collectives.reduction(spec.name, self.shard, pool)
+        self._gather = None
+        if self._own is not None and not plan.shards_optimizer:
+            self._gather = collectives.gather(f"the gradient of {spec.name}", self._own.storage, self.shard)
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of gradient held between steps."""
+        return self.shard.nbytes if self._own is None else self._own.storage.nbytes
+
+    @property
+    def accumulator_nbytes(self) -> int:
+        """Bytes of the sum over micro-batches in the master dtype, where one was needed."""
+        return 0 if self._accumulator is None else self._accumulator.storage.nbytes
+
+    @property
+    def ends_with_gather(self) -> bool:
+        """Whether `finish_reduce` issues a gather of what was reduced."""
+        return self._gather is not None
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a backward has reduced it, or is about to be waited for."""
+        return self.life.state in (GradientState.REDUCING, GradientState.REDUCED)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing of this step."""
+        return self.life.state is GradientState.EMPTY
+
+    @property
+    def borrows(self) -> bool:
+        """Whether filling takes a buffer on loan, of which there are only as many as reductions may be in flight."""
+        begins = self.life.state in (GradientState.EMPTY, GradientState.REDUCED)
+        return begins and self._own is None
+
+    # ---- filling
+
+    def begin_filling(self, *, more_to_come: bool) -> None:
+        """The first gradient of a backward comes: choose what it goes into, unless an earlier backward has.
+
+        Args:
+            more_to_come: further micro-batches follow before the reduction.
+        """
+        if self.life.state is GradientState.FILLING:
+            return
+        if self.life.state is GradientState.REDUCED:
+            self._finish_gather()
+            self._earlier = self.shard.to(self.precision.master, copy=True)
+        self.life.become(GradientState.FILLING)
+        self._accumulates = more_to_come and self.precision.separate_master
+        if not self._accumulates:
+            self._unreduced = self._wire_buffer()
+        elif self._accumulator is None:
+            self._accumulator = Scratch(self._zeros(self.layout.padded_numel, self.precision.master))
+
+    def fill(self, segment: Segment) -> None:
+        """Move the gradients of a segment's parameters into the bucket, or add them to what it holds. A parameter
+        without a gradient counts as zeros."""
+        buffer = self._accumulator if self._accumulates else self._unreduced
+        views = _cut(_begun(buffer), self.layout)[1]
+        present = [(views[slot], p.grad) for slot, p in zip(segment.slots, segment.parameters, strict=True)]
+        targets = [target for target, grad in present if grad is not None]
+        grads = [grad for _, grad in present if grad is not None]
+        if segment.holds_values:
+            if grads:
+                torch._foreach_add_(targets, grads)
+        else:
+            if len(grads) < len(present):
+                torch._foreach_zero_([target for target, grad in present if grad is None])
+            if grads:
+                torch._foreach_copy_(targets, grads)
+            segment.holds_values = True
+        for parameter in segment.parameters:
+            parameter.grad = None
+
+    def _wire_buffer(self) -> Scratch:
+        if self._own is not None:
+            return self._own
+        scratch = self._pool.take(self.layout.padded_numel, self.layout)
+        flat, _ = _cut(scratch, self.layout)
+        last = self.layout.slots[-1].end
+        # What lies between slots must be zero: it is summed, squared and updated with the rest.
+        (flat[last:] if self.layout.is_dense else flat).zero_()
+        return scratch
+
+    # ---- the reduction
+
+    def prepare_reduce(self) -> None:
+        """Be ready for what the other ranks send to the reduction, which may come before this rank's own part."""
+        self._reduction.prepare()
+
+    def withdraw(self) -> None:
+        """The reduction that was prepared will not come, on any rank."""
+        self._reduction.withdraw()
+
+    def reduce(self) -> None:
+        """Issue the reduction. Every segment has been filled (with zeros where no gradient came)."""
+        if self._accumulates:
+            self._unreduced = self._wire_buffer()
+            _cut(self._unreduced, self.layout)[0].copy_(_begun(self._accumulator).storage)
+        self.life.become(GradientState.REDUCING)
+        with named_range("reduce", self.spec.name):
+            self._reduction.issue(_cut(_begun(self._unreduced), self.layout)[0])
+
+    @property
+    def reduction_done(self) -> bool:
+        """Whether `finish_reduce` would not have to wait."""
+        return self._reduction.done()
+
+    def finish_reduce(self, loss_scale: float) -> None:
+        """Wait for the reduction, leave the sum in `shard`, and give the loaned buffers back.
+
+        Where the optimizer is replicated the reduced shards are gathered at once; `reduced` waits for that.
+
+        Args:
+            loss_scale: a power of two that the gradient is too large by, and will be divided by later.
+        """
+        with named_range("wait for reduce", self.spec.name):
+            self._reduction.wait()
+        with named_range("sum", self.spec.name):
+            self._reduction.finish()
+        if self._earlier is not None:
+            self.shard.copy_(self._earlier.add_(self.shard))
+            self._earlier = None
+        # The part of the norm is taken now, beside the reductions under way, and while the shard is in the cache.
+        squares = block_squares(self.shard, exact=self._exact_norm)
+        if loss_scale != 1.0:
+            # From the squares, not from their digits: numbers of another size would be cut at other bits.
+            squares /= loss_scale**2
+        self.digit_sums = digit_sums(squares)
+        if self._own is None:
+            self._pool.give_back(_begun(self._unreduced))
+        elif self._gather is not None:
+            with named_range("gather gradient", self.spec.name):
+                self._gather.issue()
+        self._end_filling()
+        self.life.become(GradientState.REDUCED)
+
+    def reduced(self) -> torch.Tensor:
+        """The reduced gradient over this rank's optimizer range, wire dtype."""
+        self._finish_gather()
+        return self.shard if self.plan.shards_optimizer or self._own is None else self._own.storage
+
+    def _finish_gather(self) -> None:
+        if self._gather is not None and self._gather.is_under_way:
+            with named_range("wait for gather gradient", self.spec.name):
+                self._gather.finish()
+
+    # ---- the end
+
+    def drop(self) -> None:
+        """Forget this step's gradient; the buffers stay."""
+        self._finish_gather()
+        if self.life.state is GradientState.FILLING and self._unreduced is not None and self._own is None:
+            self._pool.give_back(self._unreduced)
+        self._end_filling()
+        self._earlier = None
+        if self.life.state is not GradientState.EMPTY:
+            self.life.become(GradientState.EMPTY)
+
+    def clear_unmoved(self) -> None:
+        """Forget gradients that have not been moved into the bucket."""
+        for segment in self.segments:
+            for parameter in segment.parameters:
+                parameter.grad = None
+
+    def _end_filling(self) -> None:
+        """What was filled is reduced or dropped: the next gradient to arrive begins anew."""
+        self._unreduced = None
+        self._accumulates = False
+        for segment in self.segments:
+            segment.holds_values = False
+
+
+def _cut_segments(spec: BucketSpec) -> list[Segment]:
+    segments: list[Segment] = []
+    start = nbytes = 0
+    parameters = [managed.parameter for managed in spec.parameters]
+    for index, parameter in enumerate(parameters):
+        nbytes += parameter.nbytes
+        if nbytes >= SEGMENT_NBYTES or index == len(parameters) - 1:
+            segments.append(Segment(range(start, index + 1), parameters[start : index + 1]))
+            start, nbytes = index + 1, 0
+    return segments
+
+
+def _begun(buffer: Scratch | None) -> Scratch:
+    """The buffer that a gradient being filled always has."""
+    if buffer is None:
+        raise EngineStateError("a gradient was used that had not been filled; this is a fault of zerotrain itself")
+    return buffer
+
+
+def _cut(scratch: Scratch, layout: BucketLayout) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(the first padded_numel elements of a buffer on loan, one view for each slot of a layout)"""
+    if layout not in scratch.cuts:
+        flat = scratch.storage[: layout.padded_numel]
+        scratch.cuts[layout] = (flat, [slot_view(flat, slot) for slot in layout.slots])
+    views: tuple[torch.Tensor, list[torch.Tensor]] = scratch.cuts[layout]
+    return views

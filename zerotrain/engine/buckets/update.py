@@ -1,0 +1,198 @@
+"""The update of one bucket: its master weight, and the torch optimizers that change it once the gradient is reduced."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.scratch import ScratchPool
+from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.groups.param_groups import ParamGroups
+from zerotrain.engine.ranges import named_range
+from zerotrain.engine.buckets.weights import BucketWeights
+from zerotrain.engine.buckets.whole_tensors import Updates, WholeTensors
+from zerotrain.sharding.bucketing import BucketSpec
+from zerotrain.sharding.flat_buffer import FlatBuffer
+from zerotrain.sharding.layout import BucketLayout
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """The part of a bucket that one rank updates as one tensor: parameters of one group and generation."""
+
+    where: slice
+    """Within this rank's range of the update."""
+    target: torch.Tensor
+    """The master weight there."""
+    key: tuple[int, int]
+    """`ManagedParameter.span` of its parameters."""
+
+
+class BucketUpdate:
+    """One bucket's part of the optimizer. A bucket can be updated as soon as its gradient is there, and its gather
+    issued while the next is updated.
+
+    Args:
+        values: (padded_numel,) the initial weights in the master dtype; its storage is used on where it is the model's.
+        owners: of each tensor that is updated whole (they come first in the bucket), the rank that updates it.
+        pool: lends buffers of the master dtype.
+    """
+
+    where: slice
+    """The elements of the bucket that this rank updates: its own shard, or all."""
+    master_weight: torch.Tensor
+    """Master dtype, over `where`. The same storage as the model weight where the dtypes are equal."""
+    spans: list[Span]
+    """What this rank updates by elements."""
+    whole: WholeTensors | None
+    """What is updated whole; None if there is nothing."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        weights: BucketWeights,
+        gradient: BucketGradient,
+        *,
+        values: FlatBuffer,
+        groups: ParamGroups,
+        owners: Sequence[int],
+        collectives: Collectives,
+        pool: ScratchPool,
+    ) -> None:
+        self.spec: BucketSpec = weights.spec
+        self.layout = layout
+        self._weights, self._gradient = weights, gradient
+        self._groups, self._pool = groups, pool
+        self._is_sharded = weights.plan.shards_optimizer
+        self.where = layout.shard(collectives.shards.rank) if self._is_sharded else slice(0, layout.padded_numel)
+        self._has_copy = gradient.precision.separate_master
+        if self._has_copy:
+            self.master_weight = values.tensor[self.where].clone()
+        else:
+            self.master_weight = weights.shard if self._is_sharded else weights.held
+        self.spans = self._cut_spans()
+        self._optimizer = groups.optimizer_of((span.key[0], span.target) for span in self.spans)
+        self.whole = None
+        self._whole_optimizer = None
+        if owners:
+            self.whole = WholeTensors(
+                self.spec.name,
+                self.master_weight,
+                layout,
+                is_sharded=self._is_sharded,
+                owners=owners,
+                collectives=collectives,
+                pool=pool,
+            )
+            members = self.spec.parameters
+            self._whole_optimizer = groups.optimizer_of(
+                (members[slot].group, target) for slot, target in self.whole.targets.items()
+            )
+
+    def _cut_spans(self) -> list[Span]:
+        members = self.spec.parameters
+        keys = [(managed.is_updated_whole, managed.span) for managed in members]
+        borders = [index for index, key in enumerate(keys) if index == 0 or key != keys[index - 1]]
+        places = self.layout.spans(borders, self.where)
+        return [
+            Span(place, self.master_weight[place].detach(), members[border].span)
+            for border, place in zip(borders, places, strict=True)
+            if place.stop > place.start and not members[border].is_updated_whole
+        ]
+
+    # ---- a step
+
+    def run(self, factor: torch.Tensor | None) -> Iterator[None]:
+        """Update the bucket from its reduced gradient, which is read up to the first pause.
+
+        Args:
+            factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
+
+        Returns:
+            The work. It pauses where whole tensors are on the wire, for other buckets to go on meanwhile; every rank
+            must resume it at the same points.
+        """
+        with named_range("optimizer", self.spec.name):
+            gradient = self._gradient.reduced()
+            widened = None
+            if self._has_copy:
+                widened = self._pool.take(gradient.numel())
+                gradient = widened.storage[: gradient.numel()].copy_(gradient)
+            if factor is not None:
+                gradient.mul_(factor.to(gradient.dtype))
+            self.step(gradient)
+            rest: Iterator[None] = iter(())
+            if self.whole is not None:
+                rest = self.whole.update(gradient, partial(self._run, self._whole_optimizer))
+            if widened is not None:
+                self._pool.give_back(widened)
+        yield from rest
+        self._refresh()
+
+    def step(self, gradient: torch.Tensor) -> None:
+        """Update what is updated by elements.
+
+        Args:
+            gradient: master dtype, over `where`.
+        """
+        self._run(self._optimizer, [(span.target, gradient[span.where]) for span in self.spans])
+
+    def _run(self, optimizer: torch.optim.Optimizer | None, updates: Updates) -> None:
+        if optimizer is None:
+            return
+        self._groups.show_hyperparameters(optimizer)
+        for target, gradient in updates:
+            target.grad = gradient
+        optimizer.step()
+        for target, _ in updates:
+            target.grad = None
+
+    def _refresh(self) -> None:
+        """The master weight changed: bring what this rank holds of the model weight up to date."""
+        if self._has_copy:
+            target = self._weights.shard if self._is_sharded else self._weights.model_weight.tensor
+            target.copy_(self.master_weight)
+        if self._is_sharded:
+            self._weights.reshard()
+
+    # ---- what is kept
+
+    @property
+    def separate_master_nbytes(self) -> int:
+        """Bytes of the master weight, 0 where it shares the model weight's storage."""
+        return self.master_weight.nbytes if self._has_copy else 0
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes this rank sends in a step so that tensors can be updated whole."""
+        return self.whole.sent_nbytes if self.whole is not None else 0
+
+    def span_state(self, span: Span) -> dict[str, Any]:
+        """What the optimizer keeps of a span, by name; to be read and written."""
+        assert self._optimizer is not None  # there is a span
+        state: dict[str, Any] = self._optimizer.state[span.target]
+        return state
+
+    def whole_state(self, slot: int) -> dict[str, Any]:
+        """What the optimizer keeps of tensor `slot`, which this rank updates whole, by name; to be read and written."""
+        assert self.whole is not None
+        assert self._whole_optimizer is not None
+        state: dict[str, Any] = self._whole_optimizer.state[self.whole.targets[slot]]
+        return state
+
+    def element_state_nbytes(self) -> int:
+        """Bytes of state this rank keeps of what it updates by elements (0-dim counters left out)."""
+        return sum(tensor.nbytes for tensor in tensors_of_state(self._optimizer))
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """All state of this rank (0-dim counters left out)."""
+        return [*tensors_of_state(self._optimizer), *tensors_of_state(self._whole_optimizer)]
+
+
+def tensors_of_state(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """What a torch optimizer keeps of its tensors, without 0-dim counters."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    return [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.ndim > 0]

@@ -1,0 +1,1 @@
+"""Which parameters are updated with what, and by which optimizer."""

@@ -1,0 +1,247 @@
+"""Parameter groups: which parameters are updated with which hyperparameters, and which train at all."""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerotrain.engine.groups.optimizer_factory import (
+    SAMPLE_SHAPE,
+    OptimizerFactory,
+    build_optimizer,
+    needing_whole,
+    updates_whole,
+)
+from zerotrain.errors import ConfigError
+from zerotrain.sharding.units import ModelParameter, Unit
+
+
+@dataclass(frozen=True)
+class GroupTraits:
+    """What the groups decide of one parameter. See `ManagedParameter`."""
+
+    group: int
+    generation: int
+    is_updated_whole: bool
+
+
+class ParamGroups:
+    """The groups of a run and the parameters in them, frozen ones included.
+
+    Names, here and in its methods, may be patterns such as "*.bias"; one that stands for nothing raises ConfigError.
+
+    Args:
+        parameters: of the model, in module order.
+        factory: makes an optimizer from groups.
+        given: as for `build_engine`; None: a group of matrices (two or more dimensions) and one of the others, and
+            behind "whole " those of what is updated whole.
+        decay_all: of the groups of None, apply weight decay to all, not to matrices alone.
+        warns: whether a group without parameters is to be told of.
+
+    Raises:
+        ConfigError: a group names no parameter or hyperparameter that is there, a parameter has no group or is named by
+            itself in two, or the optimizer cannot work so.
+    """
+
+    hyperparameters: list[dict[str, Any]]
+    """One dict for each group, "params" left out. Read at every step: changing a value changes the next update."""
+
+    def __init__(
+        self,
+        parameters: Sequence[ModelParameter],
+        factory: OptimizerFactory,
+        given: Sequence[dict[str, Any]] | None,
+        *,
+        decay_all: bool = False,
+        warns: bool = True,
+    ) -> None:
+        self.factory = factory
+        self.hyperparameters = []
+        self._warns = warns
+        self._names = {each.parameter: each.names for each in parameters}
+        self._group: dict[nn.Parameter, int] = {}
+        self._generation: dict[nn.Parameter, int] = {}
+        self._num_changes = 0
+        self._decay_all = decay_all
+        self._updates_whole = False
+        if given is None:
+            return  # `traits` makes the groups: which parameters are updated whole depends on the units
+        if updates_whole(factory):
+            raise ConfigError(
+                "param_groups: the optimizer updates whole tensors and has groups of its own; leave param_groups out"
+            )
+        if decay_all:
+            raise ConfigError("decay_all=True: has no effect with param_groups, which set weight_decay; leave it out")
+        for group in given:
+            self._add(group)
+        without = [parameter for parameter in self.trainable if parameter not in self._group]
+        if without:
+            raise ConfigError(
+                f"param_groups: {self._listed(without)} in no group; name it in one, end with a group of "
+                '{"params": ["*"]}, or freeze it with requires_grad_(False)'
+            )
+
+    def _add_default_groups(self, parameters: Sequence[nn.Parameter], whole: set[nn.Parameter]) -> None:
+        """Matrices, with weight decay, and the others; in a group of their own those that are updated whole."""
+        names_of = {
+            parameter: ("whole " if parameter in whole else "") + ("matrices" if parameter.ndim >= 2 else "others")
+            for parameter in parameters
+        }
+        names = ["matrices", "others"]
+        if self._updates_whole:
+            names = sorted({names_of[parameter] for parameter in parameters if parameter.requires_grad})
+        for name in names:
+            self.hyperparameters.append(self._completed({"name": name}))
+            if not (name.endswith("matrices") or self._decay_all) and "weight_decay" in self.hyperparameters[-1]:
+                self.hyperparameters[-1]["weight_decay"] = 0.0
+        self._group = {each: names.index(name) for each, name in names_of.items() if name in names}
+
+    def _add(self, group: dict[str, Any]) -> None:
+        """Append a group; of the parameters it names it gets those that no group has."""
+        named, index = _named_in(group), len(self.hyperparameters)
+        settings = {"name": f"group {index}"} | {key: value for key, value in group.items() if key != "params"}
+        if settings["name"] in [other["name"] for other in self.hyperparameters]:
+            raise ConfigError(f"param_groups: two groups are called {settings['name']!r}; give each a name of its own")
+        members = self.find(named, "param_groups")
+        taken = [each for each in named if isinstance(each, nn.Parameter) and each in self._group]
+        if taken:
+            raise ConfigError(f"param_groups: {self._listed(taken)} in two groups; leave it in one")
+        self.hyperparameters.append(self._completed(settings))
+        self._group = dict.fromkeys(members, index) | self._group
+        if self._warns and not any(self._group[parameter] == index for parameter in members):
+            warnings.warn(f"param_groups: group {settings['name']!r} holds no parameter", stacklevel=2)
+
+    def _completed(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The hyperparameters of a group, those it does not set from the optimizer's own."""
+        optimizer = build_optimizer(self.factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], **settings}])
+        unknown = set(settings) - set(optimizer.defaults) - {"name", "initial_lr"}
+        if unknown:
+            raise ConfigError(
+                f"param_groups: {type(optimizer).__name__} has no {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(sorted(optimizer.defaults))}"
+            )
+        completed = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        completed.setdefault("initial_lr", float(completed.get("lr", 0.0)))
+        return completed
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that train, in module order."""
+        return [parameter for parameter in self._names if parameter.requires_grad]
+
+    def find(self, named: Any, setting: str) -> list[nn.Parameter]:
+        """The parameters that names or parameters stand for, in module order; an error begins with `setting`."""
+        found: set[nn.Parameter] = set()
+        for each in _as_list(named):
+            if isinstance(each, str):
+                matching = [p for p, names in self._names.items() if any(fnmatchcase(name, each) for name in names)]
+            elif isinstance(each, torch.Tensor):
+                matching = [parameter for parameter in self._names if parameter is each]
+            else:
+                raise ConfigError(
+                    f"{setting}: takes names, patterns such as '*.bias' and parameters, no {type(each).__name__}"
+                )
+            if not matching:
+                what = repr(each) if isinstance(each, str) else f"a tensor of shape {tuple(each.shape)}"
+                some = ", ".join(names[0] for names in list(self._names.values())[:3])
+                raise ConfigError(f"{setting}: {what} is no floating-point parameter of the model; it has {some}, ...")
+            found.update(matching)
+        return [parameter for parameter in self._names if parameter in found]
+
+    def traits(self, units: Sequence[Unit[ModelParameter]]) -> dict[nn.Parameter, "GroupTraits"]:
+        """What the groups decide of each parameter. The default groups are made at the first call."""
+        members = [each for unit in units for each in unit.parameters]
+        whole = {each.parameter for each in needing_whole(self.factory, units)}
+        self._updates_whole = self._updates_whole or bool(whole)
+        if not self.hyperparameters:
+            self._add_default_groups([each.parameter for each in members], whole)
+        return {
+            each.parameter: GroupTraits(
+                group=self._group.get(each.parameter, 0),
+                generation=self._generation.get(each.parameter, 0),
+                is_updated_whole=each.parameter in whole,
+            )
+            for each in members
+        }
+
+    def optimizer_of(self, targets: Iterable[tuple[int, torch.Tensor]]) -> torch.optim.Optimizer | None:
+        """The optimizer of tensors, each with the number of its group; None for no tensors."""
+        members: dict[int, list[torch.Tensor]] = {}
+        for group, target in targets:
+            members.setdefault(group, []).append(target)
+        described = [{"params": tensors, **self.hyperparameters[group]} for group, tensors in members.items()]
+        return build_optimizer(self.factory, described) if described else None
+
+    def show_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give one of those optimizers the hyperparameters as they are now."""
+        by_name = {group["name"]: group for group in self.hyperparameters}
+        for group in optimizer.param_groups:
+            group.update(by_name[group["name"]])
+
+    # ---- changes of what trains
+
+    def freeze(self, named: Any) -> bool:
+        """Let parameters train no more, but not all; returns whether any did. They keep their group."""
+        self._require_elements("freeze")
+        stopped = [parameter for parameter in self.find(named, "freeze") if parameter.requires_grad]
+        if stopped and len(stopped) == len(self.trainable):
+            raise ConfigError(f"freeze: {named} would leave no parameter that trains")
+        for parameter in stopped:
+            parameter.requires_grad_(False)
+        return bool(stopped)
+
+    def unfreeze(self, named: Any) -> bool:
+        """Let frozen parameters train in the group they have, as new to the optimizer; returns whether any did not."""
+        self._require_elements("unfreeze")
+        started = [parameter for parameter in self.find(named, "unfreeze") if not parameter.requires_grad]
+        without = [parameter for parameter in started if parameter not in self._group]
+        if without:
+            raise ConfigError(f"unfreeze: {self._listed(without)} in no group; use engine.add_param_group instead")
+        self._num_changes += 1
+        for parameter in started:
+            parameter.requires_grad_(True)
+            self._generation[parameter] = self._num_changes
+        return bool(started)
+
+    def add(self, group: dict[str, Any]) -> bool:
+        """Append a group of frozen parameters and let them train; returns whether there are any."""
+        self._require_elements("add_param_group")
+        group = group | {"params": _named_in(group)}
+        members = self.find(group["params"], "add_param_group")
+        training = [parameter for parameter in members if parameter.requires_grad]
+        if training:
+            raise ConfigError(f"add_param_group: {self._listed(training)} in a group that trains; freeze it first")
+        before = dict(self._group)
+        for parameter in members:
+            self._group.pop(parameter, None)
+        try:
+            self._add(group)
+        except ConfigError:
+            self._group = before
+            raise
+        return bool(members) and self.unfreeze(members)
+
+    def _require_elements(self, call: str) -> None:
+        if self._updates_whole:
+            raise ConfigError(
+                f"{call}: the optimizer updates whole tensors, whose owners cannot change in mid-run; call "
+                "requires_grad_(False) before build_engine instead"
+            )
+
+    def _listed(self, parameters: Sequence[nn.Parameter]) -> str:
+        first = self._names[parameters[0]][0]
+        return f"{first} is" if len(parameters) == 1 else f"{first} and {len(parameters) - 1} more are"
+
+
+def _named_in(group: dict[str, Any]) -> list[Any]:
+    if "params" not in group:
+        raise ConfigError(f'param_groups: a group has no "params": {group}; give it names, patterns or parameters')
+    return _as_list(group["params"])
+
+
+def _as_list(named: Any) -> list[Any]:
+    return [named] if isinstance(named, str | torch.Tensor) else list(named)

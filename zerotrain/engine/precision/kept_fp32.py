@@ -1,0 +1,79 @@
+"""Parameters that stay in fp32 while the rest computes in 16 bits, and the casts around their modules.
+
+Norms and routers are the usual ones: few bytes, and sensitive. PyTorch's modules refuse inputs of another dtype than
+their weights, so a module all of whose parameters are kept gets its floating-point inputs in fp32 and gives its
+outputs in the compute dtype. Where a module keeps a part of its parameters alone, its own forward must cast.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerotrain.engine.precision.policy import Precision
+from zerotrain.engine.precision.structures import cast_floating
+from zerotrain.errors import ConfigError
+from zerotrain.sharding.units import ModelParameter
+
+
+def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dict[nn.Parameter, torch.dtype]:
+    """The dtype that each parameter is held in: the compute dtype, or the master's for those kept.
+
+    A pattern names a parameter, or a module with all the parameters in it. A tied parameter has several names.
+
+    Raises:
+        ConfigError: a pattern that matches nothing, or patterns that keep everything.
+    """
+    dtypes = {each.parameter: precision.compute for each in parameters}
+    for pattern in precision.keep_fp32:
+        kept = [each.parameter for each in parameters if any(_matches(name, pattern) for name in each.names)]
+        dtypes |= dict.fromkeys(kept, precision.master)
+        if not kept:
+            names = (name for each in parameters for name in each.names)
+            known = dict.fromkeys(re.sub(r"\b\d+\b", "*", name.rpartition(".")[0] or name) for name in names)
+            raise ConfigError(
+                f"precision.keep_fp32: no module or parameter matches {pattern!r}; there are {', '.join(known)}"
+            )
+    if precision.separate_master and all(dtype == precision.master for dtype in dtypes.values()):
+        raise ConfigError("precision.keep_fp32: keeps every parameter; use precision='fp32', or name fewer")
+    return dtypes
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern names the parameter `name` or a module that holds it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))
+
+
+def cast_around_kept(model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dtype], precision: Precision) -> None:
+    """Hook the modules whose parameters are all kept: inputs in the master dtype, outputs in the compute dtype.
+
+    Args:
+        dtypes: from `dtypes_of`.
+    """
+    kept = {parameter for parameter, dtype in dtypes.items() if dtype != precision.compute}
+    if not kept:
+        return
+
+    def widen(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return cast_floating(inputs, precision.master), cast_floating(named, precision.master)
+
+    def narrow(_module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+        return cast_floating(output, precision.compute)
+
+    for module in dict.fromkeys(_outermost_within(model, kept)):
+        module.register_forward_pre_hook(widen, with_kwargs=True)
+        module.register_forward_hook(narrow)
+
+
+def _outermost_within(module: nn.Module, kept: set[nn.Parameter]) -> Iterator[nn.Module]:
+    """The largest modules that can be called, a ModuleList cannot, and have parameters in `kept` alone."""
+    for child in module.children():
+        held = {parameter for parameter in child.parameters() if parameter.is_floating_point()}
+        if held and held <= kept and type(child).forward is not nn.Module.forward:
+            yield child
+        else:
+            yield from _outermost_within(child, kept)

@@ -1,0 +1,142 @@
+"""What is gathered ahead, what stays full and what is freed, as the model's forward and backward go from unit to unit.
+
+Gathers come in list order after the step (stages 1 and 2) or in the order in which units are called (stage 3): the same
+on every rank, as long as all ranks call the same units.
+"""
+
+from collections.abc import Sequence
+
+from zerotrain.engine.buckets.bucket import Bucket
+from zerotrain.engine.schedule.live_unit import LiveUnit, next_buckets
+from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.buckets.life import Phase
+
+
+class Gathers:
+    """Completes and frees the weights of buckets.
+
+    Args:
+        units, buckets: in forward order.
+    """
+
+    def __init__(self, units: Sequence[LiveUnit], buckets: Sequence[Bucket], options: EngineOptions) -> None:
+        self.plan = options.plan
+        self.frees_after_use = self.plan.shards_parameters and options.reshard_after_forward
+        """Whether a unit's parameters are freed behind its forward, and gathered anew for its backward."""
+        self._units, self._buckets = units, buckets
+        self._gathers_updated = self.plan.shards_optimizer and not self.plan.shards_parameters
+        self._running: list[LiveUnit] = []
+        """The units whose forward is under way, outermost first."""
+        self._in_backward: LiveUnit | None = None
+        """The unit that a backward reached last."""
+        self._look_ahead(options.prefetch if self.plan.shards_parameters else 0)
+
+    def _look_ahead(self, prefetch: int) -> None:
+        """Fill in what each unit gathers ahead; units that share all their buckets count as one."""
+        for bucket in self._units[0].buckets + self._units[-1].buckets:
+            bucket.stays_full = True
+        for index, unit in enumerate(self._units):
+            later = {id(bucket) for other in self._units[index + 1 :] for bucket in other.buckets}
+            unit.last_of = [bucket for bucket in unit.buckets if id(bucket) not in later]
+            unit.ahead_in_forward = next_buckets(unit, self._units[index + 1 :], prefetch)
+            unit.ahead_in_backward = next_buckets(unit, self._units[:index][::-1], prefetch)
+
+    # ---- forward
+
+    def before_forward(self, unit: LiveUnit, phase: Phase) -> None:
+        """Make the unit's parameters complete, and gather ahead. In a recomputation gather ahead backwards."""
+        if self.frees_after_use and phase is Phase.FORWARD:
+            if self._running:
+                self._running[-1].calls_units = True
+            self._running.append(unit)
+        self.complete(unit.buckets, unit.ahead_in_backward if phase is Phase.BACKWARD else unit.ahead_in_forward)
+
+    def after_forward(self, unit: LiveUnit, phase: Phase) -> None:
+        """Free what no later unit needs, unless the backward needs it at once or is under way."""
+        if self.frees_after_use and phase is Phase.FORWARD:
+            del self._running[self._running.index(unit) :]
+            for bucket in unit.last_of:
+                if not bucket.stays_full:
+                    bucket.weights.reshard()
+
+    def end_forward(self, *, backward_follows: bool) -> None:
+        """The model returned: free what a call out of the usual order left full."""
+        if not self.frees_after_use:
+            return
+        self._running.clear()
+        for bucket in self._buckets:
+            if not (backward_follows and bucket.stays_full):
+                self._rest_one(bucket)
+            elif bucket.weights.is_full:
+                bucket.awaits_backward = True
+
+    # ---- backward
+
+    def begin_backward(self) -> None:
+        """What the forward left full for its backward must be there, also if another call has freed it since."""
+        self.complete([bucket for bucket in self._buckets if bucket.awaits_backward])
+        self._in_backward = None
+
+    def before_backward(self, unit: LiveUnit) -> None:
+        """Make the unit's parameters complete for its backward, gather the unit before it, free the one behind it."""
+        self._free_behind(unit)
+        self.complete(unit.buckets, unit.ahead_in_backward)
+
+    def _free_behind(self, unit: LiveUnit) -> None:
+        """A backward reached `unit`, so it is done with the unit it reached before: free what that one left full.
+
+        Most are freed when their gradient is done. Frozen ones have none, and that of two forwards is not done before
+        the backward of the second.
+        """
+        behind, self._in_backward = self._in_backward, unit
+        if not self.frees_after_use or behind is None or behind is unit or behind.calls_units:
+            return
+        for bucket in behind.buckets:
+            if not (bucket.stays_full or bucket in unit.buckets):
+                bucket.weights.reshard()
+
+    def gradient_done(self, bucket: Bucket) -> None:
+        """The backward has no more use for a bucket's parameters."""
+        if self.frees_after_use:
+            bucket.weights.reshard()
+
+    def end_backward(self) -> None:
+        """The backward is over."""
+        if self.frees_after_use:
+            for bucket in self._buckets:
+                self._rest_one(bucket)
+
+    # ---- the update
+
+    def prepare_updated(self, buckets: Sequence[Bucket]) -> None:
+        """These buckets are about to be updated: where their gathers follow at once, be ready to receive them."""
+        if self._gathers_updated:
+            for bucket in buckets:
+                bucket.weights.prepare_gather()
+
+    def gather_updated(self, bucket: Bucket) -> None:
+        """This bucket was updated: issue the gather that the next forward waits for."""
+        if self._gathers_updated:
+            bucket.weights.start_gather()
+
+    # ---- at any time
+
+    def complete(self, buckets: Sequence[Bucket], ahead: Sequence[Bucket] = ()) -> None:
+        """Gather `buckets` and wait for them; issue the gathers of `ahead` before the wait, so that they run while the
+        unit computes, and right behind its own."""
+        for bucket in (*buckets, *ahead):
+            bucket.weights.start_gather()
+        for bucket in buckets:
+            bucket.weights.finish_gather()
+
+    def rest(self) -> None:
+        """The step is over, or given up: sharded parameters go to rest whatever was kept."""
+        if self.plan.shards_parameters:
+            for bucket in self._buckets:
+                bucket.awaits_backward = False
+                self._rest_one(bucket)
+
+    def _rest_one(self, bucket: Bucket) -> None:
+        """Reshard, also a bucket that was gathered ahead and not used."""
+        bucket.weights.finish_gather()
+        bucket.weights.reshard()

@@ -1,0 +1,179 @@
+"""The hooks that tell the schedule where the model is. Each is one call."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zerotrain.engine.schedule.live_unit import Call, LiveUnit
+from zerotrain.engine.ranges import named_range, profiler_runs
+from zerotrain.engine.schedule.schedule import Schedule
+from zerotrain.engine.precision.structures import tensors_in
+from zerotrain.errors import EngineStateError
+
+next_node = torch.autograd._get_sequence_nr
+"""() -> the number that the next node of a graph gets in this thread; numbers grow. See [Note: positions in a
+backward] in `live_unit`."""
+
+_HOOKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules that engines hang on."""
+
+
+def require_no_engine(model: nn.Module) -> None:
+    """Make sure that no part of `model` is another engine's: it would update weights that nobody reads any more.
+
+    Raises:
+        EngineStateError: one is.
+    """
+    if any(module in _HOOKED for module in model.modules()):
+        raise EngineStateError(
+            f"model {type(model).__name__} has an engine already, or a part of it has; use that one, delete it first "
+            "(del engine), or build another model"
+        )
+
+
+def require_graph(loss: torch.Tensor, first_node: int) -> None:
+    """Make sure that a backward of `loss` can be run and is of use.
+
+    Raises:
+        EngineStateError: it is not one number, has no graph, or one from before `first_node`, the first since the
+            weights were updated or cut anew.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise EngineStateError(f"backward got {got}; give it the loss, a tensor of one number, such as a mean()")
+    if not loss.requires_grad:
+        raise EngineStateError("backward got a loss without a graph: was it computed under torch.no_grad()?")
+    if loss.grad_fn is not None and loss.grad_fn._sequence_nr() < first_node:
+        raise EngineStateError(
+            "backward got a loss that was computed before the last step, or before a change of what trains; call all "
+            "backwards of a step before engine.step(), and engine.freeze and the like between a step and a forward"
+        )
+
+
+class LastGradientHook:
+    """Calls once a backward, when all of some parameters have their gradient. One Python call, however many they are.
+
+    It hangs on one parameter. If that one's gradient comes before another's, the hook moves to the other, within the
+    same backward; so it ends up on the one that comes last, and follows when the model's graph changes. If a
+    parameter gets no gradient at all, it waits in vain, and the end of the backward does its work.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], arrived: Callable[[], None]) -> None:
+        self._parameters = parameters
+        self._arrived = arrived
+        self._handle: RemovableHandle | None = None
+        self._hang_on(parameters[0])
+
+    def _hang_on(self, parameter: nn.Parameter) -> None:
+        self.remove()
+        self._handle = parameter.register_post_accumulate_grad_hook(self._fired)
+
+    def _fired(self, _: torch.Tensor) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                if parameter.requires_grad:  # otherwise the end of the backward says what is wrong
+                    self._hang_on(parameter)
+                return
+        self._arrived()
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+
+def connect(engine: object, schedule: Schedule) -> weakref.finalize:
+    """Hook the modules of all units and the parameters of all trained buckets, until the engine is deleted.
+
+    The hooks hold the schedule, and the schedule holds the model. So they are taken off when the engine goes: otherwise
+    a model that is used on would keep its engine's memory.
+
+    Returns:
+        What disconnects them earlier, when called.
+    """
+    _HOOKED.update(module for unit in schedule.units for module in unit.modules)
+    handles = (handle for unit in schedule.units for handle in _hook_unit(unit, schedule))
+    finalizer = weakref.finalize(engine, _disconnect, schedule, [*handles, *_hook_gradients(schedule)])
+    finalizer.atexit = False
+    return finalizer
+
+
+def _disconnect(schedule: Schedule, hooks: Sequence[RemovableHandle | LastGradientHook]) -> None:
+    """Take an engine's hooks off its model, and wait for what is still being sent and received.
+
+    Seen without the wait: gloo, left with a receive whose buffer was gone, hung in a collective of the next engine.
+    """
+    for hook in hooks:
+        hook.remove()
+    _HOOKED.difference_update([module for unit in schedule.units for module in unit.modules])
+    with suppress(Exception):  # other ranks may be gone; an error raised here would reach nobody
+        schedule.drain()
+
+
+def _hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
+    """Announce to the schedule when a unit's modules start and end their forward and start their backward."""
+
+    ranges: list[AbstractContextManager[object]] = []
+    first_node = 0
+
+    def before_forward(*_: Any) -> None:
+        nonlocal first_node
+        first_node = next_node()
+        schedule.before_forward(unit)
+        if profiler_runs():
+            ranges.append(named_range("forward", unit.name))
+            ranges[-1].__enter__()
+
+    def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        if ranges:
+            ranges.pop().__exit__(None, None, None)
+        if schedule.plan.shards_parameters and torch.is_grad_enabled():
+            _announce_backward(unit, schedule, output, first_node)
+        schedule.after_forward(unit)
+
+    handles = []
+    for module in unit.modules:
+        handles.append(module.register_forward_pre_hook(before_forward))
+        handles.append(module.register_forward_hook(after_forward))
+    return handles
+
+
+def _announce_backward(unit: LiveUnit, schedule: Schedule, output: Any, first_node: int) -> None:
+    """Have the backward of a forward that made the nodes from `first_node` on tell when it starts.
+
+    Autograd runs the nodes of a graph in the reverse of the order they were made in. So the hook on the last node
+    runs before all others of the unit, also before those of a tensor that leaves it by another way (a loss kept in an
+    attribute), if that node made an output. If it made none, or an output is a parameter itself, the unit is kept.
+    """
+    call = Call(first_node)
+    last_node = first_node - 1
+    for tensor in tensors_in(output):
+        if not tensor.requires_grad:
+            continue
+        if tensor.grad_fn is None:
+            schedule.keep(unit)
+        elif (node := tensor.grad_fn._sequence_nr()) >= first_node:  # otherwise it is an input, passed through
+            tensor.register_hook(partial(_announced, schedule, unit, call, node))
+            last_node = max(last_node, node)
+    if last_node + 1 < next_node():
+        schedule.keep(unit)
+    if first_node < next_node():
+        unit.add_call(call, is_held=last_node >= first_node)
+
+
+def _announced(schedule: Schedule, unit: LiveUnit, call: Call, node: int, _: torch.Tensor) -> None:
+    schedule.before_backward(unit, call, node)
+
+
+def _hook_gradients(schedule: Schedule) -> list[LastGradientHook]:
+    """Tell the schedule of each segment whose gradients have all arrived."""
+    return [
+        LastGradientHook(segment.parameters, partial(schedule.segment_arrived, bucket, segment))
+        for bucket in schedule.trained
+        for segment in bucket.gradient.segments
+    ]

@@ -1,0 +1,87 @@
+"""A unit at run time: its modules, its buckets, those to gather ahead, and how far a backward has come through it.
+
+[Note: positions in a backward]
+Autograd numbers the nodes of a graph in the order they are made, and a backward runs them in the reverse of that order.
+So a backward that is at node s has run all nodes above s that it will ever run, and those of a forward that began with
+node f are all done as soon as s < f. A gradient that has not come by then will not come in this backward. Every rank
+finds this at the same place of its backward, whatever gradients it has.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from zerotrain.engine.buckets.bucket import Bucket
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward of a unit. Hooks on its outputs hold it, so it lives as long as the graph that it made."""
+
+    first_node: int
+    """Number of the first node that it may have made."""
+    reached_in: int | None = None
+    """Number of the last backward that came through it."""
+    is_used_up: bool = False
+    """Whether that backward freed the graph: no other can come through it."""
+
+
+@dataclass(eq=False)
+class LiveUnit:
+    """A unit with the buckets it needs and those to gather ahead while it runs."""
+
+    name: str
+    modules: list[nn.Module]
+    buckets: list[Bucket]
+    ahead_in_forward: list[Bucket] = field(default_factory=list)
+    ahead_in_backward: list[Bucket] = field(default_factory=list)
+    last_of: list[Bucket] = field(default_factory=list)
+    """Buckets that no later unit of the forward needs."""
+    calls_units: bool = False
+    """Whether other units run within its forward, and so within its backward."""
+    num_silent_calls: int = 0
+    """Forwards since the last step that made no graph yet: a reentrant checkpoint makes it in the backward."""
+    _calls: "weakref.WeakSet[Call]" = field(default_factory=weakref.WeakSet)
+    _unseen_calls: list[Call] = field(default_factory=list)
+    """Those whose outputs cannot be seen, so that no graph keeps them alive."""
+
+    def add_call(self, call: Call, *, is_held: bool) -> None:
+        """A forward made a graph, of which hooks hold `call` if `is_held`."""
+        self._calls.add(call)
+        if not is_held:
+            self._unseen_calls.append(call)
+
+    def forget_calls(self) -> None:
+        """The weights were updated: no backward may come through earlier forwards any more."""
+        self._calls.clear()
+        self._unseen_calls.clear()
+        self.num_silent_calls = 0
+
+    def is_passed(self, position: int, backward: int) -> bool:
+        """Whether all gradients of the unit have come that will come in the backward of this number, which is at node
+        `position`."""
+        calls = self._open_calls(backward)
+        announced = not self.num_silent_calls or any(call.reached_in == backward for call in calls)
+        return announced and all(position < call.first_node for call in calls)
+
+    def passes_next(self, position: int, backward: int) -> bool:
+        """Whether the unit will be passed as soon as the backward, which has just reached it, comes to another unit."""
+        entered = [call for call in self._open_calls(backward) if position >= call.first_node]
+        return len(entered) == 1 and entered[0].reached_in == backward and not self.calls_units
+
+    def _open_calls(self, backward: int) -> list[Call]:
+        """The forwards that this backward may come through."""
+        return [call for call in self._calls if not call.is_used_up or call.reached_in == backward]
+
+
+def next_buckets(unit: LiveUnit, following: Sequence[LiveUnit], prefetch: int) -> list[Bucket]:
+    """The buckets of the next `prefetch` units that need any which `unit` does not have."""
+    ahead: list[Bucket] = []
+    for other in following:
+        new = [bucket for bucket in other.buckets if bucket not in unit.buckets and bucket not in ahead]
+        if new and prefetch > 0:
+            ahead += new
+            prefetch -= 1
+    return ahead

@@ -1,0 +1,230 @@
+"""When each bucket's gradient is reduced: in one order on every rank, whatever gradients each rank has.
+
+[Note: order of reductions]
+Buckets are reduced in the reverse of their list. One that is complete early waits for those behind it in the list.
+Where parameters are gathered in the backward too, that is not enough: a rank on which a parameter was not used has a
+bucket that never becomes complete. Left open to the end of the backward it held up all reductions before it; another
+rank waited for one of them with its next gather unissued, and the first rank for that gather (seen: stage 3, ten
+blocks, one linear of one of them unused on rank 0 alone). So a bucket is closed, with zeros for what has not come,
+where the backward passes its last unit: before that place's gathers are issued, on every rank alike. Between two such
+places it may be reduced as soon as it is complete, if the next place is the one that would close it. (Which places a
+backward has passed: [Note: positions in a backward].)
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from zerotrain.engine.buckets.bucket import TrainedBucket, require_unchanged
+from zerotrain.engine.buckets.gradient import Segment
+from zerotrain.engine.schedule.live_unit import LiveUnit
+from zerotrain.engine.buckets.unready_parameter import LEFT_ITS_UNIT
+from zerotrain.errors import EngineStateError
+
+MAX_LARGEST_BUCKETS_IN_FLIGHT = 2
+"""Unreduced gradients on the wire, in sizes of the largest bucket: one on its way and one behind it keep a link busy.
+Counted in elements, not in buckets: two small ones would leave the link idle until the next is full."""
+_BEFORE_ALL_NODES = -1
+
+
+class Reductions:
+    """The queue of a backward's reductions.
+
+    Args:
+        trained: the buckets with a gradient, in list order.
+        units_of: of each, the units whose backward completes it. None or no units: no gather comes in a backward that
+            does not end with it, so it is reduced when it is complete, or at the end.
+    """
+
+    def __init__(self, trained: Sequence[TrainedBucket], units_of: dict[TrainedBucket, list[LiveUnit]]) -> None:
+        self.trained = trained
+        self.more_to_come = False
+        """Whether the backward under way is not the last before the step: nothing is reduced then."""
+        self.loss_scale = 1.0
+        """What the loss of the backward under way is multiplied with."""
+        self._units_of = units_of
+        largest = max((bucket.layout.padded_numel for bucket in trained), default=0)
+        self._max_numel_in_flight = MAX_LARGEST_BUCKETS_IN_FLIGHT * largest
+        self._waiting: deque[TrainedBucket] = deque()
+        """Not issued yet, the next first."""
+        self._num_prepared = 0
+        """So many of them, from the first on, are ready to receive."""
+        self._in_flight: deque[TrainedBucket] = deque()
+        """Issued and not finished, the oldest first."""
+        self._open_segments: dict[TrainedBucket, set[Segment]] = {}
+        """What has not come yet in this backward, by bucket; an empty set once a bucket is complete."""
+        self._closed_short: list[TrainedBucket] = []
+        """Closed in this backward before all their gradients had come."""
+        self._backward = 0
+        """Number of the backward under way."""
+        self._position = _BEFORE_ALL_NODES
+        self._reached: LiveUnit | None = None
+        """The unit that the backward reached last, and at which node."""
+
+    # ---- a backward
+
+    def begin(self, *, more_to_come: bool, loss_scale: float) -> int:
+        """A backward starts; return its number."""
+        self.finish()  # what an earlier backward of the same step has issued
+        self.more_to_come, self.loss_scale = more_to_come, loss_scale
+        self._open_segments = {bucket: set(bucket.gradient.segments) for bucket in self.trained}
+        self._closed_short.clear()
+        self._backward += 1
+        self._reached = None
+        if not more_to_come:
+            self._waiting = deque(reversed(self.trained))
+            self._prepare()
+        return self._backward
+
+    def arrived(self, bucket: TrainedBucket, segment: Segment) -> bool:
+        """All gradients of a segment are there: move them into the bucket; returns whether it was the last one."""
+        open_segments = self._open_segments[bucket]
+        if segment not in open_segments:
+            raise EngineStateError(
+                f"the gradient of {bucket.spec.parameters[segment.slots.start].names[0]} arrived twice in one "
+                "backward: it was used in two checkpoints with use_reentrant=True, and each has a backward of its own; "
+                "call torch.utils.checkpoint.checkpoint with use_reentrant=False"
+            )
+        self._begin_filling(bucket)
+        bucket.gradient.fill(segment)
+        open_segments.remove(segment)
+        return not open_segments
+
+    def reduce_complete(self) -> None:
+        """A bucket is complete: reduce what is, as far as this place of the backward allows."""
+        if self.more_to_come:
+            return
+        while self._waiting and not self._open_segments[self._waiting[0]] and self._may_go(self._waiting[0]):
+            self._reduce_next()
+        if not any(bucket.gradient.ends_with_gather for bucket in self._in_flight):
+            # A gather must not be issued when this rank happens to see its reduction done: the model may have
+            # collectives of its own in the backward (batch norm over ranks), and the order among them would differ from
+            # rank to rank.
+            self.finish(wait=False)
+
+    def close_passed(self, position: int) -> None:
+        """The backward comes to another unit, at node `position`: close and reduce what it has passed."""
+        if self.more_to_come:
+            return
+        while self._waiting and self._is_passed(self._waiting[0], position):
+            self._close(self._waiting[0])
+            self._reduce_next()
+
+    def reached(self, unit: LiveUnit, position: int) -> None:
+        """The backward has come to `unit`, at node `position`, and all that is passed is closed."""
+        self._reached, self._position = unit, position
+
+    def end(self) -> None:
+        """The backward is over: close and reduce the rest; what a backward before the last leaves open stays open.
+
+        Raises:
+            EngineStateError: requires_grad was changed, or a gradient came when its bucket had been closed.
+        """
+        for bucket in self.trained:
+            if self._open_segments[bucket]:
+                require_unchanged(bucket.spec.parameters, trains=True)
+        for bucket in self._closed_short:
+            late = [each.names[0] for each in bucket.spec.parameters if each.parameter.grad is not None]
+            if late:
+                raise EngineStateError(LEFT_ITS_UNIT.format(f"{bucket.spec.name} (the gradient of {late[0]} was late)"))
+        if self.more_to_come:
+            for bucket in reversed(self.trained):
+                self._move_unmoved(bucket)
+            return
+        while self._waiting:
+            self._close(self._waiting[0])
+            self._reduce_next()
+
+    def drop(self) -> None:
+        """Forget the gradients since the last step, also those of a backward that broke off.
+
+        Waits for the reductions under way. All ranks have issued the same ones if they broke off at the same place.
+        """
+        for bucket in self.trained:
+            bucket.gradient.clear_unmoved()
+        self.finish()
+        while self._num_prepared:
+            self._waiting.popleft().gradient.withdraw()
+            self._num_prepared -= 1
+        self._waiting.clear()
+        for bucket in self.trained:
+            bucket.gradient.drop()
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Finish the reductions under way, or as many of the oldest as are done."""
+        while self._in_flight and (wait or self._in_flight[0].gradient.reduction_done):
+            self._in_flight.popleft().gradient.finish_reduce(self.loss_scale)
+
+    # ---- which bucket goes when
+
+    def _may_go(self, bucket: TrainedBucket) -> bool:
+        """Whether a complete bucket may be reduced at once: every rank closes it before the next gathers."""
+        units = self._units_of.get(bucket)
+        if not units:
+            return True
+        if bucket.is_read_unannounced or self._reached is None:
+            return False
+        return all(
+            unit.passes_next(self._position, self._backward)
+            if unit is self._reached
+            else unit.is_passed(self._position, self._backward)
+            for unit in units
+        )
+
+    def _is_passed(self, bucket: TrainedBucket, position: int) -> bool:
+        """Whether no gradient of a bucket will come any more."""
+        units = self._units_of.get(bucket)
+        if not units or bucket.is_read_unannounced:
+            return False
+        return all(unit.is_passed(position, self._backward) for unit in units)
+
+    def _close(self, bucket: TrainedBucket) -> None:
+        """Fill with zeros what has not come."""
+        if not self._open_segments[bucket]:
+            return
+        require_unchanged(bucket.spec.parameters, trains=True)
+        self._move_unmoved(bucket)
+        self._open_segments[bucket].clear()
+        self._closed_short.append(bucket)
+
+    def _move_unmoved(self, bucket: TrainedBucket) -> None:
+        """Move what came of segments that are not complete. Before a reduction that is zeros where nothing came."""
+        for segment in bucket.gradient.segments:
+            if segment not in self._open_segments[bucket]:
+                continue
+            arrived = any(parameter.grad is not None for parameter in segment.parameters)
+            if arrived or not (self.more_to_come or segment.holds_values):
+                self._begin_filling(bucket)
+                bucket.gradient.fill(segment)
+
+    # ---- room on the wire
+
+    def _reduce_next(self) -> None:
+        bucket = self._waiting.popleft()
+        self._num_prepared = max(0, self._num_prepared - 1)
+        self._make_room(bucket)
+        bucket.gradient.reduce()
+        self._in_flight.append(bucket)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Be ready to receive for the next reduction, and for more while there is room."""
+        while self._num_prepared < len(self._waiting):
+            ahead = [*self._in_flight, *list(self._waiting)[: self._num_prepared + 1]]
+            if self._num_prepared and _numel(ahead) > self._max_numel_in_flight:
+                return
+            self._waiting[self._num_prepared].gradient.prepare_reduce()
+            self._num_prepared += 1
+
+    def _begin_filling(self, bucket: TrainedBucket) -> None:
+        if bucket.gradient.borrows:
+            self._make_room(bucket)
+        bucket.gradient.begin_filling(more_to_come=self.more_to_come)
+
+    def _make_room(self, bucket: TrainedBucket) -> None:
+        """Finish the oldest reductions until one more bucket may be in flight."""
+        while self._in_flight and _numel([*self._in_flight, bucket]) > self._max_numel_in_flight:
+            self._in_flight.popleft().gradient.finish_reduce(self.loss_scale)
+
+
+def _numel(buckets: Sequence[TrainedBucket]) -> int:
+    return sum(bucket.layout.padded_numel for bucket in buckets)

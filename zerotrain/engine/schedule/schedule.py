@@ -1,0 +1,173 @@
+"""Where the model is, and what that means for gathers and for reductions."""
+
+from collections.abc import Sequence
+
+import torch
+
+from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
+from zerotrain.engine.schedule.gathers import Gathers
+from zerotrain.engine.buckets.gradient import Segment
+from zerotrain.engine.schedule.live_unit import Call, LiveUnit
+from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.schedule.reductions import Reductions
+from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.buckets.unready_parameter import LEFT_ITS_UNIT
+from zerotrain.errors import EngineStateError
+
+_BEHIND_ALL_NODES = 2**63
+
+
+class Schedule:
+    """Hears from the hooks where forward and backward are, and tells `gathers` and `reductions`.
+
+    Its methods raise EngineStateError if sharded parameters are needed while the engine is idle, where a gather would
+    need all ranks to ask for it, or if what trains was changed behind the engine's back.
+
+    Args:
+        units, buckets: in forward order.
+    """
+
+    def __init__(self, units: Sequence[LiveUnit], buckets: Sequence[Bucket], options: EngineOptions) -> None:
+        self.units = units
+        self.buckets = buckets
+        self.plan = options.plan
+        self.phase = Phase.IDLE
+        self.trained = [bucket for bucket in buckets if isinstance(bucket, TrainedBucket)]
+        """The buckets with a gradient and an update, in list order."""
+        self.gathers = Gathers(units, buckets, options)
+        self.reductions = Reductions(self.trained, self._completing_units())
+        self._frozen = [m for bucket in buckets if bucket not in self.trained for m in bucket.spec.parameters]
+        self._backward = 0
+        """Number of the backward under way, or of the last."""
+        self._frees_graph = True
+        """Whether the backward under way frees the graph it comes through."""
+        self._makes_graphs = False
+        """Whether the forward under way is one that a backward may follow."""
+
+    def _completing_units(self) -> dict[TrainedBucket, list[LiveUnit]]:
+        """See `Reductions`. Buckets of the resident root are complete when all units are passed."""
+        if not self.gathers.frees_after_use:
+            return {}
+        blocks = [unit for unit in self.units if unit.modules]
+        return {
+            bucket: [unit for unit in self.units if unit.modules and bucket in unit.buckets] or blocks
+            for bucket in self.trained
+        }
+
+    # ---- forward
+
+    def begin_forward(self) -> None:
+        """The model is called: complete what it needs from the start."""
+        self._makes_graphs = torch.is_grad_enabled()
+        self.before_forward(self.units[0])
+
+    def before_forward(self, unit: LiveUnit) -> None:
+        """A unit is called, by the model or by a recomputation in the backward."""
+        self._refuse_idle(unit.name, "was called")
+        if self.phase is Phase.BACKWARD:
+            self.reductions.close_passed(_node_under_way())
+        self.gathers.before_forward(unit, self.phase)
+
+    def after_forward(self, unit: LiveUnit) -> None:
+        """A unit has returned."""
+        if self.phase is Phase.FORWARD and self._makes_graphs and not torch.is_grad_enabled():
+            unit.num_silent_calls += 1
+        self.gathers.after_forward(unit, self.phase)
+
+    def end_forward(self, *, backward_follows: bool) -> None:
+        """The model has returned, or raised."""
+        self.gathers.end_forward(backward_follows=backward_follows)
+
+    def keep(self, unit: LiveUnit) -> None:
+        """The unit's backward cannot be announced in time: from now on its parameters stay from forward to backward."""
+        if self.phase is Phase.FORWARD:
+            for bucket in unit.buckets:
+                bucket.stays_full = True
+
+    def touch(self, bucket: Bucket) -> None:
+        """A parameter was read that no hook announced: complete its bucket."""
+        self._refuse_idle(bucket.spec.parameters[0].names[0], "or a parameter beside it was read")
+        # No hook will announce the backward of this read either, so the bucket must be there when that comes.
+        bucket.stays_full = bucket.is_read_unannounced = True
+        self.gathers.complete([bucket])
+
+    # ---- backward
+
+    def begin_backward(self, *, more_to_come: bool, loss_scale: float, frees_graph: bool) -> None:
+        """A backward starts.
+
+        Args:
+            more_to_come: it is not the last before the step; nothing is reduced.
+            loss_scale: what the loss is multiplied with.
+            frees_graph: no other backward can come through the same graph.
+        """
+        require_unchanged(self._frozen, trains=False)
+        self._frees_graph = frees_graph
+        self.gathers.begin_backward()
+        self._backward = self.reductions.begin(more_to_come=more_to_come, loss_scale=loss_scale)
+
+    def before_backward(self, unit: LiveUnit, call: Call, position: int) -> None:
+        """A backward has come to node `position`, the first of what a call of the unit has made."""
+        if self.phase is not Phase.BACKWARD:
+            self._refuse_idle(unit.name, "was reached by a backward")
+            # torch.autograd.grad within a forward. A backward through its result reads the weights without a hook.
+            self.keep(unit)
+            self.gathers.complete(unit.buckets)
+            return
+        call.reached_in, call.is_used_up = self._backward, self._frees_graph
+        self.reductions.close_passed(position)
+        self.gathers.before_backward(unit)
+        self.reductions.reached(unit, position)
+
+    def segment_arrived(self, bucket: TrainedBucket, segment: Segment) -> None:
+        """All gradients of a segment are there."""
+        if self.phase is not Phase.BACKWARD:
+            for each in self.trained:
+                each.gradient.clear_unmoved()
+            raise EngineStateError(
+                "gradients arrived outside engine.backward(); call engine.backward(loss), not loss.backward()"
+            )
+        if not bucket.weights.is_full:
+            raise EngineStateError(LEFT_ITS_UNIT.format(bucket.spec.name))
+        if self.reductions.arrived(bucket, segment):
+            self.gathers.gradient_done(bucket)
+            self.reductions.reduce_complete()
+
+    def end_backward(self) -> None:
+        """The backward is over: close what unused parameters left open, and bring weights back to rest."""
+        self.reductions.end()
+        self.gathers.end_backward()
+
+    # ---- the step
+
+    def end_update(self) -> None:
+        """The weights were updated."""
+        for unit in self.units:
+            unit.forget_calls()
+        self.gathers.rest()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients since the last step, and come to rest. Forwards since then may still have a backward."""
+        self.reductions.drop()
+        self.gathers.rest()
+
+    def drain(self) -> None:
+        """Wait for all that is under way or was prepared."""
+        self.drop_gradients()
+        for bucket in self.buckets:
+            bucket.weights.drain()
+
+    def _refuse_idle(self, name: str, what: str) -> None:
+        if self.plan.shards_parameters and self.phase is Phase.IDLE:
+            raise EngineStateError(
+                f"{name} {what} between engine calls, where parameters are sharded over the ranks. Call the model as "
+                "engine(...); call engine.backward(loss), not loss.backward(); on all ranks call parts of the model, "
+                "or torch.autograd.grad, inside `with engine.forward_scope()`; take weights from "
+                "engine.full_state_dict()"
+            )
+
+
+def _node_under_way() -> int:
+    """The number of the node that a backward is at."""
+    node = torch._C._current_autograd_node()
+    return _BEHIND_ALL_NODES if node is None else node._sequence_nr()

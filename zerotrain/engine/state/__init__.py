@@ -1,0 +1,1 @@
+"""The state by name, one bucket at a time: out, and into other buckets."""

@@ -1,0 +1,124 @@
+"""The model's state by name, one bucket at a time: weights, gradients, and what the optimizer keeps.
+
+Full weights, their hash, a change of what trains and the search for a bad gradient walk over it; what is saved and what
+moves to another stage can be told in the same words: the name of a parameter, a role, and which elements.
+"""
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zerotrain.comm.collectives import Collectives
+from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
+from zerotrain.sharding.flat_buffer import slot_view
+from zerotrain.sharding.units import ManagedParameter
+
+WEIGHT, GRADIENT = "weight", "gradient"
+"""Roles that every bucket has, or every one that trains. The optimizer's roles have its own names, such as exp_avg."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What this rank holds of one parameter in one role."""
+
+    managed: ManagedParameter
+    role: str
+    values: torch.Tensor
+    """The memory itself: (n,) elements; what is kept of a tensor that is updated whole, in the shape it is kept in."""
+    in_tensor: slice | None
+    """Which elements of the parameter these are, in the order of its memory (`ManagedParameter.stride`); None for what
+    is kept of the tensor as a whole."""
+    in_bucket: slice | None
+    """Where the same elements lie in the bucket."""
+
+
+def pieces(bucket: Bucket, role: str) -> Iterator[Piece]:
+    """What this rank holds of the parameters of a bucket in one role, in place, without what is empty."""
+    if role == WEIGHT:
+        values = bucket.update.master_weight if isinstance(bucket, TrainedBucket) else bucket.weights.held
+        yield from _cut(bucket, role, values, _weight_range(bucket))
+    elif not isinstance(bucket, TrainedBucket):
+        return
+    elif role == GRADIENT:
+        yield from _cut(bucket, role, bucket.gradient.shard, bucket.weights.own)
+    else:
+        update = bucket.update
+        for span in update.spans:
+            if role in per_element(span.target, update.span_state(span)):
+                start = update.where.start + span.where.start
+                values = update.span_state(span)[role]
+                yield from _cut(bucket, role, values, slice(start, start + values.numel()))
+        for slot in update.whole.targets if update.whole is not None else ():
+            if isinstance(kept := update.whole_state(slot).get(role), torch.Tensor) and kept.ndim > 0:
+                yield Piece(bucket.spec.parameters[slot], role, kept, None, None)
+
+
+def roles(bucket: Bucket) -> list[str]:
+    """The roles in which this rank holds tensors of a bucket, the gradient left out."""
+    found = set()
+    if isinstance(bucket, TrainedBucket):
+        update = bucket.update
+        for span in update.spans:
+            found.update(per_element(span.target, update.span_state(span)))
+        for slot in update.whole.targets if update.whole is not None else ():
+            state = update.whole_state(slot)
+            found.update(name for name, value in state.items() if isinstance(value, torch.Tensor) and value.ndim > 0)
+    return [WEIGHT, *sorted(found)]
+
+
+def per_element(target: torch.Tensor, state: Mapping[str, Any]) -> list[str]:
+    """The names of what an optimizer keeps for each element of its tensor, and not once for all."""
+    return [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.shape == target.shape]
+
+
+def capture(bucket: Bucket, role: str, dtype: torch.dtype, collectives: Collectives) -> torch.Tensor:
+    """(padded_numel,) of one role, from all ranks, 0 where there is none. Collective; one bucket is whole meanwhile.
+
+    Not for what is kept of tensors that are updated whole: their owners have that (`pieces`).
+    """
+    if role == WEIGHT:
+        part = bucket.update.master_weight if isinstance(bucket, TrainedBucket) else bucket.weights.held
+    else:
+        where = _weight_range(bucket)
+        part = torch.zeros(where.stop - where.start, dtype=dtype, device=collectives.world.device)
+        for piece in pieces(bucket, role):
+            if piece.in_bucket is not None:
+                part[piece.in_bucket.start - where.start : piece.in_bucket.stop - where.start] = piece.values
+    if part.numel() == bucket.layout.padded_numel:
+        return part
+    full = part.new_empty(bucket.layout.padded_numel)
+    collectives.gather_now(f"{role} of {bucket.spec.name}", full, part)
+    return full
+
+
+def restore(bucket: TrainedBucket, role: str, whole: torch.Tensor, keys: Container[tuple[int, int]]) -> None:
+    """Give this rank's part of `whole`, (padded_numel,), to the optimizer: spans of these keys keep it as `role`."""
+    part = whole[bucket.update.where]
+    for span in bucket.update.spans:
+        if span.key in keys:
+            bucket.update.span_state(span)[role] = part[span.where].clone()
+
+
+def full_weights(bucket: Bucket, collectives: Collectives) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
+    """Each parameter of a bucket and its full master weight, a view. Collective, once, when the first is asked for."""
+    flat = capture(bucket, WEIGHT, torch.float32, collectives)
+    for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True):
+        yield managed, slot_view(flat, slot)
+
+
+def _weight_range(bucket: Bucket) -> slice:
+    """The elements of a bucket whose weights this rank keeps up to date."""
+    if isinstance(bucket, TrainedBucket):
+        return bucket.update.where
+    return bucket.weights.own if bucket.weights.plan.shards_parameters else slice(0, bucket.layout.padded_numel)
+
+
+def _cut(bucket: Bucket, role: str, values: torch.Tensor, where: slice) -> Iterator[Piece]:
+    """The pieces of `values`, which lie at `where` in the bucket."""
+    for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True):
+        start, end = max(slot.offset, where.start), min(slot.end, where.stop)
+        if start < end:
+            in_tensor = slice(start - slot.offset, end - slot.offset)
+            yield Piece(managed, role, values[start - where.start : end - where.start], in_tensor, slice(start, end))

@@ -1,0 +1,1 @@
+"""One optimizer step over all buckets: norm, clipping, skipping, update."""

@@ -1,0 +1,72 @@
+"""One optimizer step: the norm over all ranks, whether to skip, the update."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from zerotrain.comm.collectives import Collectives
+from zerotrain.engine.agreement import StepStamps
+from zerotrain.engine.precision.loss_scale import LossScaler
+from zerotrain.engine.update.nonfinite import SkippedSteps, find_nonfinite
+from zerotrain.engine.buckets.norm import clip_coefficient
+from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.ranges import named_range
+from zerotrain.engine.schedule.schedule import Schedule
+from zerotrain.engine.results import StepResult
+from zerotrain.engine.update.update_all import update_all
+
+
+class OptimizerStep:
+    """What is the same for all steps of an engine.
+
+    Args:
+        stamps: what the ranks compare once a step.
+        loss_scaler: None for no scaling.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: EngineOptions,
+        collectives: Collectives,
+        stamps: StepStamps,
+        loss_scaler: LossScaler | None,
+    ) -> None:
+        self._model, self._collectives, self._stamps = model, collectives, stamps
+        self._max_grad_norm = options.max_grad_norm
+        self._loss_scaler = loss_scaler
+        self._skipped_steps = SkippedSteps(options.max_skipped_steps, loss_scaler)
+
+    def run(
+        self, schedule: Schedule, param_groups: Sequence[Mapping[str, object]], losses: Sequence[torch.Tensor]
+    ) -> tuple[StepResult, str | None]:
+        """Clip and update, or skip a gradient that is not finite.
+
+        Args:
+            losses: of the step's micro-batches, on this rank.
+
+        Returns:
+            What was done; and why training must not go on after it, if so.
+        """
+        schedule.reductions.finish()
+        with named_range("norm of", "the gradient"):
+            digit_sums = [bucket.gradient.digit_sums for bucket in schedule.trained]
+            norm, stamps = self._stamps.stamped_norm(digit_sums, param_groups)
+        coefficient = clip_coefficient(norm, self._max_grad_norm)
+        norm_value, coefficient_value = torch.stack([norm, coefficient]).tolist()  # a step's one wait for the device
+        skipped = not math.isfinite(norm_value)
+        if skipped:
+            self._stamps.require_same(stamps)
+        reason = self._skipped_steps.reason_to_stop(skipped=skipped)
+        if reason is not None:
+            reason += f". {find_nonfinite(self._model, schedule.trained, losses, self._collectives)}"
+        loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
+        if skipped:
+            schedule.drop_gradients()
+        else:
+            is_scaled = self._max_grad_norm is not None or self._loss_scaler is not None
+            update_all(schedule.trained, schedule.gathers, coefficient / loss_scale if is_scaled else None)
+            schedule.end_update()
+        return StepResult(norm_value, coefficient_value, skipped, loss_scale), reason
