@@ -10,8 +10,8 @@ from zerotrain.comm.world import choose_device
 from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
 from zerotrain.engine.build import require_trainable
-from zerotrain.engine.precision.kept_fp32 import dtypes_of
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
+from zerotrain.engine.precision.kept_fp32 import dtypes_of
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError

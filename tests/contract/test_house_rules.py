@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "zerotrain"
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 BLIND_TO_THE_STAGE = ("comm", "sharding", "engine", "training")
-MAX_FILE_LINES = 350
+MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
 
 

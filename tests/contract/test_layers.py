@@ -18,12 +18,13 @@ MAY_IMPORT = {
     "config": {"errors", "settings"},
     "comm": {"errors"},
     "sharding": {"errors"},
-    "engine": {"errors", "settings", "comm", "sharding"},
-    "api": {"errors", "settings", "comm", "sharding", "engine"},
+    "deferred": set(),
+    "engine": {"errors", "settings", "comm", "sharding", "deferred"},
+    "api": {"errors", "settings", "comm", "sharding", "deferred", "engine"},
     "models": set(),
     "data": set(),
     "training": {"comm", "engine", "data"},
-    "testing": set(),
+    "testing": {"comm"},
 }
 """What each part of the package may import of it. Factory, preflight and launcher put all together and are left out."""
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.engine.buckets.norm import add_digit_sums, norm_of_digit_sums
 from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.buckets.norm import add_digit_sums, norm_of_digit_sums
 from zerotrain.errors import ConfigError, DisagreementError
 
 STAMP = (

@@ -12,16 +12,16 @@ from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import ScratchPools
+from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
-from zerotrain.engine.buckets.update import BucketUpdate
-from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.schedule.live_unit import LiveUnit
-from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.groups.param_groups import ParamGroups
-from zerotrain.engine.schedule.schedule import Schedule
+from zerotrain.engine.buckets.update import BucketUpdate
 from zerotrain.engine.buckets.weights import ENGINE_IS_GONE, BucketWeights
+from zerotrain.engine.groups.param_groups import ParamGroups
+from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.schedule.live_unit import LiveUnit
+from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.errors import ConfigError, EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.flat_buffer import FlatBuffer

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zerotrain.engine.buckets.update import BucketUpdate
 from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.buckets.update import BucketUpdate
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec

@@ -6,10 +6,10 @@ import torch
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, GradientState, Life
 from zerotrain.engine.buckets.norm import block_squares, digit_sums
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.ranges import named_range
-from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, GradientState, Life
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.flat_buffer import slot_view

@@ -10,10 +10,10 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import ScratchPool
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.groups.param_groups import ParamGroups
-from zerotrain.engine.ranges import named_range
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.buckets.whole_tensors import Updates, WholeTensors
+from zerotrain.engine.groups.param_groups import ParamGroups
+from zerotrain.engine.ranges import named_range
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.flat_buffer import FlatBuffer
 from zerotrain.sharding.layout import BucketLayout

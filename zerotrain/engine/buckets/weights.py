@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.engine.ranges import named_range
 from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
 from zerotrain.engine.buckets.unready_parameter import UnreadyParameter, unready_class
+from zerotrain.engine.ranges import named_range
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.flat_buffer import FlatBuffer

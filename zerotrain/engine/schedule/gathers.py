@@ -7,9 +7,9 @@ on every rank, as long as all ranks call the same units.
 from collections.abc import Sequence
 
 from zerotrain.engine.buckets.bucket import Bucket
-from zerotrain.engine.schedule.live_unit import LiveUnit, next_buckets
-from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.schedule.live_unit import LiveUnit, next_buckets
 
 
 class Gathers:

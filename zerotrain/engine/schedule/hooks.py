@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerotrain.engine.schedule.live_unit import Call, LiveUnit
-from zerotrain.engine.ranges import named_range, profiler_runs
-from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.precision.structures import tensors_in
+from zerotrain.engine.ranges import named_range, profiler_runs
+from zerotrain.engine.schedule.live_unit import Call, LiveUnit
+from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.errors import EngineStateError
 
 next_node = torch.autograd._get_sequence_nr

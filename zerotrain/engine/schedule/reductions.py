@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from zerotrain.engine.buckets.bucket import TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Segment
-from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.engine.buckets.unready_parameter import LEFT_ITS_UNIT
+from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.errors import EngineStateError
 
 MAX_LARGEST_BUCKETS_IN_FLIGHT = 2

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
-from zerotrain.engine.schedule.gathers import Gathers
 from zerotrain.engine.buckets.gradient import Segment
-from zerotrain.engine.schedule.live_unit import Call, LiveUnit
-from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.schedule.reductions import Reductions
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.unready_parameter import LEFT_ITS_UNIT
+from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.schedule.gathers import Gathers
+from zerotrain.engine.schedule.live_unit import Call, LiveUnit
+from zerotrain.engine.schedule.reductions import Reductions
 from zerotrain.errors import EngineStateError
 
 _BEHIND_ALL_NODES = 2**63

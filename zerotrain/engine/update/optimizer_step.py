@@ -8,13 +8,13 @@ from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.agreement import StepStamps
-from zerotrain.engine.precision.loss_scale import LossScaler
-from zerotrain.engine.update.nonfinite import SkippedSteps, find_nonfinite
 from zerotrain.engine.buckets.norm import clip_coefficient
 from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.ranges import named_range
-from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.results import StepResult
+from zerotrain.engine.schedule.schedule import Schedule
+from zerotrain.engine.update.nonfinite import SkippedSteps, find_nonfinite
 from zerotrain.engine.update.update_all import update_all
 
 

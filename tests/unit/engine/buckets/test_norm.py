@@ -3,7 +3,13 @@ import math
 import pytest
 import torch
 
-from zerotrain.engine.buckets.norm import add_digit_sums, block_squares, clip_coefficient, digit_sums, norm_of_digit_sums
+from zerotrain.engine.buckets.norm import (
+    add_digit_sums,
+    block_squares,
+    clip_coefficient,
+    digit_sums,
+    norm_of_digit_sums,
+)
 
 
 def norm_over(shards: list[torch.Tensor], *, exact: bool = True) -> torch.Tensor:
