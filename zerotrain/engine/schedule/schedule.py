@@ -115,6 +115,7 @@ class Schedule:
             self.gathers.complete(unit.buckets)
             return
         call.reached_in, call.is_used_up = self._backward, self._frees_graph
+        unit.reached_in = self._backward
         self.reductions.close_passed(position)
         self.gathers.before_backward(unit)
         self.reductions.reached(unit, position)
@@ -130,7 +131,9 @@ class Schedule:
         if not bucket.weights.is_full:
             raise EngineStateError(LEFT_ITS_UNIT.format(bucket.spec.name))
         if self.reductions.arrived(bucket, segment):
-            self.gathers.gradient_done(bucket)
+            if self.reductions.may_go(bucket):
+                # Elsewhere other ranks may still need it: freed here, its unit would gather it again on this rank alone.
+                self.gathers.gradient_done(bucket)
             self.reductions.reduce_complete()
 
     def end_backward(self) -> None:

@@ -1,0 +1,206 @@
+"""The order of gathers and reductions, with threads as ranks: on every rank the same, whatever gradients it has."""
+
+import functools
+import threading
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from uneven import WIDTH, EveryBlockOnAnotherRank, Mixture, OneLinearOfOneRank, SkippedBlocks, Uneven
+
+import zerotrain
+from zerotrain.testing.fake_wire import run_threads
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+ALONE = threading.Lock()
+"""The random number generator is one for all threads."""
+ONE_EACH = 0.009
+"""MiB: each block of `Uneven` a bucket of its own."""
+
+
+def build(make: Callable[[], nn.Module], world: zerotrain.World, **zero: Any) -> zerotrain.ZeroEngine:
+    with ALONE:
+        torch.manual_seed(0)
+        model = make()
+    return zerotrain.build_engine(model, optimizer=SGD, zero=zerotrain.ZeroConfig(**zero), world=world)
+
+
+def inputs(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(6, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(make: Callable[[], nn.Module], world: zerotrain.World, *, num_steps: int = 2, **zero: Any) -> str:
+    engine = build(make, world, **zero)
+    for step in range(num_steps):
+        engine.backward(engine(inputs(step, world.rank), rank=world.rank, step=step))
+        engine.step()
+    return engine.weights_sha256()
+
+
+class Three(Uneven):
+    num_blocks = 3
+
+
+def orders_of(make: Callable[[], nn.Module], size: int = 2, **settings: Any) -> list[list[str]]:
+    """By rank, what it issued in one step."""
+    zero = {name: value for name, value in settings.items() if name not in ("late_rank", "done_rank")}
+    ranks = {name: value for name, value in settings.items() if name in ("late_rank", "done_rank")}
+    _, board = run_threads(lambda world: train(make, world, num_steps=1, **zero), size, **ranks)
+    return [[each for each in order if "weight of" not in each] for order in board.orders]
+
+
+FORWARD = ["gather root", "gather blocks.0", "gather blocks.1", "gather blocks.2"]
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        (
+            {"stage": 0},
+            # Two reductions of the largest bucket may be on the wire; then the oldest makes way, with its gather.
+            [
+                *("reduction blocks.2", "reduction blocks.1", "gather the gradient of blocks.2", "reduction blocks.0"),
+                *("gather the gradient of blocks.1", "reduction root"),
+                *("gather the gradient of blocks.0", "gather the gradient of root"),
+            ],
+        ),
+        (
+            {"stage": 2},
+            ["reduction blocks.2", "reduction blocks.1", "reduction blocks.0", "reduction root", *FORWARD],
+        ),
+        (
+            {"stage": 3},
+            # The last unit and the root stay full. The gather of a unit is issued while the one behind it computes, and
+            # the reduction of that one before the next gather.
+            [
+                *FORWARD,
+                *("gather blocks.1", "reduction blocks.2", "gather blocks.0", "reduction blocks.1"),
+                *("reduction blocks.0", "reduction root"),
+            ],
+        ),
+        (
+            {"stage": 3, "prefetch": 0},
+            [
+                *FORWARD,
+                *("reduction blocks.2", "gather blocks.1", "reduction blocks.1", "gather blocks.0"),
+                *("reduction blocks.0", "reduction root"),
+            ],
+        ),
+        (
+            {"stage": 3, "reshard_after_forward": False},
+            [*FORWARD, "reduction blocks.2", "reduction blocks.1", "reduction blocks.0", "reduction root"],
+        ),
+    ],
+    ids=str,
+)
+def test_the_order_of_a_step(zero: dict[str, Any], expected: list[str]) -> None:
+    for order in orders_of(Three, bucket_mb=ONE_EACH, **zero):
+        assert order[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("make", [OneLinearOfOneRank, EveryBlockOnAnotherRank, Mixture])
+def test_both_groups_have_one_order_on_all_ranks_whatever_gradients_each_has(
+    make: Callable[[], nn.Module], size: int
+) -> None:
+    for stage, bucket_mb in product(range(4), (0.004, ONE_EACH)):
+        first, *others = orders_of(make, size, stage=stage, bucket_mb=bucket_mb, late_rank=size - 1, done_rank=0)
+        assert all(order == first for order in others), (stage, bucket_mb)
+
+
+def test_a_rank_that_skips_a_unit_has_the_gathers_and_the_reductions_of_the_others_each_in_their_order() -> None:
+    for stage in range(4):
+        first, second = orders_of(SkippedBlocks, stage=stage, bucket_mb=0.004)
+        for kind in ("gather", "reduction"):
+            assert [each for each in first if each.startswith(kind)] == [
+                each for each in second if each.startswith(kind)
+            ]
+
+
+class Checkpointed(EveryBlockOnAnotherRank):
+    """Each block is computed again in the backward, by torch's own checkpoint."""
+
+    use_reentrant = False
+
+    def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return super(Checkpointed, self).call(index, block, x, rank, step)
+
+        return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=self.use_reentrant)
+
+
+class CheckpointedReentrant(Checkpointed):
+    use_reentrant = True
+
+
+class Twice(EveryBlockOnAnotherRank):
+    """Two forwards, one backward, as in preference training."""
+
+    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        return super().forward(x, **how) + super().forward(2 * x, **how)
+
+
+class AuxiliaryLoss(EveryBlockOnAnotherRank):
+    """A loss leaves each unit by an attribute, computed behind its output."""
+
+    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        return super().forward(x, **how) + sum(block.extra for block in self.blocks)
+
+    def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        x = super().call(index, block, x, rank, step)
+        block.extra = block.first.weight.square().mean() * x.mean()
+        return x
+
+
+class ReadFromOutside(EveryBlockOnAnotherRank):
+    """The model reads a parameter of a unit without calling it, before any unit runs."""
+
+    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        return super().forward(x, **how) + self.blocks[5].second.weight.square().mean()
+
+
+@pytest.mark.parametrize("make", [Checkpointed, CheckpointedReentrant, Twice, AuxiliaryLoss, ReadFromOutside])
+def test_models_whose_backward_is_unusual_have_one_order_too_and_the_bits_of_stage_0(
+    make: Callable[[], nn.Module],
+) -> None:
+    hashes = set()
+    for stage, bucket_mb in ((0, 25.0), (3, 0.004), (3, ONE_EACH)):
+        train_it = functools.partial(train, make, num_steps=2, stage=stage, bucket_mb=bucket_mb)
+        results, board = run_threads(lambda world, train_it=train_it: train_it(world), 2, late_rank=1)
+        assert board.orders[0] == board.orders[1], (stage, bucket_mb)
+        hashes.update(results)
+    assert len(hashes) == 1
+
+
+def test_a_forward_whose_loss_is_thrown_away_or_comes_later_changes_no_bit() -> None:
+    def asides(world: zerotrain.World, stage: int) -> str:
+        engine = build(EveryBlockOnAnotherRank, world, stage=stage, bucket_mb=0.004)
+        for step in range(2):
+            how = {"rank": world.rank, "step": step}
+            engine(inputs(7, world.rank), **how)  # its graph is freed at once
+            kept = engine(inputs(8, world.rank), **how)  # its graph lives on
+            with engine.no_sync():
+                engine.backward(engine(inputs(step, world.rank), **how))
+            engine.backward(engine(inputs(step + 1, world.rank), **how))
+            engine.backward(kept)
+            engine.step()
+        return engine.weights_sha256()
+
+    hashes = [run_threads(functools.partial(asides, stage=stage), 2)[0] for stage in (0, 2, 3)]
+    assert len({each for by_rank in hashes for each in by_rank}) == 1
+
+
+def test_one_rank_alone_runs_the_stage_it_was_asked_for_with_the_bits_of_stage_0() -> None:
+    world = zerotrain.World.current(torch.device("cpu"))
+    engines = [build(Three, world, stage=stage, bucket_mb=ONE_EACH) for stage in range(4)]
+    for engine in engines:
+        for step in range(2):
+            engine.backward(engine(inputs(step, 0), rank=0, step=step))
+            engine.step()
+    assert len({engine.weights_sha256() for engine in engines}) == 1
+    assert [engine.plan.shards_parameters for engine in engines] == [False, False, False, True]
+    assert engines[3].memory_bytes()["parameters"] < engines[3].num_parameters * 4 + WIDTH * 64 * 4
+    assert engines[3].ledger.last_step.calls == {}
