@@ -6,10 +6,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, batch, build, make_model, micro_batches, place, reference_weights, run_over, sha256
+from cases import (
+    Case,
+    batch,
+    build,
+    make_model,
+    micro_batches,
+    place,
+    post_no_receives,
+    reference_weights,
+    run_over,
+    sha256,
+)
 from torch import nn
 
-from zerotrain.comm import collectives
 from zerotrain.comm.collectives import Collectives, Pending
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.testing import run_ranks
@@ -56,7 +66,7 @@ NATIVE = CASE.with_zero(reduction="native", bucket_mb=0.05)
 def be_done_on_rank_0_alone() -> None:
     """From now on a collective is done on rank 0 as soon as that asks, and on no other rank before it waits. Gathers
     are gloo's own, as of many ranks, and not sends and receives, whose order does not matter."""
-    collectives.MAX_RANKS_OF_EXCHANGE = 1
+    post_no_receives()
 
     def done(pending: Pending) -> bool:
         if dist.get_rank() == 0:

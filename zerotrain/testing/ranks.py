@@ -11,6 +11,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+_PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "hydra", "rich.progress", "pytest")
+"""Imported once by the fork server and not by each rank, which takes 1.3 s: the first step of an optimizer imports
+torch._dynamo. Nothing of zerotrain: the fork server may find another copy of it than the caller, whose path it has not.
+"""
+
 
 class RankError(AssertionError):
     """A rank raised, died, or did not answer in time; the message holds the rank and its traceback."""
@@ -31,7 +36,7 @@ def run_ranks(
     """
     # Forking a process that has run torch's thread pools can hang; a fork server has run none.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(list(_PRELOADED))
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         pipes, processes = [], []
