@@ -132,7 +132,9 @@ def gathers_issued_by_the_time_of_each_layer(prefetch: int) -> tuple[list[int], 
 
 
 def test_the_gather_of_the_next_layer_is_under_way_while_a_layer_computes_forward_and_backward() -> None:
-    for prefetch, by_rank in zip((0, 1, 2), run_over([0, 1, 2], gathers_issued_by_the_time_of_each_layer, 2), strict=True):
+    for prefetch, by_rank in zip(
+        (0, 1, 2), run_over([0, 1, 2], gathers_issued_by_the_time_of_each_layer, 2), strict=True
+    ):
         # The last layer, whose backward comes first, is not freed between.
         expected = (
             [min(number + prefetch, NUM_LINEAR) for number in (1, 2, 3, 4, 5)],
