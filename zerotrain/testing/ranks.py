@@ -109,7 +109,8 @@ class _Answer:
     def of(cls, error: BaseException) -> "_Answer":
         names = {each.__name__ for each in type(error).__mro__}
         from_backend = type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_LOST_RANKS)
-        lost_others = from_backend or ("CommError" in names and "DisagreementError" not in names)
+        # By name: nothing of zerotrain is imported here, and torch.distributed by the ranks alone.
+        lost_others = from_backend or (bool(names & {"CommError", "DistError"}) and "DisagreementError" not in names)
         return cls(failure="".join(traceback.format_exception(error)), lost_others=lost_others)
 
 

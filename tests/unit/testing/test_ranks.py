@@ -4,6 +4,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from zerotrain.testing import RankError, ranks, run_ranks
 
@@ -40,7 +41,11 @@ LOSSES = {
 
 def lose_another(loss: str, causes: dict[int, str]) -> None:
     """Rank 0 says at once that another one is gone, which says why, if it does, a moment later."""
-    rank = dist.get_rank()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = _get_default_store()  # a file: no connection that the end of another rank could close
+    store.add("arrived", 1)
+    while store.add("arrived", 0) < size:
+        time.sleep(0.01)
     if rank not in causes:
         raise LOSSES[loss]
     time.sleep(0.5)
