@@ -24,7 +24,7 @@ from zerotrain.comm.collectives import Collectives, Pending
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.testing import run_ranks
 
-DELAY_S = 0.1
+DELAY_S = 0.03
 CASE = Case(ZeroConfig(bucket_mb=0.45), num_steps=2)
 """Three buckets: the head, two blocks, one block."""
 
