@@ -58,6 +58,25 @@ class Net(nn.Module):
         return self.out(x)
 
 
+class Wide(nn.Module):
+    """Two layers of one bucket, large enough that gradients are moved into it one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(300, 300), nn.Linear(300, 300)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.gelu(self.first(F.pad(x, (0, 300 - WIDTH)))))
+
+
+class Skipping(Net):
+    """Leaves two of its blocks unused."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.blocks[1](self.embed(x)))
+
+
 class Repeated(Net):
     """Blocks called again at once, and again after others."""
 
@@ -375,6 +394,12 @@ def fails_in_backward(place: str, accumulate: bool, engine: Any, step: int, rank
     handle.remove()
 
 
+def fails_in_second_backward(place: str, engine: Any, step: int, rank: int) -> None:
+    """Behind one that was reduced already."""
+    ordinary(engine, step + 5, rank)
+    fails_in_backward(place, False, engine, step, rank)
+
+
 class BrokenBatches(list[Any]):
     """Micro-batches of which the second cannot be read."""
 
@@ -419,6 +444,7 @@ class Call:
     """Whether the aside leaves nothing gathered."""
     reshards: bool = True
     """The setting zero.reshard_after_forward."""
+    bucket_mb: float = BUCKET_MB
 
 
 CALLS = {
@@ -429,6 +455,7 @@ CALLS = {
     "retain_graph, unannounced reads": Call(Tied, two_reduced_backwards),
     "a unit twice in one forward": Call(Repeated),
     "a unit within a unit": Call(Nested),
+    "units that are not called": Call(Skipping),
     "two forwards, one backward": Call(step=preference),
     "two forwards, two backwards": Call(step=late_backwards),
     "two forwards, unannounced reads": Call(Tied, late_backwards),
@@ -455,6 +482,9 @@ CALLS = {
     "exception within a unit's backward": Call(aside=functools.partial(fails_in_backward, "blocks.1.up", False)),
     "exception in the last backward": Call(aside=functools.partial(fails_in_backward, "embed", False)),
     "exception while accumulating": Call(aside=functools.partial(fails_in_backward, "blocks.1.up", True)),
+    "exception in the second reduced backward": Call(
+        Wide, aside=functools.partial(fails_in_second_backward, "first"), bucket_mb=25.0
+    ),
     "exception in the data": Call(Loss, loss_from_model, aside=fails_in_the_data),
     "exception in train_step": Call(Loss, loss_from_model, aside=fails_in_train_step),
     "exception under checkpoint": Call(
@@ -477,7 +507,7 @@ HARD = (
     "exception within a unit's backward",
     "exception while accumulating",
 )
-"""Run again with three ranks, with accumulation, and with a rank that is late."""
+"""Run again with three ranks, with accumulation, with a rank that is late, and with the backend's own reduction."""
 
 
 class Plain:

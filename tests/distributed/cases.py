@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerotrain
+from zerotrain.comm import process_groups
 from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
 
@@ -73,6 +74,12 @@ def micro_batches(tokens: torch.Tensor, rank: int) -> list[tuple[torch.Tensor, t
 
 def place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def post_no_receives() -> None:
+    """From now on this rank's engines do as those of more ranks than post receives for each other: gathers and ordered
+    reductions are gloo's own collectives, and not sends and receives."""
+    process_groups.MAX_RANKS_OF_EXCHANGE = 1
 
 
 def build(case: Case, model: nn.Module | None = None) -> zerotrain.ZeroEngine:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ class Command:
         self.mark = uuid.uuid4().hex
         self._out, self._err = self.folder / f"{self.mark}.out", self.folder / f"{self.mark}.err"
         search = os.pathsep.join([str(REPOSITORY), str(USER_CODE)])
-        with self._out.open("w") as out, self._err.open("w") as err:
+        with self._out.open("w") as out, self._err.open("w") as err, _heeding_ctrl_c():
             self.process = subprocess.Popen(
                 self.arguments,
                 cwd=self.folder,
@@ -114,6 +116,17 @@ def by_torchrun(*arguments: str, folder: Path, options: tuple[str, ...] = ("--np
 def result_of(run_dir: Path) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
     return result
+
+
+@contextmanager
+def _heeding_ctrl_c() -> Iterator[None]:
+    """Processes started in here end at SIGINT, as those of a terminal do. Where a shell has started pytest in the
+    background it ignores SIGINT, and so would they."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _is_alive_with_mark(process: psutil.Process, mark: str) -> bool:

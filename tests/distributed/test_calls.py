@@ -46,11 +46,14 @@ class Run:
     num_micro_batches: int = 1
     late_rank: int | None = None
     """Sleeps before each gather and reduction."""
+    reduction: str = "ordered"
 
 
-def build(stage: int, model: torch.nn.Module | None = None, **zero: Any) -> zerotrain.ZeroEngine:
-    config = zerotrain.ZeroConfig(stage=stage, bucket_mb=BUCKET_MB, reduction="ordered", overlap=True, **zero)
-    return zerotrain.build_engine(model or Net(), optimizer=ADAMW, zero=config, world=this_world())
+def build(
+    stage: int, model: torch.nn.Module | None = None, optimizer: Any = ADAMW, **zero: Any
+) -> zerotrain.ZeroEngine:
+    config = zerotrain.ZeroConfig(**{"stage": stage, "bucket_mb": BUCKET_MB, "reduction": "ordered"} | zero)
+    return zerotrain.build_engine(model or Net(), optimizer=optimizer, zero=config, world=this_world())
 
 
 @functools.cache
@@ -70,7 +73,8 @@ def train(run: Run) -> str:
 def train_or_raise(run: Run) -> str:
     rank, _ = place()
     call = CALLS[run.name]
-    engine = build(run.stage, call.model(), prefetch=run.prefetch, reshard_after_forward=call.reshards)
+    settings = {"prefetch": run.prefetch, "reduction": run.reduction}
+    engine = build(run.stage, call.model(), bucket_mb=call.bucket_mb, reshard_after_forward=call.reshards, **settings)
     if run.late_rank == rank:
         be_late(engine, ("gather", "reduction"), DELAY_S)
     for step in range(NUM_STEPS):
@@ -127,6 +131,14 @@ def test_the_hard_ways_with_accumulation_and_a_rank_that_is_late() -> None:
     expect_reference(
         [Run(name, stage, late_rank=stage // 2 % 2, **settings) for name in HARD for stage in HARD_STAGES], 2
     )
+
+
+NATIVE = (*HARD, "units that are not called", "exception in the second reduced backward")
+
+
+def test_the_hard_ways_with_the_reduction_of_the_backend() -> None:
+    """gloo's own, which on two ranks adds as any other: a sum of two has but one order."""
+    expect_reference([Run(name, stage, reduction="native") for name in NATIVE for stage in HARD_STAGES], 2)
 
 
 # ---- memory
@@ -304,6 +316,35 @@ def model_without_engine(stage: int) -> str:
 
 def after_an_engine(stage: int) -> tuple[list[str], str]:
     return let_go(stage), model_without_engine(stage)
+
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+"""Without a state that would go with the engine."""
+
+
+def two_engines_in_turn(stage: int) -> str:
+    """On each rank: the hash of the weights after a step of one engine, and another step of the model's next engine."""
+    rank, _ = place()
+    model = Net()
+    for step in range(NUM_STEPS):
+        engine = build(stage, model, optimizer=SGD)
+        ordinary(engine, step, rank)
+        engine.step()
+        sha256_ = engine.weights_sha256()
+        del engine
+    return sha256_
+
+
+def test_a_model_whose_engine_was_deleted_trains_on_in_another() -> None:
+    model = Net()
+    optimizer = SGD(model.parameters())
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (model(inputs(step, rank)).square().mean() / 2).backward()
+        optimizer.step()
+    expected = sha256({name: parameter.detach() for name, parameter in model.named_parameters()})
+    assert run_over([0, 1, 2], two_engines_in_turn, 2) == [[expected] * 2] * 3
 
 
 def test_a_deleted_engine_frees_all_it_held_and_its_model_works_or_says_what_to_do() -> None:

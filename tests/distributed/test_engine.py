@@ -151,6 +151,24 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all() -> No
     assert run_over(STAGES, overflow, 2) == [[[False, True, False]] * 2] * 4
 
 
+def give_inf(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(gradient, float("inf"))
+
+
+def test_a_loss_of_a_step_that_was_given_up_is_not_blamed_for_the_next() -> None:
+    model = nn.Linear(4, 4)
+    engine = zerotrain.build_engine(
+        model, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), max_skipped_steps=1
+    )
+    engine.backward(engine(torch.full((2, 4), float("nan"))).sum())
+    engine.zero_grad()
+    output = engine(torch.ones(2, 4))
+    output.register_hook(give_inf)
+    engine.backward(output.sum())
+    with pytest.raises(zerotrain.TrainingError, match="the loss was finite on every rank"):
+        engine.step()
+
+
 MISTAKES: dict[str, Any] = {
     "step without backward": (lambda engine, inputs: engine.step(), "call engine.backward(loss) first"),
     "train_step without data": (lambda engine, inputs: engine.train_step([]), "call engine.backward(loss) first"),

@@ -50,6 +50,27 @@ def test_under_torchrun_the_first_cause_comes_before_torchruns_own_report(tmp_pa
     assert command.wait_until_gone() == []
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_under_torchrun_a_run_that_is_stopped_says_so_in_its_result(tmp_path: Path, signum: signal.Signals):
+    command = by_torchrun(*MISBEHAVING, "+model.action=sleep", folder=tmp_path)
+    command.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
+    command.send_signal_as_terminal(signum)
+    assert command.wait(WITHIN_S) != 0
+    result = result_of(tmp_path / "run")
+    assert result["status"] == "stopped", result["error"]
+    assert command.wait_until_gone() == []
+
+
+def test_under_torchrun_a_killed_rank_ends_all(tmp_path: Path):
+    command = by_torchrun(*MISBEHAVING, "+model.action=kill", folder=tmp_path)
+    assert command.wait(WITHIN_S) == 1
+    root_cause = command.stderr.partition("Root Cause")[2]
+    assert "Signal 9 (SIGKILL)" in root_cause
+    # Torchrun ends the other ranks by SIGTERM, which to them is a stop if it comes before they miss the killed one.
+    assert result_of(tmp_path / "run")["status"] in ("failed", "stopped")
+    assert command.wait_until_gone() == []
+
+
 def test_a_run_stopped_by_its_numbers_names_the_rank_and_the_parameter(tmp_path: Path):
     arguments = ("+model.action=poison", "train.on_nonfinite=stop", "zero.stage=3", TWO_RANKS)
     command = by_hand(*MISBEHAVING, *arguments, folder=tmp_path)

@@ -4,7 +4,16 @@ from itertools import product
 
 import pytest
 import torch
-from cases import Case, hashes_over_ranks, reference_weights, run_over, sha256, train
+from cases import (
+    Case,
+    hashes_over_ranks,
+    post_no_receives,
+    reference_weights,
+    run_over,
+    sha256,
+    train,
+    train_and_hash,
+)
 
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.testing import run_ranks
@@ -61,10 +70,45 @@ def test_prefetch_units_and_resharding_change_no_bit() -> None:
     assert hashes_over_ranks(settings, 2) == [expected] * len(settings)
 
 
+def train_without_posted_receives(case: Case) -> str:
+    post_no_receives()
+    return train_and_hash(case)
+
+
+def test_the_reduction_of_many_ranks_gives_the_bits_of_plain_pytorch_on_few() -> None:
+    """Where receives are not posted, the parts to add come by an all-to-all."""
+    references = [Case(ORDERED, precision=precision, num_steps=2) for precision in ("fp32", "bf16")]
+    cases = [case.with_zero(stage=stage, bucket_mb=0.25) for case in references for stage in STAGES]
+    expected = [[sha256(reference_weights(case, 3))] * 3 for case in references for _ in STAGES]
+    assert run_over(cases, train_without_posted_receives, 3) == expected
+
+
+def test_more_ranks_than_post_receives_for_each_other_get_the_bits_of_plain_pytorch() -> None:
+    case = Case(ZeroConfig(stage=2, reduction="ordered"), num_steps=2)
+    assert hashes_over_ranks([case], 9) == [sha256(reference_weights(case, 9))]
+
+
+NATIVE = ZeroConfig(reduction="native", bucket_mb=0.25)
+
+
+def test_the_native_reduction_of_two_ranks_gives_the_bits_of_plain_pytorch() -> None:
+    """A sum of two has but one order."""
+    references = [
+        Case(NATIVE, num_micro_batches=2),
+        Case(NATIVE, precision="bf16", num_micro_batches=2),
+        Case(NATIVE, precision="bf16", max_grad_norm=None, optimizer="sgd"),
+        Case(NATIVE, precision="fp16", num_micro_batches=2),
+    ]
+    cases = [case.with_zero(stage=stage) for case in references for stage in STAGES]
+    expected = [sha256(reference_weights(case, 2)) for case in references for _ in STAGES]
+    assert hashes_over_ranks(cases, 2) == expected
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_native_reduction_agrees_up_to_rounding(precision: str) -> None:
-    """gloo sums in an order of its own, in the wire's precision: equal over stages only within rounding."""
-    case = Case(ZeroConfig(reduction="native", bucket_mb=0.25), precision=precision, optimizer="sgd")
+    """gloo sums in an order of its own, in the wire's precision: equal over stages only within rounding. Clipping would
+    hide a sum that is too large or too small as a whole."""
+    case = Case(NATIVE, precision=precision, optimizer="sgd", max_grad_norm=None)
     expected = reference_weights(case, 3)
     for got, *_ in run_over([case.with_zero(stage=stage) for stage in STAGES], full_weights, 3):
         for name, weight in expected.items():

@@ -2,8 +2,10 @@
 
 import functools
 import io
+import itertools
 import json
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ import zerotrain
 from zerotrain.data import TextDataset
 from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
-from zerotrain.training import Trainer, warmup_cosine
+from zerotrain.training import Trainer, metrics, warmup_cosine
+from zerotrain.training.generate import generate
 
 GLOBAL_BATCH_SIZE = 12
+SEQ_LEN = 24
 NUM_STEPS = 6
 TEXT = "".join(f"{number} times {number} is {number * number}.\n" for number in range(150))
 
@@ -38,19 +42,24 @@ class RaggedLabels(Dataset):
         return ids, labels
 
 
+def make_gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocab_size=256, max_seq_len=SEQ_LEN, num_layers=2, num_heads=2, hidden_size=32)
+
+
 def run_stages(stages: tuple[int, ...], *arguments: Any) -> list[dict[str, Any]]:
     return [run_stage(stage, *arguments) for stage in stages]
 
 
 def run_stage(stage: int, folder: Path, num_micro_batches: int, ragged: bool) -> dict[str, Any]:
-    """One run; what this rank returned, wrote and showed of it."""
+    """One run, in which each step takes a second; what this rank returned, wrote and showed of it."""
+    metrics.time = types.SimpleNamespace(perf_counter=itertools.count().__next__)
     world = zerotrain.World.current(torch.device("cpu"))
-    dataset = TextDataset(str(folder / "text.txt"), seq_len=24, cache_dir=str(folder))
+    dataset = TextDataset(str(folder / "text.txt"), seq_len=SEQ_LEN, cache_dir=str(folder))
     if ragged:
         dataset.train, dataset.validation = RaggedLabels(dataset.train), RaggedLabels(dataset.validation)
-    torch.manual_seed(0)
     engine = zerotrain.build_engine(
-        GPT(vocab_size=256, max_seq_len=24, num_layers=2, num_heads=2, hidden_size=32),
+        make_gpt(),
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
         zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.1),
         max_grad_norm=1.0,
@@ -95,15 +104,18 @@ def train(
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["all labels", "ragged labels"])
-def test_the_losses_of_a_run_do_not_depend_on_the_ranks_and_micro_batches_that_share_a_batch(
+def test_the_losses_and_tokens_of_a_run_do_not_depend_on_the_ranks_and_micro_batches_that_share_a_batch(
     tmp_path: Path, ragged: bool
 ) -> None:
     [[alone]] = train(tmp_path / "alone", 1, 1, ragged=ragged, stages=(0,))
     assert len(alone["losses"]) == NUM_STEPS + 3  # evaluations before, half way and after
+    if not ragged:
+        assert alone["body"]["tokens_per_s"] == GLOBAL_BATCH_SIZE * SEQ_LEN
     for num_ranks, num_micro_batches in ((2, 1), (2, 3), (4, 1)):
         folder = tmp_path / f"{num_ranks}x{num_micro_batches}"
         [run], *_ = train(folder, num_ranks, num_micro_batches, ragged=ragged, stages=(3,))
         assert run["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+        assert run["body"]["tokens_per_s"] == alone["body"]["tokens_per_s"]
 
 
 def test_every_stage_ends_with_the_same_weights_losses_and_text(tmp_path: Path) -> None:
@@ -132,3 +144,40 @@ def test_only_the_first_rank_writes_and_shows(tmp_path: Path) -> None:
     for run in second_rank:
         assert run["files"] == []
         assert run["screen"] == ""
+
+
+# ---- text
+
+
+def text_of(engine: zerotrain.ZeroEngine, rank: int, stop_token: int | None = None) -> list[int]:
+    """What a rank makes of its own prompt: 3 tokens, 7, and so on, or fewer."""
+    prompt = torch.arange(10 * rank, 10 * rank + 4)
+    return generate(
+        engine=engine, prompt=prompt, num_tokens=3 + 4 * rank, max_seq_len=SEQ_LEN, seed=rank, stop_token=stop_token
+    ).tolist()
+
+
+def texts_at_each_stage(stop_token: int) -> list[tuple[list[int], list[int]]]:
+    """On each rank, at each stage: its text, and the one that the stop token may end."""
+    world = zerotrain.World.current(torch.device("cpu"))
+    texts = []
+    for stage in range(4):
+        engine = make_engine(zerotrain.ZeroConfig(stage=stage, bucket_mb=0.1), world)
+        texts.append((text_of(engine, world.rank), text_of(engine, world.rank, stop_token)))
+    return texts
+
+
+def make_engine(zero: zerotrain.ZeroConfig, world: zerotrain.World | None = None) -> zerotrain.ZeroEngine:
+    return zerotrain.build_engine(make_gpt(), optimizer=torch.optim.SGD, zero=zero, world=world)
+
+
+def test_ranks_that_generate_texts_of_different_length_each_get_their_own_whatever_the_stage() -> None:
+    alone = make_engine(zerotrain.ZeroConfig(stage=0))
+    first, second = text_of(alone, 0), text_of(alone, 1)
+    assert (len(first), len(second)) == (4 + 3, 4 + 7)
+    stop_token = first[5]  # the second that rank 0 adds, and rank 1 none of its own
+    assert stop_token not in second
+    assert run_ranks(texts_at_each_stage, 2, stop_token, timeout_s=60.0) == [
+        [(first, first[:6])] * 4,
+        [(second, second)] * 4,
+    ]

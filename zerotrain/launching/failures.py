@@ -1,6 +1,7 @@
 """What went wrong on which rank, and which of several failures was the first cause."""
 
 import json
+import os
 import signal
 import time
 from dataclasses import asdict, dataclass
@@ -56,8 +57,11 @@ class Failure:
         )
 
     def write(self, ranks_dir: Path) -> None:
-        """Leave it in the folder of the ranks' logs, for `first_failure`."""
-        (ranks_dir / f"{self.rank}.error.json").write_text(json.dumps(asdict(self)))
+        """Leave it in the folder of the ranks' logs, for `first_failure`, which another rank may call meanwhile."""
+        path = ranks_dir / f"{self.rank}.error.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(self)))
+        os.replace(temporary, path)
 
     def describe(self, ranks_dir: Path) -> str:
         """Two lines for the user: the cause and the rank's log."""

@@ -6,10 +6,20 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+_PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "hydra", "rich.progress", "pytest")
+"""Imported once by the fork server and not by each rank, which takes 1.3 s: the first step of an optimizer imports
+torch._dynamo. Nothing of zerotrain: the fork server may find another copy of it than the caller, whose path it has not.
+"""
+GRACE_S = 5.0
+"""A rank that has lost another one is told of only if no cause comes from another rank within this: it may be heard
+before the rank that died (seen under load)."""
+_SIGNS_OF_LOST_RANKS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")
 
 
 class RankError(AssertionError):
@@ -27,11 +37,11 @@ def run_ranks(
         num_threads: torch's CPU threads in each process.
 
     Raises:
-        RankError: naming the first rank that failed.
+        RankError: naming the first rank that failed; one that only lost others comes behind them.
     """
     # Forking a process that has run torch's thread pools can hang; a fork server has run none.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context.set_forkserver_preload(list(_PRELOADED))
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         pipes, processes = [], []
@@ -46,6 +56,10 @@ def run_ranks(
             processes.append(process)
         try:
             return _collect(pipes, timeout_s)
+        except RankError:
+            for process in processes:
+                process.kill()
+            raise
         finally:
             for process in processes:
                 if process.is_alive():
@@ -58,21 +72,46 @@ def run_ranks(
 def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
+    noticed = ""
     while waiting:
-        ready = wait(list(waiting), timeout=timeout_s)
+        ready = wait(list(waiting), timeout=GRACE_S if noticed else timeout_s)
         if not ready:
-            raise RankError(f"ranks {sorted(waiting.values())} gave no answer within {timeout_s} s")
+            silent = f"ranks {sorted(waiting.values())} gave no answer within {GRACE_S if noticed else timeout_s} s"
+            raise RankError(f"{noticed}{silent}")
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
-                failed, value = pickle.loads(pipe.recv_bytes())
+                answer: _Answer = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 raise RankError(f"rank {rank} died without an answer") from None
-            if failed:
-                raise RankError(f"rank {rank} failed:\n{value}")
-            results[rank] = value
+            if answer.failure and not answer.lost_others:
+                raise RankError(f"rank {rank} failed:\n{answer.failure}")
+            if answer.failure:
+                noticed = noticed or f"rank {rank} failed:\n{answer.failure}"
+            results[rank] = answer.result
+    if noticed:
+        raise RankError(noticed)
     return results
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """How the function ended on one rank."""
+
+    result: Any = None
+    failure: str = ""
+    """A traceback."""
+    lost_others: bool = False
+    """Whether the rank failed only because another one was gone, or did not come."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> "_Answer":
+        names = {each.__name__ for each in type(error).__mro__}
+        from_backend = type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_LOST_RANKS)
+        # By name: nothing of zerotrain is imported here, and torch.distributed by the ranks alone.
+        lost_others = from_backend or (bool(names & {"CommError", "DistError"}) and "DisagreementError" not in names)
+        return cls(failure="".join(traceback.format_exception(error)), lost_others=lost_others)
 
 
 def _rank_main(
@@ -98,14 +137,14 @@ def _rank_main(
             world_size=size,
             timeout=timedelta(seconds=timeout_s),
         )
-        answer = (False, fn(*args))
+        answer = _Answer(fn(*args))
         dist.barrier()
-    except BaseException:
-        answer = (True, traceback.format_exc())
+    except BaseException as error:
+        answer = _Answer.of(error)
     # By value: the default pickler would lend a tensor's memory, which ends with this process.
     pipe.send_bytes(pickle.dumps(answer))
     pipe.close()
-    if not answer[0]:
+    if not answer.failure:
         dist.destroy_process_group()
     # A gloo thread may still wait for a rank that failed; nothing of this process is needed any more.
-    os._exit(int(answer[0]))
+    os._exit(1 if answer.failure else 0)

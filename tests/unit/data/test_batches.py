@@ -78,6 +78,16 @@ def test_a_resumed_sampler_goes_on_where_the_saved_one_was_at_another_number_of_
         assert next(rows) == next(iter(resumed[0])) + next(iter(resumed[1]))
 
 
+def test_a_sampler_that_has_read_already_goes_on_as_the_saved_one_from_its_next_batch():
+    sampler, saved = make_sampler(seed=0), make_sampler(seed=7)
+    rows = iter(sampler)
+    for _ in range(3):
+        next(rows)
+    sampler.load_state_dict(saved.state_dict())
+    expected = list(itertools.islice(saved, 60))  # over more than one epoch
+    assert [next(rows) for _ in range(60)] == expected
+
+
 def test_a_state_of_another_global_batch_size_is_refused():
     with pytest.raises(ValueError, match="had 8 sequences in a global batch, this one has 2"):
         make_sampler().load_state_dict(make_sampler(micro_batch_size=8).state_dict())

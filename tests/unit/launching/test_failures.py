@@ -1,6 +1,7 @@
 """Of several failures the first cause is told."""
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,14 @@ def test_a_config_problem_found_by_a_rank_stays_a_config_problem(tmp_path: Path)
     error = first_failure(tmp_path).as_error(tmp_path)
     assert isinstance(error, ConfigError)
     assert error.problems == ("a: wrong", "b: wrong")
+
+
+def test_a_cause_is_read_whole_or_not_at_all_while_it_is_written(tmp_path: Path):
+    """Under torchrun each rank that fails reads what the others have left."""
+    cause = Failure.of(ValueError("mine " * 2000), 1)
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(lambda: [cause.write(tmp_path) for _ in range(100)])
+        while not writing.done():
+            assert first_failure(tmp_path) in (None, cause)
+        writing.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["1.error.json"]

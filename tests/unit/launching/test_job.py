@@ -37,6 +37,12 @@ def test_another_machine_completes_the_folder_without_taking_from_it(job: Job):
     assert (job.ranks_dir / "0.log").read_text() == "running"
 
 
+def test_another_machine_makes_the_folder_that_nobody_has_opened_there(job: Job):
+    job.complete_folder()
+    assert job.ranks_dir.is_dir()
+    assert load_config(job.run_dir / "config.yaml") == job.config
+
+
 def test_an_ending_keeps_what_rank_0_had_written(job: Job):
     job.open_folder()
     RunResult(world_size=2, stage=2, status="stopped", error="KeyboardInterrupt", steps=7).write(job.run_dir)

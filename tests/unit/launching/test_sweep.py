@@ -67,6 +67,18 @@ def test_a_failed_job_is_in_the_table_with_its_cause(tmp_path: Path):
     assert "weights: 1 of 2 jobs have the same sha256" in table
 
 
+def test_each_job_has_its_row_whatever_became_of_it(tmp_path: Path):
+    write(tmp_path, 0)
+    write(tmp_path, 1, status="failed", error="the disk is full", weights_sha256=None, final_val_loss=None)
+    write(tmp_path, 2, status="stopped", error="stopped by a signal", weights_sha256=None)
+    _names, _rule, *lines = table_of(tmp_path).splitlines()
+    assert [line.split()[:3] for line in lines[:3]] == [
+        ["0", "zero.stage=0", "completed"],
+        ["1", "zero.stage=1", "failed"],
+        ["2", "zero.stage=2", "stopped"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
     [

@@ -4,8 +4,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
-from zerotrain.testing import RankError, run_ranks
+from zerotrain.testing import RankError, ranks, run_ranks
 
 
 def own_rank() -> torch.Tensor:
@@ -24,9 +25,35 @@ def die_on_rank_1() -> None:
     dist.barrier()
 
 
-def sleep_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        time.sleep(60)
+def sleep() -> None:
+    time.sleep(60)
+
+
+class CommError(Exception):
+    """Named as the one of zerotrain, of which `zerotrain.testing` imports nothing."""
+
+
+LOSSES = {
+    "of the backend": RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9614"),
+    "of the engine": CommError("rank 0 failed in gather of blocks.0"),
+}
+
+
+def lose_another(loss: str, causes: dict[int, str]) -> None:
+    """Rank 0 says at once that another one is gone, which says why, if it does, a moment later."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = _get_default_store()  # a file: no connection that the end of another rank could close
+    store.add("arrived", 1)
+    while store.add("arrived", 0) < size:
+        time.sleep(0.01)
+    if rank not in causes:
+        raise LOSSES[loss]
+    time.sleep(0.5)
+    if causes[rank] == "raises":
+        raise ValueError("on purpose")
+    if causes[rank] == "dies":
+        os._exit(3)
+    time.sleep(60)
 
 
 def test_results_come_back_by_rank() -> None:
@@ -44,5 +71,25 @@ def test_a_rank_that_dies_is_named() -> None:
 
 
 def test_ranks_without_an_answer_are_named_and_ended() -> None:
-    with pytest.raises(RankError, match=r"ranks \[.*1\] gave no answer within 2 s"):
-        run_ranks(sleep_on_rank_1, 2, timeout_s=2)
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] gave no answer within 2 s"):
+        run_ranks(sleep, 2, timeout_s=2)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("cause", "told"),
+    [("raises", r"^rank 1 failed:(?s:.*)ValueError: on purpose"), ("dies", "^rank 1 died without an answer")],
+)
+def test_the_first_cause_is_told_even_if_the_loss_of_its_rank_was_heard_first(loss: str, cause: str, told: str) -> None:
+    with pytest.raises(RankError, match=told):
+        run_ranks(lose_another, 2, loss, {1: cause})
+
+
+def test_a_loss_is_told_where_no_rank_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE_S", 1.0)
+    with pytest.raises(
+        RankError, match=r"^rank 0 failed:(?s:.*)CommError(?s:.*)ranks \[1\] gave no answer within 1.0 s"
+    ):
+        run_ranks(lose_another, 2, "of the engine", {1: "sleeps"})
+    with pytest.raises(RankError, match=r"^rank [01] failed:(?s:.*)CommError"):
+        run_ranks(lose_another, 2, "of the engine", {})

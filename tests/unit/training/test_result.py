@@ -1,5 +1,9 @@
 import json
 import math
+import resource
+from contextlib import contextmanager
+
+import pytest
 
 from zerotrain.training import RunResult
 
@@ -42,6 +46,23 @@ def test_a_result_replaces_an_older_one_and_leaves_no_other_file(tmp_path):
     RunResult(world_size=1, status="completed").write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
     assert json.loads((tmp_path / "result.json").read_text())["status"] == "completed"
+
+
+def test_a_disk_that_is_full_leaves_the_older_result_whole(tmp_path):
+    RunResult(world_size=1, status="failed").write(tmp_path)
+    with files_of_at_most(nbytes=100), pytest.raises(OSError, match="File too large"):
+        RunResult(world_size=1, status="completed").write(tmp_path)
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
+
+
+@contextmanager
+def files_of_at_most(nbytes):
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
 
 
 def test_the_body_returned_is_the_body_written(tmp_path):

@@ -265,6 +265,15 @@ def test_a_failed_run_leaves_a_result_that_says_why(make_trainer, dataset, tmp_p
     assert result["weights_sha256"] is None
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler, which a process that a shell has started in the background has not: it ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_run_stopped_from_outside_leaves_a_result_that_says_so(make_trainer, dataset, tmp_path, number):
     stop = partial(os.kill, os.getpid(), number)

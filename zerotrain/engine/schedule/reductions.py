@@ -157,7 +157,7 @@ class Reductions:
     # ---- which bucket goes when
 
     def may_go(self, bucket: TrainedBucket) -> bool:
-        """Whether a complete bucket may be reduced, and freed, at once: every rank closes it before the next gathers."""
+        """Whether a complete bucket may be reduced and freed at once: every rank closes it before the next gathers."""
         units = self._units_of.get(bucket)
         if not units:
             return True

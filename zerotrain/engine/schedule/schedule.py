@@ -132,7 +132,8 @@ class Schedule:
             raise EngineStateError(LEFT_ITS_UNIT.format(bucket.spec.name))
         if self.reductions.arrived(bucket, segment):
             if self.reductions.may_go(bucket):
-                # Elsewhere other ranks may still need it: freed here, its unit would gather it again on this rank alone.
+                # Freed at another place, it would be gathered again on this rank alone when its unit is reached: seen
+                # where a parameter was read from outside its unit.
                 self.gathers.gradient_done(bucket)
             self.reductions.reduce_complete()
 

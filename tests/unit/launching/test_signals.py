@@ -1,0 +1,31 @@
+"""What signals do once the ranks of a job have ended."""
+
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from zerotrain.config.schema import Config
+from zerotrain.launching import spawn
+from zerotrain.launching.failures import RunError
+from zerotrain.launching.job import Job
+from zerotrain.launching.signals import STOP_SIGNALS
+
+
+@pytest.fixture
+def before():
+    """The handlers before a job, which later tests get back whatever it leaves."""
+    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    yield handlers
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize(("module", "fails"), [("platform", False), ("no_such_module", True)])
+def test_signals_are_handled_after_a_job_as_before_it(tmp_path: Path, monkeypatch, before, module: str, fails: bool):
+    """torch's agent leaves handlers of its own, after which Ctrl-C between two jobs of a sweep would not end it."""
+    monkeypatch.setattr(spawn, "RANK_MODULE", module)  # what a rank runs: a second less than a training
+    with pytest.raises(RunError) if fails else nullcontext():
+        spawn.run_ranks(Job(config=Config(), run_dir=tmp_path, overrides=[]), 1)
+    assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} == before
