@@ -38,7 +38,8 @@ bench-link: $(INSTALLED_BENCH) ## the same on two hosts (network namespaces) joi
 	$(BIN)/python -m benchmarks --link 1gbit --out outputs/bench/link
 
 # A machine with a GPU may have neither a network nor a virtual environment: PYTHON is its own, and what it lacks comes
-# along as wheels in a folder, which are unpacked onto PYTHONPATH.
+# along as wheels in a folder, which are unpacked onto PYTHONPATH. Our own engine needs these, all pure Python:
+#     pip wheel --no-deps -c constraints.txt --wheel-dir FOLDER hydra-core omegaconf antlr4-python3-runtime
 WHEELS ?=
 CARRIED := $(CURDIR)/build/carried
 WITH_WHEELS = $(if $(WHEELS),rm -rf $(CARRIED) && mkdir -p $(CARRIED) && \
