@@ -53,7 +53,7 @@ def build(model: nn.Module, workload: Workload, *, stage: int) -> ZerotrainTrain
         optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
         zero=ZeroConfig(stage=stage, bucket_mb=workload.bucket_mb),
         precision=workload.precision,
-        # What fake ranks gather may be no numbers: stage 3 in bf16 ended so after 20 steps in a row, seen with torch 2.11.
+        # What fake ranks gather may be no numbers: with torch 2.11 stage 3 in bf16 ended so, after 20 steps in a row.
         max_skipped_steps=1_000_000 if dist.get_backend() == "fake" else 20,
         decay_all=True,
         compile=workload.compiled,
