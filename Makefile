@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_BENCH := $(VENV)/.installed-bench
 
-.PHONY: help train test check format sweep bench bench-link bench-gpu install clean
+.PHONY: help train test test-gpu check format sweep bench bench-link bench-gpu install clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -37,17 +37,28 @@ bench: $(INSTALLED_BENCH) ## our engine beside DDP, FSDP2 and DeepSpeed: 5 round
 bench-link: $(INSTALLED_BENCH) ## the same on two hosts (network namespaces) joined by a link of 1 Gbit/s
 	$(BIN)/python -m benchmarks --link 1gbit --out outputs/bench/link
 
+# A machine with a GPU may have neither a network nor a virtual environment: PYTHON is its own, and what it lacks comes
+# along as wheels in a folder, which are unpacked onto PYTHONPATH. Our own engine needs these, all pure Python:
+#     pip wheel --no-deps -c constraints.txt --wheel-dir FOLDER hydra-core omegaconf antlr4-python3-runtime
+WHEELS ?=
+CARRIED := $(CURDIR)/build/carried
+WITH_WHEELS = $(if $(WHEELS),rm -rf $(CARRIED) && mkdir -p $(CARRIED) && \
+    for wheel in $(WHEELS)/*.whl; do $(PYTHON) -m zipfile -e "$$wheel" $(CARRIED) || exit 1; done && \
+    export PYTHONPATH=$(CARRIED)$${PYTHONPATH:+:$$PYTHONPATH};)
+
 DEVICE ?= cuda
-SIZES ?= gpt2 gpt2_medium gpt2_large
-bench-gpu: ## GPT-2 sizes in bf16 on one GPU, eager and compiled; PYTHON has a CUDA build of torch and the extra bench
-	set -e; for size in $(SIZES); do \
-	    for compile in "" --compile; do \
-	        $(PYTHON) -m benchmarks --device $(DEVICE) --ranks 1 --precision bf16 --size $$size $$compile \
-	            --rounds 3 --steps 20 --out outputs/bench/gpu/$$size$$compile; \
-	    done; \
-	    $(PYTHON) -m benchmarks.fake_world --device $(DEVICE) --precision bf16 --size $$size --ranks 8 \
-	        --engines zero0,zero1,zero2,zero3,fsdp2_kept,fsdp2; \
-	done
+SIZES ?= gpt2
+ENGINES ?=
+OUT ?= outputs/bench/gpu
+TIME_LIMIT ?= 440
+bench-gpu: ## GPT-2 in bf16 on one GPU: eager, compiled, one rank of 8; SIZES, ENGINES, OUT, DEVICE, TIME_LIMIT, WHEELS
+	$(WITH_WHEELS) code=0; for size in $(SIZES); do \
+	    $(PYTHON) -m benchmarks.gpu --size $$size --device $(DEVICE) --out $(OUT) --time-limit $(TIME_LIMIT) \
+	        $(if $(ENGINES),--engines $(ENGINES)) || code=$$?; \
+	done; exit $$code
+
+test-gpu: ## the tests for a GPU; PYTHON has torch and pytest, WHEELS is a folder with wheels of what else it lacks
+	$(WITH_WHEELS) $(PYTHON) -m pytest -m gpu -rs tests/distributed/test_gpu.py
 
 install: $(INSTALLED) ## install only, into .venv
 

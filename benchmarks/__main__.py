@@ -13,8 +13,9 @@ from benchmarks.engines import ENGINES, choose_engines
 from benchmarks.errors import BenchmarkError
 from benchmarks.network import LINKS_BIT_PER_S, SHARED, Network, link, loopback
 from benchmarks.report import report
-from benchmarks.results import Comparison
+from benchmarks.results import Comparison, Measurement
 from benchmarks.rounds import interleaved, machine, measure_in_quiet
+from benchmarks.time_limit import TimeLimit
 from benchmarks.workload import SIZES, Workload
 from zerotrain.comm.world import choose_device
 from zerotrain.errors import ConfigError
@@ -37,6 +38,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--compile", action="store_true", help="torch.compile, as each engine documents it")
     add("--link", choices=LINKS_BIT_PER_S, help="ranks on two hosts joined by a link of this rate; default: one host")
     add("--max-load", type=_positive, default=1.0, help="share of the machine others may use before a run is repeated")
+    add("--time-limit", type=_positive, help="seconds; runs that would end later are left out; default: no limit")
     add("--out", type=Path, default=Path("outputs/benchmark"), help="folder for the results")
     return parser.parse_args(arguments)
 
@@ -56,14 +58,14 @@ def _positive(text: str) -> float:
 
 
 def choose_network(options: argparse.Namespace) -> AbstractContextManager[Network]:
-    """Where the ranks are to meet. GPUs of one machine meet without a network of their own."""
-    if options.device == "cuda":
+    """Where the ranks are to meet. GPUs of one machine, and a rank alone, need no network of their own."""
+    if options.device == "cuda" or (options.ranks == 1 and not options.link):
         return nullcontext(SHARED)
     return link(options.link) if options.link else loopback()
 
 
 def run(options: argparse.Namespace, command: str) -> Comparison:
-    """Measure, with a line of progress for each run. An engine whose ranks fail is left out from then on.
+    """Measure, with a line of progress for each run. An engine whose ranks fail is not run again.
 
     Args:
         command: what was typed, to be kept with the figures.
@@ -72,7 +74,10 @@ def run(options: argparse.Namespace, command: str) -> Comparison:
         BenchmarkError, ConfigError: it cannot be run as asked.
     """
     choose_device(options.device, options.ranks - 1)
-    engines = choose_engines(options.engines, options.precision, compiled=options.compile)
+    limit = TimeLimit(options.time_limit)
+    engines, left_out = choose_engines(options.engines, options.precision, compiled=options.compile)
+    for name, reason in left_out.items():
+        print(f"{name} left out: {reason}", file=sys.stderr, flush=True)
     workload = Workload(
         size=options.size,
         precision=options.precision,
@@ -84,17 +89,18 @@ def run(options: argparse.Namespace, command: str) -> Comparison:
         device=options.device,
         compiled=options.compile,
     )
-    measurements = []
+    measurements: list[Measurement] = []
     failures: dict[str, str] = {}
     runs = interleaved(engines, options.rounds)
     with choose_network(options) as network:
         for count, engine in enumerate(runs, start=1):
-            if engine in failures:
+            if engine in failures or not limit.has_room_for(engine):
                 continue
             try:
-                measurement = measure_in_quiet(engine, workload, network, options.max_load)
+                measurement = measure_in_quiet(engine, workload, network, options.max_load, limit)
             except BenchmarkError as error:
-                failures[engine] = str(error)
+                if limit.left_s > 0:
+                    failures[engine] = str(error)
                 print(f"[{count}/{len(runs)}] {error}", file=sys.stderr, flush=True)
                 continue
             measurements.append(measurement)
@@ -104,7 +110,11 @@ def run(options: argparse.Namespace, command: str) -> Comparison:
                 flush=True,
             )
     if not measurements:
-        raise BenchmarkError("no engine could be measured")
+        raise BenchmarkError("no engine could be measured" + (" in time" if limit.left_s == 0 else ""))
+    for name in engines:
+        num_missed = options.rounds - sum(each.engine == name for each in measurements)
+        if num_missed and name not in failures:
+            left_out[name] = f"{num_missed} of {options.rounds} rounds, by the time limit of {limit.limit_s:.0f} s"
     return Comparison(
         command=command,
         date=date.today().isoformat(),
@@ -113,6 +123,7 @@ def run(options: argparse.Namespace, command: str) -> Comparison:
         link_bit_per_s=network.bit_per_s,
         measurements=measurements,
         failures=failures,
+        left_out=left_out,
     )
 
 

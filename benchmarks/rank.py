@@ -1,5 +1,6 @@
 """What one rank of a benchmark does: build an engine, train, and write down what it took. Started by `rounds`."""
 
+import faulthandler
 import json
 import os
 import statistics
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.engines import ENGINES, Engine
 from benchmarks.network import sent_nbytes
@@ -165,10 +167,14 @@ def _host_ms(engine: Engine, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> 
 def main() -> None:
     """Read the job from the command line, measure, write the result."""
     end_with_parent()
+    faulthandler.enable()
     job = json.loads(sys.argv[1])
     workload = Workload(**job["workload"])
     device = own_device(workload)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if job["others_are_fake"]:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workload.num_ranks)
+    else:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     result = measure(job["engine"], workload, device, job["interface"])
     Path(job["result"]).write_text(json.dumps(asdict(result)))
     dist.barrier()

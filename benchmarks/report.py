@@ -41,7 +41,8 @@ def report(comparison: Comparison) -> str:
     filled = [index for index, column in enumerate(zip(*rows, strict=True)) if any(column)]
     table = [[row[index] for index in filled] for row in [list(COLUMNS), *rows]]
     failures = [f"**{name} failed**: {reason.splitlines()[0]}" for name, reason in comparison.failures.items()]
-    return "\n\n".join((_heading(comparison), markdown(table), _loss_line(standing), *failures)) + "\n"
+    left_out = [f"{name} left out: {reason}." for name, reason in comparison.left_out.items()]
+    return "\n\n".join((_heading(comparison), markdown(table), _loss_line(standing), *failures, *left_out)) + "\n"
 
 
 def markdown(rows: list[list[str]]) -> str:

@@ -80,6 +80,8 @@ class Comparison:
     measurements: list[Measurement]
     failures: dict[str, str] = field(default_factory=dict)
     """By engine: why it could not be measured."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """By engine: why it was not measured, or not in every round."""
 
     @property
     def engines(self) -> list[str]:

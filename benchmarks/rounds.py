@@ -4,11 +4,13 @@ import json
 import os
 import platform
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.network import Network
 from benchmarks.rank import RankResult
 from benchmarks.results import Measurement, over_ranks
+from benchmarks.time_limit import TimeLimit
 from benchmarks.workload import Workload
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -25,6 +28,8 @@ TIMEOUT_S = 1800.0
 POLL_S = 0.05
 MAX_ATTEMPTS = 5
 QUIET_WAIT_S = 300.0
+STACKS_WAIT_S = 5.0
+NUM_LINES_WITH_STACKS = 120
 
 
 def interleaved(engines: list[str], num_rounds: int) -> list[str]:
@@ -33,41 +38,56 @@ def interleaved(engines: list[str], num_rounds: int) -> list[str]:
     return [engine for each in rounds for engine in each]
 
 
-def measure_in_quiet(engine: str, workload: Workload, network: Network, max_load: float) -> Measurement:
+def measure_in_quiet(
+    engine: str, workload: Workload, network: Network, max_load: float, limit: TimeLimit
+) -> Measurement:
     """Measure while others use at most `max_load`, a share of the machine.
 
     Waits for that, QUIET_WAIT_S at most, and measures again if they used more meanwhile, MAX_ATTEMPTS times in all;
     the quietest counts.
 
     Raises:
-        BenchmarkError: a rank failed.
+        BenchmarkError: a rank failed, or the limit is reached.
     """
     runs: list[Measurement] = []
-    while not runs or (runs[-1].other_load > max_load and len(runs) < MAX_ATTEMPTS):
-        _wait_until_quiet(max_load)
-        runs.append(measure(engine, workload, network))
+    while not runs or (runs[-1].other_load > max_load and len(runs) < MAX_ATTEMPTS and limit.has_room_for(engine)):
+        _wait_until_quiet(max_load, min(QUIET_WAIT_S, limit.left_s))
+        with limit.timed(engine):
+            runs.append(measure(engine, workload, network, timeout_s=min(TIMEOUT_S, limit.run_s)))
     return min(runs, key=lambda run: run.other_load)
 
 
-def measure(engine: str, workload: Workload, network: Network) -> Measurement:
+def measure(
+    engine: str,
+    workload: Workload,
+    network: Network,
+    *,
+    others_are_fake: bool = False,
+    timeout_s: float = TIMEOUT_S,
+) -> Measurement:
     """Start fresh ranks, wait for them, and put together what they measured.
 
+    Args:
+        others_are_fake: start rank 0 alone, in a fake process group.
+        timeout_s: seconds until the ranks are ended.
+
     Raises:
-        BenchmarkError: a rank failed; the message ends with its last output.
+        BenchmarkError: a rank failed, or they took too long; the message ends with a rank's last output.
     """
+    num_started = 1 if others_are_fake else workload.num_ranks
     watch = _LoadWatch()
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         try:
             port = _free_port()
-            for rank in range(workload.num_ranks):
-                ranks.append(_start_rank(rank, port, engine, workload, network, Path(folder)))
-            _wait(ranks, engine, Path(folder))
+            for rank in range(num_started):
+                ranks.append(_start_rank(rank, port, engine, workload, network, Path(folder), others_are_fake))
+            _wait(ranks, engine, Path(folder), timeout_s)
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
-        results = [json.loads(_result_file(Path(folder), rank).read_text()) for rank in range(workload.num_ranks)]
+        results = [json.loads(_result_file(Path(folder), rank).read_text()) for rank in range(num_started)]
     return over_ranks(
         engine,
         [RankResult(**result) for result in results],
@@ -90,12 +110,13 @@ def machine() -> str:
 
 
 def _start_rank(
-    rank: int, port: int, engine: str, workload: Workload, network: Network, folder: Path
+    rank: int, port: int, engine: str, workload: Workload, network: Network, folder: Path, others_are_fake: bool
 ) -> subprocess.Popen[bytes]:
     host = network.host_of(rank)
     job = {
         "engine": engine,
         "workload": asdict(workload),
+        "others_are_fake": others_are_fake,
         "interface": host.interface,
         "result": str(_result_file(folder, rank)),
     }
@@ -120,20 +141,34 @@ def _start_rank(
         )
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], engine: str, folder: Path) -> None:
+def _wait(ranks: list[subprocess.Popen[bytes]], engine: str, folder: Path, timeout_s: float) -> None:
     """Until all ranks have ended, or one has failed."""
-    deadline_s = time.monotonic() + TIMEOUT_S
+    deadline_s = time.monotonic() + timeout_s
     while True:
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            tail = "\n".join(_log_file(folder, failed[0]).read_text(errors="replace").splitlines()[-30:])
-            raise BenchmarkError(f"{engine}: rank {failed[0]} ended with exit code {codes[failed[0]]}:\n{tail}")
+            code, tail = codes[failed[0]], _last_output(folder, failed[0])
+            raise BenchmarkError(f"{engine}: rank {failed[0]} ended with exit code {code}:\n{tail}")
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > deadline_s:
-            raise BenchmarkError(f"{engine}: no result after {TIMEOUT_S:.0f} s")
+            waiting = codes.index(None)
+            _ask_for_stacks(ranks[waiting])
+            tail = _last_output(folder, waiting, num_lines=NUM_LINES_WITH_STACKS)
+            raise BenchmarkError(f"{engine}: no result of rank {waiting} after {timeout_s:.0f} s:\n{tail}")
         time.sleep(POLL_S)
+
+
+def _ask_for_stacks(process: subprocess.Popen[bytes]) -> None:
+    """End a rank so that it writes where each of its threads is: see `faulthandler` in `rank.main`."""
+    process.send_signal(signal.SIGABRT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=STACKS_WAIT_S)
+
+
+def _last_output(folder: Path, rank: int, num_lines: int = 30) -> str:
+    return "\n".join(_log_file(folder, rank).read_text(errors="replace").splitlines()[-num_lines:])
 
 
 def _result_file(folder: Path, rank: int) -> Path:
@@ -144,8 +179,8 @@ def _log_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.log"
 
 
-def _wait_until_quiet(max_load: float) -> None:
-    deadline_s = time.monotonic() + QUIET_WAIT_S
+def _wait_until_quiet(max_load: float, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
     while max_load < 1 and time.monotonic() < deadline_s:
         watch = _LoadWatch()
         time.sleep(1)

@@ -40,7 +40,7 @@ class EngineSpec:
     """The ZeRO stage it is compared at; None for what shares nothing between ranks."""
     is_ours: bool = False
     package: str | None = None
-    """The Python package it needs beside torch."""
+    """The Python package it needs beside torch; looked for, not imported, since its import may be slow and loud."""
     precisions: tuple[str, ...] = ("fp32", "bf16")
     compiles: bool = True
     """Whether torch.compile works with it."""
@@ -49,6 +49,24 @@ class EngineSpec:
     def load(self) -> None:
         """Import the library, so that its own memory and time are not counted as the engine's."""
         import_module(self.module)
+
+    def obstacle(self, precision: str, *, compiled: bool) -> str | None:
+        """Why it cannot be run so on this machine; None where it can."""
+        if precision not in self.precisions:
+            return f"runs in {', '.join(self.precisions)} only, not in {precision}"
+        if compiled and not self.compiles:
+            return "does not work with --compile"
+        missing = self._missing_package()
+        return missing and f"needs the package {missing}, which is not installed (pip install -e '.[bench]')"
+
+    def _missing_package(self) -> str | None:
+        if self.package is not None:
+            return self.package if find_spec(self.package) is None else None
+        try:
+            self.load()
+        except ModuleNotFoundError as error:
+            return error.name
+        return None
 
     def build(self, model: nn.Module, workload: Workload) -> Engine:
         """Hand the model (fp32, on its device, alike on every rank) to the engine."""
@@ -98,29 +116,25 @@ DDP_WAYS = ("ddp", "ddp_bf16")
 """Plain data parallel training by PyTorch, in its documented way and in the one with our dtypes."""
 
 
-def choose_engines(wanted: str, precision: str, *, compiled: bool = False) -> list[str]:
-    """The names in a comma-separated list, in its order; "all" for each that can run so.
+def choose_engines(wanted: str, precision: str, *, compiled: bool = False) -> tuple[list[str], dict[str, str]]:
+    """The engines to run of a comma-separated list, in its order, and of the others the reason why they cannot be.
+
+    "all" is each that has the precision and can be compiled.
 
     Raises:
-        BenchmarkError: an unknown name, one that has no such precision or cannot be compiled, or a package that is not
-            installed.
+        BenchmarkError: an unknown name, or none of them can be run.
     """
+    names = wanted.split(",")
     if wanted == "all":
         fitting = {name: spec for name, spec in ENGINES.items() if precision in spec.precisions}
         names = [name for name, spec in fitting.items() if spec.compiles or not compiled]
-    else:
-        names = wanted.split(",")
     for name in names:
         if name not in ENGINES:
             raise BenchmarkError(f"--engines: unknown engine {name!r}; allowed: all, {', '.join(ENGINES)}")
-        spec = ENGINES[name]
-        if precision not in spec.precisions:
-            raise BenchmarkError(f"--engines: {name} runs in {', '.join(spec.precisions)} only, not in {precision}")
-        if compiled and not spec.compiles:
-            raise BenchmarkError(f"--engines: {name} does not work with --compile")
-        if spec.package is not None and find_spec(spec.package) is None:
-            raise BenchmarkError(
-                f"engine {name} needs the package {spec.package}, which is not installed: "
-                "pip install -e '.[bench]', or name the engines to run with --engines"
-            )
-    return names
+    obstacles = {name: ENGINES[name].obstacle(precision, compiled=compiled) for name in names}
+    left_out = {name: obstacle for name, obstacle in obstacles.items() if obstacle is not None}
+    able = [name for name in names if name not in left_out]
+    if not able:
+        reasons = "; ".join(f"{name} {reason}" for name, reason in left_out.items())
+        raise BenchmarkError(f"--engines: none of these can be run: {reasons}")
+    return able, left_out

@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zerotrain
 from benchmarks.engines import Traffic
 from benchmarks.workload import LEARNING_RATE, Workload
-from zerotrain.comm.world import Shards, World
+from zerotrain import World, ZeroConfig, ZeroEngine, build_engine
+from zerotrain.comm.world import Shards
 
 
 class ZerotrainTraining:
     """One ZeroEngine."""
 
-    def __init__(self, engine: zerotrain.ZeroEngine, num_micro_batches: int) -> None:
+    def __init__(self, engine: ZeroEngine, num_micro_batches: int) -> None:
         self.engine = engine
         self.num_micro_batches = num_micro_batches
 
@@ -33,7 +33,10 @@ class ZerotrainTraining:
 
 
 def current_world(device: torch.device) -> World:
-    """The world of the process group there is. `World.current` would refuse a fake group on the CPU, and rightly so."""
+    """The world of the process group there is."""
+    if dist.get_backend() != "fake":
+        return World.current(device)
+    # Which on the CPU `World.current` refuses, and rightly so.
     rank, size = dist.get_rank(), dist.get_world_size()
     return World(
         rank=rank,
@@ -47,11 +50,13 @@ def current_world(device: torch.device) -> World:
 
 def build(model: nn.Module, workload: Workload, *, stage: int) -> ZerotrainTraining:
     """Train by our engine at a ZeRO stage; weight decay on every parameter, as AdamW does by itself."""
-    engine = zerotrain.build_engine(
+    engine = build_engine(
         model,
         optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
-        zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=workload.bucket_mb),
+        zero=ZeroConfig(stage=stage, bucket_mb=workload.bucket_mb),
         precision=workload.precision,
+        # What fake ranks gather may be no numbers: with torch 2.11 stage 3 in bf16 ended so, after 20 steps in a row.
+        max_skipped_steps=1_000_000 if dist.get_backend() == "fake" else 20,
         decay_all=True,
         compile=workload.compiled,
         world=current_world(next(model.parameters()).device),

@@ -1,22 +1,32 @@
 """One rank of a world whose other ranks do not exist."""
 
+import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.fake_world import compare, report
+from benchmarks.fake_world import main as fake_world
 from benchmarks.small_parameters import Blocks, bare_step, engine_step, python_calls
-from benchmarks.workload import Workload
 
 
-def test_an_engine_runs_in_worlds_of_any_size() -> None:
-    workloads = [Workload(size="tiny", num_ranks=num_ranks, num_warmup_steps=1, num_steps=1) for num_ranks in (8, 64)]
-    table = report(["zero3"], [8, 64], compare(["zero3"], workloads, num_rounds=1))
+def test_an_engine_runs_in_worlds_of_any_size(tmp_path: Path) -> None:
+    words = "--size tiny --engines zero3 --ranks 8 64 --rounds 1 --steps 1 --out"
+    assert fake_world([*words.split(), str(tmp_path / "table.md")]) == 0
+    table = (tmp_path / "table.md").read_text()
     assert "8 ranks: ms/step" in table
     assert "64 ranks: peak MB" in table
-    assert "zerotrain stage 3" in table
+    assert re.search(r"\| zerotrain stage 3 \| [0-9.]+ \|", table)
+
+
+def test_without_time_every_run_is_told_to_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fake_world(["--engines", "zero3", "--ranks", "8", "--rounds", "1", "--time-limit", "0"]) == 1
+    printed = capsys.readouterr()
+    assert "zero3, 8 ranks left out: no time left" in printed.err
+    assert "| zerotrain stage 3 | not measured |" in printed.out
 
 
 def calls_of_the_engine(stage: int, num_parameters: int) -> int:

@@ -1,6 +1,9 @@
 """What the command line of the benchmarks refuses, and the files a run leaves."""
 
 import json
+import math
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from benchmarks.engines import ENGINES, choose_engines
 from benchmarks.errors import BenchmarkError
 from benchmarks.network import SHARED
 from benchmarks.rounds import measure
+from benchmarks.time_limit import TimeLimit
 from benchmarks.workload import Workload
 
 
@@ -36,7 +40,8 @@ def test_an_option_out_of_range_is_refused(
     ("arguments", "words"),
     [
         (["--engines", "zero2,zer03"], "unknown engine 'zer03'; allowed: all, alone"),
-        (["--engines", "ddp_bf16"], "ddp_bf16 runs in bf16 only, not in fp32"),
+        (["--engines", "ddp_bf16"], "none of these can be run: ddp_bf16 runs in bf16 only, not in fp32"),
+        (["--engines", "alone", "--size", "tiny", "--time-limit", "0.001"], "no engine could be measured in time"),
         (["--engines", "deepspeed3", "--compile"], "deepspeed3 does not work with --compile"),
         (["--device", "cuda", "--ranks", str(torch.cuda.device_count() + 1)], "GPU"),
     ],
@@ -52,12 +57,26 @@ def test_what_cannot_run_here_is_refused_in_one_line(
 
 def test_a_package_that_is_not_installed_is_named_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENGINES, "deepspeed2", replace(ENGINES["deepspeed2"], package="a_package_nobody_has"))
-    with pytest.raises(BenchmarkError) as error:
-        choose_engines("zero2,deepspeed2", "fp32")
-    assert str(error.value) == (
-        "engine deepspeed2 needs the package a_package_nobody_has, which is not installed: "
-        "pip install -e '.[bench]', or name the engines to run with --engines"
-    )
+    reason = "needs the package a_package_nobody_has, which is not installed (pip install -e '.[bench]')"
+    assert choose_engines("zero2,deepspeed2", "fp32") == (["zero2"], {"deepspeed2": reason})
+    assert "deepspeed2" not in choose_engines("all", "fp32")[0]
+
+
+def test_an_engine_whose_own_module_lacks_a_package_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours without Hydra, say, on a machine that has torch alone."""
+    monkeypatch.setitem(sys.modules, "benchmarks.engines.ours", None)
+    able, left_out = choose_engines("zero2,alone", "fp32")
+    assert able == ["alone"]
+    assert left_out["zero2"].startswith("needs the package benchmarks.engines.ours, which is not installed")
+
+
+def test_what_cannot_run_so_is_left_out_where_others_can() -> None:
+    able, left_out = choose_engines("zero2,ddp_bf16,deepspeed3", "fp32", compiled=True)
+    assert able == ["zero2"]
+    assert left_out == {
+        "ddp_bf16": "runs in bf16 only, not in fp32",
+        "deepspeed3": "does not work with --compile",
+    }
 
 
 def test_a_run_leaves_its_numbers_and_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +87,54 @@ def test_a_run_leaves_its_numbers_and_its_table(tmp_path: Path, capsys: pytest.C
     measured = json.loads((tmp_path / "results.json").read_text())["measurements"]
     assert [each["engine"] for each in measured] == ["alone", "zero2"]
     assert (tmp_path / "report.md").read_text() in output.out
+
+
+def test_what_the_time_limit_leaves_out_is_told_beside_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TimeLimit, "has_room_for", lambda limit, name: name == "alone")
+    options = ["--size", "tiny", "--ranks", "1", "--engines", "alone,ddp", "--rounds", "1", "--steps", "1"]
+    assert main([*options, "--time-limit", "900", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [each["engine"] for each in results["measurements"]] == ["alone"]
+    assert "ddp left out: 1 of 1 rounds, by the time limit of 900 s." in (tmp_path / "report.md").read_text()
+
+
+def test_a_run_that_would_outlast_the_limit_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    limit = TimeLimit(100)
+    for name, duration_s in (("slow", 45), ("fast", 10)):
+        assert limit.has_room_for(name)
+        with limit.timed(name):
+            now_s += duration_s
+    assert limit.left_s == 45
+    assert limit.has_room_for("fast")
+    assert not limit.has_room_for("slow")
+    assert not limit.has_room_for("unknown")
+    assert TimeLimit(None).has_room_for("slow")
+
+
+def test_a_run_may_take_half_of_what_is_left_and_near_the_end_twice_the_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    limit = TimeLimit(100)
+    assert limit.run_s == 50
+    with limit.timed("one"):
+        now_s += 20
+    assert limit.run_s == 40
+    now_s += 30
+    assert limit.run_s == 40
+    now_s += 30
+    assert limit.run_s == limit.left_s == 20
+    assert TimeLimit(None).run_s == math.inf
+
+
+def test_a_rank_that_takes_too_long_is_ended_and_quoted() -> None:
+    with pytest.raises(BenchmarkError, match=r"alone: no result of rank 0 after 0 s:"):
+        measure("alone", Workload(size="tiny", num_ranks=1), SHARED, timeout_s=0)
 
 
 def test_a_rank_that_fails_is_quoted() -> None:

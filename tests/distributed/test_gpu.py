@@ -1,14 +1,32 @@
-"""One rank on a GPU: the same code as on the CPU, which these tests run too where they can, so that they stay true."""
+"""One rank on a GPU: the same code as on the CPU, which these tests run too where they can, so that they stay true.
 
+`make test-gpu` runs those for a GPU; nothing but torch and pytest is needed to start them.
+"""
+
+import io
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, batch, build, make_model, micro_batches, reference_weights, train
+from cases import SEQ_LEN, VOCAB, Case, batch, build, make_model, micro_batches, reference_weights, train
+from rich.console import Console
 
+from benchmarks.network import SHARED
+from benchmarks.rounds import measure
+from benchmarks.workload import Workload
+from zerotrain import World
 from zerotrain.config.schema import ZeroConfig
+from zerotrain.data import SyntheticTokens
+from zerotrain.training import Trainer, constant
 
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def engine_is_there() -> None:
+    """Skips each test, not the file: pytest takes a file without tests for a mistake and ends with exit code 5."""
+    pytest.importorskip("zerotrain.factory")
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
@@ -21,6 +39,44 @@ def test_one_rank_trains_as_plain_pytorch_on_the_same_device(precision: str, dev
     atol = {"cpu": 0.0, "cuda": 1e-5 if precision == "fp32" else 2e-2}[device]
     for name, weight in expected.items():
         torch.testing.assert_close(got[name], weight.cpu(), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("stage", range(4))
+def test_one_rank_of_eight_trains_at_every_stage(stage: int, device: str) -> None:
+    """The other ranks are fake, so its weights mean nothing; but memory is freed and filled as among real ones."""
+    workload = Workload(size="tiny", precision="bf16", num_ranks=8, num_micro_batches=2, num_steps=3, device=device)
+    measured = measure(f"zero{stage}", workload, SHARED, others_are_fake=True, timeout_s=120)
+    assert measured.counted_nbytes == pytest.approx(measured.theory_nbytes, rel=0.5)  # much padding, few parameters
+    assert (measured.device_peak_nbytes is not None) == (device == "cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_a_run_trains_evaluates_and_traces_on_the_device(device: str, tmp_path: Path) -> None:
+    body = Trainer(
+        engine=build(Case(ZeroConfig(stage=3), precision="bf16"), make_model().to(device)),
+        world=World.current(torch.device(device)),
+        dataset=SyntheticTokens(seq_len=SEQ_LEN, vocab_size=VOCAB, num_sequences=64),
+        schedule=constant,
+        seed=0,
+        max_steps=8,
+        micro_batch_size=4,
+        gradient_accumulation_steps=2,
+        eval_every=4,
+        eval_batches=2,
+        log_every=1,
+        sample_tokens=0,
+        run_dir=tmp_path,
+        run_facts={},
+        profile=True,
+        memory_snapshot=True,
+        console=Console(file=io.StringIO()),
+    ).run()
+    assert body["status"] == "completed"
+    assert body["skipped_steps"] == 0
+    assert body["final_val_loss"] < 6  # the log of VOCAB is 5.5
+    snapshot = {"memory_rank0.pickle"} if device == "cuda" else set()
+    assert {path.name for path in (tmp_path / "profile").iterdir()} == {"rank0.json"} | snapshot
 
 
 @pytest.mark.gpu

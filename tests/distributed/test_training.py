@@ -129,6 +129,59 @@ def test_every_stage_ends_with_the_same_weights_losses_and_text(tmp_path: Path) 
     ]
 
 
+def over_eight_steps(step: int, max_steps: int) -> float:
+    """A schedule of eight steps, however many the run has."""
+    return warmup_cosine(step, 8, warmup_steps=2)
+
+
+def run_in_parts(stage: int, folder: Path, parts: tuple[int, ...]) -> tuple[str, list[float]]:
+    """The weights and losses of one engine trained by one Trainer after another, each up to the next of `parts`."""
+    world = zerotrain.World.current(torch.device("cpu"))
+    dataset = TextDataset(str(folder / "text.txt"), seq_len=24, cache_dir=str(folder))
+    torch.manual_seed(0)
+    engine = zerotrain.build_engine(
+        GPT(vocab_size=256, max_seq_len=24, num_layers=2, num_heads=2, hidden_size=32),
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+        zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.1),
+        max_grad_norm=1.0,
+        world=world,
+    )
+    run_dir = folder / f"stage{stage}-{len(parts)}-rank{world.rank}"
+    run_dir.mkdir()
+    for first_step, max_steps in zip((0, *parts), parts, strict=False):
+        body = Trainer(
+            engine=engine,
+            world=world,
+            dataset=dataset,
+            schedule=over_eight_steps,
+            seed=0,
+            max_steps=max_steps,
+            micro_batch_size=3,
+            gradient_accumulation_steps=2,
+            eval_every=4,
+            eval_batches=2,
+            log_every=1,
+            sample_tokens=0,
+            run_dir=run_dir,
+            run_facts={},
+            console=Console(quiet=True),
+            first_step=first_step,
+        ).run()
+    lines = [json.loads(line) for file in run_dir.glob("metrics.jsonl") for line in file.read_text().splitlines()]
+    return body["weights_sha256"], [line.get("train_loss", line.get("val_loss")) for line in lines]
+
+
+def parts_and_one_go(folder: Path) -> list[tuple[tuple[str, list[float]], tuple[str, list[float]]]]:
+    return [(run_in_parts(stage, folder, (4, 8)), run_in_parts(stage, folder, (8,))) for stage in range(4)]
+
+
+def test_a_trainer_that_goes_on_at_step_four_ends_with_the_bits_and_losses_of_one_go(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    for by_stage in run_ranks(parts_and_one_go, 2, tmp_path):
+        for in_parts, in_one_go in by_stage:
+            assert in_parts == in_one_go
+
+
 def sample(run: dict[str, Any]) -> str:
     """The generated text, between its two rules."""
     found = re.search(r"of the validation text ─+\n(.*)\n─+\n", run["screen"], re.DOTALL)

@@ -71,13 +71,16 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def global_batch(self, step: int) -> list[int]:
         """The `global_batch_size` sequences of a step, in row order. A batch may reach over the end of an epoch."""
-        first = step * self.global_batch_size
-        return [self._sequence_at(position) for position in range(first, first + self.global_batch_size)]
+        return self._sequences_at(step * self.global_batch_size + np.arange(self.global_batch_size))
 
     def rank_rows(self, step: int) -> list[int]:
-        """This rank's sequences of a step: micro-batch j is `[j * micro_batch_size:][:micro_batch_size]` of them."""
-        rows = np.array(self.global_batch(step)).reshape(self.num_micro_batches, self.num_ranks, self.micro_batch_size)
-        return rows[:, self.rank].flatten().tolist()
+        """This rank's sequences of a step: micro-batch j is `[j * micro_batch_size:][:micro_batch_size]` of them.
+
+        Only these are computed: a thousand ranks would each list a thousand times what they read.
+        """
+        blocks = np.arange(self.num_micro_batches) * self.num_ranks + self.rank  # in the global batch, (micro-batches,)
+        rows = blocks[:, None] * self.micro_batch_size + np.arange(self.micro_batch_size)
+        return self._sequences_at(step * self.global_batch_size + rows.flatten())
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
@@ -104,12 +107,18 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.seed = state["seed"]
         self._epoch = -1
 
-    def _sequence_at(self, position: int) -> int:
-        epoch, index = divmod(position, self.num_sequences)
+    def _sequences_at(self, positions: np.ndarray) -> list[int]:
+        """What is read at these rising positions, counted from the start of the first epoch."""
+        epochs, indices = np.divmod(positions, self.num_sequences)
+        places = zip(epochs.tolist(), indices.tolist(), strict=True)
+        return [int(self._order_of(epoch)[index]) for epoch, index in places]
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        """The permutation of an epoch; the last one asked for is kept."""
         if epoch != self._epoch:
             self._epoch_order = epoch_order(seed=self.seed, epoch=epoch, num_sequences=self.num_sequences)
             self._epoch = epoch
-        return int(self._epoch_order[index])
+        return self._epoch_order
 
 
 def epoch_order(*, seed: int, epoch: int, num_sequences: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from zerotrain.training.result import RunResult
 from zerotrain.training.schedule import constant, warmup_cosine
+from zerotrain.training.sinks import MetricSink
 from zerotrain.training.trainer import Trainer
 
-__all__ = ["RunResult", "Trainer", "constant", "warmup_cosine"]
+__all__ = ["MetricSink", "RunResult", "Trainer", "constant", "warmup_cosine"]

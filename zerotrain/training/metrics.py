@@ -1,17 +1,11 @@
-"""What is measured along the way: metrics.jsonl, throughput, and how much of the device it uses."""
+"""What is measured along the way: throughput, and how much of the device it uses."""
 
-import json
 import math
-import os
 import statistics
 import time
-from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
-
-from zerotrain.training.result import without_non_finite
 
 NUM_WARMUP_STEPS = 3
 """First steps, which allocate and compile, left out of the run's speed where there are more."""
@@ -45,29 +39,6 @@ def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         if name in device_name:
             return 1e12 * (in_32_bits if dtype == torch.float32 else in_16_bits)
     return None
-
-
-class MetricsFile:
-    """metrics.jsonl: one JSON object a line, readable while the run goes on. Without a path, nothing is written.
-
-    Use as a context manager; a file already there is written anew.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = os.devnull if path is None else path
-
-    def __enter__(self) -> "MetricsFile":
-        self._file = open(self._path, "w", buffering=1)
-        return self
-
-    def write(self, metrics: dict[str, Any]) -> None:
-        """Append one line; a number that is nan or infinite becomes null."""
-        self._file.write(json.dumps(without_non_finite(metrics)) + "\n")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
 
 
 class StepClock:

@@ -1,6 +1,6 @@
 """What the user watches: a bar in a terminal, a few plain lines anywhere else."""
 
-from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -10,17 +10,20 @@ MAX_PLAIN_LINES = 10
 
 
 class ProgressDisplay:
-    """Shows how far training is. Use as a context manager; print through `console` while it is open.
+    """Shows how far training is, and as a `MetricSink` what was measured. Print through `console` until it is closed.
 
     Args:
         console: where to; a quiet one shows nothing.
         max_steps: steps of the run.
+        first_step: steps that were done before.
     """
 
-    def __init__(self, *, console: Console, max_steps: int) -> None:
+    def __init__(self, *, console: Console, max_steps: int, first_step: int = 0) -> None:
         self._console = console
         self._max_steps = max_steps
-        self._num_plain_lines = 0
+        self._num_due_lines = -1
+        """Plain lines due up to the last one shown; the first step that is logged is always shown."""
+        self._val_loss: float | None = None
         self._bar = Progress(
             MofNCompleteColumn(),
             BarColumn(bar_width=8),
@@ -29,25 +32,39 @@ class ProgressDisplay:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=max_steps)
+        self._task = self._bar.add_task("", total=max_steps, completed=first_step)
+        self._bar.start()
 
     def advance(self) -> None:
         """One more step is done."""
         self._bar.advance(self._task)
 
-    def describe(self, num_steps: int, description: str) -> None:
-        """Show what was measured after so many steps; outside a terminal at most once in a tenth of the run."""
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Show what was measured of training; outside a terminal at most once in a tenth of the run."""
+        self._val_loss = metrics.get("val_loss", self._val_loss)
+        if "train_loss" not in metrics:
+            return
+        description = _describe(metrics, self._val_loss)
         self._bar.update(self._task, description=description)
-        num_due_lines = num_steps * MAX_PLAIN_LINES // self._max_steps
-        if not self._console.is_terminal and (num_due_lines > self._num_plain_lines or num_steps == 1):
-            self._num_plain_lines = num_due_lines
-            self._console.print(f"step {num_steps}/{self._max_steps}  {description}", soft_wrap=True, highlight=False)
+        num_due_lines = step * MAX_PLAIN_LINES // self._max_steps
+        if not self._console.is_terminal and num_due_lines > self._num_due_lines:
+            self._num_due_lines = num_due_lines
+            self._console.print(f"step {step}/{self._max_steps}  {description}", soft_wrap=True, highlight=False)
 
-    def __enter__(self) -> "ProgressDisplay":
-        self._bar.__enter__()
-        return self
+    def close(self) -> None:
+        """See `MetricSink.close`."""
+        self._bar.stop()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.__exit__(kind, error, trace)
+
+def _describe(metrics: dict[str, Any], val_loss: float | None) -> str:
+    """What was measured of training, short enough for a terminal of 80 columns."""
+    parts = [f"loss {metrics['train_loss']:.3f}"]
+    if val_loss is not None:
+        parts.append(f"val {val_loss:.3f}")
+    parts.append(f"{metrics['tokens_per_s']:.0f} tok/s")
+    if metrics["mfu"] is not None:
+        parts.append(f"mfu {metrics['mfu']:.0%}")
+    parts.append(f"grad {metrics['grad_norm']:.2f}>{metrics['grad_norm_clipped']:.2f}")
+    if metrics["skipped_steps"]:
+        parts.append(f"{metrics['skipped_steps']} skipped")
+    return " ".join(parts)

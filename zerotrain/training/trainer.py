@@ -1,7 +1,7 @@
 """The training loop."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from zerotrain.engine.results import TrainStepResult
 from zerotrain.training.evaluation import evaluate
 from zerotrain.training.flops import ModelFlops
 from zerotrain.training.generate import generate
-from zerotrain.training.metrics import MetricsFile, StepClock
+from zerotrain.training.metrics import StepClock
 from zerotrain.training.profile import recorded_steps
 from zerotrain.training.progress import ProgressDisplay
 from zerotrain.training.report import RankUsage, gather_usages, measure_usage, print_report
 from zerotrain.training.result import RunResult
+from zerotrain.training.sinks import MetricsFile, MetricSink
 from zerotrain.training.stop import interrupt_on_sigterm
 
 NUM_PROMPT_TOKENS = 32
@@ -45,7 +46,7 @@ class Trainer:
     seed: int
     """Of the order of the data and of the sample of text."""
     max_steps: int
-    """Global batches to train on, those of skipped steps included."""
+    """Global batches to train on, those of skipped steps and of steps before `first_step` included."""
     micro_batch_size: int
     gradient_accumulation_steps: int
     eval_every: int
@@ -62,8 +63,19 @@ class Trainer:
     """For MFU; None where it is not known."""
     console: Console = field(default_factory=Console)
     """Where rank 0 shows its progress."""
+    sinks: Sequence[MetricSink] = ()
+    """Where rank 0 sends metrics beside metrics.jsonl and the console; `run` closes them."""
+    first_step: int = 0
+    """Global batches that the engine was trained on before; metrics.jsonl is gone on with where it is there."""
+    skipped_before: int = 0
+    """Those of them that were skipped, which are no updates to the schedule."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.skipped_before <= self.first_step < self.max_steps:
+            raise ValueError(
+                f"first_step={self.first_step} must be in 0..{self.max_steps - 1}, below max_steps, and "
+                f"skipped_before={self.skipped_before} in 0..first_step"
+            )
         self.sampler = GlobalBatchSampler(
             num_sequences=len(self.dataset.train),
             micro_batch_size=self.micro_batch_size,
@@ -72,10 +84,13 @@ class Trainer:
             num_ranks=self.world.size,
             seed=self.seed,
         )
-        self.result = RunResult(world_size=self.world.size, **self.run_facts)
+        self.sampler.next_step = self.first_step
+        self.result = RunResult(
+            world_size=self.world.size, steps=self.first_step, skipped_steps=self.skipped_before, **self.run_facts
+        )
         self.clock = StepClock()
         if self.world.rank > 0:
-            self.console = Console(quiet=True)
+            self.console, self.sinks = Console(quiet=True), ()
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate, show a sample and the report; return the body of result.json. Collective.
@@ -103,15 +118,22 @@ class Trainer:
         return self.result.body()
 
     def _train(self) -> None:
-        with (
-            MetricsFile(self.run_dir / "metrics.jsonl" if self.world.rank == 0 else None) as metrics,
-            ProgressDisplay(console=self.console, max_steps=self.max_steps) as progress,
-            self._recorded_steps() as step_done,
-        ):
-            if self.eval_every:
-                metrics.write(self._evaluate())
+        with ExitStack() as stack:
+            metrics_file = self._metrics_file()
+            progress = ProgressDisplay(console=self.console, max_steps=self.max_steps, first_step=self.first_step)
+            sinks = [*metrics_file, progress, *self.sinks]
+            for sink in sinks:
+                stack.callback(sink.close)
+            step_done = stack.enter_context(self._recorded_steps())
+
+            def log(metrics: dict[str, Any]) -> None:
+                for sink in sinks:
+                    sink.log(metrics, self.result.steps)
+
+            if self.eval_every and self.first_step == 0:
+                log(self._evaluate())
             batches = self._micro_batches()
-            for step in range(self.max_steps):
+            for step in range(self.first_step, self.max_steps):
                 self._set_learning_rate(step - self.result.skipped_steps)
                 with self.clock:
                     micro_batches = next(batches)
@@ -123,12 +145,16 @@ class Trainer:
                 self.result.steps = step + 1
                 step_done()
                 progress.advance()
-                if self._is_due(self.log_every) or step == 0:
-                    measured = self._measure_step(outcome)
-                    metrics.write(measured)
-                    progress.describe(step + 1, self._describe(measured))
+                if self._is_due(self.log_every) or step == self.first_step:
+                    log(self._measure_step(outcome))
                 if self._is_due(self.eval_every):
-                    metrics.write(self._evaluate())
+                    log(self._evaluate())
+
+    def _metrics_file(self) -> list[MetricSink]:
+        """metrics.jsonl on rank 0. A run that goes on leaves in it what its first steps wrote."""
+        if self.world.rank > 0:
+            return []
+        return [MetricsFile(self.run_dir / "metrics.jsonl", append=self.first_step > 0)]
 
     def _is_due(self, every: int) -> bool:
         """Whether something to be done every so many steps comes now; 0: only after the last."""
@@ -163,11 +189,10 @@ class Trainer:
         return list((counts * self.world.size / total.clamp(min=1)).float()), total
 
     def _measure_step(self, outcome: TrainStepResult) -> dict[str, Any]:
-        """One line of metrics.jsonl. Collective."""
+        """What a step of training came to, for the sinks. Collective."""
         loss = self.world.sum(outcome.loss.double()).item() / self.world.size
         self.result.final_train_loss = loss
         return {
-            "step": self.result.steps,
             "train_loss": loss,
             "lr": self.engine.param_groups[0]["lr"],
             "grad_norm": outcome.grad_norm,
@@ -192,23 +217,10 @@ class Trainer:
             self.run_dir / "profile",
             rank=self.world.rank,
             device=self.world.device,
-            max_steps=self.max_steps,
+            max_steps=self.max_steps - self.first_step,
             trace=self.profile,
             memory=self.memory_snapshot,
         )
-
-    def _describe(self, measured: dict[str, Any]) -> str:
-        """A line of metrics.jsonl for the user, short enough for a terminal of 80 columns."""
-        parts = [f"loss {measured['train_loss']:.3f}"]
-        if self.result.final_val_loss is not None:
-            parts.append(f"val {self.result.final_val_loss:.3f}")
-        parts.append(f"{measured['tokens_per_s']:.0f} tok/s")
-        if measured["mfu"] is not None:
-            parts.append(f"mfu {measured['mfu']:.0%}")
-        parts.append(f"grad {measured['grad_norm']:.2f}>{measured['grad_norm_clipped']:.2f}")
-        if self.result.skipped_steps:
-            parts.append(f"{self.result.skipped_steps} skipped")
-        return " ".join(parts)
 
     def _evaluate(self) -> dict[str, Any]:
         self.result.final_val_loss = evaluate(
@@ -218,7 +230,7 @@ class Trainer:
             num_sequences=self.eval_batches * self.sampler.global_batch_size,
             micro_batch_size=self.micro_batch_size,
         )
-        return {"step": self.result.steps, "val_loss": self.result.final_val_loss}
+        return {"val_loss": self.result.final_val_loss}
 
     def _show_sample(self) -> None:
         """Let the model continue the beginning of the validation text. Collective."""

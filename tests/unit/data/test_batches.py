@@ -1,8 +1,10 @@
 import itertools
 
+import numpy as np
 import pytest
 
 from zerotrain.data import GlobalBatchSampler
+from zerotrain.data.batches import epoch_order
 
 
 def make_sampler(**changes: int) -> GlobalBatchSampler:
@@ -38,6 +40,43 @@ def test_micro_batch_j_of_rank_r_is_block_j_times_ranks_plus_r():
     sampler = make_sampler(num_ranks=4, num_micro_batches=3, rank=1)
     batch = sampler.global_batch(5)
     assert sampler.rank_rows(5) == batch[2:4] + batch[10:12] + batch[18:20]
+
+
+def rows_cut_from_the_whole_batch(sampler: GlobalBatchSampler, step: int) -> list[int]:
+    """The rows of a rank in few lines: list the global batch one by one and cut the rank's part out of it."""
+    batch = []
+    for position in range(step * sampler.global_batch_size, (step + 1) * sampler.global_batch_size):
+        epoch, index = divmod(position, sampler.num_sequences)
+        order = epoch_order(seed=sampler.seed, epoch=epoch, num_sequences=sampler.num_sequences)
+        batch.append(int(order[index]))
+    shape = (sampler.num_micro_batches, sampler.num_ranks, sampler.micro_batch_size)
+    return np.array(batch).reshape(shape)[:, sampler.rank].flatten().tolist()
+
+
+@pytest.mark.parametrize("num_sequences", [1, 5, 24, 100], ids="{} sequences".format)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8], ids="{} ranks".format)
+def test_a_rank_reads_its_part_of_the_whole_batch(num_ranks: int, num_sequences: int):
+    """Over several epochs, whose ends lie within a batch, on its border, or often in one that outlasts the dataset."""
+    for num_micro_batches, micro_batch_size, seed in itertools.product((1, 3), (1, 2, 5), (0, 7)):
+        for rank in range(num_ranks):
+            sampler = make_sampler(
+                num_sequences=num_sequences,
+                micro_batch_size=micro_batch_size,
+                num_micro_batches=num_micro_batches,
+                rank=rank,
+                num_ranks=num_ranks,
+                seed=seed,
+            )
+            for step in (0, 1, 2, 9, 10, 4):
+                assert sampler.rank_rows(step) == rows_cut_from_the_whole_batch(sampler, step)
+
+
+def test_a_rank_lists_no_rows_but_its_own():
+    """Or a batch of two billion rows would not end."""
+    sampler = make_sampler(num_ranks=10**9, rank=10**9 - 1)
+    assert sampler.rank_rows(0) == [
+        int(epoch_order(seed=0, epoch=2 * 10**7 - 1, num_sequences=100)[index]) for index in (98, 99)
+    ]
 
 
 def test_a_batch_depends_on_its_number_alone():

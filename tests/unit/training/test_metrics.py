@@ -1,26 +1,10 @@
-import json
 import math
 import time
 
 import pytest
 import torch
 
-from zerotrain.training.metrics import NUM_WARMUP_STEPS, MetricsFile, StepClock, device_peak_flops
-
-
-def test_each_line_can_be_read_while_the_run_goes_on(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
-        for step in range(3):
-            metrics.write({"step": step, "train_loss": math.nan})
-            assert json.loads(path.read_text().splitlines()[-1]) == {"step": step, "train_loss": None}
-
-
-def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with MetricsFile(None) as metrics:
-        metrics.write({"step": 1})
-    assert list(tmp_path.iterdir()) == []
+from zerotrain.training.metrics import NUM_WARMUP_STEPS, StepClock, device_peak_flops
 
 
 def clock_of(durations_s: list[float], monkeypatch: pytest.MonkeyPatch) -> StepClock:

@@ -74,6 +74,36 @@ def test_without_evaluations_on_the_way_there_is_one_after_the_last_step(make_tr
     assert [line["step"] for line in read_metrics(tmp_path) if "val_loss" in line] == [3]
 
 
+class Notebook:
+    """A sink that keeps what it gets; `failing` makes its first line its last."""
+
+    def __init__(self, failing=False):
+        self.lines, self.is_closed, self.failing = [], False, failing
+
+    def log(self, metrics, step):
+        if self.failing:
+            raise ConnectionError("nobody listens")
+        self.lines.append({"step": step} | metrics)
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_a_sink_of_the_users_own_gets_every_line_of_the_file(make_trainer, tmp_path):
+    sink = Notebook()
+    make_trainer(max_steps=5, eval_every=2, log_every=3, sinks=[sink]).run()
+    assert sink.lines == read_metrics(tmp_path)
+    assert sink.is_closed
+
+
+def test_a_sink_that_fails_ends_the_run_and_all_are_closed(make_trainer, tmp_path):
+    sinks = [Notebook(failing=True), Notebook()]
+    with pytest.raises(ConnectionError, match="nobody listens"):
+        make_trainer(sinks=sinks).run()
+    assert [sink.is_closed for sink in sinks] == [True, True]
+    assert read_result(tmp_path)["error"] == "ConnectionError: nobody listens"
+
+
 def test_memory_and_traffic_of_one_rank_are_those_of_theory(make_trainer, model):
     num_parameters = model.num_parameters
     body = make_trainer().run()
@@ -197,6 +227,33 @@ def test_a_skipped_step_is_a_step_of_the_run_but_not_of_the_schedule(make_traine
     update = trainer.engine.schedule.trained[0].update
     [optimizer] = {update.span_state(span)["step"].item() for span in update.spans}
     assert optimizer == 3
+
+
+def test_a_run_that_goes_on_logs_and_evaluates_at_the_steps_of_the_whole(make_trainer, tmp_path):
+    first = make_trainer(max_steps=4, eval_every=3, log_every=3)
+    first.run()
+    body = make_trainer(engine=first.engine, max_steps=9, eval_every=3, log_every=3, first_step=4).run()
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines if "train_loss" in line] == [1, 3, 4, 5, 6, 9]
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 3, 4, 6, 9]
+    assert (body["steps"], body["skipped_steps"]) == (9, 0)
+
+
+def test_steps_skipped_before_the_run_are_no_updates_to_its_schedule(make_trainer, tmp_path):
+    schedule = partial(warmup_cosine, warmup_steps=4)
+    optimizer = partial(torch.optim.AdamW, lr=0.4)
+    body = make_trainer(max_steps=5, schedule=schedule, optimizer=optimizer, first_step=3, skipped_before=2).run()
+    rates = [line["lr"] for line in read_metrics(tmp_path) if "lr" in line]
+    assert rates == pytest.approx([0.2, 0.3])
+    assert body["skipped_steps"] == 2
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"first_step": 4}, {"first_step": -1}, {"first_step": 1, "skipped_before": 2}], ids=str
+)
+def test_steps_that_cannot_have_been_before_are_refused(make_trainer, wrong):
+    with pytest.raises(ValueError, match=r"must be in 0\.\.3, below max_steps"):
+        make_trainer(max_steps=4, **wrong)
 
 
 def test_a_run_whose_steps_are_all_skipped_stops_and_says_why(make_trainer, model, tmp_path):

@@ -1,0 +1,22 @@
+import json
+import math
+
+from zerotrain.training.sinks import MetricsFile
+
+
+def test_each_line_can_be_read_while_the_run_goes_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    for step in range(3):
+        metrics.log({"train_loss": math.nan}, step)
+        assert json.loads(path.read_text().splitlines()[-1]) == {"step": step, "train_loss": None}
+    metrics.close()
+
+
+def test_a_file_already_there_is_written_anew_or_gone_on_with(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for step, append in enumerate((False, False, True)):
+        metrics = MetricsFile(path, append=append)
+        metrics.log({}, step)
+        metrics.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -1,0 +1,37 @@
+"""Where what is measured along the way goes."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from zerotrain.training.result import without_non_finite
+
+
+class MetricSink(Protocol):
+    """Takes the metrics of a run: a file, the console, or a service such as TensorBoard. Only rank 0 has any."""
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Take what was measured after so many steps: of training ("train_loss" and more) or of an evaluation
+        ("val_loss"). A number may be nan or infinite; None is what is not known."""
+
+    def close(self) -> None:
+        """The run is over, however it ended."""
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, readable while the run goes on.
+
+    Args:
+        append: go on with a file already there, in place of writing it anew.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False) -> None:
+        self._file = open(path, "a" if append else "w", buffering=1)  # noqa: SIM115 - closed by `close`
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Append one line; a number that is nan or infinite becomes null."""
+        self._file.write(json.dumps({"step": step} | without_non_finite(metrics)) + "\n")
+
+    def close(self) -> None:
+        """See `MetricSink.close`."""
+        self._file.close()
