@@ -16,6 +16,7 @@ from torch import nn
 
 import zerotrain
 from zerotrain.comm import whereabouts
+from zerotrain.comm.world import Shards
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.errors import ZeroTrainError
 
@@ -48,7 +49,9 @@ def build(
     """An engine in groups of its own, which wait for TIMEOUT_S and can fail without harm to other cases."""
     gathers, reductions = (dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(2))
     rank, size = dist.get_rank(), dist.get_world_size()
-    world = zerotrain.World(rank, size, rank, torch.device("cpu"), gather_group=gathers, reduce_group=reductions)
+    world = zerotrain.World(
+        rank, size, rank, torch.device("cpu"), shards=Shards(rank, size, gathers, reductions), group=gathers
+    )
     settings = {"stage": stage, "bucket_mb": 3e-4, "prefetch": 0} | zero
     optimizer = functools.partial(torch.optim.SGD, lr=0.5, momentum=momentum)
     model = Net(hidden_size, buffer_size)

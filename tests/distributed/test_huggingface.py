@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import zerotrain
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.sharding.bucketing import find_units
+from zerotrain.sharding.units import find_units
 
 pytest.importorskip("transformers")
 

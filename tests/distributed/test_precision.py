@@ -409,4 +409,4 @@ def test_patterns_that_keep_nothing_or_everything_are_refused() -> None:
         "precision.keep_fp32: no module or parameter matches '*rms*'; there are wte, wpe, blocks.*.ln_1, "
     )
     everything = refused(lambda: build(replace(FP16, keep_fp32="*")))
-    assert everything == "precision.keep_fp32: keeps every parameter; use precision=fp32, or name fewer"
+    assert everything == "precision.keep_fp32: keeps every parameter; use precision='fp32', or name fewer"

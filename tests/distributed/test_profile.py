@@ -65,7 +65,7 @@ def test_each_rank_writes_a_trace_with_the_units_and_collectives_of_three_steps(
             assert ranges["norm of the gradient"] == NUM_TRACED_STEPS
             for block in BLOCKS:
                 assert ranges[f"forward {block}"] == ranges[f"recompute {block}"] == NUM_TRACED_STEPS
-            for bucket in ["head", *BLOCKS]:
+            for bucket in ["root", *BLOCKS]:
                 for action in ("reduce", "wait for reduce", "sum", "optimizer"):
                     assert ranges[f"{action} {bucket}"] == NUM_TRACED_STEPS
         # Once for the forward and once for the backward, but the last unit is kept between the two.

@@ -89,7 +89,8 @@ def capture(bucket: Bucket, role: str, dtype: torch.dtype, collectives: Collecti
     if part.numel() == bucket.layout.padded_numel:
         return part
     full = part.new_empty(bucket.layout.padded_numel)
-    collectives.gather_now(f"{role} of {bucket.spec.name}", full, part)
+    what = "master weights" if role == WEIGHT else role
+    collectives.gather_now(f"{what} of {bucket.spec.name}", full, part)
     return full
 
 

@@ -49,7 +49,7 @@ def orders_of(make: Callable[[], nn.Module], size: int = 2, **settings: Any) -> 
     zero = {name: value for name, value in settings.items() if name not in ("late_rank", "done_rank")}
     ranks = {name: value for name, value in settings.items() if name in ("late_rank", "done_rank")}
     _, board = run_threads(lambda world: train(make, world, num_steps=1, **zero), size, **ranks)
-    return [[each for each in order if "weight of" not in each] for order in board.orders]
+    return [[each for each in order if "master weights of" not in each] for order in board.orders]
 
 
 FORWARD = ["gather root", "gather blocks.0", "gather blocks.1", "gather blocks.2"]
