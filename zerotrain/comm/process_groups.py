@@ -232,7 +232,7 @@ class _Posted(_Works):
             ]
 
     def _end_receives(self, values: torch.Tensor) -> None:
-        """Send `values`, which nobody reads, to every rank: only what is sent to it ends a receive that was posted."""
+        """Send `values`, which nobody reads, to every rank: a receive that was posted ends by a message, and no other way."""
         self._journal.ledger.record(self.ledger_kind, self.sent_nbytes)
         self._send([values] * self._group.size())
         self._wait()

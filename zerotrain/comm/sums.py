@@ -22,7 +22,7 @@ def sum_in_rank_order(
         out.copy_(_sum_of_rows(parts))
         return
     total = parts[0].to(torch.float32)
-    # The sums on the way go over what was received: `out` may be one of the parts still to be added.
+    # Intermediate sums overwrite what was received, and not `out`, which may be one of the parts still to be added.
     in_place = scratch is not None and scratch.dtype == torch.float32
     on_the_way = scratch[: out.numel()] if in_place and scratch is not None else total
     for part in parts[1:-1]:

@@ -41,8 +41,8 @@ class Whereabouts:
     def ask(self, describe: Callable[[], str]) -> None:
         """Describe this rank by a method from now on, as long as its object lives.
 
-        Weak: the object knows this rank's groups, and in a circle these would live until Python ends, whose last breath
-        a thread of gloo does not survive (seen: SIGABRT of a rank that had finished).
+        Weak: the object knows this rank's process groups. In a circle with them it would keep the groups alive until
+        the interpreter shuts down, when gloo's threads still run: a rank that had finished died of SIGABRT.
         """
         method = weakref.WeakMethod(describe)
 

@@ -36,7 +36,7 @@ _OVERWRITES = {getattr(_aten, name) for name in _IN_PLACE.split()}
 """What leaves nothing of the first argument's old values."""
 _UNFILLED = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 _ALIASES = {_aten.detach, _aten.alias}
-"""What does not look at the memory. Other views do, to see that they lie within."""
+"""Views that can be made of a tensor without memory. Torch refuses other views of it: it checks that they lie within."""
 _MOVES_STORAGE = {_aten.set_, _aten.resize_, _aten.resize_as_}
 _READERS = "__array__ __deepcopy__ __dlpack__ __reduce_ex__ data_ptr numpy share_memory_ storage tolist untyped_storage"
 _READS_MEMORY = {getattr(torch.Tensor, name) for name in _READERS.split()}
@@ -182,7 +182,8 @@ class _NoteOperations(TorchDispatchMode):
         self._values = values
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # or what is looked up here would count as read by the constructor
+        # Otherwise the modes would see what is looked up here, and take it for a read by the constructor.
+        with torch._C.DisableTorchFunction():
             return self._values.note(Call(func, args, kwargs or {}))
 
 

@@ -52,7 +52,8 @@ class StepStamps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm over ranks and buckets, from the `digit_sums` of each bucket, and the ranks' stamps of this step.
 
-        Stamps that differ make the norm NaN: no step pays for a look at them but one that would be skipped.
+        Stamps that differ make the norm NaN. A step whose norm is NaN is skipped anyway, and only that one reads the
+        stamps back from the device: so comparing them costs a step nothing.
         """
         numbers = torch.cat([add_digit_sums(torch.stack(list(digit_sums))), self.stamp(param_groups)])
         everyone = self._collectives.gather_small(numbers, name="norm")

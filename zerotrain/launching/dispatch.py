@@ -77,7 +77,7 @@ def _run_hydra(main: Callable[[], None]) -> int:
         main()
         code = exits.COMPLETED
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice, it would interrupt the table
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would cut off the table of the sweep
         print("stopped by Ctrl-C", file=sys.stderr)
         code = exits.of_signal(signal.SIGINT)
     except SystemExit as ending:

@@ -58,7 +58,7 @@ class HuggingFaceModel(nn.Module):
                 model = _from_scratch(dict(config or {}), vocab_size)
             else:
                 model = _pretrained(name_or_path, dict(config or {}))
-        text_config = model.config.get_text_config()  # its own part, in the config of a model that also sees
+        text_config = model.config.get_text_config()  # a model of text and images has one config for each
         self.vocab_size = int(text_config.vocab_size)
         positions = getattr(text_config, "max_position_embeddings", None)
         self.max_seq_len: int | None = positions if isinstance(positions, int) and positions > 0 else None

@@ -40,7 +40,7 @@ class Fragment:
 
 
 def update_cost(shape: Sequence[int]) -> int:
-    """Multiplications of one Newton-Schulz step on a matrix, the dearest of what needs whole tensors; else elements.
+    """Multiplications of one Newton-Schulz step on a matrix, the most expensive update of whole tensors; else elements.
 
     With s the shorter side of X and l the longer: X X^T takes s*s*l, its square s**3, and that times X s*s*l again.
     (K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.)
@@ -54,7 +54,7 @@ def update_cost(shape: Sequence[int]) -> int:
 def assign_owners(shapes: Sequence[Sequence[Sequence[int]]], num_shards: int) -> list[list[int]]:
     """The owner of each whole tensor, by bucket: a function of the shapes alone, the same on every rank.
 
-    Bucket by bucket, since they are updated one after the other, the dearest tensor goes to the rank with least to do
+    Bucket by bucket, since they are updated one after the other, the most expensive tensor goes to the rank with least to do
     so far.
 
     Args:

@@ -25,7 +25,7 @@ NEEDS_WHOLE_TENSORS = {
     "SOAP": "preconditions whole matrices",
     "Shampoo": "preconditions whole matrices",
 }
-"""Known by name, whoever has written them."""
+"""By the name of the class: several packages have each of them."""
 
 WHOLE_TENSOR_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Muon)
 """Those of torch that update each tensor apart from the others; any other class says `whole_tensor = True`."""
