@@ -36,7 +36,7 @@ _OVERWRITES = {getattr(_aten, name) for name in _IN_PLACE.split()}
 """What leaves nothing of the first argument's old values."""
 _UNFILLED = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 _ALIASES = {_aten.detach, _aten.alias}
-"""Views that can be made of a tensor without memory. Torch refuses other views of it: it checks that they lie within."""
+"""Views that need no memory. Torch refuses others of a tensor without memory: it checks that they lie within."""
 _MOVES_STORAGE = {_aten.set_, _aten.resize_, _aten.resize_as_}
 _READERS = "__array__ __deepcopy__ __dlpack__ __reduce_ex__ data_ptr numpy share_memory_ storage tolist untyped_storage"
 _READS_MEMORY = {getattr(torch.Tensor, name) for name in _READERS.split()}

@@ -54,8 +54,8 @@ def update_cost(shape: Sequence[int]) -> int:
 def assign_owners(shapes: Sequence[Sequence[Sequence[int]]], num_shards: int) -> list[list[int]]:
     """The owner of each whole tensor, by bucket: a function of the shapes alone, the same on every rank.
 
-    Bucket by bucket, since they are updated one after the other, the most expensive tensor goes to the rank with least to do
-    so far.
+    Bucket by bucket, since they are updated one after the other, the most expensive tensor goes to the rank with least
+    to do so far.
 
     Args:
         shapes: for each bucket the shapes of its whole tensors.

@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction
+from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, sum_in_rank_order
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.scratch import ScratchPool
-from zerotrain.comm.sums import sum_in_rank_order
 from zerotrain.comm.wire import Wire
 from zerotrain.comm.world import Shards, World
 

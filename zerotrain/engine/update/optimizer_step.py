@@ -1,21 +1,25 @@
 """One optimizer step: the norm over all ranks, whether to skip, the update."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.agreement import StepStamps
+from zerotrain.engine.buckets.bucket import TrainedBucket
 from zerotrain.engine.buckets.norm import clip_coefficient
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.ranges import named_range
 from zerotrain.engine.results import StepResult
+from zerotrain.engine.schedule.gathers import Gathers
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.update.nonfinite import SkippedSteps, find_nonfinite
-from zerotrain.engine.update.update_all import update_all
+
+_ENDED = object()
 
 
 class OptimizerStep:
@@ -70,3 +74,34 @@ class OptimizerStep:
             update_all(schedule.trained, schedule.gathers, coefficient / loss_scale if is_scaled else None)
             schedule.end_update()
         return StepResult(norm_value, coefficient_value, skipped, loss_scale), reason
+
+
+def update_all(trained: Sequence[TrainedBucket], gathers: Gathers, factor: torch.Tensor | None) -> None:
+    """Update every bucket, drop its gradient, and issue the gather of what was updated.
+
+    The update of a bucket is an iterator, since whole tensors travel: it pauses where something is on the wire, and
+    the updates of other buckets go on meanwhile.
+
+    Args:
+        factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
+    """
+    gathers.prepare_updated(trained)
+    under_way: deque[Iterator[None]] = deque()
+    for bucket in trained:
+        under_way.appendleft(_update(bucket, gathers, factor))
+        _advance(under_way)
+        bucket.gradient.drop()
+    while under_way:
+        _advance(under_way)
+
+
+def _update(bucket: TrainedBucket, gathers: Gathers, factor: torch.Tensor | None) -> Iterator[None]:
+    yield from bucket.update.run(factor)
+    gathers.gather_updated(bucket)
+
+
+def _advance(under_way: deque[Iterator[None]]) -> None:
+    """Resume each update once, the newest first: what it sends is on the wire while the older ones compute."""
+    for update in list(under_way):
+        if next(update, _ENDED) is _ENDED:
+            under_way.remove(update)

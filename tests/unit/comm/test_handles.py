@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerotrain.comm.sums import sum_in_rank_order
+from zerotrain.comm.handles import sum_in_rank_order
 
 
 def parts_of(num_ranks: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,127 @@
+"""Handles made of sends and receives on gloo: the receives are posted ahead."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zerotrain.comm.backend_handles import Works, ring_nbytes, unseen_by_profiler
+from zerotrain.comm.handles import Gather, Reduction, sum_in_rank_order
+from zerotrain.comm.journal import Journal
+from zerotrain.comm.scratch import Scratch, ScratchPool
+
+
+class _Posted(Works):
+    """One part from every rank to every other: the receives are posted by `prepare`, the sends by `issue`.
+
+    gloo sends a part once its receiver has said that it waits for it, and that word travels behind whatever the
+    receiver is sending itself. Posted ahead, no word is late, and both directions of a link are busy at once: on a link
+    of 1 Gbit/s an exchange whose receives come behind its sends takes twice the time.
+
+    A tag keeps apart what is under way at the same time: parts of different buckets that met would end the process
+    where their sizes differ, and give wrong weights where not.
+    """
+
+    _tag: int
+
+    def _peers(self) -> list[int]:
+        """The other ranks, beginning behind this one, so that not all begin with the same."""
+        size, rank = self._group.size(), self._group.rank()
+        return [(rank + distance) % size for distance in range(1, size)]
+
+    def _post(self, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
+        """Receive into part r what comes from rank r."""
+        with unseen_by_profiler(self._is_gloo):
+            self._works = [
+                dist.irecv(parts[peer], group=self._group, tag=self._tag, group_src=peer) for peer in self._peers()
+            ]
+
+    def _end_receives(self, values: torch.Tensor) -> None:
+        """Send `values`, which nobody reads, to every rank: only a message ends a receive that was posted."""
+        self._journal.ledger.record(self.ledger_kind, self.sent_nbytes)
+        self._send([values] * self._group.size())
+        self._wait()
+
+    def _send(self, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
+        """Send part r to rank r."""
+        with unseen_by_profiler(self._is_gloo):
+            self._works = [
+                *self._works,
+                *(dist.isend(parts[peer], group=self._group, tag=self._tag, group_dst=peer) for peer in self._peers()),
+            ]
+
+
+class PostedGather(_Posted, Gather):
+    """A gather of sends and receives: in place, without the second buffer of gloo's own."""
+
+    def __init__(
+        self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, tag: int
+    ) -> None:
+        super().__init__(name, journal, full, shard)
+        self._group, self._tag = group, tag
+        self.sent_nbytes = ring_nbytes(full, group.size())
+
+    def _prepare(self) -> None:
+        self._post(self.full.view(self._group.size(), -1))
+
+    def _issue(self) -> None:
+        if not self.is_prepared:
+            self._prepare()
+        own = self.full.view(self._group.size(), -1)[self._group.rank()]
+        if own.data_ptr() != self.shard.data_ptr():
+            own.copy_(self.shard)
+        self._send([self.shard] * self._group.size())
+
+    def _withdraw(self) -> None:
+        self._end_receives(self.shard)
+
+
+class PostedReduction(_Posted, Reduction):
+    """Every part to the rank it belongs to, which adds them in rank order in fp32."""
+
+    def __init__(
+        self,
+        name: str,
+        journal: Journal,
+        out: torch.Tensor,
+        pool: ScratchPool,
+        group: dist.ProcessGroup,
+        tag: int,
+    ) -> None:
+        super().__init__(name, journal, out)
+        self._pool, self._group, self._tag = pool, group, tag
+        self._received: Scratch | None = None
+        self.sent_nbytes = out.nbytes * (group.size() - 1)
+
+    def _parts(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """One part for each rank, in rank order: what was received, and `own`."""
+        assert self._received is not None
+        num_peers = self._group.size() - 1
+        parts = list(self._received.storage[: num_peers * self.out.numel()].view(num_peers, -1))
+        parts.insert(self._group.rank(), own)
+        return parts
+
+    def _prepare(self) -> None:
+        self._received = self._pool.take((self._group.size() - 1) * self.out.numel())
+        self._post(self._parts(self.out))
+
+    def _issue(self) -> None:
+        if not self.is_prepared:
+            self._prepare()
+        assert self._full is not None
+        self._send(self._full.view(self._group.size(), -1))
+
+    def _complete(self) -> None:
+        assert self._full is not None
+        assert self._received is not None
+        own = self._full.view(self._group.size(), -1)[self._group.rank()]
+        sum_in_rank_order(self._parts(own), self.out, scratch=self._received.storage)
+        self._pool.give_back(self._received)
+        self._received = None
+        super()._complete()
+
+    def _withdraw(self) -> None:
+        self._end_receives(self.out)
+        assert self._received is not None
+        self._pool.give_back(self._received)
+        self._received = None
