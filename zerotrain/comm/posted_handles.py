@@ -22,24 +22,24 @@ class _Posted(Works):
     where their sizes differ, and give wrong weights where not.
     """
 
-    _tag: int
-
-    def _peers(self) -> list[int]:
-        """The other ranks, beginning behind this one, so that not all begin with the same."""
-        size, rank = self._group.size(), self._group.rank()
-        return [(rank + distance) % size for distance in range(1, size)]
+    def _send_over(self, group: dist.ProcessGroup, tag: int) -> None:
+        """To be called once, first."""
+        self._group, self._tag = group, tag
+        self._rank, self._size = group.rank(), group.size()
+        # Beginning behind this rank, so that not all begin with the same.
+        self._peers = [(self._rank + distance) % self._size for distance in range(1, self._size)]
 
     def _post(self, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
         """Receive into part r what comes from rank r."""
         with unseen_by_profiler(self._is_gloo):
             self._works = [
-                dist.irecv(parts[peer], group=self._group, tag=self._tag, group_src=peer) for peer in self._peers()
+                dist.irecv(parts[peer], group=self._group, tag=self._tag, group_src=peer) for peer in self._peers
             ]
 
     def _end_receives(self, values: torch.Tensor) -> None:
         """Send `values`, which nobody reads, to every rank: only a message ends a receive that was posted."""
         self._journal.ledger.record(self.ledger_kind, self.sent_nbytes)
-        self._send([values] * self._group.size())
+        self._send([values] * self._size)
         self._wait()
 
     def _send(self, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
@@ -47,7 +47,7 @@ class _Posted(Works):
         with unseen_by_profiler(self._is_gloo):
             self._works = [
                 *self._works,
-                *(dist.isend(parts[peer], group=self._group, tag=self._tag, group_dst=peer) for peer in self._peers()),
+                *(dist.isend(parts[peer], group=self._group, tag=self._tag, group_dst=peer) for peer in self._peers),
             ]
 
 
@@ -58,19 +58,19 @@ class PostedGather(_Posted, Gather):
         self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, tag: int
     ) -> None:
         super().__init__(name, journal, full, shard)
-        self._group, self._tag = group, tag
-        self.sent_nbytes = ring_nbytes(full, group.size())
+        self._send_over(group, tag)
+        self.sent_nbytes = ring_nbytes(full, self._size)
 
     def _prepare(self) -> None:
-        self._post(self.full.view(self._group.size(), -1))
+        self._post(self.full.view(self._size, -1))
 
     def _issue(self) -> None:
         if not self.is_prepared:
             self._prepare()
-        own = self.full.view(self._group.size(), -1)[self._group.rank()]
+        own = self.full.view(self._size, -1)[self._rank]
         if own.data_ptr() != self.shard.data_ptr():
             own.copy_(self.shard)
-        self._send([self.shard] * self._group.size())
+        self._send([self.shard] * self._size)
 
     def _withdraw(self) -> None:
         self._end_receives(self.shard)
@@ -89,32 +89,33 @@ class PostedReduction(_Posted, Reduction):
         tag: int,
     ) -> None:
         super().__init__(name, journal, out)
-        self._pool, self._group, self._tag = pool, group, tag
+        self._send_over(group, tag)
+        self._pool = pool
         self._received: Scratch | None = None
-        self.sent_nbytes = out.nbytes * (group.size() - 1)
+        self.sent_nbytes = out.nbytes * (self._size - 1)
 
     def _parts(self, own: torch.Tensor) -> list[torch.Tensor]:
         """One part for each rank, in rank order: what was received, and `own`."""
         assert self._received is not None
-        num_peers = self._group.size() - 1
+        num_peers = self._size - 1
         parts = list(self._received.storage[: num_peers * self.out.numel()].view(num_peers, -1))
-        parts.insert(self._group.rank(), own)
+        parts.insert(self._rank, own)
         return parts
 
     def _prepare(self) -> None:
-        self._received = self._pool.take((self._group.size() - 1) * self.out.numel())
+        self._received = self._pool.take((self._size - 1) * self.out.numel())
         self._post(self._parts(self.out))
 
     def _issue(self) -> None:
         if not self.is_prepared:
             self._prepare()
         assert self._full is not None
-        self._send(self._full.view(self._group.size(), -1))
+        self._send(self._full.view(self._size, -1))
 
     def _complete(self) -> None:
         assert self._full is not None
         assert self._received is not None
-        own = self._full.view(self._group.size(), -1)[self._group.rank()]
+        own = self._full.view(self._size, -1)[self._rank]
         sum_in_rank_order(self._parts(own), self.out, scratch=self._received.storage)
         self._pool.give_back(self._received)
         self._received = None

@@ -50,6 +50,7 @@ class Reductions:
         """So many of them, from the first on, are ready to receive."""
         self._in_flight: deque[TrainedBucket] = deque()
         """Issued and not finished, the oldest first."""
+        self._in_flight_numel = self._prepared_numel = 0
         self._open_segments: dict[TrainedBucket, set[Segment]] = {}
         """What has not come yet in this backward, by bucket; an empty set once a bucket is complete."""
         self._closed_short: list[TrainedBucket] = []
@@ -143,8 +144,7 @@ class Reductions:
             bucket.gradient.clear_unmoved()
         self.finish()
         while self._num_prepared:
-            self._waiting.popleft().gradient.withdraw()
-            self._num_prepared -= 1
+            self._next().gradient.withdraw()
         self._waiting.clear()
         for bucket in self.trained:
             bucket.gradient.drop()
@@ -152,7 +152,7 @@ class Reductions:
     def finish(self, *, wait: bool = True) -> None:
         """Finish the reductions under way, or as many of the oldest as are done."""
         while self._in_flight and (wait or self._in_flight[0].gradient.reduction_done):
-            self._in_flight.popleft().gradient.finish_reduce(self.loss_scale)
+            self._finish_oldest()
 
     # ---- which bucket goes when
 
@@ -199,21 +199,34 @@ class Reductions:
     # ---- room on the wire
 
     def _reduce_next(self) -> None:
-        bucket = self._waiting.popleft()
-        self._num_prepared = max(0, self._num_prepared - 1)
+        bucket = self._next()
         self._make_room(bucket)
         bucket.gradient.reduce()
         self._in_flight.append(bucket)
+        self._in_flight_numel += bucket.layout.padded_numel
         self._prepare()
+
+    def _next(self) -> TrainedBucket:
+        """Take the first of those waiting, which is prepared."""
+        self._num_prepared -= 1
+        self._prepared_numel -= self._waiting[0].layout.padded_numel
+        return self._waiting.popleft()
+
+    def _finish_oldest(self) -> None:
+        bucket = self._in_flight.popleft()
+        self._in_flight_numel -= bucket.layout.padded_numel
+        bucket.gradient.finish_reduce(self.loss_scale)
 
     def _prepare(self) -> None:
         """Be ready to receive for the next reduction, and for more while there is room."""
         while self._num_prepared < len(self._waiting):
-            ahead = [*self._in_flight, *list(self._waiting)[: self._num_prepared + 1]]
-            if self._num_prepared and _numel(ahead) > self._max_numel_in_flight:
+            bucket = self._waiting[self._num_prepared]
+            ahead_numel = self._in_flight_numel + self._prepared_numel + bucket.layout.padded_numel
+            if self._num_prepared and ahead_numel > self._max_numel_in_flight:
                 return
-            self._waiting[self._num_prepared].gradient.prepare_reduce()
+            bucket.gradient.prepare_reduce()
             self._num_prepared += 1
+            self._prepared_numel += bucket.layout.padded_numel
 
     def _begin_filling(self, bucket: TrainedBucket) -> None:
         if bucket.gradient.borrows:
@@ -222,9 +235,5 @@ class Reductions:
 
     def _make_room(self, bucket: TrainedBucket) -> None:
         """Finish the oldest reductions until one more bucket may be in flight."""
-        while self._in_flight and _numel([*self._in_flight, bucket]) > self._max_numel_in_flight:
-            self._in_flight.popleft().gradient.finish_reduce(self.loss_scale)
-
-
-def _numel(buckets: Sequence[TrainedBucket]) -> int:
-    return sum(bucket.layout.padded_numel for bucket in buckets)
+        while self._in_flight and self._in_flight_numel + bucket.layout.padded_numel > self._max_numel_in_flight:
+            self._finish_oldest()
