@@ -153,7 +153,7 @@ def _timeout_of(device: torch.device) -> timedelta | None:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What carries tensors of `device` in a group: gloo, nccl, ...; of torch's fake group, with which benchmarks measure
+    """What carries tensors of `device` in a group: gloo, nccl, ...; of torch's fake group, in which benchmarks measure
     one rank of many alone, what would carry them in earnest."""
     name = group._get_backend(device).name().lower()
     if name == "fake":
