@@ -59,8 +59,8 @@ class ManagedParameter(ModelParameter):
         it travels to be updated whole."""
         if self.is_updated_whole:
             return contiguous_stride(self.parameter.shape)
-        # Of the shape and strides alone: a parameter that is not gathered refuses to be read, as `empty_like` would (seen:
-        # stage 3, whoever asked between two steps where the elements of a `Piece` lie).
+        # Of the shape and strides alone: a parameter that is not gathered refuses to be read, which `empty_like` does
+        # (seen: stage 3, whoever asked between two steps where the elements of a `Piece` lie).
         shape, stride = self.parameter.shape, self.parameter.stride()
         return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
 

@@ -1,6 +1,7 @@
 """The state by name: every element once, in every role, wherever a stage puts it."""
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_the_pieces_of_all_ranks_are_every_element_of_every_parameter_once_in_ev
         is_cut = stage >= 1 or role == GRADIENT
         for name, value in values.items():
             by_rank = [rank[role].get(name, []) for rank in ranks]
-            for every in [sum(by_rank, [])] if is_cut else by_rank:
+            for every in [list(itertools.chain(*by_rank))] if is_cut else by_rank:
                 every.sort(key=lambda piece: piece[0].start)
                 assert [index for place, _ in every for index in place] == list(range(value.numel())), (role, name)
                 got = torch.tensor([each for _, values in every for each in values])
@@ -88,7 +89,7 @@ def test_a_frozen_bucket_has_its_weight_alone(stage: int) -> None:
         if stage < 3:
             assert places == [list(range(number))] * 2
         else:
-            assert sorted(sum(places, [])) == list(range(number))
+            assert sorted(itertools.chain(*places)) == list(range(number))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
