@@ -93,7 +93,7 @@ class Reductions:
         """A bucket is complete: reduce what is, as far as this place of the backward allows."""
         if self.more_to_come:
             return
-        while self._waiting and not self._open_segments[self._waiting[0]] and self._may_go(self._waiting[0]):
+        while self._waiting and not self._open_segments[self._waiting[0]] and self.may_go(self._waiting[0]):
             self._reduce_next()
         if not any(bucket.gradient.ends_with_gather for bucket in self._in_flight):
             # A gather must not be issued when this rank happens to see its reduction done: the model may have
@@ -156,8 +156,8 @@ class Reductions:
 
     # ---- which bucket goes when
 
-    def _may_go(self, bucket: TrainedBucket) -> bool:
-        """Whether a complete bucket may be reduced at once: every rank closes it before the next gathers."""
+    def may_go(self, bucket: TrainedBucket) -> bool:
+        """Whether a complete bucket may be reduced and freed at once: every rank closes it before the next gathers."""
         units = self._units_of.get(bucket)
         if not units:
             return True

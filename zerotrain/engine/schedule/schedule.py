@@ -130,7 +130,10 @@ class Schedule:
         if not bucket.weights.is_full:
             raise EngineStateError(LEFT_ITS_UNIT.format(bucket.spec.name))
         if self.reductions.arrived(bucket, segment):
-            self.gathers.gradient_done(bucket)
+            # Where other ranks may keep it for a gradient still to come, a unit that gathers it ahead would do so here
+            # alone (seen: a weight of the root that one rank read behind the blocks; the ranks hung at stage 3).
+            if self.reductions.may_go(bucket):
+                self.gathers.gradient_done(bucket)
             self.reductions.reduce_complete()
 
     def end_backward(self) -> None:
