@@ -220,6 +220,17 @@ def test_a_unit_within_whose_forward_others_run_is_not_freed_where_these_are_rea
     assert "free a" not in model.says()
 
 
+def test_behind_a_unit_within_another_a_bucket_that_the_outer_one_needs_stays_full(world: World) -> None:
+    model = Model(world, shared={"x": "ab"})
+    for name in ("root", "a", "b"):
+        model.gathers.before_forward(model.units[name], Phase.FORWARD)
+    model.gathers.after_forward(model.units["b"], Phase.FORWARD)
+    assert model.buckets["x"].weights.is_full
+    model.gathers.after_forward(model.units["a"], Phase.FORWARD)
+    model.gathers.end_forward(backward_follows=True)
+    assert not model.buckets["x"].weights.is_full
+
+
 def test_a_unit_called_behind_another_is_not_within_it_also_if_the_other_raised(world: World) -> None:
     model = Model(world)
     gathers, units = model.gathers, model.units
