@@ -59,7 +59,10 @@ class ManagedParameter(ModelParameter):
         it travels to be updated whole."""
         if self.is_updated_whole:
             return contiguous_stride(self.parameter.shape)
-        return torch.empty_like(self.parameter, device="meta").stride()
+        # Of the shape and strides alone: a parameter that is not gathered refuses to be read, which `empty_like` does
+        # (seen: stage 3, whoever asked between two steps where the elements of a `Piece` lie).
+        shape, stride = self.parameter.shape, self.parameter.stride()
+        return torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
 
 
 P = TypeVar("P", bound=ModelParameter)

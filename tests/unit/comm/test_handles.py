@@ -1,9 +1,169 @@
-"""Ranks' parts are added in rank order in fp32, in whatever they come."""
+"""What all collectives have in common, on one that only writes down what it is asked."""
 
 import pytest
 import torch
 
-from zerotrain.comm.handles import sum_in_rank_order
+from zerotrain.comm.handles import Gather, Handle, Reduction, sum_in_rank_order
+from zerotrain.comm.journal import Journal
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.whereabouts import Whereabouts
+from zerotrain.errors import CommError
+
+
+class Written(Handle):
+    kind, ledger_kind, sent_nbytes = "gather", "gather", 10
+
+    def __init__(self, journal: Journal, fails: str = "") -> None:
+        super().__init__("unit", journal)
+        self.told: list[str] = []
+        self.fails, self.has_arrived = fails, False
+
+    def _tell(self, word: str) -> None:
+        self.told.append(word)
+        if word == self.fails:
+            raise RuntimeError("connection closed")
+
+    def issue(self) -> None:
+        self._issue_noted()
+
+    def _prepare(self) -> None:
+        self._tell("prepare")
+
+    def _issue(self) -> None:
+        self._tell("issue")
+
+    def _wait(self) -> None:
+        self._tell("wait")
+
+    def _done(self) -> bool:
+        return self.has_arrived
+
+    def _complete(self) -> None:
+        self._tell("complete")
+
+    def _withdraw(self) -> None:
+        self._tell("withdraw")
+
+
+def journal(*, overlap: bool = True) -> Journal:
+    return Journal(Ledger(), Whereabouts(rank=0, size=1), overlap=overlap)
+
+
+def test_a_collective_is_prepared_once_issued_and_waited_for_once_and_then_complete() -> None:
+    handle = Written(journal())
+    for _ in range(2):
+        assert handle.done()  # nothing to wait for
+        handle.prepare()
+        handle.prepare()
+        assert (handle.is_prepared, handle.is_under_way) == (True, False)
+        handle.issue()
+        assert (handle.is_prepared, handle.is_under_way) == (False, True)
+        assert not handle.done()
+        handle.wait()
+        assert handle.done()
+        handle.wait()
+        handle.finish()
+        assert not handle.is_under_way
+        handle.finish()
+    assert handle.told == ["prepare", "issue", "wait", "complete"] * 2
+
+
+def test_it_is_done_when_it_says_so_and_must_be_finished_all_the_same() -> None:
+    handle = Written(journal())
+    handle.issue()
+    handle.has_arrived = True
+    assert handle.done()
+    assert handle.is_under_way
+    handle.finish()
+    assert handle.told == ["issue", "wait", "complete"]
+
+
+def test_withdrawn_is_only_what_was_prepared() -> None:
+    handle = Written(journal())
+    handle.withdraw()
+    handle.prepare()
+    handle.withdraw()
+    handle.withdraw()
+    assert handle.told == ["prepare", "withdraw"]
+    handle.issue()
+    handle.withdraw()  # it is under way
+    assert handle.told == ["prepare", "withdraw", "issue"]
+    assert handle.is_under_way
+
+
+def test_without_overlap_it_is_waited_for_at_once_but_complete_only_when_finished() -> None:
+    handle = Written(journal(overlap=False))
+    handle.issue()
+    assert handle.told == ["issue", "wait"]
+    assert handle.done()
+    assert handle.is_under_way
+    handle.finish()
+    assert handle.told == ["issue", "wait", "complete"]
+
+
+def test_each_use_is_noted_once_with_its_bytes_whatever_else_is_called() -> None:
+    mine = journal()
+    handle = Written(mine)
+    orders = [mine.order]
+    for _ in range(2):
+        handle.prepare()
+        assert mine.order == orders[-1]
+        handle.issue()
+        orders.append(mine.order)
+        handle.wait()
+        handle.finish()
+        assert mine.order == orders[-1]
+    assert len(set(orders)) == 3
+    assert mine.ledger.outside_steps.calls == {"gather": 2}
+    assert mine.ledger.outside_steps.nbytes == {"gather": 20}
+
+
+def test_what_is_sent_to_nobody_has_its_place_in_the_order_and_is_not_counted() -> None:
+    class Local(Written):
+        is_local = True
+
+    mine = journal()
+    Local(mine).issue()
+    assert mine.order != journal().order
+    assert mine.ledger.outside_steps.calls == {}
+
+
+@pytest.mark.parametrize("where", ["prepare", "issue", "wait"])
+def test_a_failure_is_told_with_the_collective_and_what_the_backend_said(where: str) -> None:
+    handle = Written(journal(), fails=where)
+
+    def use() -> None:
+        handle.prepare()
+        handle.issue()
+        handle.finish()
+
+    with pytest.raises(CommError, match=r"gather of unit .* after 0\.\d s: connection closed"):
+        use()
+
+
+def test_a_reduction_that_is_finished_holds_its_input_no_longer() -> None:
+    class Kept(Reduction):
+        sent_nbytes = 0
+
+        def _issue(self) -> None:
+            pass
+
+        def _wait(self) -> None:
+            pass
+
+        def _done(self) -> bool:
+            return True
+
+    reduction = Kept("unit", journal(), torch.zeros(2))
+    full = torch.zeros(4)
+    reduction.issue(full)
+    assert reduction._full is full
+    reduction.finish()
+    assert reduction._full is None
+    assert (Gather.kind, Reduction.kind) == ("gather", "reduction")
+
+
+# ---- the sum of ranks' parts, in rank order in fp32, in whatever they come
 
 
 def parts_of(num_ranks: int, dtype: torch.dtype) -> torch.Tensor:

@@ -52,11 +52,15 @@ class Gathers:
         self.complete(unit.buckets, unit.ahead_in_backward if phase is Phase.BACKWARD else unit.ahead_in_forward)
 
     def after_forward(self, unit: LiveUnit, phase: Phase) -> None:
-        """Free what no later unit needs, unless the backward needs it at once or is under way."""
+        """Free what no later unit needs, unless the backward needs it at once or is under way.
+
+        Nor what a unit needs that called this one and goes on (seen: of two blocks in one bucket the first called the
+        second and then read a weight on one rank alone; that rank gathered anew, and the ranks hung).
+        """
         if self.frees_after_use and phase is Phase.FORWARD:
             del self._running[self._running.index(unit) :]
             for bucket in unit.last_of:
-                if not bucket.stays_full:
+                if not (bucket.stays_full or any(bucket in outer.buckets for outer in self._running)):
                     bucket.weights.reshard()
 
     def end_forward(self, *, backward_follows: bool) -> None:

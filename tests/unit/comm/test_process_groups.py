@@ -1,0 +1,199 @@
+"""The collectives of real ranks: each way to send, on two and three processes that are started once."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zerotrain.comm import process_groups
+from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.world import World
+from zerotrain.testing import run_ranks
+
+CPU = torch.device("cpu")
+NUMEL = 6
+"""Elements of a shard."""
+WAYS = {"posted": (8, True), "native gather, all-to-all": (1, True), "native": (1, False)}
+"""(up to how many ranks sends and receives are posted, whether reductions are ordered)"""
+
+
+class OnARank:
+    """Collectives of one way to send, what they count, and what lends buffers."""
+
+    def __init__(self, way: str, world: World, *, overlap: bool = True) -> None:
+        process_groups.MAX_RANKS_OF_EXCHANGE, ordered = WAYS[way]
+        self.way, self.rank, self.size, self.ledger = way, world.rank, world.size, Ledger()
+        self.pool = ScratchPool(dtype=torch.float32, device=CPU)
+        self.collectives = Collectives(world, ledger=self.ledger, ordered=ordered, overlap=overlap)
+
+    def shard_of(self, rank: int, use: int) -> torch.Tensor:
+        return torch.arange(float(NUMEL)) + 100 * rank + 1000 * use
+
+    def whole(self, use: int) -> torch.Tensor:
+        return torch.cat([self.shard_of(rank, use) for rank in range(self.size)])
+
+    def reduced(self, use: int) -> torch.Tensor:
+        """This rank's part of the sum of every rank's `whole(use) + rank`."""
+        return self.size * self.shard_of(self.rank, use) + sum(range(self.size))
+
+    def begin_late(self) -> None:
+        """Rank 1 comes when the others have long been waiting."""
+        if self.rank == 1:
+            for _ in range(20):
+                torch.randn(300, 300) @ torch.randn(300, 300)
+
+
+def gathers(mine: OnARank) -> None:
+    for in_place in (False, True):
+        full = torch.full((NUMEL * mine.size,), float("nan"))
+        shard = full.view(mine.size, -1)[mine.rank] if in_place else torch.empty(NUMEL)
+        gather = mine.collectives.gather(f"unit {in_place}", full, shard)
+        for use, prepares in enumerate((False, True, True)):
+            shard.copy_(mine.shard_of(mine.rank, use))
+            mine.begin_late()
+            if prepares:
+                gather.prepare()
+                gather.prepare()
+            gather.issue()
+            gather.finish()
+            assert torch.equal(full, mine.whole(use)), (full, mine.whole(use))
+
+
+def reductions(mine: OnARank) -> None:
+    for in_place in (False, True):
+        full = torch.empty(NUMEL * mine.size)
+        out = full.view(mine.size, -1)[mine.rank] if in_place else torch.empty(NUMEL)
+        reduction = mine.collectives.reduction(f"unit {in_place}", out, mine.pool)
+        for use, prepares in enumerate((False, True, True)):
+            mine.begin_late()
+            if prepares:
+                reduction.prepare()
+            full.copy_(mine.whole(use) + mine.rank)
+            reduction.issue(full)
+            reduction.finish()
+            assert torch.equal(out, mine.reduced(use)), (out, mine.reduced(use))
+            assert mine.pool.lent_nbytes == 0
+
+
+def sums_in_rank_order(mine: OnARank) -> None:
+    """In fp32 (1e8 + -1e8) + 1 is 1, and in another order 0."""
+    if mine.size != 3 or mine.way == "native":
+        return
+    out = torch.empty(NUMEL)
+    reduction = mine.collectives.reduction("unit", out, mine.pool)
+    reduction.issue(torch.full((3 * NUMEL,), (1e8, -1e8, 1.0)[mine.rank]))
+    reduction.finish()
+    assert out.tolist() == [1.0] * NUMEL
+
+
+def under_way_together(mine: OnARank) -> None:
+    """Two of a kind, of other sizes, finished in the order in which they were not issued."""
+    outs = [torch.empty(NUMEL), torch.empty(2 * NUMEL)]
+    two = [mine.collectives.reduction(f"unit {index}", out, mine.pool) for index, out in enumerate(outs)]
+    for each in two:
+        each.prepare()
+    for factor, (each, out) in enumerate(zip(two, outs, strict=True)):
+        each.issue(torch.full((out.numel() * mine.size,), float(10**factor)))
+    for each in reversed(two):
+        each.finish()
+    assert [out.unique().tolist() for out in outs] == [[float(mine.size)], [10.0 * mine.size]]
+
+
+def withdrawn(mine: OnARank) -> None:
+    """What was prepared and will not come ends, also on a rank that is late, and what comes next is right."""
+    full, out = torch.empty(NUMEL * mine.size), torch.empty(NUMEL)
+    gather = mine.collectives.gather("unit", full, mine.shard_of(mine.rank, 1))
+    reduction = mine.collectives.reduction("unit", out, mine.pool)
+    for _ in range(2):
+        gather.prepare()
+        reduction.prepare()
+        mine.begin_late()
+        gather.withdraw()
+        reduction.withdraw()
+        assert mine.pool.lent_nbytes == 0
+    gather.issue()
+    reduction.issue(mine.whole(2) + mine.rank)
+    gather.finish()
+    reduction.finish()
+    assert torch.equal(full, mine.whole(1))
+    assert torch.equal(out, mine.reduced(2))
+
+
+def exchanged(mine: OnARank) -> None:
+    """Rank r sends r + 1 numbers to each other one, and none to itself."""
+    sent_numels = [(mine.rank + 1) * (peer != mine.rank) for peer in range(mine.size)]
+    received_numels = [(peer + 1) * (peer != mine.rank) for peer in range(mine.size)]
+    sent = torch.cat([torch.full((number,), float(mine.rank)) for number in sent_numels])
+    received = torch.empty(sum(received_numels))
+    mine.collectives.exchange("unit", sent, received, sent_numels, received_numels).finish()
+    assert received.tolist() == [float(peer) for peer, number in enumerate(received_numels) for _ in range(number)]
+
+
+def small_ones(mine: OnARank) -> None:
+    values = torch.tensor([mine.rank, 7], dtype=torch.int64)
+    assert mine.collectives.gather_small(values, name="norm").tolist() == [[r, 7] for r in range(mine.size)]
+    assert mine.collectives.gather_objects(str(mine.rank), name="state") == [str(r) for r in range(mine.size)]
+    mine.collectives.broadcast(values, name="unit")
+    assert values.tolist() == [0, 7]
+
+
+def counted(mine: OnARank) -> None:
+    """Each byte once to each other rank; twice in gloo's own reduce-scatter, which is an all-reduce."""
+    share = 4 * NUMEL * (mine.size - 1)
+    full, out = torch.zeros(NUMEL * mine.size), torch.zeros(NUMEL)
+    mine.ledger.in_step = True
+    mine.collectives.gather_now("unit", full, out)
+    reduction = mine.collectives.reduction("unit", out, mine.pool)
+    reduction.issue(full)
+    reduction.finish()
+    mine.ledger.close_step()
+    twice = 2 if mine.way == "native" else 1
+    assert mine.ledger.last_step.nbytes == {"gather": share, "reduce": share * twice}
+    assert mine.ledger.last_step.calls == {"gather": 1, "reduce": 1}
+    reduction.prepare()
+    reduction.withdraw()  # of what is posted, something must be sent to end it
+    assert mine.ledger.outside_steps.nbytes == ({"reduce": share} if mine.way == "posted" else {})
+
+
+def without_overlap(mine: OnARank) -> None:
+    waiting = OnARank(mine.way, World.current(CPU), overlap=False)
+    full = torch.empty(NUMEL * mine.size)
+    gather = waiting.collectives.gather("unit", full, mine.shard_of(mine.rank, 0))
+    gather.issue()
+    assert gather.done()
+    assert torch.equal(full, mine.whole(0))
+    gather.finish()
+
+
+CHECKS: list[Callable[[OnARank], None]] = [
+    gathers,
+    reductions,
+    sums_in_rank_order,
+    under_way_together,
+    withdrawn,
+    exchanged,
+    small_ones,
+    counted,
+    without_overlap,
+]
+
+
+def all_checks(way: str) -> list[str]:
+    """On each rank: the checks that failed, and how."""
+    world = World.current(CPU)
+    failed = []
+    for check in CHECKS:
+        try:
+            check(OnARank(way, world))
+        except AssertionError as error:
+            failed.append(f"{check.__name__}: {error!r}")
+        dist.barrier()
+    return failed
+
+
+@pytest.mark.parametrize(("way", "size"), [("posted", 2), *((way, 3) for way in WAYS)])
+def test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began(way: str, size: int) -> None:
+    assert run_ranks(all_checks, size, way, timeout_s=20.0) == [[]] * size

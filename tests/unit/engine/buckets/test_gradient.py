@@ -1,0 +1,219 @@
+"""The gradient of one bucket. What is expected is counted in whole numbers."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.engine.parts import OneBucket, alone
+from zerotrain.comm.world import World
+from zerotrain.engine.buckets.gradient import SEGMENT_NBYTES, BucketGradient
+from zerotrain.engine.buckets.norm import norm_of_digit_sums
+from zerotrain.errors import EngineStateError
+from zerotrain.testing.fake_wire import run_threads
+
+
+def give(bucket: OneBucket, *values: float | None) -> None:
+    """Let a gradient arrive at each parameter, None at those that get none."""
+    for parameter, value in zip(bucket.parameters, values, strict=True):
+        parameter.grad = None if value is None else torch.full_like(parameter, value)
+
+
+def fill(bucket: OneBucket, gradient: BucketGradient, *values: float | None, more_to_come: bool = False) -> None:
+    give(bucket, *values)
+    gradient.begin_filling(more_to_come=more_to_come)
+    for segment in gradient.segments:
+        gradient.fill(segment)
+
+
+def reduce(gradient: BucketGradient, loss_scale: float = 1.0) -> None:
+    gradient.reduce()
+    gradient.finish_reduce(loss_scale)
+
+
+def poison(bucket: OneBucket) -> None:
+    """What the pool lends first holds NaN."""
+    scratch = bucket.pool.take(bucket.layout.padded_numel)
+    scratch.storage.fill_(float("nan"))
+    bucket.pool.give_back(scratch)
+
+
+SHAPES = {"odd": ((5,), (64,), (3, 3)), "dense": ((64,), (128,), (10,))}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_the_sum_over_ranks_is_cut_into_shards_and_zero_between_and_behind_the_parameters(
+    shapes: tuple[tuple[int, ...], ...], stage: int
+) -> None:
+    def on_a_rank(world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        bucket = OneBucket(world, shapes, stage)
+        gradient = bucket.gradient()
+        poison(bucket)
+        fill(bucket, gradient, *(10.0 ** (i + 1) + world.rank for i in range(3)))
+        assert [parameter.grad for parameter in bucket.parameters] == [None] * 3
+        reduce(gradient)
+        return gradient.shard.clone(), gradient.reduced().clone(), bucket.flat([33, 303, 3003])
+
+    results, _ = run_threads(on_a_rank, 3)
+    for shard, reduced, expected in results:
+        assert torch.equal(reduced, expected if stage == 0 else shard)
+    assert torch.equal(torch.cat([shard for shard, _, _ in results]), results[0][2])
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_parameter_without_a_gradient_counts_as_zeros_whatever_its_place_held(
+    shapes: tuple[tuple[int, ...], ...], stage: int
+) -> None:
+    bucket = OneBucket(alone(), shapes, stage)
+    gradient = bucket.gradient()
+    poison(bucket)
+    for _ in range(2):
+        fill(bucket, gradient, 7, 7, 7)  # what a buffer that is used again still holds
+        reduce(gradient)
+        gradient.drop()
+        fill(bucket, gradient, 1, None, 2)
+        reduce(gradient)
+        assert torch.equal(gradient.reduced(), bucket.flat([1, None, 2]))
+        gradient.drop()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_in_bf16_micro_batches_are_added_in_fp32_and_rounded_once(stage: int) -> None:
+    """256 + 1 is 256 in bf16: added there, the ones are lost."""
+    bucket = OneBucket(alone(), stage=stage, precision="bf16")
+    gradient = bucket.gradient()
+    for _ in range(2):
+        for value in (256, 1, None):
+            fill(bucket, gradient, value, value, 3, more_to_come=True)
+        fill(bucket, gradient, 1, None, 3)
+        reduce(gradient)
+        assert torch.equal(gradient.reduced().float(), bucket.flat([258, 257, 12]).bfloat16().float())
+        gradient.drop()
+        assert bucket.pool.lent_nbytes == 0
+
+
+def test_without_accumulation_no_buffer_for_it_is_made() -> None:
+    bucket = OneBucket(alone(), precision="bf16")
+    gradient = bucket.gradient()
+    fill(bucket, gradient, 1, 2, 3)
+    reduce(gradient)
+    assert gradient.accumulator_nbytes == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_second_reduced_backward_adds_to_the_first(precision: str, stage: int) -> None:
+    def on_a_rank(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+        bucket = OneBucket(world, stage=stage, precision=precision)
+        gradient = bucket.gradient()
+        for value in (1.0, 2.0, 4.0):
+            fill(bucket, gradient, value, value + world.rank, None)
+            reduce(gradient)
+        gradient.reduced()
+        return gradient.shard.float(), bucket.flat([14, 17, None])
+
+    results, _ = run_threads(on_a_rank, 2)
+    assert torch.equal(torch.cat([shard for shard, _ in results]), results[0][1])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("number_reduced", [0, 1])
+@pytest.mark.parametrize("more_to_come", [False, True])
+def test_dropped_while_it_is_filled_it_forgets_also_the_earlier_sum_and_gives_back_every_loan(
+    more_to_come: bool, number_reduced: int, stage: int
+) -> None:
+    bucket = OneBucket(alone(), stage=stage, precision="bf16")
+    gradient = bucket.gradient()
+    for _ in range(number_reduced):
+        fill(bucket, gradient, 1, 1, 1)
+        reduce(gradient)
+    fill(bucket, gradient, 100, 100, 100, more_to_come=more_to_come)
+    assert (bucket.pool.lent_nbytes > 0) == (stage >= 2 and not more_to_come)
+    gradient.drop()
+    assert bucket.pool.lent_nbytes == 0
+    assert gradient.is_empty
+    fill(bucket, gradient, 3, 4, 5)
+    reduce(gradient)
+    assert torch.equal(gradient.reduced().float(), bucket.flat([3, 4, 5]))
+
+
+def test_dropped_at_stage_0_it_waits_for_the_gather_that_is_under_way() -> None:
+    def on_a_rank(world: World) -> bool:
+        bucket = OneBucket(world, stage=0)
+        gradient = bucket.gradient()
+        fill(bucket, gradient, 1, 1, 1)
+        reduce(gradient)
+        assert gradient.ends_with_gather
+        gradient.drop()
+        fill(bucket, gradient, 2, 2, 2)  # into the memory that the gather writes
+        reduce(gradient)
+        return torch.equal(gradient.reduced(), bucket.flat([6, 6, 6]))
+
+    assert run_threads(on_a_rank, 3)[0] == [True] * 3
+
+
+def test_it_is_told_when_filling_needs_a_loan() -> None:
+    for stage, borrows in enumerate([False, False, True, True]):
+        bucket = OneBucket(alone(), stage=stage)
+        gradient = bucket.gradient()
+        assert gradient.borrows == borrows
+        fill(bucket, gradient, 1, 1, 1)
+        assert not gradient.borrows  # it has one
+        reduce(gradient)
+        assert gradient.borrows == borrows
+
+
+def test_a_loss_scale_is_left_in_the_sum_and_taken_out_of_the_norm() -> None:
+    bucket = OneBucket(alone(), shapes=((4,),))
+    gradient = bucket.gradient()
+    fill(bucket, gradient, 3 * 1024.0)
+    reduce(gradient, loss_scale=1024.0)
+    assert norm_of_digit_sums(gradient.digit_sums).item() == 6.0
+    assert torch.equal(gradient.reduced(), bucket.flat([3072]))
+
+
+def test_segments_are_of_256_kib_at_least_and_hold_each_parameter_once_in_order() -> None:
+    small, large = (SEGMENT_NBYTES // 4 // 4,), (SEGMENT_NBYTES // 4,)
+    gradient = OneBucket(alone(), (small, small, small, small, large, small, small)).gradient()
+    assert [segment.slots for segment in gradient.segments] == [range(4), range(4, 5), range(5, 7)]
+    assert [len(segment.parameters) for segment in gradient.segments] == [4, 1, 2]
+
+
+def test_each_segment_is_filled_and_added_to_by_itself() -> None:
+    large = (SEGMENT_NBYTES // 4,)
+    bucket = OneBucket(alone(), (large, large))
+    gradient = bucket.gradient()
+    give(bucket, 1, 2)
+    gradient.begin_filling(more_to_come=True)
+    gradient.fill(gradient.segments[0])
+    bucket.parameters[1].grad = None
+    give(bucket, 10, 20)
+    gradient.begin_filling(more_to_come=False)
+    for segment in gradient.segments:
+        gradient.fill(segment)
+    reduce(gradient)
+    assert torch.equal(gradient.reduced(), bucket.flat([11, 20]))
+
+
+def test_what_was_not_moved_into_the_bucket_is_forgotten_when_told() -> None:
+    bucket = OneBucket(alone())
+    gradient = bucket.gradient()
+    give(bucket, 1, None, 1)
+    gradient.clear_unmoved()
+    assert all(isinstance(each, nn.Parameter) and each.grad is None for each in bucket.parameters)
+
+
+def test_a_reduction_of_what_was_never_filled_is_refused() -> None:
+    with pytest.raises(EngineStateError, match="cannot go from empty to reducing"):
+        OneBucket(alone()).gradient().reduce()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_held_between_steps_are_the_whole_or_this_ranks_part(stage: int) -> None:
+    def on_a_rank(world: World) -> tuple[int, int]:
+        bucket = OneBucket(world, stage=stage)
+        return bucket.gradient().held_nbytes, bucket.layout.padded_numel * 4
+
+    for held, whole in run_threads(on_a_rank, 2)[0]:
+        assert held == whole // (1 if stage == 1 else 2)

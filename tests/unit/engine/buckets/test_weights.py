@@ -1,0 +1,199 @@
+"""The weights of one bucket: whole, on their way, or this rank's part alone."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.engine.parts import OneBucket, alone
+from zerotrain.comm.world import World
+from zerotrain.engine.buckets.unready_parameter import UnreadyParameter
+from zerotrain.engine.buckets.weights import BucketWeights
+from zerotrain.errors import EngineStateError
+from zerotrain.testing.fake_wire import run_threads
+
+
+class Marked(nn.Parameter):
+    """A class of somebody's own."""
+
+
+def values_of(bucket: OneBucket) -> list[float]:
+    return [value for parameter in bucket.parameters for value in parameter.detach().flatten().tolist()]
+
+
+COUNTING = [float(value) for value in range(5 + 64 + 9)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_from_the_start_parameters_are_views_of_one_buffer_with_their_values(stage: int, precision: str) -> None:
+    bucket = OneBucket(alone(), stage=stage, precision=precision)
+    weights = bucket.weights()
+    assert weights.is_full
+    assert values_of(bucket) == COUNTING  # whole numbers up to 256 are numbers of bf16
+    storages = {parameter.untyped_storage().data_ptr() for parameter in bucket.parameters}
+    assert storages == {weights.model_weight.tensor.data_ptr()}
+    assert {parameter.dtype for parameter in bucket.parameters} == {bucket.spec.dtype}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_resharded_and_gathered_it_holds_what_each_rank_made_of_its_part(stage: int) -> None:
+    def on_a_rank(world: World) -> None:
+        bucket = OneBucket(world, stage=stage)
+        weights = bucket.weights()
+        weights.reshard()
+        weights.shard.add_(1000 * (world.rank + 1))
+        weights.start_gather()
+        weights.finish_gather()
+        shard_numel = bucket.layout.shard_numel
+        expected = bucket.flat([torch.arange(5), torch.arange(5, 69), torch.arange(69, 78)])
+        expected += 1000 * (torch.arange(len(expected)) // shard_numel + 1)
+        assert torch.equal(weights.model_weight.tensor, expected)
+        assert all(torch.equal(p, v) for p, v in zip(bucket.parameters, weights.model_weight.views(), strict=True))
+
+    run_threads(on_a_rank, 3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_reshard_frees_the_memory_of_sharded_parameters_alone(stage: int) -> None:
+    bucket = OneBucket(alone(), stage=stage)
+    weights = bucket.weights()
+    whole, shard = 4 * bucket.layout.padded_numel, 4 * bucket.layout.shard_numel
+    assert weights.held_nbytes == whole + (shard if stage == 3 else 0)
+    weights.reshard()
+    assert weights.held_nbytes == (shard if stage == 3 else whole)
+    weights.start_gather()
+    weights.finish_gather()
+    assert values_of(bucket) == COUNTING
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Marked])
+def test_until_it_is_full_a_parameter_is_of_another_class_and_then_of_its_own_again(kind: type[nn.Parameter]) -> None:
+    bucket = OneBucket(alone(), stage=3, kind=kind)
+    weights = bucket.weights()
+    assert {type(parameter) for parameter in bucket.parameters} == {kind}
+    weights.reshard()
+    assert all(isinstance(parameter, UnreadyParameter) for parameter in bucket.parameters)
+    weights.start_gather()
+    assert all(isinstance(parameter, UnreadyParameter) for parameter in bucket.parameters)
+    weights.finish_gather()
+    assert {type(parameter) for parameter in bucket.parameters} == {kind}
+
+
+def complete(weights: BucketWeights) -> None:
+    weights.start_gather()
+    weights.finish_gather()
+
+
+def test_a_read_of_what_is_on_its_way_waits_for_it() -> None:
+    def on_a_rank(world: World) -> float:
+        bucket = OneBucket(world, stage=3)
+        weights = bucket.weights()
+        weights.when_read = lambda: complete(weights)
+        weights.reshard()
+        weights.start_gather()
+        return (bucket.parameters[2] + 0).sum().item()
+
+    assert run_threads(on_a_rank, 2, late_rank=0)[0] == [float(sum(range(69, 78)))] * 2
+
+
+def test_a_read_after_the_engine_has_gone_is_refused() -> None:
+    bucket = OneBucket(alone(), stage=3)
+    weights = bucket.weights()
+    weights.reshard()
+    with pytest.raises(EngineStateError, match="whose engine is gone"):
+        bucket.parameters[0].sum()
+    weights.when_read = lambda: None
+    del weights
+    gc.collect()
+    with pytest.raises(EngineStateError, match="whose engine is gone"):
+        bucket.parameters[0].sum()
+
+
+def test_what_is_full_or_on_its_way_is_gathered_no_second_time_and_what_is_at_rest_not_freed_again() -> None:
+    def on_a_rank(world: World) -> None:
+        weights = OneBucket(world, stage=3).weights()
+        weights.start_gather()  # it is full
+        weights.finish_gather()
+        for _ in range(2):
+            weights.reshard()
+            weights.reshard()
+            weights.start_gather()
+            weights.reshard()  # on its way: it stays so
+            weights.start_gather()
+            weights.finish_gather()
+            weights.finish_gather()
+            assert weights.is_full
+
+    _, board = run_threads(on_a_rank, 2)
+    assert board.orders == [["gather unit", "gather unit"]] * 2
+
+
+def test_drained_it_ends_the_gather_under_way() -> None:
+    def on_a_rank(world: World) -> list[float]:
+        bucket = OneBucket(world, stage=2)
+        weights = bucket.weights()
+        weights.reshard()
+        weights.start_gather()
+        weights.drain()
+        assert weights.is_full
+        return values_of(bucket)
+
+    assert run_threads(on_a_rank, 2)[0] == [COUNTING] * 2
+
+
+def test_drained_it_issues_the_gather_that_was_prepared_and_only_that() -> None:
+    def on_a_rank(world: World) -> None:
+        prepared, other = OneBucket(world, stage=2).weights(), OneBucket(world, stage=2).weights()
+        prepared.prepare_gather()
+        for weights in (prepared, other):
+            weights.drain()
+            assert weights.is_full
+        prepared.drain()
+
+    assert run_threads(on_a_rank, 2)[1].orders == [["gather unit"]] * 2
+
+
+def test_prepared_for_the_next_gather_it_has_waited_for_the_last() -> None:
+    def on_a_rank(world: World) -> list[float]:
+        bucket = OneBucket(world, stage=2)
+        weights = bucket.weights()
+        for _ in range(2):
+            weights.prepare_gather()
+            assert weights.is_full
+            weights.reshard()
+            weights.start_gather()
+        weights.finish_gather()
+        return values_of(bucket)
+
+    assert run_threads(on_a_rank, 2)[0] == [COUNTING] * 2
+
+
+@pytest.mark.parametrize("on_its_way", [False, True])
+def test_let_go_its_parameters_have_their_class_again(on_its_way: bool) -> None:
+    def on_a_rank(world: World) -> set[type]:
+        bucket = OneBucket(world, stage=3, kind=Marked)
+        weights = bucket.weights()
+        weights.reshard()
+        if on_its_way:
+            weights.start_gather()
+        weights.let_go()
+        return {type(parameter) for parameter in bucket.parameters}
+
+    assert run_threads(on_a_rank, 2)[0] == [{Marked}] * 2
+
+
+def test_what_this_rank_always_holds_is_its_part_where_parameters_are_sharded() -> None:
+    def on_a_rank(world: World) -> None:
+        for stage, share in ((2, 1), (3, 2)):
+            bucket = OneBucket(world, stage=stage)
+            weights = bucket.weights()
+            weights.reshard()
+            assert weights.held.numel() == bucket.layout.padded_numel // share
+            assert torch.equal(weights.shard, weights.held if stage == 3 else weights.held[weights.own])
+            assert (weights.own.start, weights.own.stop) == tuple(
+                (world.rank + end) * bucket.layout.shard_numel for end in (0, 1)
+            )
+
+    run_threads(on_a_rank, 2)

@@ -1,0 +1,158 @@
+"""Parts of an engine on ranks that are threads: one bucket by itself, or an engine of a few small layers."""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import zerotrain
+from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.world import World
+from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.buckets.weights import BucketWeights
+from zerotrain.engine.options import EngineOptions
+from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig
+from zerotrain.sharding.bucketing import BucketSpec
+from zerotrain.sharding.flat_buffer import FlatBuffer
+from zerotrain.sharding.layout import BucketLayout
+from zerotrain.sharding.units import ManagedParameter, Unit
+
+CPU = torch.device("cpu")
+WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SGD: Any = functools.partial(torch.optim.SGD, lr=0.5)
+_ONE_SEED_AT_A_TIME = threading.Lock()
+
+
+def alone() -> World:
+    return World(rank=0, size=1, local_rank=0, device=CPU)
+
+
+@dataclass
+class OneBucket:
+    """A bucket of parameters p0, p1, ..., whose elements count up from 0 through all of them, and what holds it."""
+
+    world: World
+    shapes: Sequence[tuple[int, ...]] = ((5,), (64,), (3, 3))
+    stage: int = 2
+    precision: str = "fp32"
+    kind: type[nn.Parameter] = nn.Parameter
+    overlap: bool = True
+    parameters: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = EngineConfig(ZeroConfig(stage=self.stage), PrecisionConfig(self.precision), max_grad_norm=1.0)
+        self.options = EngineOptions.resolve(given, self.world)
+        self.ledger = Ledger()
+        self.collectives = Collectives(self.world, ledger=self.ledger, ordered=True, overlap=self.overlap)
+        self.parameters, start = [], 0
+        for shape in self.shapes:
+            values = torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+            self.parameters.append(self.kind(values))
+            start += values.numel()
+        wire = WIRE[self.precision]
+        managed = [ManagedParameter(p, [f"p{i}"], [], dtype=wire) for i, p in enumerate(self.parameters)]
+        unit = Unit("unit", [nn.Module()], managed)
+        self.spec = BucketSpec([unit], managed, trainable=True)
+        self.layout = BucketLayout.pack(self.shapes, self.world.shards.size)
+        self.pool = ScratchPool(dtype=wire, device=CPU)
+
+    def weights(self) -> BucketWeights:
+        values = FlatBuffer(self.layout, dtype=torch.float32, device=CPU)
+        for view, parameter in zip(values.views(), self.parameters, strict=True):
+            view.copy_(parameter.detach())
+        return BucketWeights(self.spec, self.layout, values, plan=self.options.plan, collectives=self.collectives)
+
+    def gradient(self) -> BucketGradient:
+        """Of parameters that are in the bucket's dtype."""
+        for parameter in self.parameters:
+            parameter.data = parameter.data.to(self.spec.dtype)
+        return BucketGradient(
+            self.spec, self.layout, options=self.options, collectives=self.collectives, pool=self.pool
+        )
+
+    def flat(self, values: Sequence[torch.Tensor | float | None]) -> torch.Tensor:
+        """(padded_numel,) fp32: one value or tensor for each parameter, None for zeros; zeros between."""
+        flat = torch.zeros(self.layout.padded_numel)
+        for slot, value in zip(self.layout.slots, values, strict=True):
+            if value is not None:
+                flat[slot.offset : slot.end] = value.flatten() if isinstance(value, torch.Tensor) else value
+        return flat
+
+
+class Linears(nn.Module):
+    """Four blocks of a square weight and a bias between an input and an output layer; returns a number."""
+
+    num_blocks, width = 4, 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = nn.Linear(3, self.width)
+        self.blocks = nn.ModuleList(nn.Linear(self.width, self.width) for _ in range(self.num_blocks))
+        self.output = nn.Linear(self.width, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.input(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.output(x).float().square().mean()
+
+
+def inputs(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    with _ONE_SEED_AT_A_TIME:
+        torch.manual_seed(0)
+        return make()
+
+
+def engine_on(
+    world: World, make: Callable[[], nn.Module] = Linears, *, optimizer: Any = SGD, zero: Any = None, **settings: Any
+) -> zerotrain.ZeroEngine:
+    """An engine of small buckets, of the same initial weights on every rank."""
+    zero = ZeroConfig(**({"bucket_mb": 0.0003} | (zero or {})))
+    return zerotrain.build_engine(seeded(make), optimizer=optimizer, zero=zero, world=world, **settings)
+
+
+def train(engine: zerotrain.ZeroEngine, *steps: int) -> None:
+    for step in steps:
+        engine.backward(engine(inputs(step, engine.world.rank)))
+        engine.step()
+
+
+class Plain:
+    """The same training in plain PyTorch: each rank's gradient apart, added in rank order."""
+
+    def __init__(self, size: int, make: Callable[[], nn.Module] = Linears, optimizer: Any = SGD) -> None:
+        self.size, self.model = size, seeded(make)
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = optimizer(list(self.parameters.values()))
+
+    def gradients(self, step: int) -> dict[str, torch.Tensor]:
+        sums = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
+        for rank in range(self.size):
+            self.model.zero_grad()
+            (self.model(inputs(step, rank)) / self.size).backward()
+            for name, parameter in self.parameters.items():
+                sums[name] += 0 if parameter.grad is None else parameter.grad
+        return sums
+
+    def train(self, *steps: int) -> dict[str, torch.Tensor]:
+        for step in steps:
+            for name, gradient in self.gradients(step).items():
+                self.parameters[name].grad = gradient if self.parameters[name].requires_grad else None
+            self.optimizer.step()
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(got) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name

@@ -1,0 +1,269 @@
+"""What is gathered ahead, what stays full and what is freed, on buckets that only write down what is asked."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from zerotrain.comm.world import World
+from zerotrain.engine.buckets.bucket import Bucket
+from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.schedule.gathers import Gathers
+from zerotrain.engine.schedule.live_unit import LiveUnit
+from zerotrain.settings import EngineConfig, ZeroConfig
+
+
+class Weights:
+    """Writes down what it is told, in one list for all buckets."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.spec, self.told, self.state = SimpleNamespace(name=name), told, "rest"
+
+    @property
+    def is_full(self) -> bool:
+        return self.state == "full"
+
+    def _go(self, start: str, to: str, word: str) -> None:
+        if self.state == start:
+            self.state = to
+            self.told.append(f"{word} {self.spec.name}")
+
+    def start_gather(self) -> None:
+        self._go("rest", "coming", "gather")
+
+    def finish_gather(self) -> None:
+        self._go("coming", "full", "wait")
+
+    def reshard(self) -> None:
+        self._go("full", "rest", "free")
+
+    def prepare_gather(self) -> None:
+        self.told.append(f"prepare {self.spec.name}")
+
+
+class Model:
+    """A root and three blocks a, b and c with a bucket each, which may share more."""
+
+    def __init__(self, world: World, *, shared: dict[str, str] | None = None, **zero: Any) -> None:
+        self.told: list[str] = []
+        self.buckets = {name: Bucket(Weights(name, self.told)) for name in ("root", "a", "b", "c")}  # type: ignore[arg-type]
+        of_unit = {name: [name] for name in self.buckets}
+        for name, units in (shared or {}).items():
+            self.buckets[name] = Bucket(Weights(name, self.told))  # type: ignore[arg-type]
+            for unit in units:
+                of_unit[unit].append(name)
+        self.units = {
+            name: LiveUnit(name, [] if name == "root" else [nn.Module()], [self.buckets[each] for each in names])
+            for name, names in of_unit.items()
+        }
+        options = EngineOptions.resolve(EngineConfig(ZeroConfig(**({"stage": 3} | zero))), world)
+        self.gathers = Gathers(list(self.units.values()), list(self.buckets.values()), options)
+
+    def says(self) -> str:
+        """What was told since the last question."""
+        told, self.told[:] = " ".join(self.told), []
+        return told
+
+    def forward(self, names: str = "abc", *, backward_follows: bool = True) -> str:
+        self.gathers.before_forward(self.units["root"], Phase.FORWARD)
+        for name in names:
+            self.gathers.before_forward(self.units[name], Phase.FORWARD)
+            self.gathers.after_forward(self.units[name], Phase.FORWARD)
+        self.gathers.end_forward(backward_follows=backward_follows)
+        return self.says()
+
+    def backward(self, names: str = "cba", done: str = "cba") -> str:
+        self.gathers.begin_backward()
+        for name in names:
+            self.gathers.before_backward(self.units[name])
+            if name in done:
+                self.gathers.gradient_done(self.buckets[name])
+        self.gathers.end_backward()
+        return self.says()
+
+
+@pytest.fixture
+def world() -> World:
+    import torch
+
+    return World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+
+
+def names(buckets: list[Bucket]) -> list[str]:
+    return [bucket.spec.name for bucket in buckets]
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "forward", "backward"),
+    [
+        (0, [[], [], [], []], [[], [], [], []]),
+        (1, [["a"], ["b"], ["c"], []], [[], ["root"], ["a"], ["b"]]),
+        (2, [["a", "b"], ["b", "c"], ["c"], []], [[], ["root"], ["a", "root"], ["b", "a"]]),
+        (9, [["a", "b", "c"], ["b", "c"], ["c"], []], [[], ["root"], ["a", "root"], ["b", "a", "root"]]),
+    ],
+)
+def test_so_many_units_are_gathered_ahead_in_the_order_they_come(
+    world: World, prefetch: int, forward: list[list[str]], backward: list[list[str]]
+) -> None:
+    units = Model(world, prefetch=prefetch).units.values()
+    assert [names(unit.ahead_in_forward) for unit in units] == forward
+    assert [names(unit.ahead_in_backward) for unit in units] == backward
+
+
+def test_units_that_share_all_their_buckets_count_as_one_of_those_ahead(world: World) -> None:
+    model = Model(world, shared={"x": "ab"})
+    model.units["a"].buckets = model.units["b"].buckets = [model.buckets["x"]]
+    model.gathers._look_ahead(1)
+    assert names(model.units["a"].ahead_in_forward) == ["c"]
+    assert names(model.units["root"].ahead_in_forward) == ["x"]
+    assert names(model.units["c"].ahead_in_backward) == ["x"]
+    assert names(model.units["b"].ahead_in_backward) == ["root"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_nothing_is_gathered_ahead_or_freed_of_what_is_not_sharded(world: World, stage: int) -> None:
+    model = Model(world, stage=stage)
+    assert all(unit.ahead_in_forward == unit.ahead_in_backward == [] for unit in model.units.values())
+    assert model.forward() == "gather root wait root gather a wait a gather b wait b gather c wait c"
+    assert model.backward() == ""
+    model.gathers.rest()
+    assert model.says() == ""
+
+
+def test_a_forward_gathers_the_next_unit_before_it_waits_and_frees_each_but_the_last_and_the_root(world: World) -> None:
+    assert Model(world).forward() == (
+        "gather root gather a wait root gather b wait a free a gather c wait b free b wait c"
+    )
+
+
+def test_a_backward_finds_the_last_unit_full_and_gathers_each_before_it_is_reached(world: World) -> None:
+    model = Model(world)
+    model.forward()
+    assert model.backward() == "gather b free c gather a wait b free b wait a free a free root"
+
+
+def test_behind_a_forward_without_a_backward_all_is_free(world: World) -> None:
+    model = Model(world)
+    assert model.forward(backward_follows=False) == (
+        "gather root gather a wait root gather b wait a free a gather c wait b free b wait c free root free c"
+    )
+    assert {bucket.weights.state for bucket in model.buckets.values()} == {"rest"}
+
+
+def test_what_was_gathered_ahead_and_not_used_is_freed_too(world: World) -> None:
+    model = Model(world)
+    model.forward("a", backward_follows=False)
+    assert {bucket.weights.state for bucket in model.buckets.values()} == {"rest"}
+
+
+def test_an_evaluation_between_forward_and_backward_frees_what_the_backward_then_gathers_again(world: World) -> None:
+    model = Model(world)
+    model.forward()
+    model.forward(backward_follows=False)
+    assert model.backward().startswith("gather root gather c wait root wait c")
+
+
+def test_once_the_step_is_over_no_backward_waits_for_anything(world: World) -> None:
+    model = Model(world)
+    model.forward()
+    model.gathers.rest()
+    assert model.says() == "free root free c"
+    model.gathers.begin_backward()
+    assert model.says() == ""
+
+
+def test_a_bucket_of_several_units_is_freed_behind_the_last_of_them_alone(world: World) -> None:
+    model = Model(world, shared={"x": "ab"})
+    assert [names(unit.last_of) for unit in model.units.values()] == [["root"], ["a"], ["b", "x"], ["c"]]
+    told = model.forward()
+    assert told.count("gather x") == 1
+    assert told.index("free x") > told.index("wait b")
+
+
+def test_a_bucket_that_also_the_last_unit_needs_stays_full(world: World) -> None:
+    model = Model(world, shared={"x": "ac"})
+    assert "free x" not in model.forward()
+
+
+def test_a_backward_frees_the_unit_behind_also_where_no_gradient_was_done(world: World) -> None:
+    """Frozen units have none."""
+    model = Model(world)
+    model.units["c"].buckets[0].stays_full = False
+    model.forward()
+    told = model.backward(done="")
+    assert told.index("free b") < told.index("wait a")
+    assert told.index("free c") < told.index("wait b")
+
+
+def test_a_backward_frees_no_bucket_that_the_unit_it_comes_to_shares(world: World) -> None:
+    model = Model(world, shared={"x": "ab"})
+    model.forward()
+    told = model.backward(done="")
+    assert told.count("gather x") == 1
+    assert told.index("free x") > told.index("wait a")
+
+
+def test_a_unit_within_whose_forward_others_run_is_not_freed_where_these_are_reached(world: World) -> None:
+    model = Model(world)
+    for name in ("root", "a", "b"):
+        model.gathers.before_forward(model.units[name], Phase.FORWARD)
+    for name in ("b", "a"):
+        model.gathers.after_forward(model.units[name], Phase.FORWARD)
+    assert [model.units[name].calls_units for name in "abc"] == [True, False, False]
+    model.gathers.end_forward(backward_follows=True)
+    model.says()
+    model.gathers.begin_backward()
+    model.gathers.before_backward(model.units["a"])
+    model.gathers.before_backward(model.units["b"])
+    assert "free a" not in model.says()
+
+
+def test_behind_a_unit_within_another_a_bucket_that_the_outer_one_needs_stays_full(world: World) -> None:
+    model = Model(world, shared={"x": "ab"})
+    for name in ("root", "a", "b"):
+        model.gathers.before_forward(model.units[name], Phase.FORWARD)
+    model.gathers.after_forward(model.units["b"], Phase.FORWARD)
+    assert model.buckets["x"].weights.is_full
+    model.gathers.after_forward(model.units["a"], Phase.FORWARD)
+    model.gathers.end_forward(backward_follows=True)
+    assert not model.buckets["x"].weights.is_full
+
+
+def test_a_unit_called_behind_another_is_not_within_it_also_if_the_other_raised(world: World) -> None:
+    model = Model(world)
+    gathers, units = model.gathers, model.units
+    gathers.before_forward(units["a"], Phase.FORWARD)
+    gathers.before_forward(units["b"], Phase.FORWARD)  # raises, and a catches it
+    gathers.after_forward(units["a"], Phase.FORWARD)
+    gathers.before_forward(units["c"], Phase.FORWARD)
+    assert [units[name].calls_units for name in "abc"] == [True, False, False]
+    gathers.end_forward(backward_follows=True)
+    gathers.before_forward(units["b"], Phase.FORWARD)
+    assert not units["c"].calls_units
+
+
+def test_kept_from_forward_to_backward_all_stay_full_until_the_step_is_over(world: World) -> None:
+    model = Model(world, reshard_after_forward=False)
+    assert "free" not in model.forward()
+    assert model.backward() == ""
+    model.gathers.rest()
+    assert model.says() == "free root free a free b free c"
+
+
+def test_a_recomputation_in_a_backward_gathers_ahead_backwards_and_frees_nothing(world: World) -> None:
+    model = Model(world)
+    model.gathers.before_forward(model.units["b"], Phase.BACKWARD)
+    model.gathers.after_forward(model.units["b"], Phase.BACKWARD)
+    assert model.says() == "gather b gather a wait b"
+
+
+@pytest.mark.parametrize(("stage", "gathers"), [(0, False), (1, True), (2, True), (3, False)])
+def test_updated_weights_are_gathered_at_once_where_only_the_optimizer_is_sharded(
+    world: World, stage: int, gathers: bool
+) -> None:
+    model = Model(world, stage=stage)
+    model.gathers.prepare_updated([model.buckets["a"], model.buckets["b"]])
+    model.gathers.gather_updated(model.buckets["a"])
+    assert model.says() == ("prepare a prepare b gather a" if gathers else "")

@@ -1,0 +1,180 @@
+"""From a model to buckets: on every rank the same ones, with rank 0's values."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerotrain
+from tests.unit.engine.parts import SGD, Linears, alone, assert_same, engine_on, inputs, seeded, train
+from zerotrain.comm.world import World
+from zerotrain.engine.build import require_values
+from zerotrain.errors import ConfigError
+from zerotrain.testing.fake_wire import run_threads
+
+
+class Apart(Linears):
+    """Other values on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.data += rank
+        self.register_buffer("table", torch.full((3,), float(rank)))
+        self.register_buffer("mask", torch.tensor([rank == 0]))
+        self.phase = nn.Parameter(torch.full((2,), complex(rank, 1)), requires_grad=False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_rank_begins_with_the_weights_and_the_buffers_of_rank_0(stage: int, precision: str) -> None:
+    def on_a_rank(world: World) -> tuple[str, dict[str, torch.Tensor], list[Any]]:
+        engine = engine_on(world, lambda: Apart(world.rank), precision=precision, zero={"stage": stage})
+        module: Any = engine.module
+        others = [module.table.tolist(), module.mask.tolist(), module.phase.tolist()]
+        return engine.weights_sha256(), engine.full_state_dict(), others
+
+    ranks, _ = run_threads(on_a_rank, 3)
+    assert len({sha256 for sha256, _, _ in ranks}) == 1
+    assert [others for _, _, others in ranks] == [[[0.0] * 3, [True], [1j, 1j]]] * 3
+    assert_same(ranks[0][1], seeded(lambda: Apart(0)).state_dict())
+    assert [state for _, state, _ in ranks[1:]] == [{}, {}]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_each_parameter_lies_in_one_bucket_and_each_unit_knows_the_buckets_it_needs(stage: int) -> None:
+    engine = engine_on(alone(), zero={"stage": stage})
+    names = [each.names[0] for bucket in engine.schedule.buckets for each in bucket.spec.parameters]
+    assert sorted(names) == sorted(dict(seeded(Linears).named_parameters()))
+    for unit in engine.schedule.units:
+        mine = {each.names[0] for bucket in unit.buckets for each in bucket.spec.parameters}
+        assert mine >= {name for name in names if name.startswith(f"{unit.name}.")}
+    assert [unit.name for unit in engine.schedule.units][1:5] == [f"blocks.{index}" for index in range(4)]
+
+
+def test_a_bucket_is_no_larger_than_asked_in_the_precision_that_is_sent() -> None:
+    for precision, itemsize in (("fp32", 4), ("bf16", 2)):
+        engine = engine_on(alone(), precision=precision, zero={"bucket_mb": 72 * itemsize / 2**20})
+        numels = [bucket.layout.numel for bucket in engine.schedule.buckets]
+        assert max(numels) == 72
+        assert sum(numels) == engine.num_parameters
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_layout_is_cut_over_the_ranks_of_the_world(size: int) -> None:
+    def on_a_rank(world: World) -> set[int]:
+        return {bucket.layout.num_shards for bucket in engine_on(world).schedule.buckets}
+
+    assert run_threads(on_a_rank, size)[0] == [{size}] * size
+
+
+def test_at_stage_3_nothing_is_held_whole_when_the_engine_is_built() -> None:
+    def on_a_rank(world: World) -> bool:
+        buckets = engine_on(world, zero={"stage": 3}).schedule.buckets
+        return all(bucket.weights.model_weight.held_nbytes == 0 for bucket in buckets)
+
+    assert run_threads(on_a_rank, 2)[0] == [True, True]
+
+
+def test_a_frozen_bucket_has_neither_gradient_nor_update() -> None:
+    def frozen() -> nn.Module:
+        model = Linears()
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    engine = engine_on(alone(), frozen)
+    kinds = {bucket.spec.trainable: hasattr(bucket, "gradient") for bucket in engine.schedule.buckets}
+    assert kinds == {True: True, False: False}
+
+
+class Wider(Linears):
+    width = 9
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Linears()
+
+
+class Buffered(Linears):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(3))
+
+
+DIFFERENT = {
+    "sizes": (Wider, {}, "the model"),
+    "names": (Renamed, {}, "the model"),
+    "buffers": (Buffered, {}, "buffers"),
+    "rates": (Linears, {"optimizer": functools.partial(torch.optim.SGD, lr=0.25)}, "the optimizer"),
+    "stages": (Linears, {"zero": {"stage": 1}}, "zero.stage"),
+    "buckets": (Linears, {"zero": {"bucket_mb": 1.0}}, "zero.bucket_mb"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_are_given_different_things_are_all_told_so(what: str) -> None:
+    make, settings, answer = DIFFERENT[what]
+
+    def on_a_rank(world: World) -> str:
+        mine: Any = (make, settings) if world.rank == 1 else (Linears, {})
+        with pytest.raises(ConfigError) as error:
+            engine_on(world, mine[0], **mine[1])
+        return str(error.value)
+
+    for said in run_threads(on_a_rank, 3)[0]:
+        assert answer in said
+        assert "on ranks 0, 2" in said
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no trainable floating-point parameter"):
+        engine_on(alone(), lambda: Linears().requires_grad_(False))
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="weight of model Linear is on the meta device"):
+        require_values(model)
+    complex_ = nn.ParameterDict({"phase": nn.Parameter(torch.zeros(2, dtype=torch.complex64))})
+    complex_["other"] = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ConfigError, match=r"phase is torch.complex64"):
+        engine_on(alone(), lambda: complex_)
+
+
+class ExpertsInBlocks(nn.Module):
+    """A block of which each rank calls one of two experts: the block is the unit, not the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"experts": Experts()}) for _ in range(2))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 2)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+
+@pytest.mark.parametrize("make", [Experts, ExpertsInBlocks])
+def test_experts_are_no_units_of_their_own(make: type[nn.Module]) -> None:
+    engine = engine_on(alone(), make)
+    assert not [unit.name for unit in engine.schedule.units if ".experts." in unit.name or unit.name == "experts.0"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_function_that_builds_the_model_gives_the_same_engine_as_the_model(stage: int) -> None:
+    def on_a_rank(world: World) -> list[dict[str, torch.Tensor]]:
+        engines = [engine_on(world, zero={"stage": stage})]
+        zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=0.0003)
+        torch.manual_seed(0)
+        engines.append(zerotrain.build_engine(Linears, optimizer=SGD, zero=zero, world=world))
+        for engine in engines:
+            train(engine, 0)
+            with torch.no_grad():
+                engine(inputs(0, 0))
+        return [engine.full_state_dict() for engine in engines]
+
+    assert_same(*run_threads(on_a_rank, 1)[0][0])

@@ -1,0 +1,183 @@
+"""Ranks that use different parts of a model: the bits of plain PyTorch, and one order of all collectives on every rank.
+
+The same models as in tests/distributed/test_parameters, where real ranks would wait for each other; here the joint
+order is compared itself, with a rank that is late and one that finds everything done as soon as it asks.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from uneven import (
+    EveryBlockOnAnotherRank,
+    ExpertsAlone,
+    Mixture,
+    SkippedBlocks,
+    TwoLinears,
+    Uneven,
+)
+
+from tests.unit.engine.parts import SGD, assert_same, engine_on, seeded
+from zerotrain.comm.world import World
+from zerotrain.testing.fake_wire import run_threads
+
+NUM_STEPS = 2
+
+
+class Small(Uneven):
+    num_blocks = 4
+
+
+class OneLinear(Small):
+    def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        return block(x, uses_second=not (index == 2 and rank == 0))
+
+
+class CalledTwice(Small):
+    """One block is called again behind the others; what it leaves out differs by rank and call."""
+
+    def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        x = block(x, uses_second=(index + step) % 2 != rank)
+        return self.blocks[1](x, uses_second=rank == 1) if index == 3 else x
+
+
+class CalledTwiceAtOnce(Small):
+    """One block is called twice in a row; its second linear is used in the second call alone on rank 0, in both, or in
+    none."""
+
+    def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        if index != 2:
+            return block(x)
+        x = block(x, uses_second=rank == 1)
+        return block(x, uses_second=rank == 0 or step == 1)
+
+
+class ReadLate(Small):
+    """What belongs to the root and was made before the blocks, but is read behind them, on rank 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks, output = self.blocks, self.output
+        del self.blocks, self.output
+        self.scale = nn.Parameter(torch.ones(5))
+        self.blocks, self.output = blocks, output
+
+    def forward(self, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        x = self.input(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.output(x)
+        return (x * self.scale if rank == 0 else x).square().mean()
+
+
+class Nesting(TwoLinears):
+    """Calls another block within its own forward, between its two linears."""
+
+    inner: Any = None
+
+    def forward(self, x: torch.Tensor, uses_second: bool = True) -> torch.Tensor:
+        hidden = self.first(self.norm(x)).tanh()
+        if self.inner is not None:
+            hidden = self.inner[0](hidden, uses_second=not uses_second)
+        return x + (self.second(hidden).tanh() if uses_second else hidden)
+
+
+class Nested(Small):
+    """The second block runs within the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Nesting() for _ in range(4))
+        self.blocks[0].inner = (self.blocks[1],)
+
+    def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        return x if index == 1 else block(x, uses_second=(index + step) % 2 == rank)
+
+
+class TiedBlocks(Small):
+    """A weight of the first block is one of the last, which a rank leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].second.weight = self.blocks[0].first.weight
+
+    def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        return block(x, uses_second=not (index == 3 and rank == step % 2))
+
+
+SMALL = [OneLinear, CalledTwice, CalledTwiceAtOnce, ReadLate, Nested, TiedBlocks]
+LARGE = [EveryBlockOnAnotherRank, SkippedBlocks, Mixture, ExpertsAlone]
+SKIPS_UNITS = {SkippedBlocks}
+"""Where a rank does not call a unit that others call its gathers differ in place: only each kind has one order."""
+
+
+def inputs(step: int, rank: int, micro_batch: int = 0) -> torch.Tensor:
+    return torch.randn(6, 7, generator=torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank))
+
+
+def plainly(make: type[nn.Module], size: int, num_micro_batches: int) -> dict[str, torch.Tensor]:
+    model = seeded(make)
+    optimizer = SGD(model.parameters())
+    for step in range(NUM_STEPS):
+        sums = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+        for rank in range(size):
+            model.zero_grad()
+            for index in range(num_micro_batches):
+                (model(inputs(step, rank, index), rank=rank, step=step) / size).backward()
+            for name, parameter in model.named_parameters():
+                sums[name] += 0 if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters():
+            parameter.grad = sums[name]
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def in_our_engine(make: type[nn.Module], size: int, num_micro_batches: int, zero: Any, **nasty: Any) -> Any:
+    def on_a_rank(world: World) -> dict[str, torch.Tensor]:
+        engine = engine_on(world, make, zero=zero)
+        for step in range(NUM_STEPS):
+            for index in range(num_micro_batches):
+                loss = engine(inputs(step, world.rank, index), rank=world.rank, step=step)
+                if index < num_micro_batches - 1:
+                    with engine.no_sync():
+                        engine.backward(loss)
+                else:
+                    engine.backward(loss)
+            engine.step()
+            assert engine._pools.lent_nbytes == 0
+        state = engine.full_state_dict()
+        return {name: state[name] for name, _ in engine.module.named_parameters()} if state else {}
+
+    return run_threads(on_a_rank, size, **nasty)
+
+
+def expect_the_bits_of_plain_pytorch_in_one_order(
+    make: type[nn.Module], size: int, num_micro_batches: int, zero: Any, **nasty: Any
+) -> None:
+    results, board = in_our_engine(make, size, num_micro_batches, {"stage": 3} | zero, **nasty)
+    assert_same(results[0], plainly(make, size, num_micro_batches))
+    for kind in ("gather", "reduction") if make in SKIPS_UNITS else ("",):
+        first, *others = [[each for each in order if each.startswith(kind)] for order in board.orders]
+        assert others == [first] * (size - 1)
+
+
+@pytest.mark.parametrize("nasty", [{"late_rank": 0}, {"late_rank": 1, "done_rank": 0}], ids=str)
+@pytest.mark.parametrize("make", SMALL)
+def test_ranks_that_differ_have_one_order_with_a_bucket_for_each_parameter(
+    make: type[nn.Module], nasty: dict[str, int]
+) -> None:
+    expect_the_bits_of_plain_pytorch_in_one_order(make, 2, 1, {"bucket_mb": 0.0001}, **nasty)
+
+
+@pytest.mark.parametrize("bucket_mb", [0.002, 0.02, 1.0])
+@pytest.mark.parametrize("make", SMALL)
+def test_ranks_that_differ_have_one_order_with_larger_buckets_and_accumulation(
+    make: type[nn.Module], bucket_mb: float
+) -> None:
+    expect_the_bits_of_plain_pytorch_in_one_order(make, 3, 2, {"bucket_mb": bucket_mb, "prefetch": 2}, late_rank=2)
+
+
+@pytest.mark.parametrize("make", LARGE)
+def test_models_that_fill_the_wire_have_one_order(make: type[nn.Module]) -> None:
+    expect_the_bits_of_plain_pytorch_in_one_order(make, 2, 1, {"bucket_mb": 0.002}, late_rank=0)
