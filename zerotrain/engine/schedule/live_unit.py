@@ -43,6 +43,10 @@ class LiveUnit:
     """Whether other units run within its forward, and so within its backward."""
     num_silent_calls: int = 0
     """Forwards since the last step that made no graph yet: a reentrant checkpoint makes it in the backward."""
+    reached_in: int | None = None
+    """Number of the last backward that came through a forward of it. Its `Call` may be gone: the graph that a reentrant
+    checkpoint makes ends with the checkpoint's own backward (seen: a linear unused on one rank in a checkpoint; its
+    bucket was never closed there, and the ranks hung)."""
     _calls: "weakref.WeakSet[Call]" = field(default_factory=weakref.WeakSet)
     _unseen_calls: list[Call] = field(default_factory=list)
     """Those whose outputs cannot be seen, so that no graph keeps them alive."""
@@ -63,7 +67,7 @@ class LiveUnit:
         """Whether all gradients of the unit have come that will come in the backward of this number, which is at node
         `position`."""
         calls = self._open_calls(backward)
-        announced = not self.num_silent_calls or any(call.reached_in == backward for call in calls)
+        announced = not self.num_silent_calls or self.reached_in == backward
         return announced and all(position < call.first_node for call in calls)
 
     def passes_next(self, position: int, backward: int) -> bool:
