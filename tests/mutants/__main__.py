@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tests.mutants.fault import REPOSITORY, Fault
@@ -44,10 +45,8 @@ def run_tests(tree: Path, tests: list[str], *, limit_s: float = LIMIT_S) -> tupl
     except subprocess.TimeoutExpired:
         return None, ""
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # ranks that still wait for each other
-        except ProcessLookupError:
-            pass
         process.communicate()
     found = re.search(r"^FAILED tests/(\S+?)(\[.*)?( - .*)?$", output, re.MULTILINE)
     return process.returncode, found[1] if found else output[-2000:]

@@ -108,8 +108,8 @@ FAULTS = {
     ),
     "gathered-gradient-not-waited-for": Fault(
         FILE,
-        '        """The reduced gradient over this rank\'s optimizer range, wire dtype."""\n        self._finish_gather()\n',
-        '        """The reduced gradient over this rank\'s optimizer range, wire dtype."""\n',
+        "        self._finish_gather()\n        return self.shard if",
+        "        return self.shard if",
         "stage 0 updates with what has not arrived",
         UNIT,
     ),

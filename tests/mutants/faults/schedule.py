@@ -57,7 +57,7 @@ FAULTS = {
         "if not call.is_used_up or call.reached_in == backward]",
         "]",
         "behind a backward whose graph is kept alive nothing is ever passed",
-        DIFFER,
+        ENGINE,
     ),
     "root-closed-early": Fault(
         SCHEDULE,
@@ -71,14 +71,14 @@ FAULTS = {
         "bucket.stays_full = bucket.is_read_unannounced = True",
         "bucket.stays_full = True",
         "a bucket read by a parent module is closed before that gradient comes",
-        DIFFER,
+        ("unit/engine/test_build.py",),
     ),
     "late-gradient-not-told": Fault(
         REDUCTIONS,
         "        self._closed_short.append(bucket)\n",
         "",
         "a gradient that comes when its bucket was closed is lost without a word",
-        DIFFER,
+        ("distributed/test_calls.py",),
     ),
     "freed-on-one-rank-alone": Fault(
         SCHEDULE,
@@ -131,10 +131,9 @@ FAULTS = {
     ),
     "micro-batches-reduced": Fault(
         REDUCTIONS,
-        '        """A bucket is complete: reduce what is, as far as this place of the backward allows."""\n'
-        "        if self.more_to_come:\n            return\n",
-        '        """A bucket is complete: reduce what is, as far as this place of the backward allows."""\n',
-        "what an earlier backward left in the queue is reduced within no_sync",
+        "        if not more_to_come:\n            self._waiting",
+        "        if True:\n            self._waiting",
+        "the backwards within no_sync get ready to reduce",
         ENGINE,
     ),
     "prefetch-off-by-one": Fault(
@@ -198,7 +197,8 @@ FAULTS = {
     ),
     "gathered-ahead-and-never-freed": Fault(
         GATHERS,
-        '        """Reshard, also a bucket that was gathered ahead and not used."""\n        bucket.weights.finish_gather()\n',
+        '        """Reshard, also a bucket that was gathered ahead and not used."""\n'
+        "        bucket.weights.finish_gather()\n",
         '        """Reshard, also a bucket that was gathered ahead and not used."""\n',
         "what was gathered ahead and not used stays under way",
         OF_GATHERS,

@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 ENGINE, AGREEMENT, STEP = "engine/engine.py", "engine/agreement.py", "engine/update/optimizer_step.py"
 OF_ENGINE = ("unit/engine/test_engine.py",)
+OF_UPDATE_ALL = ("unit/engine/update/test_update_all.py",)
 
 FAULTS = {
     "clipped-by-the-local-norm": Fault(
@@ -66,14 +67,14 @@ FAULTS = {
         "    gathers.prepare_updated(trained)\n",
         "",
         "the gathers behind an update find no receives posted, and take twice the time on a link",
-        OF_ENGINE,
+        OF_UPDATE_ALL,
     ),
     "update-given-up-half-way": Fault(
         "engine/update/update_all.py",
         "    while under_way:\n        _advance(under_way)\n",
         "    _advance(under_way)\n",
         "whole tensors that are still travelling are not unloaded",
-        OF_ENGINE,
+        OF_UPDATE_ALL,
     ),
     "losses-of-a-given-up-step": Fault(
         ENGINE,
