@@ -138,12 +138,13 @@ class _FakeGather(_Fake, Gather):
         self.sent_nbytes = self.shard.nbytes * (wire.board.size - 1)
 
     def _issue(self) -> None:
-        own = self.shard.clone()
-        self._send(own)
+        self._sent = self.shard.clone()
+        self._send(self._sent)
         self.full.fill_(float("nan"))  # what has not arrived is garbage
-        self.full.view(self._wire.board.size, -1)[self._wire.rank] = own
+        self.full.view(self._wire.board.size, -1)[self._wire.rank] = self._sent
 
     def _complete(self) -> None:
+        assert torch.equal(self.shard, self._sent), f"{self.name} was changed while it was on the wire"
         torch.cat(self._arrived, out=self.full)
 
 
@@ -184,9 +185,12 @@ class _FakeExchange(_Fake, Exchange):
 
     def _issue(self) -> None:
         self._received.fill_(float("nan"))
-        self._send([part.clone() for part in self._sent.split(self._numels)])
+        self._before = self._sent.clone()
+        self._send(self._before.split(self._numels))
 
     def _complete(self) -> None:
+        assert torch.equal(self._sent, self._before), f"{self.name} was changed while it was on the wire"
+        self._sent.fill_(float("nan"))  # a buffer that is given back now
         torch.cat([parts[self._wire.rank] for parts in self._arrived], out=self._received)
 
 

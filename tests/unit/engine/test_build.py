@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import zerotrain
-from tests.unit.engine.parts import SGD, Linears, alone, assert_same, engine_on, inputs, seeded, train
-from zerotrain.comm.world import World
+from tests.unit.engine.parts import SGD, Linears, Plain, alone, assert_same, engine_on, inputs, seeded, train
+from zerotrain.comm.world import Shards, World
 from zerotrain.engine.build import require_values
 from zerotrain.errors import ConfigError
 from zerotrain.testing.fake_wire import run_threads
@@ -68,6 +68,34 @@ def test_a_layout_is_cut_over_the_ranks_of_the_world(size: int) -> None:
         return {bucket.layout.num_shards for bucket in engine_on(world).schedule.buckets}
 
     assert run_threads(on_a_rank, size)[0] == [{size}] * size
+
+
+def test_a_layout_is_cut_over_the_ranks_that_share_the_shards_not_over_the_world() -> None:
+    engine = engine_on(World(rank=1, size=4, local_rank=1, device=torch.device("cpu"), shards=Shards(0, 1)))
+    assert {bucket.layout.num_shards for bucket in engine.schedule.buckets} == {1}
+
+
+class Tied(Linears):
+    """Two blocks with one weight; and one weight that its own module does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].weight = self.blocks[1].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.linear(x, self.blocks[3].weight[:3, :3]))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_tied_weight_is_one_with_two_names_and_what_is_read_without_a_call_is_there(stage: int) -> None:
+    def on_a_rank(world: World) -> dict[str, torch.Tensor]:
+        engine = engine_on(world, Tied, zero={"stage": stage})
+        train(engine, 0, 1)
+        return engine.full_state_dict()
+
+    plain = Plain(2, Tied)
+    plain.train(0, 1)
+    assert_same(run_threads(on_a_rank, 2)[0][0], plain.model.state_dict())
 
 
 def test_at_stage_3_nothing_is_held_whole_when_the_engine_is_built() -> None:

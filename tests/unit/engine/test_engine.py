@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zerotrain
-from tests.unit.engine.parts import Plain, alone, assert_same, engine_on, inputs, train
+from tests.unit.engine.parts import Linears, Plain, alone, assert_same, engine_on, inputs, train
 from zerotrain.comm.world import World
 from zerotrain.errors import DisagreementError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
@@ -18,18 +18,18 @@ STAGES = [0, 1, 2, 3]
 MOMENTUM: Any = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 
 
-@pytest.mark.parametrize("late_rank", [None, 0, 1])
+@pytest.mark.parametrize("nasty", [{}, {"late_rank": 0}, {"late_rank": 1, "done_rank": 0}], ids=str)
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_three_ranks_train_to_the_bits_of_plain_pytorch_and_issue_the_same_in_the_same_order(
-    stage: int, prefetch: int, late_rank: int | None
+    stage: int, prefetch: int, nasty: dict[str, int]
 ) -> None:
     def on_a_rank(world: World) -> dict[str, torch.Tensor]:
         engine = engine_on(world, zero={"stage": stage, "prefetch": prefetch})
         train(engine, 0, 1)
         return engine.full_state_dict()
 
-    results, board = run_threads(on_a_rank, 3, late_rank=late_rank)
+    results, board = run_threads(on_a_rank, 3, **nasty)
     assert_same(results[0], Plain(3).train(0, 1))
     assert board.orders[0] == board.orders[1] == board.orders[2]
 
@@ -45,6 +45,22 @@ def test_without_overlap_the_same_is_issued_in_the_same_order(stage: int) -> Non
     assert waiting[0] == overlapped[0]
     for rank in (0, 1):
         assert sorted(waiting[1].orders[rank]) == sorted(overlapped[1].orders[rank])
+
+
+class Deep(Linears):
+    num_blocks = 12
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_gradients_of_few_buckets_are_held_at_once_however_many_there_are(stage: int) -> None:
+    def on_a_rank(world: World) -> float:
+        engine = engine_on(world, Deep, zero={"stage": stage})
+        train(engine, 0, 1)
+        numels = [bucket.layout.padded_numel for bucket in engine.schedule.trained]
+        assert sum(numels) > 6 * max(numels)
+        return engine._pools.held_nbytes / (4 * max(numels))
+
+    assert max(run_threads(on_a_rank, 3, late_rank=1)[0]) <= 3  # two on the wire, and one that is filled
 
 
 # ---- the norm
@@ -161,6 +177,7 @@ def test_gradients_add_up_until_the_step_and_what_is_given_up_leaves_nothing(
             with pytest.raises(ZeroDivisionError):
                 two_backwards(64, 64, breaks_off=True)
         assert engine._pools.lent_nbytes == 0
+        assert not any(bucket.gradient._reduction.is_prepared for bucket in engine.schedule.trained)
         with pytest.raises(EngineStateError, match="step came before a backward"):
             engine.step()
         two_backwards(1, 2 + 2 * world.rank)
@@ -188,7 +205,51 @@ def test_a_loss_of_a_step_that_was_given_up_is_not_blamed_for_the_next() -> None
         engine.step()
 
 
+def test_a_loss_from_before_the_last_step_is_refused_and_one_from_before_a_skipped_step_is_not() -> None:
+    engine = engine_on(alone())
+    old = [engine(inputs(0, 0)) for _ in range(2)]
+    engine.backward(engine(inputs(0, 0)) * float("nan"))
+    assert engine.step().skipped
+    engine.backward(old[0])
+    assert not engine.step().skipped
+    with pytest.raises(EngineStateError, match="computed before the last step"):
+        engine.backward(old[1])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_losses_that_are_kept_alive_hold_up_no_reduction_of_later_backwards(stage: int) -> None:
+    def on_a_rank(world: World, keeps: bool) -> None:
+        engine, kept = engine_on(world, zero={"stage": stage}), []
+        for _ in range(3):
+            loss = engine(inputs(0, world.rank))
+            kept += [loss] if keeps else []
+            engine.backward(loss)
+        engine.step()
+
+    boards = [run_threads(functools.partial(on_a_rank, keeps=keeps), 2)[1] for keeps in (False, True)]
+    assert boards[0].orders == boards[1].orders
+
+
 # ---- between the steps
+
+
+def test_behind_each_call_the_engine_is_idle_and_sharded_weights_refuse_to_be_read() -> None:
+    engine = engine_on(alone(), zero={"stage": 3})
+    module: Any = engine.module
+
+    def read() -> None:
+        with pytest.raises(EngineStateError, match="between engine calls"):
+            module.blocks[1].weight.sum()
+
+    loss = engine(inputs(0, 0))
+    read()
+    engine.backward(loss)
+    read()
+    engine.step()
+    read()
+    with pytest.raises(ZeroDivisionError), engine.forward_scope():
+        raise ZeroDivisionError
+    read()
 
 
 @pytest.mark.parametrize("stage", STAGES)

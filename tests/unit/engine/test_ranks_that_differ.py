@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from uneven import (
+    WIDTH,
     EveryBlockOnAnotherRank,
     ExpertsAlone,
     Mixture,
@@ -71,6 +73,31 @@ class ReadLate(Small):
         return (x * self.scale if rank == 0 else x).square().mean()
 
 
+class Recomputed(Small):
+    """In a reentrant checkpoint: no hook announces the backward of a block before its recomputation begins."""
+
+    def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        uses_second = index % 2 == rank
+        return checkpoint(lambda x: block(x, uses_second=uses_second), x, use_reentrant=True)
+
+
+class Gain(nn.Module):
+    """A unit that makes a single node of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+class Gains(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gain() for _ in range(4))
+
+
 class Nesting(TwoLinears):
     """Calls another block within its own forward, between its two linears."""
 
@@ -106,7 +133,7 @@ class TiedBlocks(Small):
         return block(x, uses_second=not (index == 3 and rank == step % 2))
 
 
-SMALL = [OneLinear, CalledTwice, CalledTwiceAtOnce, ReadLate, Nested, TiedBlocks]
+SMALL = [OneLinear, CalledTwice, CalledTwiceAtOnce, ReadLate, Recomputed, Gains, Nested, TiedBlocks]
 LARGE = [EveryBlockOnAnotherRank, SkippedBlocks, Mixture, ExpertsAlone]
 SKIPS_UNITS = {SkippedBlocks}
 """Where a rank does not call a unit that others call its gathers differ in place: only each kind has one order."""

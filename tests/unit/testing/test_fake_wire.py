@@ -37,16 +37,16 @@ def test_what_was_gathered_is_garbage_until_it_was_waited_for_but_for_the_own_pa
     run_threads(on_a_rank, 3)
 
 
-def test_what_was_gathered_is_what_the_shards_held_when_they_were_sent() -> None:
-    def on_a_rank(world: World) -> list[float]:
-        full, shard = torch.zeros(2), torch.full((1,), float(world.rank))
-        gather = collectives(world).gather("unit", full, shard)
+def test_a_shard_that_was_changed_while_it_was_on_the_wire_is_found() -> None:
+    def on_a_rank(world: World) -> None:
+        shard = torch.zeros(1)
+        gather = collectives(world).gather("unit", torch.zeros(2), shard)
         gather.issue()
-        shard.fill_(7)
+        shard.fill_(world.rank)
         gather.finish()
-        return full.tolist()
 
-    assert run_threads(on_a_rank, 2)[0] == [[0.0, 1.0]] * 2
+    with pytest.raises(AssertionError, match="unit was changed while it was on the wire"):
+        run_threads(on_a_rank, 2)
 
 
 def test_a_reduction_is_the_sum_in_rank_order_and_leaves_nan_in_the_buffer() -> None:
@@ -85,6 +85,7 @@ def test_an_exchange_brings_to_each_rank_what_each_has_for_it() -> None:
         )
         assert received.isnan().all()
         exchange.finish()
+        assert sent.isnan().all()
         return received.tolist()
 
     assert run_threads(on_a_rank, 3)[0] == [[10.0, 10.0], [20.0], []]

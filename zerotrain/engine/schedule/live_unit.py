@@ -44,7 +44,9 @@ class LiveUnit:
     num_silent_calls: int = 0
     """Forwards since the last step that made no graph yet: a reentrant checkpoint makes it in the backward."""
     reached_in: int | None = None
-    """Number of the last backward that came through it."""
+    """Number of the last backward that came through a forward of it. Its `Call` may be gone: the graph that a reentrant
+    checkpoint makes ends with the checkpoint's own backward (seen: a linear unused on one rank in a checkpoint; its
+    bucket was never closed there, and the ranks hung)."""
     _calls: "weakref.WeakSet[Call]" = field(default_factory=weakref.WeakSet)
     _unseen_calls: list[Call] = field(default_factory=list)
     """Those whose outputs cannot be seen, so that no graph keeps them alive."""
@@ -64,8 +66,9 @@ class LiveUnit:
     def is_passed(self, position: int, backward: int) -> bool:
         """Whether all gradients of the unit have come that will come in the backward of this number, which is at node
         `position`."""
-        has_come = not self.num_silent_calls or self.reached_in == backward
-        return has_come and all(position < call.first_node for call in self._open_calls(backward))
+        calls = self._open_calls(backward)
+        announced = not self.num_silent_calls or self.reached_in == backward
+        return announced and all(position < call.first_node for call in calls)
 
     def passes_next(self, position: int, backward: int) -> bool:
         """Whether the unit will be passed as soon as the backward, which has just reached it, comes to another unit."""

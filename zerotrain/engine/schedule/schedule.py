@@ -114,8 +114,8 @@ class Schedule:
             self.keep(unit)
             self.gathers.complete(unit.buckets)
             return
-        call.reached_in, call.is_used_up = self._backward, self._frees_graph
-        unit.reached_in = self._backward
+        call.reached_in = unit.reached_in = self._backward
+        call.is_used_up = self._frees_graph
         self.reductions.close_passed(position)
         self.gathers.before_backward(unit)
         self.reductions.reached(unit, position)

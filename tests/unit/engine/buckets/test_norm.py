@@ -57,18 +57,11 @@ def test_a_plain_sum_in_fp64_would_depend_on_the_cut() -> None:
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-8, 1.0, 1e8])
 def test_padding_with_zeros_changes_nothing(scale: float) -> None:
+    """Of small gradients the highest digit lies far below that of 1."""
     values = torch.randn(640, generator=torch.Generator().manual_seed(0)) * scale
     zeros = torch.zeros(64)
     assert torch.equal(norm_over([values, zeros]), norm_over([values]))
     assert torch.equal(norm_over([torch.cat([zeros, values, zeros])]), norm_over([values]))
-
-
-@pytest.mark.parametrize("scale", [1e-24, 1e-16, 1.0, 1e16])
-def test_the_digits_of_nothing_but_zeros_take_no_place_of_others(scale: float) -> None:
-    squares = torch.rand(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scale
-    row, zeros = digit_sums(squares), digit_sums(torch.zeros(100, dtype=torch.float64))
-    assert torch.equal(add_digit_sums(torch.stack([row, zeros])), add_digit_sums(row[None]))
-    assert torch.equal(add_digit_sums(torch.stack([zeros, row, zeros])), add_digit_sums(row[None]))
 
 
 def test_shards_of_very_different_size_add_up() -> None:

@@ -136,3 +136,37 @@ def test_an_update_multiplies_the_gradient_with_the_factor_and_sends_sharded_wei
     assert bucket.update.master_weight[:100].unique().tolist() == [-1.0]
     assert (not bucket.weights.is_full) == (stage > 0)
     assert isinstance(engine.module.matrix, UnreadyParameter) == (stage > 0)
+
+
+class WholeSGD(torch.optim.SGD):
+    """Works by elements, and asks for whole tensors all the same."""
+
+    whole_tensor = True
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tensors_that_are_updated_whole_get_their_own_gradient_and_every_loan_is_given_back(
+    stage: int, precision: str
+) -> None:
+    def on_a_rank(world: World) -> dict[str, torch.Tensor]:
+        engine = engine_on(
+            world,
+            Given,
+            optimizer=functools.partial(WholeSGD, lr=1.0),
+            precision=precision,
+            zero=ONE_BUCKET | {"stage": stage},
+            max_grad_norm=1e6,
+        )
+        for _ in range(2):
+            engine.backward(engine(2, 3, 5 + 2 * world.rank))
+            engine.step()
+        assert engine._pools.lent_nbytes == 0
+        return engine.full_state_dict()
+
+    weights = run_threads(on_a_rank, 2)[0][0]
+    assert {name: value.unique().tolist() for name, value in weights.items()} == {
+        "matrix": [-4.0],
+        "one": [-6.0],
+        "other": [-12.0],
+    }

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.engine.parts import OneBucket, alone
-from zerotrain.comm.world import World
+from tests.unit.engine.parts import CPU, OneBucket, alone
+from zerotrain.comm.world import Shards, World
 from zerotrain.engine.buckets.unready_parameter import UnreadyParameter
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.errors import EngineStateError
@@ -179,9 +179,15 @@ def test_let_go_its_parameters_have_their_class_again(on_its_way: bool) -> None:
         if on_its_way:
             weights.start_gather()
         weights.let_go()
+        assert not on_its_way or values_of(bucket) == COUNTING
         return {type(parameter) for parameter in bucket.parameters}
 
     assert run_threads(on_a_rank, 2)[0] == [{Marked}] * 2
+
+
+def test_a_part_is_that_of_the_ranks_that_share_the_shards_not_of_the_world() -> None:
+    world = World(rank=3, size=4, local_rank=3, device=CPU, shards=Shards(rank=0, size=1))
+    assert OneBucket(world, stage=3).weights().own == slice(0, 3 * 64)
 
 
 def test_what_this_rank_always_holds_is_its_part_where_parameters_are_sharded() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.engine.parts import Linears, Plain, alone, assert_same, engine_on, train
+from tests.unit.engine.parts import Linears, Plain, alone, assert_same, engine_on, inputs, train
 from zerotrain.comm.world import World
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
@@ -100,6 +100,15 @@ def test_each_new_span_has_a_state_of_its_own() -> None:
     assert len(counters) > 2
     assert len({counter.data_ptr() for counter in counters}) == len(counters)
     assert {counter.item() for counter in counters} == {1.0}
+
+
+def test_while_a_gradient_waits_what_trains_cannot_change() -> None:
+    engine = engine_on(alone())
+    engine.backward(engine(inputs(0, 0)))
+    with pytest.raises(EngineStateError, match="while a gradient waits"):
+        engine.freeze("output.bias")
+    engine.step()
+    engine.freeze("output.bias")
 
 
 class Keeping(torch.optim.SGD):

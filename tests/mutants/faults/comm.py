@@ -1,0 +1,189 @@
+"""In what is sent, waited for and counted."""
+
+from tests.mutants.fault import Fault
+
+GROUPS, HANDLES, JOURNAL = "comm/process_groups.py", "comm/handles.py", "comm/journal.py"
+REAL = ("unit/comm/test_process_groups.py",)
+ANY = ("unit/comm/test_handles.py",)
+ORDER = ("unit/comm/test_journal.py", "unit/engine/test_agreement.py")
+
+FAULTS = {
+    "own-part-last": Fault(
+        GROUPS,
+        "parts.insert(self._group.rank(), own)",
+        "parts.append(own)",
+        "parts are not added in rank order",
+        REAL,
+    ),
+    "rows-backwards": Fault(
+        "comm/sums.py",
+        "rows[1:].split(NUM_ROWS_WIDENED)",
+        "rows[1:].flip(0).split(NUM_ROWS_WIDENED)",
+        "of many ranks the parts are not added in rank order",
+        ("unit/comm/test_sums.py",),
+    ),
+    "middle-part-left-out": Fault(
+        "comm/sums.py",
+        "for part in parts[1:-1]:",
+        "for part in parts[2:-1]:",
+        "of three ranks one is left out of the sum",
+        ("unit/comm/test_sums.py",),
+    ),
+    "receives-not-waited-for": Fault(
+        GROUPS,
+        "                *self._works,\n",
+        "",
+        "a posted collective waits for its sends alone",
+        REAL,
+    ),
+    "own-part-not-copied": Fault(
+        GROUPS,
+        "            own.copy_(self.shard)\n",
+        "            pass\n",
+        "a posted gather leaves out this rank's own part",
+        REAL,
+    ),
+    "withdraw-sends-nothing": Fault(
+        GROUPS,
+        "        self._send([values] * self._group.size())\n        self._wait()\n",
+        "        self._works = ()\n",
+        "a receive that was posted stays open, and takes what the next collective sends",
+        REAL,
+    ),
+    "withdraw-not-counted": Fault(
+        GROUPS,
+        "        self._journal.ledger.record(self.ledger_kind, self.sent_nbytes)\n",
+        "",
+        "what is sent to end a receive is not counted",
+        REAL,
+    ),
+    "withdraw-keeps-loan": Fault(
+        GROUPS,
+        "        self._end_receives(self.out)\n        assert self._received is not None\n"
+        "        self._pool.give_back(self._received)\n",
+        "        self._end_receives(self.out)\n",
+        "every step that is given up keeps a buffer",
+        REAL,
+    ),
+    "prepared-twice": Fault(
+        HANDLES,
+        "        if self.is_prepared:\n            return\n        started_s",
+        "        started_s",
+        "receives are posted a second time",
+        ANY,
+    ),
+    "issue-prepares-again": Fault(
+        GROUPS,
+        "        if not self.is_prepared:\n            self._prepare()\n        assert self._full is not None",
+        "        self._prepare()\n        assert self._full is not None",
+        "a reduction that was prepared posts its receives again",
+        REAL,
+    ),
+    "one-tag-for-all": Fault(
+        GROUPS,
+        "PostedReduction(name, journal, out, pool, self._reductions, next(self._shards.tags))",
+        "PostedReduction(name, journal, out, pool, self._reductions, 0)",
+        "parts of two buckets meet",
+        REAL,
+    ),
+    "exchange-sizes-swapped": Fault(
+        GROUPS,
+        "self._received, self._sent, received_numels, sent_numels, group",
+        "self._received, self._sent, sent_numels, received_numels, group",
+        "what is sent is cut as what is received",
+        REAL,
+    ),
+    "broadcast-from-another": Fault(
+        GROUPS, "group_src=0", "group_src=1", "another rank's initial weights are used", REAL
+    ),
+    "native-counted-once": Fault(
+        GROUPS, "2 if is_gloo else 1", "1", "half of what gloo's own reduce-scatter sends is not counted", REAL
+    ),
+    "withdraws-what-is-under-way": Fault(
+        HANDLES,
+        "        if self.is_prepared:\n            self._withdraw()",
+        "        if self.is_prepared or self.is_under_way:\n            self._withdraw()",
+        "a collective under way is ended as if it had not been issued",
+        ANY,
+    ),
+    "always-done": Fault(
+        HANDLES,
+        "return self._waited or self._done()",
+        "return True",
+        "a reduction is finished, and waited for, as soon as it is asked for",
+        ANY,
+    ),
+    "finished-without-wait": Fault(
+        HANDLES,
+        "        self.wait()\n        self._complete()",
+        "        self._complete()",
+        "the result is used before it is there",
+        (*ANY, "unit/testing/test_fake_wire.py"),
+    ),
+    "no-wait-without-overlap": Fault(
+        HANDLES, "if not self._journal.overlap:", "if False:", "overlap=False waits for nothing", ANY
+    ),
+    "not-noted": Fault(
+        HANDLES,
+        "        self._journal.note(self.kind, self.name)\n",
+        "",
+        "gathers and reductions have no place in the order that ranks compare",
+        ANY,
+    ),
+    "copies-counted": Fault(
+        HANDLES,
+        "        if not self.is_local:\n            self._journal",
+        "        if True:\n            self._journal",
+        "one rank counts collectives that it has with nobody",
+        (*ANY, "unit/comm/test_wire.py"),
+    ),
+    "order-as-a-sum": Fault(
+        JOURNAL,
+        "(self._orders[kind] * 1_000_003 + ",
+        "(self._orders[kind] + ",
+        "another order is not told apart",
+        ORDER,
+    ),
+    "order-across-kinds": Fault(
+        JOURNAL,
+        "self._orders[kind] = (self._orders[kind] * 1_000_003",
+        'self._orders[""] = (self._orders[""] * 1_000_003',
+        "ranks that skip a unit are refused though nothing is wrong",
+        ORDER,
+    ),
+    "order-too-long": Fault(
+        JOURNAL,
+        "ORDER_BITS = 52\n",
+        "ORDER_BITS = 60\n",
+        "fp64 rounds the order, and the ranks' last names with it",
+        ORDER,
+    ),
+    "given-up-step-counts-in-the-next": Fault(
+        "comm/ledger.py",
+        "        self.outside_steps.nbytes += self._this_step.nbytes\n        self._this_step = Traffic()",
+        "        self.outside_steps.nbytes += self._this_step.nbytes",
+        "the next step shows the traffic of two",
+        ("unit/comm/test_ledger.py",),
+    ),
+    "step-does-not-end": Fault(
+        "comm/ledger.py",
+        "self._this_step, Traffic()\n        self.in_step = False",
+        "self._this_step, Traffic()",
+        "what comes between two steps counts in the next",
+        ("unit/comm/test_ledger.py",),
+    ),
+    "small-ones-counted-once": Fault(
+        "comm/collectives.py",
+        "values.nbytes * (self.shards.size - 1)",
+        "values.nbytes",
+        "the bytes of the norm are those to one other rank",
+        ("unit/comm/test_collectives.py",),
+    ),
+    "buffer-too-small": Fault(
+        "comm/scratch.py",
+        "if scratch.storage.numel() >= numel]",
+        "if scratch.storage.numel() > 0]",
+        "a buffer on loan is smaller than asked for",
+        ("unit/comm/test_scratch.py",),
+    ),
+}

@@ -1,0 +1,130 @@
+"""In the gradient of a bucket, and in the norm over all of them."""
+
+from tests.mutants.fault import Fault
+
+FILE, NORM = "engine/buckets/gradient.py", "engine/buckets/norm.py"
+UNIT = ("unit/engine/buckets/test_gradient.py",)
+OF_NORM = ("unit/engine/buckets/test_norm.py",)
+
+FAULTS = {
+    "drop-keeps-the-earlier-sum": Fault(
+        FILE,
+        "        self._end_filling()\n        self._earlier = None\n        if",
+        "        self._end_filling()\n        if",
+        "a gradient that was given up is added to the next step",
+        UNIT,
+    ),
+    "drop-does-not-wait": Fault(
+        FILE,
+        "        self._finish_gather()\n        if self.life.state is GradientState.FILLING and",
+        "        if self.life.state is GradientState.FILLING and",
+        "the next gradient is filled into what a gather still writes",
+        UNIT,
+    ),
+    "drop-keeps-the-loan": Fault(
+        FILE,
+        "            self._pool.give_back(self._unreduced)\n",
+        "            pass\n",
+        "every backward that breaks off keeps a buffer",
+        UNIT,
+    ),
+    "zeros-not-filled": Fault(
+        FILE,
+        "if len(grads) < len(present):",
+        "if False:",
+        "an unused parameter gets what the buffer held before",
+        UNIT,
+    ),
+    "padding-not-zero": Fault(
+        FILE,
+        "(flat[last:] if self.layout.is_dense else flat).zero_()",
+        "flat[last:].zero_()",
+        "garbage between parameters is summed, squared and updated",
+        UNIT,
+    ),
+    "end-not-zero": Fault(
+        FILE,
+        "(flat[last:] if self.layout.is_dense else flat).zero_()",
+        "(flat[:0] if self.layout.is_dense else flat).zero_()",
+        "garbage behind the last parameter is summed, squared and updated",
+        UNIT,
+    ),
+    "values-held-for-ever": Fault(
+        FILE,
+        "            segment.holds_values = False",
+        "            pass",
+        "the next step's gradient is added to what a buffer holds",
+        UNIT,
+    ),
+    "accumulated-in-16-bits": Fault(
+        FILE,
+        "more_to_come and self.precision.separate_master",
+        "False",
+        "micro-batches are added with eight bits",
+        UNIT,
+    ),
+    "earlier-sum-lost": Fault(
+        FILE,
+        "            self.shard.copy_(self._earlier.add_(self.shard))\n",
+        "",
+        "the first of two reduced backwards is forgotten",
+        UNIT,
+    ),
+    "earlier-sum-not-copied": Fault(
+        FILE,
+        "self.shard.to(self.precision.master, copy=True)",
+        "self.shard.to(self.precision.master)",
+        "the first of two reduced backwards is overwritten by the second",
+        UNIT,
+    ),
+    "gradient-stays-with-its-parameter": Fault(
+        FILE,
+        "        for parameter in segment.parameters:\n            parameter.grad = None\n\n    def _wire_buffer",
+        "\n    def _wire_buffer",
+        "the next backward adds to a gradient that was moved already",
+        UNIT,
+    ),
+    "loan-given-back-when-sent": Fault(
+        FILE,
+        "            self._reduction.issue(_cut(_begun(self._unreduced), self.layout)[0])",
+        "            self._reduction.issue(_cut(_begun(self._unreduced), self.layout)[0])\n"
+        "            self._pool._free.append(_begun(self._unreduced))",
+        "the next bucket is filled into what is on the wire",
+        ("unit/engine/test_engine.py",),
+    ),
+    "loan-not-given-back": Fault(
+        FILE,
+        "            self._pool.give_back(_begun(self._unreduced))\n",
+        "            pass\n",
+        "every step holds more memory",
+        ("unit/engine/test_engine.py", "unit/engine/buckets/test_gradient.py"),
+    ),
+    "loss-scale-in-the-norm": Fault(
+        FILE,
+        "squares /= loss_scale**2",
+        "squares /= loss_scale",
+        "the norm, and what is clipped by it, grows with the root of the loss scale",
+        UNIT,
+    ),
+    "gathered-gradient-not-waited-for": Fault(
+        FILE,
+        "        self._finish_gather()\n        return self.shard if",
+        "        return self.shard if",
+        "stage 0 updates with what has not arrived",
+        UNIT,
+    ),
+    "flag-of-the-first-row": Fault(
+        NORM, "rows[:, -1].max()", "rows[0, -1]", "what is not finite on another rank skips no step", OF_NORM
+    ),
+    "digit-of-the-first-row": Fault(
+        NORM, "top = rows[:, 0].max()", "top = rows[0, 0]", "a larger gradient of another rank leaves the norm", OF_NORM
+    ),
+    "zeros-claim-a-digit": Fault(
+        NORM,
+        "torch.where(largest > 0, top, _NO_DIGIT)",
+        "torch.where(largest >= 0, top, _NO_DIGIT)",
+        "beside a bucket of zeros small gradients lose their low digits",
+        OF_NORM,
+    ),
+    "two-digits": Fault(NORM, "NUM_DIGITS = 3\n", "NUM_DIGITS = 2\n", "the norm has half the bits it says", OF_NORM),
+}

@@ -1,0 +1,254 @@
+"""In what is gathered, freed, closed and reduced, and where."""
+
+from tests.mutants.fault import Fault
+
+SCHEDULE, REDUCTIONS, GATHERS = (f"engine/schedule/{name}.py" for name in ("schedule", "reductions", "gathers"))
+LIVE, HOOKS = "engine/schedule/live_unit.py", "engine/schedule/hooks.py"
+DIFFER = ("unit/engine/test_ranks_that_differ.py",)
+OF_GATHERS = ("unit/engine/schedule/test_gathers.py",)
+OF_HOOKS = ("unit/engine/schedule/test_hooks.py",)
+ENGINE = ("unit/engine/test_engine.py",)
+
+FAULTS = {
+    "closed-behind-the-gathers": Fault(
+        SCHEDULE,
+        "        self.reductions.close_passed(position)\n        self.gathers.before_backward(unit)\n",
+        "        self.gathers.before_backward(unit)\n        self.reductions.close_passed(position)\n",
+        "a rank with an unused parameter gathers before it reduces, the others after",
+        DIFFER,
+    ),
+    "not-closed-where-a-unit-is-reached": Fault(
+        SCHEDULE,
+        "        self.reductions.close_passed(position)\n",
+        "",
+        "buckets with unused parameters hold up all reductions before them to the end",
+        DIFFER,
+    ),
+    "not-closed-before-a-recomputation": Fault(
+        SCHEDULE,
+        "            self.reductions.close_passed(_node_under_way())\n",
+        "            pass\n",
+        "a recomputation gathers ahead before what is passed is reduced",
+        DIFFER,
+    ),
+    "passed-too-early": Fault(
+        LIVE,
+        "all(position < call.first_node for call in calls)",
+        "all(position <= call.first_node for call in calls)",
+        "a unit counts as passed while its first node is still to run",
+        DIFFER,
+    ),
+    "second-call-ignored": Fault(
+        LIVE,
+        "return len(entered) == 1 and entered[0].reached_in == backward",
+        "return len(entered) >= 1 and any(call.reached_in == backward for call in entered)",
+        "a unit called twice is taken for passed behind its last call",
+        DIFFER,
+    ),
+    "inner-units-ignored": Fault(
+        LIVE,
+        " and not self.calls_units",
+        "",
+        "a unit that calls another is taken for passed where the other is reached",
+        DIFFER,
+    ),
+    "used-up-calls-stay-open": Fault(
+        LIVE,
+        "if not call.is_used_up or call.reached_in == backward]",
+        "]",
+        "behind a backward whose graph is kept alive nothing is ever passed",
+        ENGINE,
+    ),
+    "root-closed-early": Fault(
+        SCHEDULE,
+        "bucket in unit.buckets] or blocks",
+        "bucket in unit.buckets]",
+        "what belongs to no block is reduced as soon as it is complete, on one rank earlier than on others",
+        DIFFER,
+    ),
+    "unannounced-read-not-kept-open": Fault(
+        SCHEDULE,
+        "bucket.stays_full = bucket.is_read_unannounced = True",
+        "bucket.stays_full = True",
+        "a bucket read by a parent module is closed before that gradient comes",
+        ("unit/engine/test_build.py",),
+    ),
+    "late-gradient-not-told": Fault(
+        REDUCTIONS,
+        "        self._closed_short.append(bucket)\n",
+        "",
+        "a gradient that comes when its bucket was closed is lost without a word",
+        ("distributed/test_calls.py",),
+    ),
+    "freed-on-one-rank-alone": Fault(
+        SCHEDULE,
+        "            if self.reductions.may_go(bucket):\n",
+        "            if True:\n",
+        "the rank whose gradient came frees a weight that another keeps, and gathers it again alone",
+        DIFFER,
+    ),
+    "reduced-in-list-order": Fault(
+        REDUCTIONS,
+        "deque(reversed(self.trained))",
+        "deque(self.trained)",
+        "every reduction waits for the first unit, which a backward reaches last",
+        ("unit/engine/test_engine.py",),
+    ),
+    "finished-between-the-models-collectives": Fault(
+        REDUCTIONS,
+        "if not any(bucket.gradient.ends_with_gather for bucket in self._in_flight):",
+        "if True:",
+        "a gather is issued where this rank happens to see its reduction done",
+        ENGINE,
+    ),
+    "earlier-reductions-not-finished": Fault(
+        REDUCTIONS,
+        "        self.finish()  # what an earlier backward of the same step has issued\n",
+        "",
+        "a second backward fills what the first one's reduction still reads",
+        ENGINE,
+    ),
+    "room-on-the-wire-ignored": Fault(
+        REDUCTIONS,
+        "        while self._in_flight and _numel([*self._in_flight, bucket]) > self._max_numel_in_flight:",
+        "        while False:",
+        "a backward holds the gradients of all buckets at once",
+        ENGINE,
+    ),
+    "all-prepared-at-once": Fault(
+        REDUCTIONS,
+        "            if self._num_prepared and _numel(ahead) > self._max_numel_in_flight:\n                return\n",
+        "",
+        "buffers to receive into are held for all buckets at once",
+        ("distributed/test_memory.py",),
+    ),
+    "prepared-not-withdrawn": Fault(
+        REDUCTIONS,
+        "            self._waiting.popleft().gradient.withdraw()\n",
+        "            self._waiting.popleft()\n",
+        "a backward that breaks off keeps buffers, and receives that nobody ends",
+        ENGINE,
+    ),
+    "micro-batches-reduced": Fault(
+        REDUCTIONS,
+        "        if not more_to_come:\n            self._waiting",
+        "        if True:\n            self._waiting",
+        "the backwards within no_sync get ready to reduce",
+        ENGINE,
+    ),
+    "prefetch-off-by-one": Fault(
+        LIVE, "if new and prefetch > 0:", "if new and prefetch > 1:", "one unit less is gathered ahead", OF_GATHERS
+    ),
+    "empty-units-count-as-ahead": Fault(
+        LIVE,
+        "        if new and prefetch > 0:\n            ahead += new\n            prefetch -= 1",
+        "        if prefetch > 0:\n            ahead += new\n            prefetch -= 1",
+        "units that share a bucket use up what is gathered ahead",
+        OF_GATHERS,
+    ),
+    "freed-behind-the-first-unit": Fault(
+        GATHERS,
+        "later = {id(bucket) for other in self._units[index + 1 :] for bucket in other.buckets}",
+        "later: set[int] = set()",
+        "a bucket of several units is gathered once for each",
+        OF_GATHERS,
+    ),
+    "freed-within-the-outer-unit": Fault(
+        GATHERS,
+        " or any(bucket in outer.buckets for outer in self._running)",
+        "",
+        "a unit that calls another of its bucket finds it freed",
+        OF_GATHERS,
+    ),
+    "outer-unit-freed-in-the-backward": Fault(
+        GATHERS,
+        " or behind.calls_units",
+        "",
+        "a unit that calls another is freed where the backward reaches that one",
+        OF_GATHERS,
+    ),
+    "shared-bucket-freed-in-the-backward": Fault(
+        GATHERS,
+        "(bucket.stays_full or bucket in unit.buckets)",
+        "(bucket.stays_full)",
+        "a bucket of two units is gathered twice in a backward",
+        OF_GATHERS,
+    ),
+    "evaluation-leaves-all-full": Fault(
+        GATHERS,
+        "if not (backward_follows and bucket.stays_full):",
+        "if not bucket.stays_full:",
+        "what is kept for a backward is kept behind an evaluation too",
+        OF_GATHERS,
+    ),
+    "backward-does-not-look-what-is-there": Fault(
+        GATHERS,
+        "                bucket.awaits_backward = True\n",
+        "                pass\n",
+        "what an evaluation freed is missing in the backward",
+        OF_GATHERS,
+    ),
+    "awaits-for-ever": Fault(
+        GATHERS,
+        "                bucket.awaits_backward = False\n",
+        "                pass\n",
+        "a backward gathers what a forward of an earlier step had kept",
+        OF_GATHERS,
+    ),
+    "gathered-ahead-and-never-freed": Fault(
+        GATHERS,
+        '        """Reshard, also a bucket that was gathered ahead and not used."""\n'
+        "        bucket.weights.finish_gather()\n",
+        '        """Reshard, also a bucket that was gathered ahead and not used."""\n',
+        "what was gathered ahead and not used stays under way",
+        OF_GATHERS,
+    ),
+    "stage-3-gathers-behind-the-update": Fault(
+        GATHERS,
+        "self.plan.shards_optimizer and not self.plan.shards_parameters",
+        "self.plan.shards_optimizer",
+        "stage 3 is whole between steps",
+        OF_GATHERS,
+    ),
+    "hooks-left": Fault(
+        HOOKS, "        hook.remove()\n", "        pass\n", "a deleted engine is called by its model", OF_HOOKS
+    ),
+    "not-drained": Fault(
+        HOOKS, "        schedule.drain()\n", "        pass\n", "a deleted engine leaves ranks waiting", OF_HOOKS
+    ),
+    "engine-for-ever": Fault(
+        HOOKS,
+        "    _HOOKED.difference_update([module for unit in schedule.units for module in unit.modules])\n",
+        "",
+        "a model whose engine was deleted is refused",
+        OF_HOOKS,
+    ),
+    "two-hooks": Fault(
+        HOOKS,
+        "        self.remove()\n        self._handle = parameter",
+        "        self._handle = parameter",
+        "the hook on the last gradient is left behind wherever it was",
+        OF_HOOKS,
+    ),
+    "aside-not-announced": Fault(
+        HOOKS,
+        "    if last_node + 1 < next_node():\n        schedule.keep(unit)\n",
+        "",
+        "a backward that enters a unit by another way than its output reads freed memory",
+        OF_HOOKS,
+    ),
+    "input-announces": Fault(
+        HOOKS,
+        "(node := tensor.grad_fn._sequence_nr()) >= first_node:",
+        "(node := tensor.grad_fn._sequence_nr()) >= 0:",
+        "a unit that hands on its input is reached where the input is",
+        OF_HOOKS,
+    ),
+    "experts-as-units": Fault(
+        "sharding/units.py",
+        '    if name.rpartition(".")[2] in CHOSEN_CHILDREN:\n        return {}\n',
+        "",
+        "ranks that choose different experts wait for each other",
+        ("unit/engine/test_build.py",),
+    ),
+}

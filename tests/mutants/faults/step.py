@@ -1,0 +1,149 @@
+"""In the engine's calls: what is added up, given up, clipped, skipped and compared."""
+
+from tests.mutants.fault import Fault
+
+ENGINE, AGREEMENT, STEP = "engine/engine.py", "engine/agreement.py", "engine/update/optimizer_step.py"
+OF_ENGINE = ("unit/engine/test_engine.py",)
+OF_UPDATE_ALL = ("unit/engine/update/test_update_all.py",)
+
+FAULTS = {
+    "clipped-by-the-local-norm": Fault(
+        AGREEMENT,
+        "norm_of_digit_sums(add_digit_sums(everyone[:, : -len(STAMP)]))",
+        "norm_of_digit_sums(numbers[: -len(STAMP)])",
+        "each rank clips by the norm of its own part",
+        OF_ENGINE,
+    ),
+    "order-not-compared": Fault(
+        AGREEMENT,
+        "self._collectives.order]",
+        "0]",
+        "ranks whose collectives came in another order go on",
+        (*OF_ENGINE, "unit/engine/test_agreement.py"),
+    ),
+    "stamps-not-compared": Fault(
+        AGREEMENT,
+        'torch.where((stamps == stamps[0]).all(), norm, float("nan"))',
+        'torch.where(torch.tensor(True), norm, float("nan"))',
+        "ranks that have not done the same train on",
+        OF_ENGINE,
+    ),
+    "loss-scale-stays": Fault(
+        STEP,
+        "coefficient / loss_scale if is_scaled else None",
+        "coefficient if is_scaled else None",
+        "gradients are too large by the loss scale",
+        OF_ENGINE,
+    ),
+    "loss-scale-stays-without-clipping": Fault(
+        STEP,
+        "self._max_grad_norm is not None or self._loss_scaler is not None",
+        "self._max_grad_norm is not None",
+        "without clipping gradients are too large by the loss scale",
+        OF_ENGINE,
+    ),
+    "overflow-not-skipped": Fault(
+        STEP,
+        "skipped = not math.isfinite(norm_value)",
+        "skipped = math.isinf(norm_value)",
+        "weights become NaN",
+        OF_ENGINE,
+    ),
+    "skipped-gradient-stays": Fault(
+        STEP, "            schedule.drop_gradients()\n", "            pass\n", "it is added to the next", OF_ENGINE
+    ),
+    "unfinished-reductions": Fault(
+        STEP, "        schedule.reductions.finish()\n", "", "the norm is taken of what has not arrived", OF_ENGINE
+    ),
+    "gradient-kept-behind-the-update": Fault(
+        "engine/update/update_all.py",
+        "        bucket.gradient.drop()\n",
+        "        pass\n",
+        "the next step begins with this one's gradient",
+        OF_ENGINE,
+    ),
+    "updated-not-prepared-for": Fault(
+        "engine/update/update_all.py",
+        "    gathers.prepare_updated(trained)\n",
+        "",
+        "the gathers behind an update find no receives posted, and take twice the time on a link",
+        OF_UPDATE_ALL,
+    ),
+    "update-given-up-half-way": Fault(
+        "engine/update/update_all.py",
+        "    while under_way:\n        _advance(under_way)\n",
+        "    _advance(under_way)\n",
+        "whole tensors that are still travelling are not unloaded",
+        OF_UPDATE_ALL,
+    ),
+    "losses-of-a-given-up-step": Fault(
+        ENGINE,
+        "        self.ledger.drop_step()\n        self._losses.clear()\n",
+        "        self.ledger.drop_step()\n",
+        "a loss of a step that was given up is blamed for the next",
+        OF_ENGINE,
+    ),
+    "given-up-step-counted": Fault(
+        ENGINE,
+        "        self.ledger.drop_step()\n",
+        "",
+        "the next step shows the traffic of one that was given up",
+        OF_ENGINE,
+    ),
+    "no-sync-for-ever": Fault(
+        ENGINE,
+        "        try:\n            yield\n        finally:\n            self._syncs = before\n",
+        "        yield\n        self._syncs = before\n",
+        "after an exception nothing is ever reduced",
+        OF_ENGINE,
+    ),
+    "step-counted-outside": Fault(
+        ENGINE,
+        "self.ledger.in_step = backward_follows or in_step",
+        "self.ledger.in_step = backward_follows",
+        "behind an evaluation the rest of a step counts as outside",
+        OF_ENGINE,
+    ),
+    "evaluation-keeps-weights": Fault(
+        ENGINE,
+        "self.schedule.end_forward(backward_follows=backward_follows and returned)",
+        "self.schedule.end_forward(backward_follows=True)",
+        "an evaluation at stage 3 leaves weights gathered",
+        OF_ENGINE,
+    ),
+    "failed-backward-not-forgotten": Fault(
+        ENGINE,
+        "        except Exception as error:\n            self.zero_grad()\n",
+        "        except Exception as error:\n",
+        "half a gradient is left for whoever goes on",
+        OF_ENGINE,
+    ),
+    "old-losses-allowed": Fault(
+        ENGINE,
+        "            self._first_node_after_update = next_node()\n",
+        "            pass\n",
+        "a backward runs through activations of weights that were updated",
+        OF_ENGINE,
+    ),
+    "mean-is-a-sum": Fault(
+        ENGINE,
+        "weight / (self.world.size / self.loss_scale)",
+        "weight / (1 / self.loss_scale)",
+        "gradients are added over ranks, not averaged",
+        OF_ENGINE,
+    ),
+    "scale-does-not-grow": Fault(
+        ENGINE,
+        "            self.loss_scaler.update(overflowed=result.skipped)\n",
+        "            self.loss_scaler.update(overflowed=False)\n",
+        "an overflow does not lower the loss scale",
+        OF_ENGINE,
+    ),
+    "phase-not-put-back": Fault(
+        ENGINE,
+        "            self.schedule.phase = self.stamps.phase = before\n",
+        "            pass\n",
+        "weights at rest may be read between the steps, and where a rank is is told wrong",
+        OF_ENGINE,
+    ),
+}

@@ -1,0 +1,51 @@
+"""The order in which buckets are updated, on parts that only write down what is asked."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from zerotrain.engine.update.update_all import update_all
+
+
+class Written:
+    """Buckets whose updates pause so many times, and what gathers them."""
+
+    def __init__(self, pauses: dict[str, int]) -> None:
+        self.told: list[str] = []
+        self.buckets: list[Any] = [self.bucket(name, number) for name, number in pauses.items()]
+
+    def bucket(self, name: str, number: int) -> Any:
+        def run(factor: torch.Tensor | None) -> Iterator[None]:
+            self.told.append(f"update {name}")
+            for _ in range(number):
+                yield
+                self.told.append(f"resume {name}")
+
+        gradient = SimpleNamespace(drop=lambda: self.told.append(f"drop {name}"))
+        return SimpleNamespace(name=name, update=SimpleNamespace(run=run), gradient=gradient)
+
+    def prepare_updated(self, buckets: Any) -> None:
+        self.told.append("prepare " + "".join(bucket.name for bucket in buckets))
+
+    def gather_updated(self, bucket: Any) -> None:
+        self.told.append(f"gather {bucket.name}")
+
+
+def told(**pauses: int) -> str:
+    written = Written(pauses)
+    update_all(written.buckets, written, None)  # type: ignore[arg-type]
+    return ", ".join(written.told)
+
+
+def test_all_are_prepared_for_then_each_is_updated_gathered_and_its_gradient_dropped() -> None:
+    assert told(a=0, b=0) == "prepare ab, update a, gather a, drop a, update b, gather b, drop b"
+
+
+def test_while_one_has_something_on_the_wire_the_next_goes_on_and_sends_first() -> None:
+    assert told(a=1, b=1) == "prepare ab, update a, drop a, update b, resume a, gather a, drop b, resume b, gather b"
+
+
+def test_what_is_still_travelling_behind_the_last_is_waited_for() -> None:
+    assert told(a=3) == "prepare a, update a, drop a, resume a, resume a, resume a, gather a"
