@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "api": {"errors", "settings", "comm", "sharding", "deferred", "engine"},
     "models": set(),
     "data": set(),
-    "training": {"comm", "engine", "data"},
+    "training": {"errors", "comm", "engine", "data"},
     "testing": {"comm"},
 }
 """What each part of the package may import of it. Factory, preflight and launcher put all together and are left out."""

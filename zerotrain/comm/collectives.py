@@ -93,7 +93,7 @@ class Collectives:
         try:
             return call()
         except RuntimeError as error:
-            raise self._journal.failed(kind, name, error, time.monotonic() - started_s) from error
+            self._journal.fail(kind, name, error, time.monotonic() - started_s)
 
 
 def _wire_of(world: World, ordered: bool) -> Wire:

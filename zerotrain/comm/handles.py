@@ -8,7 +8,7 @@ bytes are noted, a failure is told with the collective's name, and `overlap=Fals
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 
@@ -55,7 +55,7 @@ class Handle(ABC):
         try:
             self._prepare()
         except RuntimeError as error:
-            raise self._failed(error, started_s) from error
+            self._fail(error, started_s)
         self.is_prepared = True
 
     def _issue_noted(self) -> None:
@@ -66,7 +66,7 @@ class Handle(ABC):
         try:
             self._issue()
         except RuntimeError as error:
-            raise self._failed(error, started_s) from error
+            self._fail(error, started_s)
         self.is_prepared, self.is_under_way, self._waited = False, True, False
         if not self._journal.overlap:
             self.wait()
@@ -104,11 +104,11 @@ class Handle(ABC):
         try:
             self._wait()
         except RuntimeError as error:
-            raise self._failed(error, started_s) from error
+            self._fail(error, started_s)
         self._waited = True
 
-    def _failed(self, error: RuntimeError, started_s: float) -> Exception:
-        return self._journal.failed(self.kind, self.name, error, time.monotonic() - started_s)
+    def _fail(self, error: RuntimeError, started_s: float) -> NoReturn:
+        self._journal.fail(self.kind, self.name, error, time.monotonic() - started_s)
 
     # ---- what a way to send is made of
 

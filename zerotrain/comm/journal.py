@@ -3,11 +3,15 @@
 import functools
 import zlib
 from collections import Counter
+from typing import NoReturn
+
+import torch.distributed as dist
 
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.whereabouts import Whereabouts
-from zerotrain.errors import CommError
 
+_WORDS_OF_BACKENDS = ("gloo", "connection", "timed out", "timeout", "socket", "peer")
+"""Of which gloo's errors, plain RuntimeErrors, have at least one."""
 ORDER_BITS = 52
 """Of the hash of the order of collectives: an integer that fp64 holds exactly."""
 
@@ -38,9 +42,21 @@ class Journal:
         """A collective is issued: let its place in the order count."""
         self._orders[kind] = (self._orders[kind] * 1_000_003 + _code(name) + 1) % 2**ORDER_BITS
 
-    def failed(self, kind: str, name: str, error: RuntimeError, waited_s: float) -> CommError:
-        """What to raise for an error of the backend in a collective, after so many seconds."""
-        return self._whereabouts.lost_others(error, f"{kind} of {name}", waited_s)
+    def fail(self, kind: str, name: str, error: RuntimeError, waited_s: float) -> NoReturn:
+        """A collective has raised an error, after so many seconds.
+
+        Raises:
+            CommError: other ranks are gone, or did not come.
+            RuntimeError: the error itself, of which no other rank is to blame: no memory, a fault of the device.
+        """
+        if not _is_of_backend(error):
+            raise error
+        raise self._whereabouts.lost_others(error, f"{kind} of {name}", waited_s) from error
+
+
+def _is_of_backend(error: RuntimeError) -> bool:
+    """Whether an error tells of other ranks, and not of this one's memory, device or arguments."""
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _WORDS_OF_BACKENDS)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import ScratchPools
@@ -195,6 +196,25 @@ def require_trainable(model: nn.Module, parameters: Sequence[ModelParameter]) ->
     """
     if not any(each.parameter.requires_grad for each in parameters):
         raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
+
+
+def require_plain(model: nn.Module) -> None:
+    """Make sure that no part of the model is more than a module: wrapped by another engine, scripted, or not ready.
+
+    Raises:
+        ConfigError: naming the part and what to give instead.
+    """
+    for name, module in model.named_modules():
+        kind, where = type(module).__name__, type(module).__module__
+        part = f"{name or 'the model'} is a {kind}"
+        if where.startswith(("torch.nn.parallel", "torch.distributed")):
+            raise ConfigError(f"{part}, which shares gradients over ranks itself; give build_engine the module in it")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(f"{part}, whose code takes no hooks; give build_engine the module before torch.jit")
+        if any(is_lazy(parameter) for parameter in module._parameters.values()):
+            raise ConfigError(f"{part} without shapes yet; run one forward of the model before build_engine")
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ConfigError(f"{part} with sparse=True, and buckets hold dense gradients; build it with sparse=False")
 
 
 def require_values(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from zerotrain.comm.scratch import ScratchPools
 from zerotrain.comm.world import World
 from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.agreement import require_same
-from zerotrain.engine.build import Builder, require_values, share_unmanaged
+from zerotrain.engine.build import Builder, require_plain, require_values, share_unmanaged
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.options import EngineOptions
@@ -55,6 +55,7 @@ class ShardedModel:
         param_groups: Sequence[dict[str, Any]] | None = None,
         initial: InitialValues | None = None,
     ) -> None:
+        require_plain(model)
         require_values(model)
         require_no_engine(model)
         self.module = model

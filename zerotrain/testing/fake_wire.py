@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, sum_in_rank_order
 from zerotrain.comm.journal import Journal
@@ -49,11 +50,11 @@ class Board:
         """What each rank has left, in rank order, waited for.
 
         Raises:
-            RuntimeError: a rank did not come.
+            DistError: a rank did not come.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._parts[key]) == self.size, TIMEOUT_S):
-                raise RuntimeError(f"{key}: only ranks {sorted(self._parts[key])} have come")
+                raise dist.DistError(f"{key}: only ranks {sorted(self._parts[key])} have come")
             return [self._parts[key][rank] for rank in range(self.size)]
 
 

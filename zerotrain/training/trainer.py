@@ -14,6 +14,7 @@ from zerotrain.comm.world import World
 from zerotrain.data.batches import IGNORED_LABEL, GlobalBatchSampler
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
+from zerotrain.errors import CommError
 from zerotrain.training.evaluation import evaluate
 from zerotrain.training.flops import ModelFlops
 from zerotrain.training.generate import generate
@@ -130,6 +131,8 @@ class Trainer:
                 for sink in sinks:
                     sink.log(metrics, self.result.steps)
 
+            # A model that `from_pretrained` has made is in evaluation mode, in which dropout does nothing.
+            self.engine.train()
             if self.eval_every and self.first_step == 0:
                 log(self._evaluate())
             batches = self._micro_batches()
@@ -242,11 +245,18 @@ class Trainer:
             return
         ids = self.dataset.validation[0][0].to(self.world.device)
         prompt = ids[:NUM_PROMPT_TOKENS]
-        sample = generate(
-            engine=self.engine, prompt=prompt, num_tokens=self.sample_tokens, max_seq_len=len(ids), seed=self.seed
-        )
+        try:
+            sample = generate(
+                engine=self.engine, prompt=prompt, num_tokens=self.sample_tokens, max_seq_len=len(ids), seed=self.seed
+            )
+            text = decode(sample)
+        except CommError:
+            raise
+        except Exception as error:  # of the user's model or dataset: the training is done, and its report is due
+            self.console.print(f"No sample of text: {type(error).__name__}: {error}", markup=False, highlight=False)
+            return
         self.console.rule(f"{self.sample_tokens} tokens after {len(prompt)} of the validation text")
-        self.console.print(decode(sample), markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False)
         self.console.rule()
 
     def _measure(self) -> list[RankUsage]:

@@ -174,18 +174,15 @@ class BucketGradient:
         """Be ready for what the other ranks send to the reduction, which may come before this rank's own part."""
         self._reduction.prepare()
 
-    def withdraw(self) -> None:
-        """The reduction that was prepared will not come, on any rank."""
-        self._reduction.withdraw()
-
     def reduce(self) -> None:
         """Issue the reduction. Every segment has been filled (with zeros where no gradient came)."""
         if self._accumulates:
             self._unreduced = self._wire_buffer()
             _cut(self._unreduced, self.layout)[0].copy_(_begun(self._accumulator).storage)
-        self.life.become(GradientState.REDUCING)
         with named_range("reduce", self.spec.name):
             self._reduction.issue(_cut(_begun(self._unreduced), self.layout)[0])
+        # Behind the call: where it failed, nothing is under way that a clean-up could wait for.
+        self.life.become(GradientState.REDUCING)
 
     @property
     def reduction_done(self) -> bool:
@@ -208,11 +205,7 @@ class BucketGradient:
             self.shard.copy_(self._earlier.add_(self.shard))
             self._earlier = None
         # The part of the norm is taken now, beside the reductions under way, and while the shard is in the cache.
-        squares = block_squares(self.shard, exact=self._exact_norm)
-        if loss_scale != 1.0:
-            # From the squares, not from their digits: numbers of another size would be cut at other bits.
-            squares /= loss_scale**2
-        self.digit_sums = digit_sums(squares)
+        self.take_norm(loss_scale, exact=self._exact_norm)
         if self._own is None:
             self._pool.give_back(_begun(self._unreduced))
         elif self._gather is not None:
@@ -220,6 +213,14 @@ class BucketGradient:
                 self._gather.issue()
         self._end_filling()
         self.life.become(GradientState.REDUCED)
+
+    def take_norm(self, loss_scale: float, *, exact: bool) -> None:
+        """Set `digit_sums`. Where that is not `exact`, a square beyond fp32 makes the norm NaN."""
+        squares = block_squares(self.shard, exact=exact)
+        if loss_scale != 1.0:
+            # From the squares, not from their digits: numbers of another size would be cut at other bits.
+            squares /= loss_scale**2
+        self.digit_sums = digit_sums(squares)
 
     def reduced(self) -> torch.Tensor:
         """The reduced gradient over this rank's optimizer range, wire dtype."""
@@ -234,8 +235,9 @@ class BucketGradient:
     # ---- the end
 
     def drop(self) -> None:
-        """Forget this step's gradient; the buffers stay."""
+        """Forget this step's gradient; the buffers stay. A reduction that was prepared will not come, on any rank."""
         self._finish_gather()
+        self._reduction.withdraw()
         if self.life.state is GradientState.FILLING and self._unreduced is not None and self._own is None:
             self._pool.give_back(self._unreduced)
         self._end_filling()

@@ -157,6 +157,9 @@ class BucketUpdate:
             target.copy_(self.master_weight)
         if self._is_sharded:
             self._weights.reshard()
+        # A graph from before the update would compute its gradients with weights it was not made with. PyTorch refuses
+        # that by the versions of what the graph has saved, which count what is done to a parameter, not to our buckets.
+        torch.autograd.graph.increment_version([managed.parameter for managed in self.spec.parameters])
 
     # ---- what is kept
 

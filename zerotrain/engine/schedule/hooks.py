@@ -96,21 +96,31 @@ def connect(engine: object, schedule: Schedule) -> weakref.finalize:
     Returns:
         What disconnects them earlier, when called.
     """
-    _HOOKED.update(module for unit in schedule.units for module in unit.modules)
+    modules = _modules_of(schedule)
+    _HOOKED.update(modules)
     handles = (handle for unit in schedule.units for handle in _hook_unit(unit, schedule))
-    finalizer = weakref.finalize(engine, _disconnect, schedule, [*handles, *_hook_gradients(schedule)])
+    finalizer = weakref.finalize(engine, _disconnect, schedule, modules, [*handles, *_hook_gradients(schedule)])
     finalizer.atexit = False
     return finalizer
 
 
-def _disconnect(schedule: Schedule, hooks: Sequence[RemovableHandle | LastGradientHook]) -> None:
+def _modules_of(schedule: Schedule) -> list[nn.Module]:
+    """All modules that an engine's parameters are in, also those of the resident root, which have no hooks."""
+    members = (managed for bucket in schedule.buckets for managed in bucket.spec.parameters)
+    owners = (owner for managed in members for owner, _ in managed.owners)
+    return [*(module for unit in schedule.units for module in unit.modules), *owners]
+
+
+def _disconnect(
+    schedule: Schedule, modules: Sequence[nn.Module], hooks: Sequence[RemovableHandle | LastGradientHook]
+) -> None:
     """Take an engine's hooks off its model, and wait for what is still being sent and received.
 
     Seen without the wait: gloo, left with a receive whose buffer was gone, hung in a collective of the next engine.
     """
     for hook in hooks:
         hook.remove()
-    _HOOKED.difference_update([module for unit in schedule.units for module in unit.modules])
+    _HOOKED.difference_update(modules)
     with suppress(Exception):  # other ranks may be gone; an error raised here would reach nobody
         schedule.drain()
 

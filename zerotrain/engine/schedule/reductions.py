@@ -143,9 +143,8 @@ class Reductions:
         for bucket in self.trained:
             bucket.gradient.clear_unmoved()
         self.finish()
-        while self._num_prepared:
-            self._next().gradient.withdraw()
         self._waiting.clear()
+        self._num_prepared = self._prepared_numel = 0
         for bucket in self.trained:
             bucket.gradient.drop()
 

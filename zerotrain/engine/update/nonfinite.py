@@ -70,8 +70,6 @@ def find_nonfinite(
     ]
 
     position, kind = max((position, kind) for position, kind, _ in ranks)
-    if kind == _FINITE:
-        return "Each element is finite, but the sum of their squares is not"
     bad_losses = [f"{_WORDS[kind]} on rank {rank}" for rank, (_, _, kind) in enumerate(ranks) if kind != _FINITE]
     said_of_losses = f"the loss was {', '.join(bad_losses)}" if bad_losses else "the loss was finite on every rank"
     return f"In the backward it was first {_WORDS[kind]} in {list(order)[position]}; {said_of_losses}"

@@ -55,18 +55,19 @@ class OptimizerStep:
             What was done; and why training must not go on after it, if so.
         """
         schedule.reductions.finish()
-        with named_range("norm of", "the gradient"):
-            digit_sums = [bucket.gradient.digit_sums for bucket in schedule.trained]
-            norm, stamps = self._stamps.stamped_norm(digit_sums, param_groups)
-        coefficient = clip_coefficient(norm, self._max_grad_norm)
-        norm_value, coefficient_value = torch.stack([norm, coefficient]).tolist()  # a step's one wait for the device
+        norm_value, coefficient_value, coefficient, stamps = self._norm(schedule, param_groups)
+        loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
+        if not math.isfinite(norm_value) and self._max_grad_norm is None:
+            # Taken in fp32, since it is only shown. A gradient of 1e20 is finite, and its square is not.
+            for bucket in schedule.trained:
+                bucket.gradient.take_norm(loss_scale, exact=True)
+            norm_value, coefficient_value, coefficient, stamps = self._norm(schedule, param_groups)
         skipped = not math.isfinite(norm_value)
         if skipped:
             self._stamps.require_same(stamps)
         reason = self._skipped_steps.reason_to_stop(skipped=skipped)
         if reason is not None:
             reason += f". {find_nonfinite(self._model, schedule.trained, losses, self._collectives)}"
-        loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
         if skipped:
             schedule.drop_gradients()
         else:
@@ -74,6 +75,17 @@ class OptimizerStep:
             update_all(schedule.trained, schedule.gathers, coefficient / loss_scale if is_scaled else None)
             schedule.end_update()
         return StepResult(norm_value, coefficient_value, skipped, loss_scale), reason
+
+    def _norm(
+        self, schedule: Schedule, param_groups: Sequence[Mapping[str, object]]
+    ) -> tuple[float, float, torch.Tensor, torch.Tensor]:
+        """The norm over all ranks, what to clip by it as a number and on the device, and the ranks' stamps."""
+        with named_range("norm of", "the gradient"):
+            digit_sums = [bucket.gradient.digit_sums for bucket in schedule.trained]
+            norm, stamps = self._stamps.stamped_norm(digit_sums, param_groups)
+        coefficient = clip_coefficient(norm, self._max_grad_norm)
+        norm_value, coefficient_value = torch.stack([norm, coefficient]).tolist()  # a step's one wait for the device
+        return norm_value, coefficient_value, coefficient, stamps
 
 
 def update_all(trained: Sequence[TrainedBucket], gathers: Gathers, factor: torch.Tensor | None) -> None:

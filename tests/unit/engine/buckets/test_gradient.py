@@ -205,7 +205,7 @@ def test_what_was_not_moved_into_the_bucket_is_forgotten_when_told() -> None:
 
 
 def test_a_reduction_of_what_was_never_filled_is_refused() -> None:
-    with pytest.raises(EngineStateError, match="cannot go from empty to reducing"):
+    with pytest.raises(EngineStateError, match="used that had not been filled"):
         OneBucket(alone()).gradient().reduce()
 
 

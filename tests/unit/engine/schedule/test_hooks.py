@@ -75,6 +75,7 @@ class Told:
     def __init__(self, model: nn.Module, *units: str) -> None:
         self.units = [LiveUnit(name, [model.get_submodule(name)], []) for name in units]
         self.trained: list[Any] = []
+        self.buckets: list[Any] = []
         self.plan = SimpleNamespace(shards_parameters=True)
         self.heard: list[str] = []
         self.positions: list[tuple[int, int]] = []

@@ -1,0 +1,146 @@
+"""What users do to a model around a step: as in plain PyTorch, or a sentence. With threads as ranks."""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerotrain
+from zerotrain.testing.fake_wire import run_threads
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+ALONE = threading.Lock()
+"""The random number generator is one for all threads."""
+EVERYWHERE = pytest.mark.parametrize(
+    ("stage", "size", "precision"),
+    [(stage, size, precision) for stage in range(4) for size in (2, 3) for precision in ("fp32", "bf16")],
+)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.first(x) if state is None else self.first(x) + state
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+def seeded(make: Callable[[], nn.Module] = Net) -> nn.Module:
+    with ALONE:
+        torch.manual_seed(0)
+        return make()
+
+
+def build(world: zerotrain.World, stage: int, precision: str, model: nn.Module | None = None) -> zerotrain.ZeroEngine:
+    zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=0.0005, reduction="ordered")
+    return zerotrain.build_engine(
+        seeded() if model is None else model, optimizer=SGD, zero=zero, precision=precision, world=world
+    )
+
+
+def inputs(rank: int) -> torch.Tensor:
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(rank))
+
+
+@EVERYWHERE
+def test_a_graph_that_reaches_behind_the_last_update_is_refused_by_pytorch_itself_and_a_detached_one_trains(
+    stage: int, size: int, precision: str
+) -> None:
+    def truncated_backpropagation(world: zerotrain.World) -> str:
+        engine = build(world, stage, precision)
+        state = engine(inputs(world.rank))
+        engine.backward(state.float().square().mean(), retain_graph=True)
+        engine.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(engine(inputs(world.rank), state).float().square().mean())
+        engine.backward(engine(inputs(world.rank), state.detach()).float().square().mean())
+        engine.step()
+        return engine.weights_sha256()
+
+    results, _ = run_threads(truncated_backpropagation, size, late_rank=size - 1)
+    assert len(set(results)) == 1
+
+
+@EVERYWHERE
+def test_a_finite_gradient_whose_square_leaves_fp32_is_trained(stage: int, size: int, precision: str) -> None:
+    def one_step(world: zerotrain.World, factor: float) -> tuple[zerotrain.StepResult, torch.Tensor | None]:
+        engine = build(world, stage, precision)
+        engine.backward(engine(inputs(world.rank)).float().sum() * factor)
+        result = engine.step()
+        return result, engine.full_state_dict().get("first.weight")
+
+    huge, _ = run_threads(functools.partial(one_step, factor=2.0**80), size, late_rank=0)
+    small, _ = run_threads(functools.partial(one_step, factor=1.0), size)
+    for (result, _), (plain, _) in zip(huge, small, strict=True):
+        assert not result.skipped
+        assert result.grad_norm == pytest.approx(plain.grad_norm * 2.0**80, rel=1e-6)
+    before = seeded().first.weight.detach()
+    moved = (huge[0][1] - before) / 2.0**80  # a power of two: the step is the small one's, but for the weight beside it
+    assert torch.allclose(moved, small[0][1] - before, rtol=1e-2, atol=1e-6)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.jit.script(nn.Linear(2, 2))
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "wrapped for several devices": (
+        lambda: nn.DataParallel(nn.Linear(2, 2)),
+        "the model is a DataParallel, which shares gradients over ranks itself; give build_engine the module in it",
+    ),
+    "scripted": (Scripted, "inner is a RecursiveScriptModule, whose code takes no hooks"),
+    "without shapes": (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)),
+        "1 is a LazyLinear without shapes yet; run one forward of the model before build_engine",
+    ),
+    "sparse gradients": (
+        lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)),
+        "0 is a Embedding with sparse=True, and buckets hold dense gradients; build it with sparse=False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_is_more_than_modules_is_refused_with_what_to_give(name: str) -> None:
+    make, answer = REFUSED[name]
+    with pytest.raises(zerotrain.ConfigError, match=answer):
+        zerotrain.build_engine(make(), optimizer=SGD)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_second_engine_is_refused_also_of_a_model_without_blocks(stage: int) -> None:
+    model = nn.Linear(3, 2)
+    engine = zerotrain.build_engine(model, optimizer=SGD, zero=zerotrain.ZeroConfig(stage=stage))
+    with pytest.raises(zerotrain.EngineStateError, match="has an engine already"):
+        zerotrain.build_engine(model, optimizer=SGD)
+    with pytest.raises(zerotrain.EngineStateError, match="has an engine already"):
+        zerotrain.build_engine(nn.Sequential(model, nn.ReLU()), optimizer=SGD)
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+
+
+def test_an_error_of_this_ranks_own_is_raised_as_it_is_and_blames_no_other() -> None:
+    def fail(_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    def without_memory(world: zerotrain.World) -> str:
+        engine = build(world, 2, "fp32")
+        gradient = engine.schedule.trained[-1].gradient
+        gradient._reduction._send = fail
+        with pytest.raises(torch.OutOfMemoryError, match="tried to allocate 2 GiB"):
+            engine.backward(engine(inputs(world.rank)).sum())
+        return "told"
+
+    assert run_threads(without_memory, 2)[0] == ["told", "told"]
