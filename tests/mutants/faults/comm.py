@@ -7,58 +7,60 @@ REAL = ("unit/comm/test_process_groups.py",)
 ANY = ("unit/comm/test_handles.py",)
 ORDER = ("unit/comm/test_journal.py", "unit/engine/test_agreement.py")
 
+POSTED, BACKEND = "comm/posted_handles.py", "comm/backend_handles.py"
+
 FAULTS = {
     "own-part-last": Fault(
-        GROUPS,
-        "parts.insert(self._group.rank(), own)",
+        POSTED,
+        "parts.insert(self._rank, own)",
         "parts.append(own)",
         "parts are not added in rank order",
         REAL,
     ),
     "rows-backwards": Fault(
-        "comm/sums.py",
+        HANDLES,
         "rows[1:].split(NUM_ROWS_WIDENED)",
         "rows[1:].flip(0).split(NUM_ROWS_WIDENED)",
         "of many ranks the parts are not added in rank order",
-        ("unit/comm/test_sums.py",),
+        ("unit/comm/test_handles.py",),
     ),
     "middle-part-left-out": Fault(
-        "comm/sums.py",
+        HANDLES,
         "for part in parts[1:-1]:",
         "for part in parts[2:-1]:",
         "of three ranks one is left out of the sum",
-        ("unit/comm/test_sums.py",),
+        ("unit/comm/test_handles.py",),
     ),
     "receives-not-waited-for": Fault(
-        GROUPS,
+        POSTED,
         "                *self._works,\n",
         "",
         "a posted collective waits for its sends alone",
         REAL,
     ),
     "own-part-not-copied": Fault(
-        GROUPS,
+        POSTED,
         "            own.copy_(self.shard)\n",
         "            pass\n",
         "a posted gather leaves out this rank's own part",
         REAL,
     ),
     "withdraw-sends-nothing": Fault(
-        GROUPS,
-        "        self._send([values] * self._group.size())\n        self._wait()\n",
+        POSTED,
+        "        self._send([values] * self._size)\n        self._wait()\n",
         "        self._works = ()\n",
         "a receive that was posted stays open, and takes what the next collective sends",
         REAL,
     ),
     "withdraw-not-counted": Fault(
-        GROUPS,
+        POSTED,
         "        self._journal.ledger.record(self.ledger_kind, self.sent_nbytes)\n",
         "",
         "what is sent to end a receive is not counted",
         REAL,
     ),
     "withdraw-keeps-loan": Fault(
-        GROUPS,
+        POSTED,
         "        self._end_receives(self.out)\n        assert self._received is not None\n"
         "        self._pool.give_back(self._received)\n",
         "        self._end_receives(self.out)\n",
@@ -73,7 +75,7 @@ FAULTS = {
         ANY,
     ),
     "issue-prepares-again": Fault(
-        GROUPS,
+        POSTED,
         "        if not self.is_prepared:\n            self._prepare()\n        assert self._full is not None",
         "        self._prepare()\n        assert self._full is not None",
         "a reduction that was prepared posts its receives again",
@@ -87,7 +89,7 @@ FAULTS = {
         REAL,
     ),
     "exchange-sizes-swapped": Fault(
-        GROUPS,
+        BACKEND,
         "self._received, self._sent, received_numels, sent_numels, group",
         "self._received, self._sent, sent_numels, received_numels, group",
         "what is sent is cut as what is received",
@@ -97,7 +99,7 @@ FAULTS = {
         GROUPS, "group_src=0", "group_src=1", "another rank's initial weights are used", REAL
     ),
     "native-counted-once": Fault(
-        GROUPS, "2 if is_gloo else 1", "1", "half of what gloo's own reduce-scatter sends is not counted", REAL
+        BACKEND, "2 if is_gloo else 1", "1", "half of what gloo's own reduce-scatter sends is not counted", REAL
     ),
     "withdraws-what-is-under-way": Fault(
         HANDLES,

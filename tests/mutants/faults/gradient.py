@@ -16,8 +16,8 @@ FAULTS = {
     ),
     "drop-does-not-wait": Fault(
         FILE,
-        "        self._finish_gather()\n        if self.life.state is GradientState.FILLING and",
-        "        if self.life.state is GradientState.FILLING and",
+        "        self._finish_gather()\n        self._reduction.withdraw()",
+        "        self._reduction.withdraw()",
         "the next gradient is filled into what a gather still writes",
         UNIT,
     ),

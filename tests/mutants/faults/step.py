@@ -4,7 +4,7 @@ from tests.mutants.fault import Fault
 
 ENGINE, AGREEMENT, STEP = "engine/engine.py", "engine/agreement.py", "engine/update/optimizer_step.py"
 OF_ENGINE = ("unit/engine/test_engine.py",)
-OF_UPDATE_ALL = ("unit/engine/update/test_update_all.py",)
+OF_UPDATE_ALL = ("unit/engine/update/test_optimizer_step.py",)
 
 FAULTS = {
     "clipped-by-the-local-norm": Fault(
@@ -56,21 +56,21 @@ FAULTS = {
         STEP, "        schedule.reductions.finish()\n", "", "the norm is taken of what has not arrived", OF_ENGINE
     ),
     "gradient-kept-behind-the-update": Fault(
-        "engine/update/update_all.py",
+        "engine/update/optimizer_step.py",
         "        bucket.gradient.drop()\n",
         "        pass\n",
         "the next step begins with this one's gradient",
         OF_ENGINE,
     ),
     "updated-not-prepared-for": Fault(
-        "engine/update/update_all.py",
+        "engine/update/optimizer_step.py",
         "    gathers.prepare_updated(trained)\n",
         "",
         "the gathers behind an update find no receives posted, and take twice the time on a link",
         OF_UPDATE_ALL,
     ),
     "update-given-up-half-way": Fault(
-        "engine/update/update_all.py",
+        "engine/update/optimizer_step.py",
         "    while under_way:\n        _advance(under_way)\n",
         "    _advance(under_way)\n",
         "whole tensors that are still travelling are not unloaded",
