@@ -110,8 +110,8 @@ FAULTS = {
     ),
     "room-on-the-wire-ignored": Fault(
         REDUCTIONS,
-        "        while self._in_flight and self._in_flight_numel + bucket.layout.padded_numel > self._max_numel_in_flight:",
-        "        while False:",
+        "self._in_flight_numel + bucket.layout.padded_numel > self._max_numel_in_flight",
+        "False",
         "a backward holds the gradients of all buckets at once",
         ENGINE,
     ),
