@@ -78,7 +78,7 @@ FAULTS = {
         "        self._closed_short.append(bucket)\n",
         "",
         "a gradient that comes when its bucket was closed is lost without a word",
-        ("distributed/test_calls.py",),
+        ENGINE,
     ),
     "freed-on-one-rank-alone": Fault(
         SCHEDULE,
@@ -120,7 +120,7 @@ FAULTS = {
         "            if self._num_prepared and _numel(ahead) > self._max_numel_in_flight:\n                return\n",
         "",
         "buffers to receive into are held for all buckets at once",
-        ("distributed/test_memory.py",),
+        ENGINE,
     ),
     "prepared-not-withdrawn": Fault(
         REDUCTIONS,

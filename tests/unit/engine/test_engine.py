@@ -63,6 +63,21 @@ def test_the_gradients_of_few_buckets_are_held_at_once_however_many_there_are(st
     assert max(run_threads(on_a_rank, 3, late_rank=1)[0]) <= 3  # two on the wire, and one that is filled
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_backward_is_ready_to_receive_for_few_buckets_at_once_however_many_there_are(stage: int) -> None:
+    engine, prepared = engine_on(alone(), Deep, zero={"stage": stage}), []
+    numels = [bucket.layout.padded_numel for bucket in engine.schedule.trained]
+
+    def look(_: torch.Tensor) -> None:
+        ready = [bucket for bucket in engine.schedule.trained if bucket.gradient._reduction.is_prepared]
+        prepared.append(sum(bucket.layout.padded_numel for bucket in ready))
+
+    loss = engine(inputs(0, 0))
+    loss.register_hook(look)
+    engine.backward(loss)
+    assert 0 < prepared[0] <= 2 * max(numels) < sum(numels)
+
+
 # ---- the norm
 
 
@@ -228,6 +243,26 @@ def test_losses_that_are_kept_alive_hold_up_no_reduction_of_later_backwards(stag
 
     boards = [run_threads(functools.partial(on_a_rank, keeps=keeps), 2)[1] for keeps in (False, True)]
     assert boards[0].orders == boards[1].orders
+
+
+class ReadWhileFull(Linears):
+    """Reads the last block's weight before the blocks, which nobody notices while an earlier forward keeps it full. A
+    parameter beside it is not used at all, so that no hook hears of that gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].unused = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor, is_early: bool = False) -> torch.Tensor:
+        return super().forward(x + self.blocks[3].weight[:3, 0] if is_early else x)
+
+
+def test_a_gradient_that_comes_when_its_bucket_was_closed_is_told() -> None:
+    engine = engine_on(alone(), ReadWhileFull, zero={"stage": 3})
+    engine(inputs(0, 0))
+    loss = engine(inputs(0, 0), is_early=True)
+    with pytest.raises(EngineStateError, match=r"the gradient of blocks\.3\.weight was late"):
+        engine.backward(loss)
 
 
 # ---- between the steps
