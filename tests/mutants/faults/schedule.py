@@ -7,7 +7,7 @@ LIVE, HOOKS = "engine/schedule/live_unit.py", "engine/schedule/hooks.py"
 DIFFER = ("unit/engine/test_ranks_that_differ.py",)
 OF_GATHERS = ("unit/engine/schedule/test_gathers.py",)
 OF_HOOKS = ("unit/engine/schedule/test_hooks.py",)
-ENGINE = ("unit/engine/test_engine.py",)
+ENGINE = ("unit/engine/test_engine.py", "unit/engine/test_engine_between_steps.py")
 
 FAULTS = {
     "closed-behind-the-gathers": Fault(

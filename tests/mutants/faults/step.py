@@ -3,7 +3,7 @@
 from tests.mutants.fault import Fault
 
 ENGINE, AGREEMENT, STEP = "engine/engine.py", "engine/agreement.py", "engine/update/optimizer_step.py"
-OF_ENGINE = ("unit/engine/test_engine.py",)
+OF_ENGINE = ("unit/engine/test_engine.py", "unit/engine/test_engine_between_steps.py")
 OF_UPDATE_ALL = ("unit/engine/update/test_update_all.py",)
 
 FAULTS = {
