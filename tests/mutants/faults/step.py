@@ -132,7 +132,7 @@ FAULTS = {
         "gradients are added over ranks, not averaged",
         OF_ENGINE,
     ),
-    "scale-does-not-grow": Fault(
+    "scale-never-lowered": Fault(
         ENGINE,
         "            self.loss_scaler.update(overflowed=result.skipped)\n",
         "            self.loss_scaler.update(overflowed=False)\n",

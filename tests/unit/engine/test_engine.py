@@ -137,6 +137,7 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(stage: int, precis
         for factor in (1.0, float("inf") if world.rank == bad_rank else 1.0, 1.0):
             engine.backward(engine(2, 4) * factor)
             seen.append(engine.step().skipped)
+        assert engine.loss_scale == (512 if precision is FP16 else 1)  # half of what it was, and one clean step
         weights = engine.full_state_dict()
         return [*seen, *(value.unique().tolist() for value in weights.values())]
 
