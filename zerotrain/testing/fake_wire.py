@@ -146,6 +146,9 @@ class _FakeGather(_Fake, Gather):
 
     def _complete(self) -> None:
         assert torch.equal(self.shard, self._sent), f"{self.name} was changed while it was on the wire"
+        parts = self.full.view(self._wire.board.size, -1)
+        others = torch.cat([parts[: self._wire.rank], parts[self._wire.rank + 1 :]])
+        assert others.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
         torch.cat(self._arrived, out=self.full)
 
 
@@ -191,6 +194,7 @@ class _FakeExchange(_Fake, Exchange):
 
     def _complete(self) -> None:
         assert torch.equal(self._sent, self._before), f"{self.name} was changed while it was on the wire"
+        assert self._received.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
         self._sent.fill_(float("nan"))  # a buffer that is given back now
         torch.cat([parts[self._wire.rank] for parts in self._arrived], out=self._received)
 

@@ -7,7 +7,7 @@ LIVE, HOOKS = "engine/schedule/live_unit.py", "engine/schedule/hooks.py"
 DIFFER = ("unit/engine/test_ranks_that_differ.py",)
 OF_GATHERS = ("unit/engine/schedule/test_gathers.py",)
 OF_HOOKS = ("unit/engine/schedule/test_hooks.py",)
-ENGINE = ("unit/engine/test_engine.py",)
+ENGINE = ("unit/engine/test_engine.py", "unit/engine/test_engine_between_steps.py")
 
 FAULTS = {
     "closed-behind-the-gathers": Fault(
@@ -78,7 +78,7 @@ FAULTS = {
         "        self._closed_short.append(bucket)\n",
         "",
         "a gradient that comes when its bucket was closed is lost without a word",
-        ("distributed/test_calls.py",),
+        ENGINE,
     ),
     "freed-on-one-rank-alone": Fault(
         SCHEDULE,
@@ -120,7 +120,7 @@ FAULTS = {
         "            if self._num_prepared and ahead_numel > self._max_numel_in_flight:\n                return\n",
         "",
         "buffers to receive into are held for all buckets at once",
-        ("distributed/test_memory.py",),
+        ENGINE,
     ),
     "prepared-not-withdrawn": Fault(
         "engine/buckets/gradient.py",

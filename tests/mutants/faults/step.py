@@ -3,7 +3,7 @@
 from tests.mutants.fault import Fault
 
 ENGINE, AGREEMENT, STEP = "engine/engine.py", "engine/agreement.py", "engine/update/optimizer_step.py"
-OF_ENGINE = ("unit/engine/test_engine.py",)
+OF_ENGINE = ("unit/engine/test_engine.py", "unit/engine/test_engine_between_steps.py")
 OF_UPDATE_ALL = ("unit/engine/update/test_optimizer_step.py",)
 
 FAULTS = {
@@ -132,7 +132,7 @@ FAULTS = {
         "gradients are added over ranks, not averaged",
         OF_ENGINE,
     ),
-    "scale-does-not-grow": Fault(
+    "scale-never-lowered": Fault(
         ENGINE,
         "            self.loss_scaler.update(overflowed=result.skipped)\n",
         "            self.loss_scaler.update(overflowed=False)\n",

@@ -157,13 +157,6 @@ FAULTS = {
         "a rank gets the parts of another's tensors",
         OF_WHOLE,
     ),
-    "coming-parts-not-by-rank": Fault(
-        WHOLE,
-        "        self._coming.sort(key=lambda each: each.rank)\n",
-        "",
-        "parts are unloaded into places of another rank's",
-        OF_WHOLE,
-    ),
     "sent-given-back-early": Fault(
         WHOLE,
         "        return Shipment(exchange, received, buffers)",

@@ -156,3 +156,22 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     assert list(got) == list(expected)
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
+
+
+class Counted(nn.Module):
+    """Two vectors; the gradient of each is what its loss is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ParameterList([nn.Parameter(torch.zeros(70))]) for _ in range(2))
+
+    def forward(self, *gradients: float, breaks_off: bool = False) -> torch.Tensor:
+        first, last = (block[0].float().sum() * g for block, g in zip(self.blocks, gradients, strict=True))
+        if breaks_off:
+            first.register_hook(fail)
+        return first + last
+
+
+def fail(*_: Any) -> None:
+    """Of the two gradients of a backward one is there when the other breaks off."""
+    raise ZeroDivisionError

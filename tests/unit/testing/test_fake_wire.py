@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.handles import Exchange, Gather
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.scratch import ScratchPool
 from zerotrain.comm.world import World
@@ -46,6 +47,23 @@ def test_a_shard_that_was_changed_while_it_was_on_the_wire_is_found() -> None:
         gather.finish()
 
     with pytest.raises(AssertionError, match="unit was changed while it was on the wire"):
+        run_threads(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("name", ["gathered", "exchanged"])
+def test_what_is_received_into_may_not_be_written_to_meanwhile(name: str) -> None:
+    def on_a_rank(world: World) -> None:
+        mine, received = collectives(world), torch.zeros(2)
+        if name == "gathered":
+            handle: Gather | Exchange = mine.gather(name, received, torch.zeros(1))
+            handle.issue()
+        else:
+            numels = [2 * (rank != world.rank) for rank in range(2)]
+            handle = mine.exchange(name, torch.zeros(2), received, numels, numels)
+        received.fill_(0)
+        handle.finish()
+
+    with pytest.raises(AssertionError, match=f"what {name} receives into was written to"):
         run_threads(on_a_rank, 2)
 
 

@@ -67,6 +67,7 @@ def test_padding_with_zeros_changes_nothing(scale: float) -> None:
 def test_shards_of_very_different_size_add_up() -> None:
     large, small = torch.full((64,), 1e6), torch.full((64,), 1e-6)
     assert norm_over([large, small]).item() == pytest.approx(8e6, rel=1e-12)
+    assert norm_over([small, large]).item() == pytest.approx(8e6, rel=1e-12)
     assert norm_over([small, small]).item() == pytest.approx(math.sqrt(128) * 1e-6, rel=1e-6)
 
 

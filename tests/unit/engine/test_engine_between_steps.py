@@ -1,0 +1,218 @@
+"""What is given up in a step, and what may come between the calls of one, on ranks that are threads."""
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerotrain
+from tests.unit.engine.parts import Counted, Linears, alone, engine_on, inputs, train
+from zerotrain.comm.world import World
+from zerotrain.errors import DisagreementError, EngineStateError
+from zerotrain.testing.fake_wire import run_threads
+
+STAGES = [0, 1, 2, 3]
+MOMENTUM: Any = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+
+
+@pytest.mark.parametrize("gives_up", ["zero_grad", "exception"])
+@pytest.mark.parametrize("syncs_first", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_add_up_until_the_step_and_what_is_given_up_leaves_nothing(
+    stage: int, precision: str, syncs_first: bool, gives_up: str
+) -> None:
+    def on_a_rank(world: World) -> list[Any]:
+        engine = engine_on(world, Counted, precision=precision, zero={"stage": stage})
+
+        def two_backwards(*gradients: float, breaks_off: bool = False) -> None:
+            with nullcontext() if syncs_first else engine.no_sync():
+                engine.backward(engine(*gradients))
+            engine.backward(engine(*gradients, breaks_off=breaks_off))
+
+        if gives_up == "zero_grad":
+            two_backwards(64, 64)
+            engine.zero_grad()
+        else:
+            with pytest.raises(ZeroDivisionError):
+                two_backwards(64, 64, breaks_off=True)
+        assert engine._pools.lent_nbytes == 0
+        assert not any(bucket.gradient._reduction.is_prepared for bucket in engine.schedule.trained)
+        with pytest.raises(EngineStateError, match="step came before a backward"):
+            engine.step()
+        two_backwards(1, 2 + 2 * world.rank)
+        engine.step()
+        return [value.unique().tolist() for value in engine.full_state_dict().values()]
+
+    assert run_threads(on_a_rank, 2, late_rank=1)[0][0] == [[-1.0], [-3.0]]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_in_no_sync_neither_reduces_nor_gets_ready_to(stage: int) -> None:
+    engine = engine_on(alone(), zero={"stage": stage})
+    with engine.no_sync():
+        engine.backward(engine(inputs(0, 0)))
+    assert not any(bucket.gradient._reduction.is_prepared for bucket in engine.schedule.trained)
+    assert not any(bucket.gradient.is_reduced for bucket in engine.schedule.trained)
+
+
+def test_no_sync_ends_with_its_block_also_when_that_raises() -> None:
+    engine = engine_on(alone())
+    with pytest.raises(ZeroDivisionError), engine.no_sync():
+        raise ZeroDivisionError
+    train(engine, 0)
+
+
+def test_a_loss_of_a_step_that_was_given_up_is_not_blamed_for_the_next() -> None:
+    engine = engine_on(alone(), max_skipped_steps=1)
+    engine.backward(engine(inputs(0, 0)) * float("nan"))
+    engine.zero_grad()
+    loss = engine(inputs(0, 0))
+    loss.register_hook(lambda gradient: gradient * float("inf"))
+    engine.backward(loss * 1)
+    with pytest.raises(zerotrain.TrainingError, match="the loss was finite on every rank"):
+        engine.step()
+
+
+def test_a_loss_from_before_the_last_step_is_refused_and_one_from_before_a_skipped_step_is_not() -> None:
+    engine = engine_on(alone())
+    old = [engine(inputs(0, 0)) for _ in range(2)]
+    engine.backward(engine(inputs(0, 0)) * float("nan"))
+    assert engine.step().skipped
+    engine.backward(old[0])
+    assert not engine.step().skipped
+    with pytest.raises(EngineStateError, match="computed before the last step"):
+        engine.backward(old[1])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_losses_that_are_kept_alive_hold_up_no_reduction_of_later_backwards(stage: int) -> None:
+    def on_a_rank(world: World, keeps: bool) -> None:
+        engine, kept = engine_on(world, zero={"stage": stage}), []
+        for _ in range(3):
+            loss = engine(inputs(0, world.rank))
+            kept += [loss] if keeps else []
+            engine.backward(loss)
+        engine.step()
+
+    boards = [run_threads(functools.partial(on_a_rank, keeps=keeps), 2)[1] for keeps in (False, True)]
+    assert boards[0].orders == boards[1].orders
+
+
+class ReadWhileFull(Linears):
+    """Reads the last block's weight before the blocks, which nobody notices while an earlier forward keeps it full. A
+    parameter beside it is not used at all, so that no hook hears of that gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].unused = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor, is_early: bool = False) -> torch.Tensor:
+        return super().forward(x + self.blocks[3].weight[:3, 0] if is_early else x)
+
+
+def test_a_gradient_that_comes_when_its_bucket_was_closed_is_told() -> None:
+    engine = engine_on(alone(), ReadWhileFull, zero={"stage": 3})
+    engine(inputs(0, 0))
+    loss = engine(inputs(0, 0), is_early=True)
+    with pytest.raises(EngineStateError, match=r"the gradient of blocks\.3\.weight was late"):
+        engine.backward(loss)
+
+
+# ---- between the steps
+
+
+def test_behind_each_call_the_engine_is_idle_and_sharded_weights_refuse_to_be_read() -> None:
+    engine = engine_on(alone(), zero={"stage": 3})
+    module: Any = engine.module
+
+    def read() -> None:
+        with pytest.raises(EngineStateError, match="between engine calls"):
+            module.blocks[1].weight.sum()
+
+    loss = engine(inputs(0, 0))
+    read()
+    engine.backward(loss)
+    read()
+    engine.step()
+    read()
+    with pytest.raises(ZeroDivisionError), engine.forward_scope():
+        raise ZeroDivisionError
+    read()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_evaluation_in_mid_step_counts_outside_it_changes_nothing_and_leaves_nothing_gathered(stage: int) -> None:
+    def on_a_rank(world: World) -> None:
+        engine, x = engine_on(world, zero={"stage": stage}), inputs(1, world.rank)
+
+        def evaluated() -> tuple[torch.Tensor, int, int]:
+            outside = engine.ledger.outside_steps.sent_nbytes
+            with torch.no_grad():
+                loss = engine(x)
+            return loss, engine.ledger.outside_steps.sent_nbytes - outside, engine.memory_bytes()["parameters"]
+
+        train(engine, 0)
+        at_rest = engine.memory_bytes()["parameters"]
+        ordinary = engine.ledger.last_step.calls
+        before = evaluated()
+        loss = engine(x)
+        between = evaluated()
+        engine.backward(loss)
+        behind = evaluated()
+        engine.step()
+        assert torch.equal(before[0], loss.detach())
+        assert all(torch.equal(each[0], before[0]) and each[2] == at_rest for each in (before, between, behind))
+        assert behind[1] == before[1] >= between[1]
+        assert (before[1] > 0) == (stage == 3)
+        calls = engine.ledger.last_step.calls
+        assert (calls["reduce"], calls["norm"]) == (ordinary["reduce"], 1)
+        assert calls["gather"] - ordinary["gather"] == (2 if stage == 3 else 0)  # what was kept for the backward
+
+    run_threads(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_was_given_up_does_not_count_in_the_next(stage: int) -> None:
+    def on_a_rank(world: World) -> None:
+        engine = engine_on(world, zero={"stage": stage})
+        train(engine, 0, 1)
+        ordinary = engine.ledger.last_step
+        engine.backward(engine(inputs(0, world.rank)))
+        engine.zero_grad()
+        train(engine, 2)
+        assert engine.ledger.last_step.calls == ordinary.calls
+        assert engine.ledger.last_step.nbytes == ordinary.nbytes
+
+    run_threads(on_a_rank, 2)
+
+
+def test_ranks_whose_collectives_came_in_another_order_are_told_at_the_step() -> None:
+    """Two at once, so that nobody waits in vain."""
+
+    def on_a_rank(world: World) -> None:
+        engine = engine_on(world)
+        gathers = [engine.collectives.gather(name, torch.zeros(2), torch.zeros(1)) for name in ("a", "b")]
+        for gather in gathers if world.rank == 0 else reversed(gathers):
+            gather.issue()
+        for gather in gathers:
+            gather.finish()
+        with pytest.raises(DisagreementError, match="order of the collectives"):
+            train(engine, 0)
+
+    run_threads(on_a_rank, 2)
+
+
+def test_ranks_with_another_number_of_backwards_are_told_at_the_step() -> None:
+    def on_a_rank(world: World) -> None:
+        engine = engine_on(world)
+        for _ in range(world.rank):
+            with engine.no_sync():
+                engine.backward(engine(inputs(0, 0)))
+        with pytest.raises(DisagreementError, match="backwards since the last step: 1 on rank 0, 2 on rank 1"):
+            train(engine, 0)
+
+    run_threads(on_a_rank, 2)
