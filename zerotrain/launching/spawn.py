@@ -8,6 +8,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -31,11 +32,12 @@ def run_ranks(job: Job, num_ranks: int) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="zerotrain_") as agent_dir, _rank_environment(job, num_ranks):
         launch = elastic_launch(_launch_config(num_ranks, agent_dir), sys.executable)
-        # The agent reads its arguments as templates, in which $$ is a dollar.
-        overrides = [override.replace("$", "$$") for override in job.overrides]
+        # A file of their own: two runs in one folder once trained the config.yaml of the later one (2026-11-21).
+        job_path = Path(agent_dir) / "job.json"
+        job_path.write_text(job.to_json())
         try:
             with _quiet_agent(), handlers_restored():
-                launch("-m", RANK_MODULE, str(job.run_dir), *overrides)
+                launch("-m", RANK_MODULE, str(job_path))
         except ChildFailedError as error:
             failure = first_failure(job.ranks_dir, error.failures)
             assert failure is not None

@@ -11,7 +11,6 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from zerotrain import factory
-from zerotrain.config.compose import load_config
 from zerotrain.launching import exits
 from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.failures import Failure
@@ -50,12 +49,12 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def run_spawned(run_dir: str, overrides: list[str]) -> None:
-    """Run this process's rank of the job whose config.yaml lies in `run_dir`; end the process if it fails."""
-    folder, ranks = Path(run_dir), RankEnvironment.read()
+def run_spawned(job_path: str) -> None:
+    """Run this process's rank of the job that `spawn` has left in a file; end the process if it fails."""
+    ranks = RankEnvironment.read()
     assert ranks is not None
     try:
-        run_rank(Job(config=load_config(folder / "config.yaml"), run_dir=folder, overrides=overrides), ranks)
+        run_rank(Job.from_json(Path(job_path).read_text()), ranks)
     except KeyboardInterrupt:
         exit_now(exits.of_signal(signal.SIGINT))
     except Exception:  # is in the log, and the process that started this one says it
