@@ -38,6 +38,7 @@ def run_ranks(job: Job, num_ranks: int) -> None:
         try:
             with _quiet_agent(), handlers_restored():
                 launch("-m", RANK_MODULE, str(job_path))
+            _require_done(job)
         except ChildFailedError as error:
             failure = first_failure(job.ranks_dir, error.failures)
             assert failure is not None
@@ -50,6 +51,13 @@ def run_ranks(job: Job, num_ranks: int) -> None:
             raise SystemExit(exits.of_signal(error.sigval)) from error
         finally:
             Console().show_cursor(True)  # which the progress bar of a killed rank 0 leaves hidden
+
+
+def _require_done(job: Job) -> None:
+    """Raise if a rank has ended before its work was done, though with exit code 0, as by os._exit(0)."""
+    failure = first_failure(job.ranks_dir, {})
+    if failure is not None:
+        raise failure.as_error(job.ranks_dir)
 
 
 def _launch_config(num_ranks: int, agent_dir: str) -> LaunchConfig:

@@ -60,7 +60,8 @@ def run_job(composed: DictConfig) -> float:
 def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
     ranks = RankEnvironment.read()
     try:
-        config = _checked(composed, run_dir, ranks)
+        with exits.exits_raised():
+            config = _checked(composed, run_dir, ranks)
     except Exception as error:
         write_refusal(run_dir, overrides, str(error))
         raise

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,31 +16,43 @@ from zerotrain.launching import exits
 from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.failures import Failure
 from zerotrain.launching.job import Job, num_threads_per_rank
+from zerotrain.launching.presence import Presence, seen_alive
 from zerotrain.launching.rank_log import open_rank_log
 from zerotrain.launching.signals import stop_in_order
 
 
-def run_rank(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
+def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Run this process's rank of a job, its output going to its log; return the body of result.json.
 
-    An exception is passed on after its traceback is in the log and its cause in ranks/<rank>.error.json.
+    An exception is passed on after its traceback is in the log and its cause in ranks/<rank>.error.json. So is the end
+    of the process that a user's class asks for.
+
+    Args:
+        settle: called if the rank does not end in time after a signal to stop, before it is ended.
     """
     (job.ranks_dir / f"{ranks.rank}.error.json").unlink(missing_ok=True)
+    presence = Presence(job.ranks_dir, ranks.rank)
+    stop_in_order(presence.note_stop, settle)
     log = open_rank_log(job.ranks_dir, ranks.rank)
     torch.set_num_threads(num_threads_per_rank(job.config, ranks.local_world_size))
-    stop_in_order()
     # Under torchrun, what it records of an exception becomes part of torchrun's own report.
     torchrun_report = get_error_handler()
     torchrun_report.initialize()
     try:
-        return factory.run(job.config, job.run_dir, job.overrides, job.config_hash)
-    except Exception as error:
+        with exits.exits_raised():
+            result = factory.run(job.config, job.run_dir, job.overrides, job.config_hash, presence.enter)
+    except KeyboardInterrupt:
+        presence.wait_for_note()
+        raise
+    except (Exception, SystemExit) as error:
         traceback.print_exc(file=log)
-        failure = Failure.of(error, ranks.rank)
+        failure = Failure.of(error, ranks.rank, seen_alive(job.ranks_dir, ranks.rank))
         failure.write(job.ranks_dir)
         if not failure.from_peers:
             torchrun_report.record_exception(error)
         raise
+    presence.leave()
+    return result
 
 
 def exit_now(code: int) -> NoReturn:
@@ -57,5 +70,5 @@ def run_spawned(job_path: str) -> None:
         run_rank(Job.from_json(Path(job_path).read_text()), ranks)
     except KeyboardInterrupt:
         exit_now(exits.of_signal(signal.SIGINT))
-    except Exception:  # is in the log, and the process that started this one says it
+    except (Exception, SystemExit):  # is in the log, and the process that started this one says it
         exit_now(exits.FAILED)
