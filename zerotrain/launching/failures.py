@@ -1,5 +1,6 @@
 """What went wrong on which rank, and which of several failures was the first cause."""
 
+import errno
 import json
 import os
 import signal
@@ -95,8 +96,9 @@ def first_failure(ranks_dir: Path, ended: dict[int, ProcessFailure] | None = Non
             that is not known, and the user may have stopped the ranks.
     """
     written = [Failure.read(path) for path in ranks_dir.glob("*.error.json")]
-    spoke = {failure.rank for failure in written}
     states = read_states(ranks_dir)
+    written += [Failure(state.rank, state.failed, time_s=time.time()) for state, _ in states if state.failed]
+    spoke = {failure.rank for failure in written}
     silent = [state for state, alive in states if not alive and state.rank not in spoke and not state.stopped_by]
     processes = {state.rank: _of_silent(state, exit_code_known=ended is not None) for state in silent}
     processes |= {rank: _of_process(rank, end) for rank, end in (ended or {}).items() if rank not in spoke}
@@ -114,6 +116,14 @@ def first_failure(ranks_dir: Path, ended: dict[int, ProcessFailure] | None = Non
         list(processes.values()),
     )
     return next((min(failures, key=lambda failure: failure.time_s) for failures in ranked if failures), None)
+
+
+def name_full_disk(error: BaseException, run_dir: Path) -> bool:
+    """Whether a disk was full. Python says which file only where it could not be opened, so the folder is said then."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and is_full and error.filename is None:
+        error.filename = str(run_dir)
+    return is_full
 
 
 def _stopped_alone(stops: dict[int, RankState], noticed: list[Failure]) -> bool:

@@ -97,5 +97,8 @@ def write_ending(job: Job, world_size: int, *, status: str, error: str) -> None:
         "overrides": job.overrides,
         "config_hash": job.config_hash,
     }
-    written = json.loads(path.read_text()) if path.exists() else facts
+    try:
+        written = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):  # none, or cut off where the disk was full
+        written = facts
     RunResult(**(written | {"status": status, "error": error})).write(job.run_dir)

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 _NUM_BYTES = 1024
@@ -31,6 +31,8 @@ class RankState:
     """When that came, since the epoch."""
     gone: tuple[int, ...] = ()
     """The ranks that had ended before it came."""
+    failed: str | None = None
+    """What went wrong, where there was no room on the disk for a file that says it."""
 
 
 class Presence:
@@ -53,7 +55,12 @@ class Presence:
 
     def enter(self, phase: str) -> None:
         """Something else is done from here on."""
-        self._state = RankState(**asdict(self._state) | {"phase": phase})
+        self._state = replace(self._state, phase=phase)
+        self._say()
+
+    def fail(self, cause: str) -> None:
+        """Something went wrong that could be written nowhere else."""
+        self._state = replace(self._state, failed=cause[: _NUM_BYTES // 2])
         self._say()
 
     def note_stop(self, signum: int) -> None:
@@ -61,7 +68,7 @@ class Presence:
         if self._state.stopped_by is None:
             gone = tuple(state.rank for state, alive in read_states(self._ranks_dir) if not alive)
             name = signal.Signals(signum).name
-            self._state = RankState(self._state.rank, self._state.phase, name, time.time(), gone)
+            self._state = replace(self._state, stopped_by=name, stopped_s=time.time(), gone=gone)
             self._say()
         self._stop_noted.set()
 

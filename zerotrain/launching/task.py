@@ -4,6 +4,7 @@ import json
 import math
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.launching import exits, sweep
 from zerotrain.launching.environment import RankEnvironment
-from zerotrain.launching.failures import RunError
+from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.folder_lock import locked
 from zerotrain.launching.job import Job, completed_in, write_ending, write_refusal
 from zerotrain.launching.spawn import run_ranks
@@ -46,8 +47,9 @@ def run_job(composed: DictConfig) -> float:
         with locked(run_dir):
             result = _run(composed, run_dir, overrides=list(hydra.overrides.task))
     except Exception as error:
+        is_full = name_full_disk(error, run_dir)
         failure = error if isinstance(error, ZeroTrainError) else RunError(f"{type(error).__name__}: {error}")
-        if failure is not error:  # of a user's class, while it was tried out: the user needs to see where
+        if failure is not error and not is_full:  # of a user's class that was tried out: the user needs to see where
             traceback.print_exc()
         print(f"job {hydra.job.num}: {failure}" if is_sweep else failure, file=sys.stderr)
         if is_sweep:
@@ -63,7 +65,8 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
         with exits.exits_raised():
             config = _checked(composed, run_dir, ranks)
     except Exception as error:
-        write_refusal(run_dir, overrides, str(error))
+        with suppress(OSError):  # the cause matters more than a disk that is full
+            write_refusal(run_dir, overrides, str(error))
         raise
     num_ranks = _num_local_ranks(config) if ranks is None else ranks.world_size
     for warning in without_effect(config, num_ranks) + doubtful(config):
@@ -91,10 +94,12 @@ def _run_spawned(job: Job, num_ranks: int) -> dict[str, Any]:
     try:
         run_ranks(job, num_ranks)
     except ZeroTrainError as error:
-        write_ending(job, num_ranks, status="failed", error=str(error))
+        with suppress(OSError):  # the cause matters more than a disk that is full
+            write_ending(job, num_ranks, status="failed", error=str(error))
         raise
     except (KeyboardInterrupt, SystemExit):
-        write_ending(job, num_ranks, status="stopped", error="stopped by a signal")
+        with suppress(OSError):
+            write_ending(job, num_ranks, status="stopped", error="stopped by a signal")
         raise
     result: dict[str, Any] = json.loads((job.run_dir / RESULT_NAME).read_text())
     return result

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import torch.distributed as dist
@@ -83,12 +84,20 @@ def _settle(job: Job, ranks: RankEnvironment, terminal: TextIO) -> None:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         failure = first_failure(job.ranks_dir)
-        cause = None if failure is None else str(failure.as_error(job.ranks_dir))
-        told = job.ranks_dir / "ending.txt"
-        if cause is None:
-            write_ending(job, ranks.world_size, status="stopped", error="stopped by a signal")
-        else:
-            write_ending(job, ranks.world_size, status="failed", error=cause)
-            if not told.exists() or told.read_text() != cause:
-                told.write_text(cause)
-                print(cause, file=terminal, flush=True)
+        cause = "stopped by a signal" if failure is None else str(failure.as_error(job.ranks_dir))
+        if failure is not None and _is_new(cause, job.ranks_dir, mine=failure.rank == ranks.rank):
+            print(cause, file=terminal, flush=True)
+        with suppress(OSError):  # a full disk, which may be the cause
+            write_ending(job, ranks.world_size, status="stopped" if failure is None else "failed", error=cause)
+
+
+def _is_new(cause: str, ranks_dir: Path, mine: bool) -> bool:
+    """Whether no rank has told this cause yet; on a full disk, where none can note it, whether it is this rank's."""
+    told = ranks_dir / "ending.txt"
+    if told.exists() and told.read_text() == cause:
+        return False
+    try:
+        told.write_text(cause)
+    except OSError:
+        return mine
+    return True

@@ -5,6 +5,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from zerotrain import factory
 from zerotrain.launching import exits
 from zerotrain.launching.environment import RankEnvironment
-from zerotrain.launching.failures import Failure
+from zerotrain.launching.failures import Failure, name_full_disk
 from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.launching.presence import Presence, seen_alive
 from zerotrain.launching.rank_log import open_rank_log
@@ -30,10 +31,15 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
     Args:
         settle: called if the rank does not end in time after a signal to stop, before it is ended.
     """
-    (job.ranks_dir / f"{ranks.rank}.error.json").unlink(missing_ok=True)
-    presence = Presence(job.ranks_dir, ranks.rank)
-    stop_in_order(presence.note_stop, settle)
-    log = open_rank_log(job.ranks_dir, ranks.rank)
+    try:
+        (job.ranks_dir / f"{ranks.rank}.error.json").unlink(missing_ok=True)
+        presence = Presence(job.ranks_dir, ranks.rank)
+        stop_in_order(presence.note_stop, settle)
+        log = open_rank_log(job.ranks_dir, ranks.rank)
+    except OSError as error:  # there is no file yet to leave it in
+        name_full_disk(error, job.run_dir)
+        print(f"rank {ranks.rank}: {error}", file=sys.stderr)
+        raise
     torch.set_num_threads(num_threads_per_rank(job.config, ranks.local_world_size))
     # Under torchrun, what it records of an exception becomes part of torchrun's own report.
     torchrun_report = get_error_handler()
@@ -45,9 +51,13 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
         presence.wait_for_note()
         raise
     except (Exception, SystemExit) as error:
-        traceback.print_exc(file=log)
+        name_full_disk(error, job.run_dir)
         failure = Failure.of(error, ranks.rank, seen_alive(job.ranks_dir, ranks.rank))
-        failure.write(job.ranks_dir)
+        try:
+            failure.write(job.ranks_dir)
+            traceback.print_exc(file=log)
+        except OSError:  # a full disk has room for the cause where it was taken before
+            presence.fail(failure.cause)
         if not failure.from_peers:
             torchrun_report.record_exception(error)
         raise
@@ -57,8 +67,9 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
 
 def exit_now(code: int) -> NoReturn:
     """End this process without its clean-up: closing a process group waits for ranks that may be gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the log's disk is full, or nobody reads any more
+            stream.flush()
     os._exit(code)
 
 
