@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -17,6 +17,7 @@ from zerotrain.launching import exits
 from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.failures import Failure, first_failure
 from zerotrain.launching.job import Job, write_ending
+from zerotrain.launching.terminal import LastingStream
 from zerotrain.launching.worker import exit_now, run_rank
 
 _JOB_KEY = "job"
@@ -52,7 +53,7 @@ def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
     if ranks.local_rank == 0:
         job.complete_folder()
     # The rank's own output goes to its log from here on.
-    terminal = os.fdopen(os.dup(sys.stderr.fileno()), "w")
+    terminal = LastingStream(os.fdopen(os.dup(sys.stderr.fileno()), "w"))
     settle = functools.partial(_settle, job, ranks, terminal)
     try:
         return run_rank(job, ranks, settle)
@@ -74,7 +75,7 @@ def _end(settle: Callable[[], None], wait_s: float, code: int) -> NoReturn:
     exit_now(code)
 
 
-def _settle(job: Job, ranks: RankEnvironment, terminal: TextIO) -> None:
+def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
     """Say in result.json why the job ended, and a new cause on the terminal.
 
     Every rank does, one at a time, since only the last to end has seen all causes. Without the lock one that had read
