@@ -1,5 +1,6 @@
 """A process that ends before its work is done is a failure, whatever its exit code, and is named with what it did."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -66,4 +67,15 @@ def test_under_torchrun_too(tmp_path: Path, action: str):
     result = result_of(tmp_path / "run")
     assert (result["status"], result["error"].splitlines()[0]) == ("failed", f"rank 1 {what}")
     assert f"rank 1 {what}" in command.stderr
+    assert command.wait_until_gone() == []
+
+
+def test_a_rank_that_was_stopped_is_not_said_to_be_killed_and_is_ended_soon(tmp_path: Path):
+    command = by_hand(*MISBEHAVING, "+model.action=stop", "launch.timeout_s=6", TWO_RANKS, folder=tmp_path)
+    command.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/3")
+    started_s = time.monotonic()
+    assert command.wait(WITHIN_S) == 1
+    assert time.monotonic() - started_s < 20.0  # torch's agent alone waits for 30 s
+    assert command.stderr.startswith("rank 0 lost another rank: ")
+    assert "nothing is known of rank 1, which may compute, sleep or be gone" in command.stderr
     assert command.wait_until_gone() == []

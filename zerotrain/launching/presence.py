@@ -9,8 +9,10 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,6 +27,8 @@ class RankState:
     rank: int
     phase: str
     """What it did, such as "building the engine"."""
+    pid: int = 0
+    host: str = ""
     stopped_by: str | None = None
     """The signal that told it to stop."""
     stopped_s: float = 0.0
@@ -39,7 +43,7 @@ class Presence:
     """This process's own state."""
 
     def __init__(self, ranks_dir: Path, rank: int) -> None:
-        self._ranks_dir, self._state = ranks_dir, RankState(rank, "starting")
+        self._ranks_dir, self._state = ranks_dir, RankState(rank, "starting", os.getpid(), socket.gethostname())
         self._path = ranks_dir / f"{rank}.state"
         self._path.unlink(missing_ok=True)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -104,6 +108,15 @@ def _is_locked(descriptor: int) -> bool:
     except OSError:  # it does, or the file system has no locks and nothing is known
         return True
     return False
+
+
+def continue_stopped(ranks_dir: Path) -> None:
+    """Let ranks of this machine that are stopped go on, to be ended in order: a SIGTERM does not reach them before, and
+    torch's agent waits for 30 s until it kills them (2026-11-21)."""
+    for state, alive in read_states(ranks_dir):
+        if alive and state.host == socket.gethostname() and state.pid > 0:
+            with suppress(ProcessLookupError):
+                os.kill(state.pid, signal.SIGCONT)
 
 
 def seen_alive(ranks_dir: Path, rank: int) -> tuple[int, ...]:

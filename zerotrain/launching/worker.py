@@ -17,7 +17,7 @@ from zerotrain.launching import exits
 from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.failures import Failure, name_full_disk
 from zerotrain.launching.job import Job, num_threads_per_rank
-from zerotrain.launching.presence import Presence, seen_alive
+from zerotrain.launching.presence import Presence, continue_stopped, seen_alive
 from zerotrain.launching.rank_log import open_rank_log
 from zerotrain.launching.signals import stop_in_order
 
@@ -58,7 +58,9 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
             traceback.print_exc(file=log)
         except OSError:  # a full disk has room for the cause where it was taken before
             presence.fail(failure.cause)
-        if not failure.from_peers:
+        if failure.from_peers:
+            continue_stopped(job.ranks_dir)
+        else:
             torchrun_report.record_exception(error)
         raise
     presence.leave()

@@ -36,6 +36,8 @@ class MisbehavingMLP(MLP):
             os.kill(os.getpid(), signal.SIGINT)
         if self.action == "terminate":
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.action == "sys.exit":
             sys.exit()
         if self.action == "os._exit":
