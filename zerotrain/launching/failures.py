@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import signal
 import time
@@ -107,11 +108,13 @@ def first_failure(ranks_dir: Path, ended: dict[int, ProcessFailure] | None = Non
     stops = {state.rank: state for state, _ in states if state.stopped_by}
     # Of ranks that a signal has stopped, one misses the other that ended first.
     noticed = [failure for failure in written if failure.from_peers and not _came_after(failure, stops)]
+    noticed_s = min((failure.time_s for failure in noticed), default=math.inf)
     by_user = ended is None and not _stopped_alone(stops, noticed)
     ranked = (
         [failure for failure in written if not failure.from_peers],
         [process for rank, process in processes.items() if rank not in told_to_stop | outlived],
-        [] if by_user else [_of_stop(state) for state in stops.values()],
+        # One that came later was sent because of what was noticed.
+        [] if by_user else [_of_stop(state) for state in stops.values() if state.stopped_s <= noticed_s],
         noticed if by_user else [failure for failure in written if failure.from_peers],
         list(processes.values()),
     )

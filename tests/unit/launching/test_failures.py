@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -139,3 +140,10 @@ def test_a_rank_at_work_is_seen_alive_until_it_is_done(tmp_path: Path):
     assert [(state.phase, alive) for state, alive in read_states(tmp_path)] == [("training", True)]
     presence.leave()
     assert read_states(tmp_path) == []
+
+
+@pytest.mark.parametrize("ends", [None, {0: ended(0, 1), 1: ended(1, 130)}], ids=["torchrun", "by hand"])
+def test_a_rank_that_was_told_to_stop_since_another_missed_it_is_not_the_cause(tmp_path: Path, ends):
+    Failure.of(CommError("timed out"), 0, saw_alive=(1,)).write(tmp_path)
+    leave_state(tmp_path, 1, stopped_by="SIGTERM", stopped_s=time.time() + 1.0, gone=[0])
+    assert first_failure(tmp_path, ends).rank == 0
