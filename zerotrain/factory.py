@@ -1,5 +1,6 @@
 """The one place where config becomes objects: one rank of a run, from joining the others to its result."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,17 +25,28 @@ ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps")
 """Of the `train` settings, those that the engine gets and the Trainer does not."""
 
 
-def run(config: Config, run_dir: Path, overrides: list[str], config_hash: str) -> dict[str, Any]:
+def run(
+    config: Config,
+    run_dir: Path,
+    overrides: list[str],
+    config_hash: str,
+    enter: Callable[[str], None] = lambda phase: None,
+) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
     Args:
         config: its values checked, which the process did that has started the ranks.
         run_dir: exists; rank 0 writes its files there.
         overrides, config_hash: repeated in result.json.
+        enter: told what is done from then on, such as "training".
     """
+    enter("joining the other ranks")
     facts = {"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash}
     with words_of_config(), World.from_environment(config.launch.device, config.launch.timeout_s) as world:
-        return _trainer(config, world, run_dir, facts).run()
+        enter(f"building {config.model.get('_target_')}")
+        trainer = _trainer(config, world, run_dir, facts)
+        enter(f"training {config.model.get('_target_')}")
+        return trainer.run()
 
 
 def _trainer(config: Config, world: World, run_dir: Path, run_facts: dict[str, Any]) -> Trainer:
@@ -87,6 +99,8 @@ def build(group: str, values: dict[str, Any]) -> Any:
         if not isinstance(cause, (ValueError, TypeError, LookupError, OSError, ImportError, InstantiationException)):
             raise cause from None
         raise ConfigError(in_group(group, cause, values)) from cause
+    except SystemExit as ending:
+        raise ConfigError(ended_in(group, ending, values)) from ending
 
 
 def in_group(group: str, error: Exception, values: Any) -> str:
@@ -96,6 +110,15 @@ def in_group(group: str, error: Exception, values: Any) -> str:
         given = ", ".join(f"{name}={value}" for name, value in values.items() if not name.startswith("_"))
         line += f"; one of these may be of another type than it takes: {given}"
     return line if line.startswith(f"{group}.") else f"{group}: {line}"
+
+
+def ended_in(group: str, ending: SystemExit, values: dict[str, Any]) -> str:
+    """What is wrong with a class that ends the process it is used in."""
+    code = 0 if ending.code is None else ending.code
+    return (
+        f"{group}._target_: got {values.get('_target_')}, which ended the process with exit code {code} when it was "
+        "tried; it must return or raise an exception"
+    )
 
 
 def build_on_meta(config: Config) -> nn.Module | None:

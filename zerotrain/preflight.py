@@ -15,7 +15,7 @@ from zerotrain.engine.precision.kept_fp32 import dtypes_of
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
-from zerotrain.factory import build, build_on_meta, in_group
+from zerotrain.factory import build, build_on_meta, ended_in, in_group
 from zerotrain.sharding.units import cut_units, model_parameters
 
 
@@ -41,6 +41,8 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
             problems.extend(error.problems)
         except (ValueError, TypeError, LookupError, OSError) as error:
             problems.append(in_group(group, error, getattr(config, group)))
+        except SystemExit as ending:
+            problems.append(ended_in(group, ending, getattr(config, group)))
 
     attempt("launch", lambda: choose_device(config.launch.device, num_local_ranks - 1))
     model = attempt("model", lambda: build_on_meta(config))

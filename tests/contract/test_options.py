@@ -69,6 +69,7 @@ OPTIONS = """
     launch.device
     launch.threads_per_rank
     launch.timeout_s
+    launch.overwrite
 """
 
 

@@ -25,7 +25,7 @@ def test_a_run_by_hand_leaves_one_folder_with_all_its_files(hand_run):
     names = {
         str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file() and ".hydra" not in path.parts
     }
-    assert names == {"config.yaml", "metrics.jsonl", "result.json", "ranks/0.log", "ranks/1.log"}
+    assert names == {".lock", "config.yaml", "metrics.jsonl", "result.json", "ranks/0.log", "ranks/1.log"}
 
 
 def test_the_result_says_what_ran(hand_run):

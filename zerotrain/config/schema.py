@@ -84,6 +84,8 @@ class LaunchConfig:
     on the CPU depend on it."""
     timeout_s: float = setting(300.0, positive("a number of seconds above 0"))
     """Seconds a collective may wait for the other ranks before the run is ended."""
+    overwrite: bool = setting(False, TRUE_OR_FALSE)
+    """Run in a folder that holds a completed run, and erase that. One that did not complete needs no leave."""
 
 
 @dataclass

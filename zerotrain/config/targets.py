@@ -25,7 +25,7 @@ def target_problems(values: dict[str, Any], *, name: str) -> Iterator[str]:
     path = values["_target_"]
     try:
         target = pkgutil.resolve_name(path)
-    except Exception as error:  # whatever a user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever a user's module raises while it is imported
         yield f"{name}._target_: got {path}; {_why_not_found(path, error)}"
         return
     if not callable(target):
@@ -40,7 +40,7 @@ def makes_callables(path: Any) -> bool:
     """Whether `path` names a class whose objects can be called: they take what comes later, without `_partial_`."""
     try:
         target = pkgutil.resolve_name(path)
-    except Exception:  # `target_problems` says why
+    except (Exception, SystemExit):  # `target_problems` says why
         return False
     return isinstance(target, type) and any("__call__" in vars(base) for base in target.__mro__)
 
@@ -65,7 +65,7 @@ def _argument_problems(target: Callable[..., Any], values: dict[str, Any], name:
         yield f"{name}: {path}: {error}"
 
 
-def _why_not_found(path: str, error: Exception) -> str:
+def _why_not_found(path: str, error: BaseException) -> str:
     """What is wrong with an import path, as short as it can be said."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
@@ -74,7 +74,7 @@ def _why_not_found(path: str, error: Exception) -> str:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
         return f"there is no module {missing.name}; it is looked for beside launch.py, here and in PYTHONPATH"
-    except Exception as failed:
+    except (Exception, SystemExit) as failed:
         return f"importing {module_name} failed: {type(failed).__name__}: {failed}".split("\n")[0]
     if hasattr(module, attribute):
         return str(error).split("\n")[0]

@@ -20,6 +20,7 @@ from zerotrain.errors import ZeroTrainError
 from zerotrain.launching import exits, sweep
 from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.signals import end_with_parent
+from zerotrain.launching.terminal import outlast_readers
 
 
 def dispatch(main: Callable[[], None]) -> NoReturn:
@@ -31,6 +32,7 @@ def dispatch(main: Callable[[], None]) -> NoReturn:
     Args:
         main: the function that `hydra.main` has decorated.
     """
+    outlast_readers()
     # Users name classes of modules that lie in the folder they work in.
     sys.path.append(os.getcwd())
     # Hydra then passes its exceptions on instead of printing them in its own way.

@@ -1,6 +1,8 @@
 """What went wrong on which rank, and which of several failures was the first cause."""
 
+import errno
 import json
+import math
 import os
 import signal
 import time
@@ -12,10 +14,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zerotrain.errors import CommError, ConfigError, DisagreementError, ZeroTrainError
 from zerotrain.launching import exits
+from zerotrain.launching.presence import RankState, read_states
 
 _SIGNS_OF_LOST_PEERS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")
 """In the messages of the collectives that a user's own code calls; ours raise CommError."""
-_TOLD_TO_STOP = (-signal.SIGTERM, exits.of_signal(signal.SIGINT))
+_TOLD_TO_STOP = (-signal.SIGTERM, exits.of_signal(signal.SIGTERM), exits.of_signal(signal.SIGINT))
 """Exit codes of ranks that torch's agent has ended because another rank had failed."""
 
 
@@ -42,18 +45,23 @@ class Failure:
     """The lines of a ConfigError, which are all that a user needs of it."""
     time_s: float = 0.0
     """Since the epoch."""
+    saw_alive: tuple[int, ...] = ()
+    """The other ranks whose processes were there then: what has ended them later is no cause of this."""
 
     @classmethod
-    def of(cls, error: Exception, rank: int) -> "Failure":
+    def of(cls, error: BaseException, rank: int, saw_alive: tuple[int, ...] = ()) -> "Failure":
         """What an exception says, on the rank that caught it."""
         from_peers = _comes_from_peers(error)
         said = str(error) if isinstance(error, CommError) and from_peers else f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            said = f"SystemExit: the process was to end with exit code {error.code or 0} before its work was done"
         return cls(
             rank=rank,
             cause=f"{'lost another rank' if from_peers else 'failed'}: {said}",
             from_peers=from_peers,
             problems=error.problems if isinstance(error, ConfigError) else None,
             time_s=time.time(),
+            saw_alive=saw_alive,
         )
 
     def write(self, ranks_dir: Path) -> None:
@@ -62,6 +70,12 @@ class Failure:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(self)))
         os.replace(temporary, path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Failure":
+        """Read what `write` has left."""
+        values = json.loads(path.read_text())
+        return cls(**values | {"saw_alive": tuple(values["saw_alive"])})
 
     def describe(self, ranks_dir: Path) -> str:
         """Two lines for the user: the cause and the rank's log."""
@@ -75,21 +89,67 @@ class Failure:
 def first_failure(ranks_dir: Path, ended: dict[int, ProcessFailure] | None = None) -> Failure | None:
     """The first cause of a run's end; None where no rank has failed.
 
-    A rank's own error comes before the death of a process, and that before what the other ranks noticed of it. Within
-    these the earliest.
+    A rank's own error comes before the death of a process, that before a signal that told one rank to stop, and that
+    before what the other ranks noticed of it. Within these the earliest.
 
     Args:
-        ended: how the processes ended, by rank. One that was killed could not write what happened to it.
+        ended: how the processes ended, by rank. One that was killed could not write what happened to it. None where
+            that is not known, and the user may have stopped the ranks.
     """
-    written = [Failure(**json.loads(path.read_text())) for path in ranks_dir.glob("*.error.json")]
-    ended = {rank: end for rank, end in (ended or {}).items() if rank not in {failure.rank for failure in written}}
+    written = [Failure.read(path) for path in ranks_dir.glob("*.error.json")]
+    states = read_states(ranks_dir)
+    written += [Failure(state.rank, state.failed, time_s=time.time()) for state, _ in states if state.failed]
+    spoke = {failure.rank for failure in written}
+    silent = [state for state, alive in states if not alive and state.rank not in spoke and not state.stopped_by]
+    processes = {state.rank: _of_silent(state, exit_code_known=ended is not None) for state in silent}
+    processes |= {rank: _of_process(rank, end) for rank, end in (ended or {}).items() if rank not in spoke}
+    told_to_stop = {rank for rank, end in (ended or {}).items() if end.exitcode in _TOLD_TO_STOP}
+    outlived = {rank for failure in written for rank in failure.saw_alive}
+    stops = {state.rank: state for state, _ in states if state.stopped_by}
+    # Of ranks that a signal has stopped, one misses the other that ended first.
+    noticed = [failure for failure in written if failure.from_peers and not _came_after(failure, stops)]
+    noticed_s = min((failure.time_s for failure in noticed), default=math.inf)
+    by_user = ended is None and not _stopped_alone(stops, noticed)
     ranked = (
         [failure for failure in written if not failure.from_peers],
-        [_of_process(rank, end) for rank, end in ended.items() if end.exitcode not in _TOLD_TO_STOP],
-        [failure for failure in written if failure.from_peers],
-        [_of_process(rank, end) for rank, end in ended.items()],
+        [process for rank, process in processes.items() if rank not in told_to_stop | outlived],
+        # One that came later was sent because of what was noticed.
+        [] if by_user else [_of_stop(state) for state in stops.values() if state.stopped_s <= noticed_s],
+        noticed if by_user else [failure for failure in written if failure.from_peers],
+        list(processes.values()),
     )
     return next((min(failures, key=lambda failure: failure.time_s) for failures in ranked if failures), None)
+
+
+def name_full_disk(error: BaseException, run_dir: Path) -> bool:
+    """Whether a disk was full. Python says which file only where it could not be opened, so the folder is said then."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and is_full and error.filename is None:
+        error.filename = str(run_dir)
+    return is_full
+
+
+def _stopped_alone(stops: dict[int, RankState], noticed: list[Failure]) -> bool:
+    """Whether a signal has stopped one rank and the others went on, until they were ended since it was gone."""
+    gone_before = {rank for state in stops.values() for rank in state.gone}
+    return any(
+        state.rank in gone_before or any(failure.time_s > state.stopped_s for failure in noticed)
+        for state in stops.values()
+    )
+
+
+def _came_after(failure: Failure, stops: dict[int, RankState]) -> bool:
+    return failure.rank in stops and stops[failure.rank].stopped_s <= failure.time_s
+
+
+def _of_stop(state: RankState) -> Failure:
+    cause = f"was stopped by {state.stopped_by}, sent to it alone, in {state.phase}"
+    return Failure(rank=state.rank, cause=cause, time_s=state.stopped_s)
+
+
+def _of_silent(state: RankState, exit_code_known: bool) -> Failure:
+    how = "ended with exit code 0" if exit_code_known else "was killed or ended itself without a word"
+    return Failure(rank=state.rank, cause=f"{how} in {state.phase}, before its work was done")
 
 
 def _of_process(rank: int, end: ProcessFailure) -> Failure:
@@ -100,7 +160,7 @@ def _of_process(rank: int, end: ProcessFailure) -> Failure:
     return Failure(rank=rank, cause=f"was killed by {name}" + (f" ({hint})" if hint else ""))
 
 
-def _comes_from_peers(error: Exception) -> bool:
+def _comes_from_peers(error: BaseException) -> bool:
     if isinstance(error, DisagreementError):
         return False
     if isinstance(error, CommError | dist.DistError):

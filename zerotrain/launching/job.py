@@ -10,6 +10,8 @@ from zerotrain.config.compose import config_hash, from_values, save_config
 from zerotrain.config.schema import Config
 from zerotrain.training.result import RESULT_NAME, RunResult
 
+CONFIG_NAME = "config.yaml"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -31,18 +33,23 @@ class Job:
         """Where each rank keeps its log."""
         return self.run_dir / "ranks"
 
+    @property
+    def config_path(self) -> Path:
+        """The resolved config, for people: the ranks are told theirs by the process that started them."""
+        return self.run_dir / CONFIG_NAME
+
     def open_folder(self) -> None:
         """Make the run folder, without what an earlier run has left there, and write config.yaml."""
         self.ranks_dir.mkdir(parents=True, exist_ok=True)
         for left in (*self.ranks_dir.iterdir(), self.run_dir / RESULT_NAME, self.run_dir / "metrics.jsonl"):
             left.unlink(missing_ok=True)
-        save_config(self.config, self.run_dir / "config.yaml")
+        save_config(self.config, self.config_path)
 
     def complete_folder(self) -> None:
         """Make what is missing of the run folder: on the other machines of a run nobody has opened it."""
         self.ranks_dir.mkdir(parents=True, exist_ok=True)
-        if not (self.run_dir / "config.yaml").exists():
-            save_config(self.config, self.run_dir / "config.yaml")
+        if not self.config_path.exists():
+            save_config(self.config, self.config_path)
 
     def to_json(self) -> str:
         """For ranks that another process starts."""
@@ -54,6 +61,20 @@ class Job:
         """Read what `to_json` wrote."""
         values = json.loads(text)
         return cls(config=from_values(values["config"]), run_dir=Path(values["run_dir"]), overrides=values["overrides"])
+
+
+def completed_in(run_dir: Path) -> bool:
+    """Whether a folder holds a completed run."""
+    try:
+        return bool(json.loads((run_dir / RESULT_NAME).read_text())["status"] == "completed")
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return False
+
+
+def write_refusal(run_dir: Path, overrides: list[str], error: str) -> None:
+    """Say in result.json why a job never started; nothing where the folder holds what an earlier run has left."""
+    if not (run_dir / CONFIG_NAME).exists() and not completed_in(run_dir):
+        RunResult(world_size=0, overrides=overrides, error=error).write(run_dir)
 
 
 def num_threads_per_rank(config: Config, num_local_ranks: int) -> int:
@@ -76,5 +97,8 @@ def write_ending(job: Job, world_size: int, *, status: str, error: str) -> None:
         "overrides": job.overrides,
         "config_hash": job.config_hash,
     }
-    written = json.loads(path.read_text()) if path.exists() else facts
+    try:
+        written = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):  # none, or cut off where the disk was full
+        written = facts
     RunResult(**(written | {"status": status, "error": error})).write(job.run_dir)

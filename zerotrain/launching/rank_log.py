@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from zerotrain.launching.terminal import LastingStream
+
 _MOVES_THE_CURSOR = re.compile(r"\r|\x1b\[[\d;]*[A-K]|\x1b\[\?")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
@@ -17,7 +19,7 @@ class TerminalAndFile(io.TextIOBase):
     The file gets whole lines, without colours, and nothing of a line that is drawn again and again.
     """
 
-    def __init__(self, terminal: TextIO, file: TextIO) -> None:
+    def __init__(self, terminal: TextIO | io.TextIOBase, file: TextIO) -> None:
         self._terminal = terminal
         self._file = file
         self._unfinished_line = ""
@@ -61,8 +63,8 @@ def open_rank_log(ranks_dir: Path, rank: int) -> TextIO:
     ranks_dir.mkdir(parents=True, exist_ok=True)
     log = (ranks_dir / f"{rank}.log").open("w", buffering=1)
     if rank == 0:
-        sys.stdout = TerminalAndFile(sys.stdout, log)
-        sys.stderr = TerminalAndFile(sys.stderr, log)
+        sys.stdout = TerminalAndFile(LastingStream(sys.stdout), log)
+        sys.stderr = TerminalAndFile(LastingStream(sys.stderr), log)
     else:
         # By descriptor, so that what C++ prints goes there as well.
         os.dup2(log.fileno(), sys.stdout.fileno())

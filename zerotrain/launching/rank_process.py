@@ -6,14 +6,14 @@ import sys
 from zerotrain.launching.signals import end_with_parent
 
 
-def main(run_dir: str, *overrides: str) -> None:
-    """Run a rank of the job whose config.yaml lies in `run_dir`."""
+def main(job_path: str) -> None:
+    """Run a rank of the job that `spawn` has left in a file."""
     end_with_parent()
     # Until the run can be stopped in order, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from zerotrain.launching.worker import run_spawned
 
-    run_spawned(run_dir, list(overrides))
+    run_spawned(job_path)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -31,11 +32,13 @@ def run_ranks(job: Job, num_ranks: int) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="zerotrain_") as agent_dir, _rank_environment(job, num_ranks):
         launch = elastic_launch(_launch_config(num_ranks, agent_dir), sys.executable)
-        # The agent reads its arguments as templates, in which $$ is a dollar.
-        overrides = [override.replace("$", "$$") for override in job.overrides]
+        # A file of their own: two runs in one folder once trained the config.yaml of the later one (2026-11-21).
+        job_path = Path(agent_dir) / "job.json"
+        job_path.write_text(job.to_json())
         try:
             with _quiet_agent(), handlers_restored():
-                launch("-m", RANK_MODULE, str(job.run_dir), *overrides)
+                launch("-m", RANK_MODULE, str(job_path))
+            _require_done(job)
         except ChildFailedError as error:
             failure = first_failure(job.ranks_dir, error.failures)
             assert failure is not None
@@ -48,6 +51,13 @@ def run_ranks(job: Job, num_ranks: int) -> None:
             raise SystemExit(exits.of_signal(error.sigval)) from error
         finally:
             Console().show_cursor(True)  # which the progress bar of a killed rank 0 leaves hidden
+
+
+def _require_done(job: Job) -> None:
+    """Raise if a rank has ended before its work was done, though with exit code 0, as by os._exit(0)."""
+    failure = first_failure(job.ranks_dir, {})
+    if failure is not None:
+        raise failure.as_error(job.ranks_dir)
 
 
 def _launch_config(num_ranks: int, agent_dir: str) -> LaunchConfig:

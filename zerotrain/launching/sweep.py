@@ -11,11 +11,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from zerotrain.errors import ConfigError
 from zerotrain.launching import exits
 
 _SHORT_HASH = 12
 _folders: list[Path] = []
 """The folder of the sweep that this process drives, if it drives one."""
+_jobs: dict[Path, int] = {}
+"""The folders of the jobs of this process, with the numbers of the jobs."""
+_earlier: set[tuple[Path, int]] = set()
+"""The results that lay in the folder of the sweep before it, with the times they were written."""
 
 
 class SweepFolder(Callback):
@@ -23,7 +28,23 @@ class SweepFolder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """The first job is about to start."""
-        _folders.append(Path(config.hydra.sweep.dir).absolute())
+        folder = Path(config.hydra.sweep.dir).absolute()
+        _folders.append(folder)
+        _earlier.update(_written(path) for path in folder.rglob("result.json"))
+
+
+def claim(run_dir: Path, job: int) -> None:
+    """Take the folder of a job; with hydra.sweep.subdir=same the second job erased the first (2026-11-21).
+
+    Raises:
+        ConfigError: an earlier job of this sweep has it.
+    """
+    earlier = _jobs.setdefault(run_dir, job)
+    if earlier != job:
+        raise ConfigError(
+            f"hydra.sweep.subdir: got {run_dir.name}, the folder of job {earlier} too; it must be another for each "
+            "job; the default is ${hydra:job.num}"
+        )
 
 
 def report(code: int) -> int:
@@ -42,9 +63,9 @@ def report(code: int) -> int:
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """The result.json of each job of a sweep by the job's folder, in the order of the jobs."""
-    paths = folder.rglob("result.json")
-    results = {str(path.parent.relative_to(folder)): json.loads(path.read_text()) for path in paths}
+    """The result.json of each job of a sweep by the job's folder, by job number; none of an earlier sweep."""
+    ours = [path for path in folder.rglob("result.json") if _written(path) not in _earlier]
+    results = {str(path.parent.relative_to(folder)): json.loads(path.read_text()) for path in ours}
     return dict(sorted(results.items(), key=lambda item: (len(item[0]), item[0])))
 
 
@@ -82,6 +103,10 @@ def _agreement(results: dict[str, dict[str, Any]]) -> str:
         return f"weights: {count} of {len(results)} jobs have the same sha256 {sha256}"
     each = ", ".join(f"{sha256[:_SHORT_HASH]} x {count}" for sha256, count in counts.most_common())
     return f"weights: {len(counts)} different sha256 in {len(results)} jobs: {each}"
+
+
+def _written(path: Path) -> tuple[Path, int]:
+    return path, path.stat().st_mtime_ns
 
 
 def _number(value: float | None, form: str) -> str:

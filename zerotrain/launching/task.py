@@ -4,25 +4,27 @@ import json
 import math
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from zerotrain import preflight
 from zerotrain.config.checks import OPEN_GROUPS, checked_config, doubtful, without_effect
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, ZeroTrainError
-from zerotrain.launching import exits
+from zerotrain.launching import exits, sweep
 from zerotrain.launching.environment import RankEnvironment
-from zerotrain.launching.failures import RunError
-from zerotrain.launching.job import Job, write_ending
+from zerotrain.launching.failures import RunError, name_full_disk
+from zerotrain.launching.folder_lock import locked
+from zerotrain.launching.job import Job, completed_in, write_ending, write_refusal
 from zerotrain.launching.spawn import run_ranks
 from zerotrain.launching.torchrun import JobExchange, run_here
-from zerotrain.training.result import RESULT_NAME, RunResult
+from zerotrain.training.result import RESULT_NAME
 
 
 def run_job(composed: DictConfig) -> float:
@@ -37,14 +39,18 @@ def run_job(composed: DictConfig) -> float:
         KeyboardInterrupt: Ctrl-C.
     """
     hydra = HydraConfig.get()
+    is_sweep = hydra.mode == RunMode.MULTIRUN
     run_dir = Path(hydra.runtime.output_dir)
     try:
-        result = _run(composed, run_dir, overrides=list(hydra.overrides.task))
+        if is_sweep:
+            sweep.claim(run_dir, hydra.job.num)
+        with locked(run_dir):
+            result = _run(composed, run_dir, overrides=list(hydra.overrides.task))
     except Exception as error:
+        is_full = name_full_disk(error, run_dir)
         failure = error if isinstance(error, ZeroTrainError) else RunError(f"{type(error).__name__}: {error}")
-        if failure is not error:  # of a user's class, while it was tried out: the user needs to see where
+        if failure is not error and not is_full:  # of a user's class that was tried out: the user needs to see where
             traceback.print_exc()
-        is_sweep = hydra.mode == RunMode.MULTIRUN
         print(f"job {hydra.job.num}: {failure}" if is_sweep else failure, file=sys.stderr)
         if is_sweep:
             raise failure from error
@@ -56,15 +62,18 @@ def run_job(composed: DictConfig) -> float:
 def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
     ranks = RankEnvironment.read()
     try:
-        config = _checked(composed, ranks)
+        with exits.exits_raised():
+            config = _checked(composed, run_dir, ranks)
     except Exception as error:
-        RunResult(world_size=0, overrides=overrides, error=str(error)).write(run_dir)
+        with suppress(OSError):  # the cause matters more than a disk that is full
+            write_refusal(run_dir, overrides, str(error))
         raise
     num_ranks = _num_local_ranks(config) if ranks is None else ranks.world_size
     for warning in without_effect(config, num_ranks) + doubtful(config):
         print(f"warning: {warning}", file=sys.stderr)
     job = Job(config=config, run_dir=run_dir, overrides=overrides)
     job.open_folder()
+    _save_composition(composed, run_dir / ".hydra")
     shown_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
     print(f"stage {config.zero.stage}, ranks: {num_ranks}, run folder: {shown_dir}", flush=True)
     if ranks is None:
@@ -73,26 +82,41 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     return run_here(job, ranks)
 
 
+def _save_composition(composed: DictConfig, folder: Path) -> None:
+    """Write what Hydra would have written before it called us, when the folder might still be another run's."""
+    folder.mkdir(exist_ok=True)
+    OmegaConf.save(composed, folder / "config.yaml")
+    OmegaConf.save(HydraConfig.instance().cfg, folder / "hydra.yaml")
+    OmegaConf.save(HydraConfig.get().overrides.task, folder / "overrides.yaml")
+
+
 def _run_spawned(job: Job, num_ranks: int) -> dict[str, Any]:
     try:
         run_ranks(job, num_ranks)
     except ZeroTrainError as error:
-        write_ending(job, num_ranks, status="failed", error=str(error))
+        with suppress(OSError):  # the cause matters more than a disk that is full
+            write_ending(job, num_ranks, status="failed", error=str(error))
         raise
     except (KeyboardInterrupt, SystemExit):
-        write_ending(job, num_ranks, status="stopped", error="stopped by a signal")
+        with suppress(OSError):
+            write_ending(job, num_ranks, status="stopped", error="stopped by a signal")
         raise
     result: dict[str, Any] = json.loads((job.run_dir / RESULT_NAME).read_text())
     return result
 
 
-def _checked(composed: DictConfig, ranks: RankEnvironment | None) -> Config:
+def _checked(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None) -> Config:
     """The config, after all that can be checked without ranks."""
     config, problems = checked_config(composed)
     wanted = config.launch.nproc_per_node
     if ranks is not None and wanted not in (None, ranks.local_world_size):
         started = ranks.local_world_size
         problems.append(f"launch.nproc_per_node: got {wanted}; torchrun has started {started}; leave it out")
+    if completed_in(run_dir) and not config.launch.overwrite:
+        problems.append(
+            f"launch.overwrite: got false, but {run_dir} holds a completed run; it must be true to erase that; or give "
+            "another hydra.run.dir"
+        )
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, "launch")) for problem in problems):
         try:

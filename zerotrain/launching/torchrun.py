@@ -1,10 +1,15 @@
 """Being started by torchrun (or anything that sets its variables): one rank composes, the others receive."""
 
+import fcntl
+import functools
 import os
 import signal
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -12,11 +17,13 @@ from zerotrain.launching import exits
 from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.failures import Failure, first_failure
 from zerotrain.launching.job import Job, write_ending
+from zerotrain.launching.terminal import LastingStream
 from zerotrain.launching.worker import exit_now, run_rank
 
 _JOB_KEY = "job"
 _NO_JOB = "none"
 _PEER_HEAD_START_S = 2.0
+_STOP_HEAD_START_S = 1.0
 
 
 class JobExchange:
@@ -46,27 +53,52 @@ def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
     if ranks.local_rank == 0:
         job.complete_folder()
     # The rank's own output goes to its log from here on.
-    terminal = os.fdopen(os.dup(sys.stderr.fileno()), "w")
+    terminal = LastingStream(os.fdopen(os.dup(sys.stderr.fileno()), "w"))
+    settle = functools.partial(_settle, job, ranks, terminal)
     try:
-        return run_rank(job, ranks)
+        return run_rank(job, ranks, settle)
     except KeyboardInterrupt:
-        _settle(job, ranks)
-        exit_now(exits.of_signal(signal.SIGINT))
-    except Exception as error:  # its traceback is in the log
-        _settle(job, ranks)
-        failure = Failure.of(error, ranks.rank)
-        if failure.from_peers:
-            # Torchrun takes the first process to end for the root cause: let the rank that is it go first.
-            time.sleep(_PEER_HEAD_START_S)
-        else:
-            print(failure.as_error(job.ranks_dir), file=terminal, flush=True)
-        exit_now(exits.FAILED)
+        # All ranks hear of a stop before one is gone, or that one would be taken for the cause of their end.
+        _end(settle, _STOP_HEAD_START_S, exits.of_signal(signal.SIGINT))
+    except (Exception, SystemExit) as error:  # its traceback is in the log
+        # Torchrun takes the first process to end for the root cause: let the rank that is it go first.
+        _end(settle, _PEER_HEAD_START_S if Failure.of(error, ranks.rank).from_peers else 0.0, exits.FAILED)
 
 
-def _settle(job: Job, ranks: RankEnvironment) -> None:
-    """Say in result.json why the job ended. Every rank does, since only the last to fail has seen all causes."""
-    failure = first_failure(job.ranks_dir)
-    if failure is None:
-        write_ending(job, ranks.world_size, status="stopped", error="stopped by a signal")
-    else:
-        write_ending(job, ranks.world_size, status="failed", error=str(failure.as_error(job.ranks_dir)))
+def _end(settle: Callable[[], None], wait_s: float, code: int) -> NoReturn:
+    """End this process `wait_s` after it has said why, and say it again if more is known then."""
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
+    settle()
+    if wait_s:
+        time.sleep(wait_s)
+        settle()
+    exit_now(code)
+
+
+def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
+    """Say in result.json why the job ended, and a new cause on the terminal.
+
+    Every rank does, one at a time, since only the last to end has seen all causes. Without the lock one that had read
+    before the cause was there wrote "stopped" behind the one that had told it (2026-11-21).
+    """
+    with (job.ranks_dir / "ending.lock").open("w") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        failure = first_failure(job.ranks_dir)
+        cause = "stopped by a signal" if failure is None else str(failure.as_error(job.ranks_dir))
+        if failure is not None and _is_new(cause, job.ranks_dir, mine=failure.rank == ranks.rank):
+            print(cause, file=terminal, flush=True)
+        with suppress(OSError):  # a full disk, which may be the cause
+            write_ending(job, ranks.world_size, status="stopped" if failure is None else "failed", error=cause)
+
+
+def _is_new(cause: str, ranks_dir: Path, mine: bool) -> bool:
+    """Whether no rank has told this cause yet; on a full disk, where none can note it, whether it is this rank's."""
+    told = ranks_dir / "ending.txt"
+    if told.exists() and told.read_text() == cause:
+        return False
+    try:
+        told.write_text(cause)
+    except OSError:
+        return mine
+    return True

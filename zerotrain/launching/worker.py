@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,52 +13,75 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from zerotrain import factory
-from zerotrain.config.compose import load_config
 from zerotrain.launching import exits
 from zerotrain.launching.environment import RankEnvironment
-from zerotrain.launching.failures import Failure
+from zerotrain.launching.failures import Failure, name_full_disk
 from zerotrain.launching.job import Job, num_threads_per_rank
+from zerotrain.launching.presence import Presence, continue_stopped, seen_alive
 from zerotrain.launching.rank_log import open_rank_log
 from zerotrain.launching.signals import stop_in_order
 
 
-def run_rank(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
+def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Run this process's rank of a job, its output going to its log; return the body of result.json.
 
-    An exception is passed on after its traceback is in the log and its cause in ranks/<rank>.error.json.
+    An exception is passed on after its traceback is in the log and its cause in ranks/<rank>.error.json. So is the end
+    of the process that a user's class asks for.
+
+    Args:
+        settle: called if the rank does not end in time after a signal to stop, before it is ended.
     """
-    (job.ranks_dir / f"{ranks.rank}.error.json").unlink(missing_ok=True)
-    log = open_rank_log(job.ranks_dir, ranks.rank)
+    try:
+        (job.ranks_dir / f"{ranks.rank}.error.json").unlink(missing_ok=True)
+        presence = Presence(job.ranks_dir, ranks.rank)
+        stop_in_order(presence.note_stop, settle)
+        log = open_rank_log(job.ranks_dir, ranks.rank)
+    except OSError as error:  # there is no file yet to leave it in
+        name_full_disk(error, job.run_dir)
+        print(f"rank {ranks.rank}: {error}", file=sys.stderr)
+        raise
     torch.set_num_threads(num_threads_per_rank(job.config, ranks.local_world_size))
-    stop_in_order()
     # Under torchrun, what it records of an exception becomes part of torchrun's own report.
     torchrun_report = get_error_handler()
     torchrun_report.initialize()
     try:
-        return factory.run(job.config, job.run_dir, job.overrides, job.config_hash)
-    except Exception as error:
-        traceback.print_exc(file=log)
-        failure = Failure.of(error, ranks.rank)
-        failure.write(job.ranks_dir)
-        if not failure.from_peers:
+        with exits.exits_raised():
+            result = factory.run(job.config, job.run_dir, job.overrides, job.config_hash, presence.enter)
+    except KeyboardInterrupt:
+        presence.wait_for_note()
+        raise
+    except (Exception, SystemExit) as error:
+        name_full_disk(error, job.run_dir)
+        failure = Failure.of(error, ranks.rank, seen_alive(job.ranks_dir, ranks.rank))
+        try:
+            failure.write(job.ranks_dir)
+            traceback.print_exc(file=log)
+        except OSError:  # a full disk has room for the cause where it was taken before
+            presence.fail(failure.cause)
+        if failure.from_peers:
+            continue_stopped(job.ranks_dir)
+        else:
             torchrun_report.record_exception(error)
         raise
+    presence.leave()
+    return result
 
 
 def exit_now(code: int) -> NoReturn:
     """End this process without its clean-up: closing a process group waits for ranks that may be gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the log's disk is full, or nobody reads any more
+            stream.flush()
     os._exit(code)
 
 
-def run_spawned(run_dir: str, overrides: list[str]) -> None:
-    """Run this process's rank of the job whose config.yaml lies in `run_dir`; end the process if it fails."""
-    folder, ranks = Path(run_dir), RankEnvironment.read()
+def run_spawned(job_path: str) -> None:
+    """Run this process's rank of the job that `spawn` has left in a file; end the process if it fails."""
+    ranks = RankEnvironment.read()
     assert ranks is not None
     try:
-        run_rank(Job(config=load_config(folder / "config.yaml"), run_dir=folder, overrides=overrides), ranks)
+        run_rank(Job.from_json(Path(job_path).read_text()), ranks)
     except KeyboardInterrupt:
         exit_now(exits.of_signal(signal.SIGINT))
-    except Exception:  # is in the log, and the process that started this one says it
+    except (Exception, SystemExit):  # is in the log, and the process that started this one says it
         exit_now(exits.FAILED)

@@ -54,8 +54,12 @@ class RunResult:
     def write(self, run_dir: Path) -> None:
         """Write `run_dir`/result.json, whole or not at all."""
         temporary = run_dir / f"{RESULT_NAME}.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps(self.body(), indent=2) + "\n")
-        os.replace(temporary, run_dir / RESULT_NAME)
+        try:
+            temporary.write_text(json.dumps(self.body(), indent=2) + "\n")
+            os.replace(temporary, run_dir / RESULT_NAME)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def without_non_finite(value: Any) -> Any:

@@ -1,7 +1,9 @@
 """Models as a user might bring them, which do on one rank what the tests of the launcher need."""
 
+import ctypes
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -30,8 +32,28 @@ class MisbehavingMLP(MLP):
             raise ValueError("the third batch is unlucky")
         if self.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.action == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        if self.action == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.action == "sys.exit":
+            sys.exit()
+        if self.action == "os._exit":
+            os._exit(0)
+        if self.action == "exit of C":
+            ctypes.CDLL(None)._exit(0)
         if self.action == "sleep":
             print("asleep", flush=True)
             time.sleep(600)
         if self.action == "poison":
             torch.nn.init.constant_(self.head.bias, float("nan"))
+
+
+class EndingMLP(MLP):
+    """An MLP whose constructor ends the process."""
+
+    def __init__(self, *, ending: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        {"os._exit": os._exit, "sys.exit": sys.exit}[ending](0)

@@ -1,7 +1,10 @@
 """Of several failures the first cause is told."""
 
+import json
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zerotrain.errors import CommError, ConfigError, DisagreementError
 from zerotrain.launching.failures import Failure, RunError, first_failure
+from zerotrain.launching.presence import Presence, RankState, read_states
 
 LOST_PEER = RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9614")
 
@@ -92,3 +96,54 @@ def test_a_cause_is_read_whole_or_not_at_all_while_it_is_written(tmp_path: Path)
             assert first_failure(tmp_path) in (None, cause)
         writing.result()
     assert [path.name for path in tmp_path.iterdir()] == ["1.error.json"]
+
+
+def leave_state(ranks_dir: Path, rank: int, **said: object) -> None:
+    """What a rank that is gone has left."""
+    (ranks_dir / f"{rank}.state").write_text(json.dumps(asdict(RankState(rank, "training")) | said))
+
+
+def test_a_rank_that_is_gone_without_a_word_comes_before_the_stop_of_the_others(tmp_path: Path):
+    leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.0, gone=[1])
+    leave_state(tmp_path, 1)
+    assert first_failure(tmp_path).rank == 1
+
+
+def test_a_stop_that_all_ranks_have_heard_of_is_no_failure_though_one_missed_the_other(tmp_path: Path):
+    leave_state(tmp_path, 0, stopped_by="SIGINT", stopped_s=2.0)
+    leave_state(tmp_path, 1, stopped_by="SIGINT", stopped_s=2.1)
+    Failure.of(LOST_PEER, 0).write(tmp_path)
+    assert first_failure(tmp_path) is None
+
+
+@pytest.mark.parametrize("told_in_time", [True, False])
+def test_a_signal_to_one_rank_is_the_cause_of_what_the_others_noticed(tmp_path: Path, told_in_time: bool):
+    leave_state(tmp_path, 1, stopped_by="SIGINT", stopped_s=2.0)
+    if told_in_time:
+        leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.5, gone=[1])
+    else:
+        Failure.of(LOST_PEER, 0).write(tmp_path)
+    failure = first_failure(tmp_path)
+    assert (failure.rank, failure.cause) == (1, "was stopped by SIGINT, sent to it alone, in training")
+
+
+def test_a_rank_that_another_saw_alive_when_it_failed_was_ended_because_of_that(tmp_path: Path):
+    Failure.of(CommError("timed out"), 0, saw_alive=(1,)).write(tmp_path)
+    leave_state(tmp_path, 1)
+    assert first_failure(tmp_path, {1: ended(1, -signal.SIGKILL)}).rank == 0
+
+
+def test_a_rank_at_work_is_seen_alive_until_it_is_done(tmp_path: Path):
+    presence = Presence(tmp_path, 0)
+    presence.enter("training")
+    assert first_failure(tmp_path) is None
+    assert [(state.phase, alive) for state, alive in read_states(tmp_path)] == [("training", True)]
+    presence.leave()
+    assert read_states(tmp_path) == []
+
+
+@pytest.mark.parametrize("ends", [None, {0: ended(0, 1), 1: ended(1, 130)}], ids=["torchrun", "by hand"])
+def test_a_rank_that_was_told_to_stop_since_another_missed_it_is_not_the_cause(tmp_path: Path, ends):
+    Failure.of(CommError("timed out"), 0, saw_alive=(1,)).write(tmp_path)
+    leave_state(tmp_path, 1, stopped_by="SIGTERM", stopped_s=time.time() + 1.0, gone=[0])
+    assert first_failure(tmp_path, ends).rank == 0

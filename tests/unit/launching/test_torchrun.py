@@ -1,6 +1,7 @@
 """How a rank that torchrun has started ends if its job does not complete."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def end_of(tmp_path: Path, monkeypatch):
     def end(error: BaseException) -> list[str]:
         done: list[str] = []
 
-        def run_rank(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
+        def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None]) -> dict[str, Any]:
             if isinstance(error, Exception):
                 Failure.of(error, ranks.rank).write(job.ranks_dir)
             raise error
@@ -50,7 +51,7 @@ def result_in(run_dir: Path) -> tuple[str, str]:
 
 
 def test_a_rank_stopped_by_ctrl_c_says_so_and_ends_as_a_shell_expects(end_of, tmp_path: Path):
-    assert end_of(KeyboardInterrupt()) == ["exit 130"]
+    assert end_of(KeyboardInterrupt()) == ["sleep", "exit 130"]
     assert result_in(tmp_path) == ("stopped", "stopped by a signal")
 
 

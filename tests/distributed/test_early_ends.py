@@ -1,0 +1,81 @@
+"""A process that ends before its work is done is a failure, whatever its exit code, and is named with what it did."""
+
+import time
+from pathlib import Path
+
+import pytest
+from commands import TINY, by_hand, by_torchrun, result_of
+
+RUN = (*TINY, "hydra.run.dir=run")
+MISBEHAVING = (*RUN, "model._target_=misbehaving.MisbehavingMLP")
+TWO_RANKS = "launch.nproc_per_node=2"
+WITHIN_S = 60.0
+
+
+@pytest.mark.parametrize("ending", ["os._exit", "sys.exit"])
+def test_a_class_that_ends_the_process_is_refused_by_name(tmp_path: Path, ending: str):
+    command = by_hand(*RUN, "model._target_=misbehaving.EndingMLP", f"+model.ending={ending}", folder=tmp_path)
+    assert command.wait() == 2
+    assert command.stderr.splitlines() == [
+        "model._target_: got misbehaving.EndingMLP, which ended the process with exit code 0 when it was tried; "
+        "it must return or raise an exception"
+    ]
+    assert result_of(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_module_that_ends_the_process_when_imported_is_refused_by_name(tmp_path: Path):
+    command = by_hand(*RUN, "model._target_=ending_module.Model", folder=tmp_path)
+    assert command.wait() == 2
+    [line] = command.stderr.splitlines()
+    assert line.startswith("model._target_: got ending_module.Model; importing ending_module failed: SystemExit")
+
+
+ENDS = {
+    "exit of C": "ended with exit code 0 in training misbehaving.MisbehavingMLP, before its work was done",
+    "os._exit": "failed: SystemExit: the process was to end with exit code 0 before its work was done",
+    "sys.exit": "failed: SystemExit: the process was to end with exit code 0 before its work was done",
+    "interrupt": "was stopped by SIGINT, sent to it alone, in training misbehaving.MisbehavingMLP",
+    "terminate": "was stopped by SIGTERM, sent to it alone, in training misbehaving.MisbehavingMLP",
+}
+
+
+@pytest.mark.parametrize(("action", "rank"), [*((action, 1) for action in ENDS), ("exit of C", 0), ("interrupt", 0)])
+def test_a_rank_that_ends_before_its_work_is_done_is_named_with_what_it_did(tmp_path: Path, action: str, rank: int):
+    command = by_hand(*MISBEHAVING, f"+model.action={action}", f"+model.rank={rank}", TWO_RANKS, folder=tmp_path)
+    assert command.wait(WITHIN_S) == 1
+    assert command.stderr.splitlines() == [
+        f"rank {rank} {ENDS[action]}",
+        f"  its log: {tmp_path / f'run/ranks/{rank}.log'}",
+    ]
+    result = result_of(tmp_path / "run")
+    assert (result["status"], result["error"].splitlines()[0]) == ("failed", f"rank {rank} {ENDS[action]}")
+    assert command.wait_until_gone() == []
+
+
+def test_one_rank_alone_that_ends_with_exit_code_0_has_not_completed(tmp_path: Path):
+    command = by_hand(*MISBEHAVING, "+model.action=exit of C", "+model.rank=0", folder=tmp_path)
+    assert command.wait(WITHIN_S) == 1
+    assert command.stderr.startswith(f"rank 0 {ENDS['exit of C']}")
+    assert result_of(tmp_path / "run")["status"] == "failed"
+
+
+@pytest.mark.parametrize("action", ["exit of C", "sys.exit", "interrupt", "terminate"])
+def test_under_torchrun_too(tmp_path: Path, action: str):
+    command = by_torchrun(*MISBEHAVING, f"+model.action={action}", folder=tmp_path)
+    assert command.wait(WITHIN_S) == 1
+    what = ENDS[action].replace("ended with exit code 0", "was killed or ended itself without a word")
+    result = result_of(tmp_path / "run")
+    assert (result["status"], result["error"].splitlines()[0]) == ("failed", f"rank 1 {what}")
+    assert f"rank 1 {what}" in command.stderr
+    assert command.wait_until_gone() == []
+
+
+def test_a_rank_that_was_stopped_is_not_said_to_be_killed_and_is_ended_soon(tmp_path: Path):
+    command = by_hand(*MISBEHAVING, "+model.action=stop", "launch.timeout_s=6", TWO_RANKS, folder=tmp_path)
+    command.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/3")
+    started_s = time.monotonic()
+    assert command.wait(WITHIN_S) == 1
+    assert time.monotonic() - started_s < 20.0  # torch's agent alone waits for 30 s
+    assert command.stderr.startswith("rank 0 lost another rank: ")
+    assert "nothing is known of rank 1, which may compute, sleep or be gone" in command.stderr
+    assert command.wait_until_gone() == []

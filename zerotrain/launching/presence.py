@@ -1,0 +1,124 @@
+"""ranks/<rank>.state: what a rank says of itself while it works, under a lock that ends with its process.
+
+A rank that is gone without a word left no error, and under torchrun no other rank sees its exit code. A state whose
+lock is free tells of it; a rank whose work is done takes its state away.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+_NUM_BYTES = 1024
+"""Of the file, written whole at once: on a disk that is full later, a change needs no room."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank, as it has said itself."""
+
+    rank: int
+    phase: str
+    """What it did, such as "building the engine"."""
+    pid: int = 0
+    host: str = ""
+    stopped_by: str | None = None
+    """The signal that told it to stop."""
+    stopped_s: float = 0.0
+    """When that came, since the epoch."""
+    gone: tuple[int, ...] = ()
+    """The ranks that had ended before it came."""
+    failed: str | None = None
+    """What went wrong, where there was no room on the disk for a file that says it."""
+
+
+class Presence:
+    """This process's own state."""
+
+    def __init__(self, ranks_dir: Path, rank: int) -> None:
+        self._ranks_dir, self._state = ranks_dir, RankState(rank, "starting", os.getpid(), socket.gethostname())
+        self._path = ranks_dir / f"{rank}.state"
+        self._path.unlink(missing_ok=True)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._stop_noted = threading.Event()
+        self._say()
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        # A worker that this process forks would keep the lock when it is gone.
+        os.register_at_fork(after_in_child=lambda: os.close(self._descriptor))
+
+    def enter(self, phase: str) -> None:
+        """Something else is done from here on."""
+        self._state = replace(self._state, phase=phase)
+        self._say()
+
+    def fail(self, cause: str) -> None:
+        """Something went wrong that could be written nowhere else."""
+        self._state = replace(self._state, failed=cause[: _NUM_BYTES // 2])
+        self._say()
+
+    def note_stop(self, signum: int) -> None:
+        """A signal has told this rank to stop; the first counts."""
+        if self._state.stopped_by is None:
+            gone = tuple(state.rank for state, alive in read_states(self._ranks_dir) if not alive)
+            name = signal.Signals(signum).name
+            self._state = replace(self._state, stopped_by=name, stopped_s=time.time(), gone=gone)
+            self._say()
+        self._stop_noted.set()
+
+    def wait_for_note(self, timeout_s: float = 1.0) -> None:
+        """Wait until the stop that has come to this thread is noted by the one that watches signals."""
+        self._stop_noted.wait(timeout_s)
+
+    def leave(self) -> None:
+        """The work is done."""
+        self._path.unlink(missing_ok=True)
+
+    def _say(self) -> None:
+        os.pwrite(self._descriptor, json.dumps(asdict(self._state)).ljust(_NUM_BYTES).encode(), 0)
+
+
+def read_states(ranks_dir: Path) -> list[tuple[RankState, bool]]:
+    """The state of each rank that has not done its work, and whether its process is there."""
+    found = []
+    for path in sorted(ranks_dir.glob("*.state")):
+        try:
+            with path.open() as file:
+                said = json.loads(file.read())
+                found.append((RankState(**said | {"gone": tuple(said["gone"])}), _is_locked(file.fileno())))
+        except (FileNotFoundError, ValueError):  # its work is done, or it is about to write
+            continue
+    return found
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether a process holds the lock. Asked for as a shared one, so that two who ask do not see each other."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it does, or the file system has no locks and nothing is known
+        return True
+    return False
+
+
+def continue_stopped(ranks_dir: Path) -> None:
+    """Let ranks of this machine that are stopped go on, to be ended in order: a SIGTERM does not reach them before, and
+    torch's agent waits for 30 s until it kills them (2026-11-21)."""
+    for state, alive in read_states(ranks_dir):
+        if alive and state.host == socket.gethostname() and state.pid > 0:
+            with suppress(ProcessLookupError):
+                os.kill(state.pid, signal.SIGCONT)
+
+
+def seen_alive(ranks_dir: Path, rank: int) -> tuple[int, ...]:
+    """The other ranks whose processes are there, seen from this one."""
+    return tuple(state.rank for state, alive in read_states(ranks_dir) if alive and state.rank != rank)
