@@ -247,9 +247,11 @@ class BucketGradient:
 
     def clear_unmoved(self) -> None:
         """Forget gradients that have not been moved into the bucket."""
-        for segment in self.segments:
-            for parameter in segment.parameters:
-                parameter.grad = None
+        # Of parameters that are not ready each would be a call into Python: 20,000 of them where a step was skipped.
+        with torch._C.DisableTorchFunctionSubclass():
+            for segment in self.segments:
+                for parameter in segment.parameters:
+                    parameter.grad = None
 
     def _end_filling(self) -> None:
         """What was filled is reduced or dropped: the next gradient to arrive begins anew."""
