@@ -51,15 +51,17 @@ class Reductions:
         self._in_flight: deque[TrainedBucket] = deque()
         """Issued and not finished, the oldest first."""
         self._in_flight_numel = self._prepared_numel = 0
+        """Elements of those in flight, and of those prepared: kept, since they are asked for at every segment."""
         self._open_segments: dict[TrainedBucket, set[Segment]] = {}
         """What has not come yet in this backward, by bucket; an empty set once a bucket is complete."""
         self._closed_short: list[TrainedBucket] = []
         """Closed in this backward before all their gradients had come."""
         self._backward = 0
         """Number of the backward under way."""
-        self._position = _BEFORE_ALL_NODES
         self._reached: LiveUnit | None = None
-        """The unit that the backward reached last, and at which node."""
+        """The unit that the backward reached last."""
+        self._position = _BEFORE_ALL_NODES
+        """The node at which it did."""
 
     # ---- a backward
 
