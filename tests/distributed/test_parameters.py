@@ -403,8 +403,6 @@ def test_hard_cases_on_3_ranks_one_of_them_late_with_accumulation_and_in_bf16() 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_use_different_parts_of_a_model_neither_wait_for_each_other_nor_change_a_bit(num_ranks: int) -> None:
-    runs = [
-        Run(case, stage, bucket_mb=0.004, late_rank=stage % num_ranks) for case, stage in product(UNEVEN, range(4))
-    ]
+    runs = [Run(case, stage, bucket_mb=0.004, late_rank=stage % num_ranks) for case, stage in product(UNEVEN, range(4))]
     runs += [Run(case, 3, "bf16", num_micro_batches=2, bucket_mb=0.02, late_rank=0) for case in UNEVEN[:1]]
     assert differing(runs, num_ranks) == []
