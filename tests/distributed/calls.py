@@ -513,9 +513,8 @@ HARD = (
 class Plain:
     """One rank's calls in a step, in plain PyTorch."""
 
-    def __init__(self, model: nn.Module, num_ranks: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.module = model
-        self.num_ranks = num_ranks
         self.reduced: list[list[torch.Tensor]] = []
         """The gradients of each backward that a rank would reduce, with those accumulated before it."""
         self._accumulates = False
@@ -533,7 +532,7 @@ class Plain:
         self._accumulates = before
 
     def backward(self, loss: torch.Tensor, *, weight: float = 1.0, retain_graph: bool = False) -> None:
-        loss.backward(gradient=torch.full_like(loss, weight / self.num_ranks), retain_graph=retain_graph)
+        loss.backward(gradient=torch.full_like(loss, weight), retain_graph=retain_graph)
         if not self._accumulates:
             parameters = list(self.module.parameters())
             self.reduced.append([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
@@ -552,11 +551,11 @@ def reference_weights(call: Call, num_ranks: int, num_micro_batches: int = 1) ->
         by_rank = []
         for rank in range(num_ranks):
             torch.manual_seed(10 * step + rank)
-            plain = Plain(model, num_ranks)
+            plain = Plain(model)
             micro_batches(call, plain, step, rank, num_micro_batches)
             by_rank.append(plain.reduced)
-        sums = [summed(each) for each in zip(*by_rank, strict=True)]
-        for parameter, gradient in zip(parameters, summed(sums), strict=True):
+        means = [[total / num_ranks for total in summed(each)] for each in zip(*by_rank, strict=True)]
+        for parameter, gradient in zip(parameters, summed(means), strict=True):
             parameter.grad = gradient
         optimizer.step()
         model.zero_grad()

@@ -169,17 +169,17 @@ def reference_run(case: Case, num_ranks: int, device: str = "cpu") -> tuple[dict
     optimizer = OPTIMIZERS[case.optimizer]([matrices, others])
     for step in range(case.num_steps):
         tokens = batch(step, num_ranks, case.num_micro_batches).to(device)
-        mean: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}
         for rank in range(num_ranks):
             mine: dict[str, torch.Tensor] = {}
             for inputs in micro_batches(tokens, rank):
                 model.zero_grad()
                 loss = model(*inputs) * case.factor(step, rank)
-                scaler.scale(loss * (1 / case.num_micro_batches / num_ranks)).backward()
+                scaler.scale(loss * (1 / case.num_micro_batches)).backward()
                 add_to(mine, {name: parameter.grad.float() for name, parameter in model.named_parameters()})
-            add_to(mean, {name: value.to(wire[name]).float() for name, value in mine.items()})
+            add_to(sums, {name: value.to(wire[name]).float() for name, value in mine.items()})
         for name, weight in weights.items():
-            weight.grad = mean[name].to(wire[name]).float()
+            weight.grad = (sums[name] / num_ranks).to(wire[name]).float()
         scaler.unscale_(optimizer)
         norm = torch.cat([weight.grad.double().flatten() for weight in weights.values()]).norm()
         limit = float("inf") if case.max_grad_norm is None else case.max_grad_norm

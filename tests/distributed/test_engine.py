@@ -178,7 +178,7 @@ MISTAKES: dict[str, Any] = {
     ),
     "weight read at rest": (
         lambda engine, inputs: engine.module.wte.weight.sum(),
-        "take weights from engine.full_state_dict()",
+        "read weights with engine.full_state_dict()",
     ),
     "step after no_sync only": (
         lambda engine, inputs: accumulate_only(engine, inputs),

@@ -148,11 +148,11 @@ def reference(name: str) -> dict[str, torch.Tensor]:
         gradients = []
         for rank, model in enumerate(models):
             torch.manual_seed(1000 + 10 * step + rank)
-            (model(**inputs_of(name, step, rank))["loss"] * (1 / NUM_RANKS)).backward()
+            model(**inputs_of(name, step, rank))["loss"].backward()
             gradients.append([parameter.grad for parameter in model.parameters()])
             model.zero_grad()
         for weight, parts in zip(weights.values(), zip(*gradients, strict=True), strict=True):
-            weight.grad = sum(torch.zeros_like(weight) if part is None else part for part in parts)
+            weight.grad = sum(torch.zeros_like(weight) if part is None else part for part in parts) / NUM_RANKS
         optimizer.step()
         for model in models[1:]:
             with torch.no_grad():

@@ -336,14 +336,14 @@ class Plain:
             for index in range(self.run.num_micro_batches):
                 how = {"rank": rank, "step": step} if self.case.tells_place else {}
                 loss = self.model(inputs(step, index, rank).to(self.wire), **how)
-                (loss * (1 / self.run.num_micro_batches / self.num_ranks)).backward()
+                (loss * (1 / self.run.num_micro_batches)).backward()
                 for name, parameter in training.items():
                     mine[name] += 0 if parameter.grad is None else parameter.grad
                 self.model.zero_grad()
             for name in training:
                 sums[name] += mine[name].to(self.wire)
         for name in training:
-            self.weights[name].grad = sums[name].to(self.wire).float()
+            self.weights[name].grad = (sums[name] / self.num_ranks).to(self.wire).float()
         self.optimizer.step()
         with torch.no_grad():
             for name in training:

@@ -100,12 +100,12 @@ def reference(make_optimizers: Any, precision: str, num_ranks: int, max_norm: fl
     model.to(wire)
     optimizers = make_optimizers(weights)
     for step in range(3):
-        mean: dict[str, torch.Tensor] = {}
+        sums: dict[str, torch.Tensor] = {}
         for rank in range(num_ranks):
             model.zero_grad()
-            (model(ids(step, rank)) * (1 / num_ranks)).backward()
-            add_to(mean, {name: parameter.grad.float() for name, parameter in model.named_parameters()})
-        mean = {name: value.to(wire).float() for name, value in mean.items()}
+            model(ids(step, rank)).backward()
+            add_to(sums, {name: parameter.grad.float() for name, parameter in model.named_parameters()})
+        mean = {name: (value / num_ranks).to(wire).float() for name, value in sums.items()}
         norm = torch.cat([value.double().flatten() for value in mean.values()]).norm()
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0).float()
         for name, weight in weights.items():

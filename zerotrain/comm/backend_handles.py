@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, sum_in_rank_order
+from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, mean_in_rank_order
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.scratch import Scratch, ScratchPool
 
@@ -65,12 +65,18 @@ class NativeReduction(Works, Reduction):
         self.sent_nbytes = out.nbytes * (group.size() - 1) * passes
 
     def _issue(self) -> None:
+        operation = dist.ReduceOp.SUM if self._is_gloo else dist.ReduceOp.AVG
         with unseen_by_profiler(self._is_gloo):
-            self._works = [reduce_scatter(self.out, self._full, group=self._group, async_op=True)]
+            self._works = [reduce_scatter(self.out, self._full, op=operation, group=self._group, async_op=True)]
+
+    def _complete(self) -> None:
+        if self._is_gloo:  # which has no mean of its own
+            self.out.div_(self._group.size())
+        super()._complete()
 
 
 class OrderedReduction(Works, Reduction):
-    """An all-to-all of the parts, then their sum in rank order in fp32."""
+    """An all-to-all of the parts, then their mean, added in rank order in fp32."""
 
     def __init__(
         self,
@@ -99,7 +105,7 @@ class OrderedReduction(Works, Reduction):
             self._works = [dist.all_to_all_single(received, self._full, group=self._group, async_op=True)]
 
     def _complete(self) -> None:
-        sum_in_rank_order(self._parts(), self.out)
+        mean_in_rank_order(self._parts(), self.out)
         assert self._received is not None
         self._pool.give_back(self._received)
         self._received = None

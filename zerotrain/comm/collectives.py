@@ -52,7 +52,7 @@ class Collectives:
         gather.finish()
 
     def reduction(self, name: str, out: torch.Tensor, pool: ScratchPool) -> Reduction:
-        """A handle on the sum over ranks, of which `out` gets this rank's part."""
+        """A handle on the mean over ranks, of which `out` gets this rank's part."""
         return self._wire.reduction(name, self._journal, out, pool)
 
     def exchange(

@@ -16,6 +16,9 @@ from zerotrain.comm.journal import Journal
 
 NUM_ROWS_WIDENED = 64
 """Ranks' parts of 16 bits that are in fp32 at a time."""
+CHUNK_NUMEL = 2**18
+"""Elements averaged at a time on a CPU, where their sum in fp32 (1 MiB) stays in the cache: measured in bf16, 3.2
+million elements of two ranks took 14 ms at once and 2 ms in chunks."""
 
 
 class Handle(ABC):
@@ -155,7 +158,7 @@ class Gather(Handle):
 
 
 class Reduction(Handle):
-    """A reduce-scatter: the sum over ranks of each rank's `full` (numel) into `out` (numel / ranks), this rank's part.
+    """A reduce-scatter: the mean over ranks of each rank's `full` (numel) into `out` (numel / ranks), this rank's part.
 
     Args:
         out: as long as the handle lives, of the dtype of `full`. It may lie inside `full`, at this rank's place.
@@ -170,7 +173,7 @@ class Reduction(Handle):
         self._full: torch.Tensor | None = None
 
     def issue(self, full: torch.Tensor) -> None:
-        """Start. `full`, this rank's part of the sum, must stay as it is until finished."""
+        """Start. `full`, this rank's part of the mean, is the handle's own until finished."""
         self._full = full
         self._issue_noted()
 
@@ -189,40 +192,37 @@ class Exchange(Handle):
         self._issue_noted()
 
 
-def sum_in_rank_order(
-    parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor, scratch: torch.Tensor | None = None
-) -> None:
-    """Leave the sum of `parts`, (ranks, n) or one tensor for each rank, in `out` (n), added in rank order in fp32.
-
-    Args:
-        out: may be one of the parts.
-        scratch: memory that may be overwritten on the way, also where its first n elements are one of the first two
-            parts; None: a buffer of fp32 is made where one is needed.
+def mean_in_rank_order(parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor) -> None:
+    """Leave the mean of `parts`, (ranks, n) or one tensor for each rank, in `out` (n): added in rank order in fp32,
+    divided by their number, then rounded to the dtype of `out`, which may be one of them.
     """
-    if isinstance(parts, torch.Tensor):
-        out.copy_(_sum_of_rows(parts))
-        return
-    total = parts[0].to(torch.float32)
-    # Intermediate sums overwrite what was received, and not `out`, which may be one of the parts still to be added.
-    in_place = scratch is not None and scratch.dtype == torch.float32
-    on_the_way = scratch[: out.numel()] if in_place and scratch is not None else total
-    for part in parts[1:-1]:
-        total = torch.add(total, part, out=on_the_way)
-    if out.dtype == torch.float32:
-        torch.add(total, parts[-1], out=out)
-    else:
-        out.copy_(torch.add(total, parts[-1], out=on_the_way))
+    step = CHUNK_NUMEL if out.is_cpu else out.numel()
+    on_the_way = torch.empty(min(step, out.numel()), dtype=torch.float32, device=out.device)
+    for start in range(0, out.numel(), step):
+        where = slice(start, start + step)
+        mean = out[where]
+        total = on_the_way[: mean.numel()]
+        if isinstance(parts, torch.Tensor):
+            _add_rows(parts[:, where], total)
+        else:
+            first = parts[0][where] if parts[0].dtype == total.dtype else total.copy_(parts[0][where])
+            torch.add(first, parts[1][where], out=total)
+            for part in parts[2:]:
+                total.add_(part[where])
+        # Not before: `out` may be one of the parts.
+        if mean.dtype == total.dtype:
+            torch.div(total, len(parts), out=mean)
+        else:
+            mean.copy_(total.div_(len(parts)))
 
 
-def _sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """(ranks, n) -> (n,) fp32: added row by row, within torch. A loop over 1,024 rows takes three times as long, and
+def _add_rows(rows: torch.Tensor, total: torch.Tensor) -> None:
+    """(ranks, n) into (n,) fp32: added row by row, within torch. A loop over 1,024 rows takes three times as long, and
     `sum` adds in an order of its own."""
+    total.copy_(rows[0])
     if not rows.is_cpu:
-        total = rows[0].to(torch.float32, copy=True)
         for row in rows[1:]:
             total.add_(row)
-        return total
-    total = rows[:1].to(torch.float32, copy=True)
+        return
     for some in rows[1:].split(NUM_ROWS_WIDENED):
-        total.index_add_(0, torch.zeros(len(some), dtype=torch.int64), some.to(torch.float32))
-    return total[0]
+        total.unsqueeze(0).index_add_(0, torch.zeros(len(some), dtype=torch.int64), some.float().contiguous())

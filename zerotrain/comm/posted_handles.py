@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from zerotrain.comm.backend_handles import Works, ring_nbytes, unseen_by_profiler
-from zerotrain.comm.handles import Gather, Reduction, sum_in_rank_order
+from zerotrain.comm.handles import Gather, Reduction, mean_in_rank_order
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.scratch import Scratch, ScratchPool
 
@@ -77,7 +77,7 @@ class PostedGather(_Posted, Gather):
 
 
 class PostedReduction(_Posted, Reduction):
-    """Every part to the rank it belongs to, which adds them in rank order in fp32."""
+    """Every part to the rank it belongs to, which takes their mean, added in rank order in fp32."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class PostedReduction(_Posted, Reduction):
         assert self._full is not None
         assert self._received is not None
         own = self._full.view(self._size, -1)[self._rank]
-        sum_in_rank_order(self._parts(own), self.out, scratch=self._received.storage)
+        mean_in_rank_order(self._parts(own), self.out)
         self._pool.give_back(self._received)
         self._received = None
         super()._complete()

@@ -18,6 +18,7 @@ STAMP = (
     "backwards since the last step",
     "sum of the learning rates",
     "order of the collectives, as a hash",
+    "weights written in place, as a hash",
 )
 """What each rank tells of a step, as fp64 numbers that must be equal."""
 MAX_SHOWN_NBYTES = 200
@@ -31,6 +32,8 @@ class StepStamps:
     num_backwards = 0
     """Since the last step."""
     phase = Phase.IDLE
+    written = 0
+    """What others than the engine have written into the weights since the last step, as a number; see `Writes`."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -43,7 +46,7 @@ class StepStamps:
     def stamp(self, param_groups: Sequence[Mapping[str, object]]) -> torch.Tensor:
         """(len(STAMP),) fp64 on the device: the numbers of `STAMP`, as this rank has them."""
         rates = [rate for group in param_groups if isinstance(rate := group.get("lr"), float)]
-        numbers = [self.num_steps + 1, self.num_backwards, sum(rates), self._collectives.order]
+        numbers = [self.num_steps + 1, self.num_backwards, sum(rates), self._collectives.order, self.written]
         # Made on the CPU and sent: a tensor made of Python numbers on a GPU waits for the device.
         return torch.tensor(numbers, dtype=torch.float64).to(self._collectives.world.device, non_blocking=True)
 

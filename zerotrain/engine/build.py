@@ -17,8 +17,9 @@ from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.buckets.live_parameter import ENGINE_IS_GONE
 from zerotrain.engine.buckets.update import BucketUpdate
-from zerotrain.engine.buckets.weights import ENGINE_IS_GONE, BucketWeights
+from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.live_unit import LiveUnit
@@ -124,6 +125,7 @@ class Builder:
             gradient = BucketGradient(
                 spec, layout, options=self._options, collectives=self._collectives, pool=self._pools.of(spec.dtype)
             )
+            weights.when_asked_for_gradient = gradient.holds_any
             update = BucketUpdate(
                 layout,
                 weights,

@@ -9,7 +9,7 @@ from torch import nn
 
 from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.life import Phase
-from zerotrain.engine.buckets.unready_parameter import LEFT_ITS_UNIT, reads_freed_memory
+from zerotrain.engine.buckets.live_parameter import LEFT_ITS_UNIT, reads_freed_memory
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.results import StepResult, TrainStepResult
 from zerotrain.engine.schedule.hooks import next_node, require_graph
@@ -57,6 +57,7 @@ class ZeroEngine(ShardedModel):
     def forward_scope(self) -> Iterator[None]:
         """In here the model may be called by another name, such as `engine.module.encoder(inputs)`: on all ranks the
         same modules in the same order, with inputs in the compute precision. What comes out may go into a loss."""
+        self._newcomers.require_none()
         in_step, backward_follows = self.ledger.in_step, torch.is_grad_enabled()
         self.ledger.in_step = backward_follows
         returned = False
@@ -75,7 +76,8 @@ class ZeroEngine(ShardedModel):
 
         Args:
             loss: 0-dim, this rank's.
-            weight: factor on this loss; the engine's own 1 / world size comes on top.
+            weight: factor on this loss. The mean over ranks is taken of gradients, in their reduction: those of this
+                rank are what plain PyTorch computes (in fp16 times `loss_scale`).
 
         Raises:
             EngineStateError: `loss` is not one number, or does not depend on the parameters since the last step.
@@ -83,7 +85,7 @@ class ZeroEngine(ShardedModel):
         require_graph(loss, self._first_node_after_update)
         self.ledger.in_step = True
         self._losses.append(loss.detach())
-        scale = torch.ones_like(loss).mul_(weight / (self.world.size / self.loss_scale))
+        scale = torch.ones_like(loss).mul_(weight * self.loss_scale)
         self.stamps.num_backwards += 1
         with self._phase(Phase.BACKWARD), self._clean_after_error():
             self.schedule.begin_backward(

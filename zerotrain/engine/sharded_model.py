@@ -1,6 +1,6 @@
 """A model in buckets: what is held where, what trains, and how its weights come out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.kept_fp32 import cast_around_kept, dtypes_of
 from zerotrain.engine.schedule.hooks import connect, next_node, require_no_engine
+from zerotrain.engine.schedule.newcomers import Newcomers
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.full_weights import full_state_dict, weights_sha256
+from zerotrain.engine.state.load import load_state_dict
 from zerotrain.engine.state.transfer import Transfer
 from zerotrain.engine.usage import memory_bytes, volume_of
 from zerotrain.errors import EngineStateError
@@ -79,13 +81,14 @@ class ShardedModel:
             collectives=self.collectives,
             pools=self._pools,
         )
+        self._newcomers = Newcomers(model, [each.parameter for each in parameters])
         self._connect(self._builder.schedule(initial or InitialValues()))
         cast_around_kept(model, dtypes, self.precision)
 
     def _connect(self, schedule: Schedule) -> None:
         """Let the model tell a schedule of buckets, which were just cut, where it is."""
         self.schedule = schedule
-        self._disconnect = connect(self, schedule)
+        self._disconnect = connect(self, schedule, self._newcomers.watch())
         self._first_node_after_update = next_node()
 
     # ---- what trains
@@ -110,10 +113,13 @@ class ShardedModel:
         """Let the frozen parameters of `group`, as in `build_engine`, train in a group of their own. As `unfreeze`."""
         self._change(lambda: self._groups.add(group))
 
+    def _require_no_gradient(self, what: str) -> None:
+        if not all(bucket.gradient.is_empty for bucket in self.schedule.trained):
+            raise EngineStateError(f"{what} while a gradient waits; call engine.step() first")
+
     def _change(self, change: Callable[[], bool]) -> None:
         """Make a change of what trains and, if it changed anything, cut the buckets anew."""
-        if not all(bucket.gradient.is_empty for bucket in self.schedule.trained):
-            raise EngineStateError("what trains cannot change while a gradient waits; call engine.step() first")
+        self._require_no_gradient("what trains cannot change")
         transfer = Transfer(self.schedule.buckets, self.collectives)
         if change():
             self._disconnect()
@@ -123,6 +129,26 @@ class ShardedModel:
             schedule = self._builder.schedule(InitialValues(), transfer.fill)
             transfer.restore_state(schedule.trained)
             self._connect(schedule)
+
+    # ---- weights in
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Replace the model's weights and buffers by those that rank 0 gives; other ranks may give {}. What the
+        optimizer keeps stays. Collective, between steps; one bucket is whole meanwhile.
+
+        Args:
+            state: full tensors of any floating dtype by the names of the model's own `state_dict()`, such as
+                `full_state_dict` gives; a tied parameter by any of its names.
+            strict: False leaves what is missing as it is, and what is unknown out.
+
+        Raises:
+            ConfigError: names are missing or unknown, or shapes are others; nothing has changed then.
+            EngineStateError: gradients of a step are waiting.
+        """
+        self._require_no_gradient("weights cannot be loaded")
+        load_state_dict(self.module, self.schedule.buckets, state, self.collectives, strict=strict)
+        self.schedule.end_update()
+        self._first_node_after_update = next_node()
 
     # ---- what is held, and what the theory says
 

@@ -4,6 +4,7 @@ A unit's `forward` is replaced, and its hooks stay where they are, around `__cal
 outside the compiled graph. A recomputation happens within the unit's backward, whose hook has gathered them.
 """
 
+import copy
 import functools
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -51,7 +52,7 @@ def replace_forwards(
         trained = torch.compile(module.forward) if compile else module.forward
         if activation_checkpointing:
             trained = _checkpointed(trained, name)
-        module.forward = _with_gradients_only(trained, otherwise=module.forward)
+        module.forward = _UnitForward(trained, module.forward)
 
 
 def _checkpointed(forward: Forward, name: str) -> Forward:
@@ -61,13 +62,23 @@ def _checkpointed(forward: Forward, name: str) -> Forward:
     return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
 
 
-def _with_gradients_only(trained: Forward, *, otherwise: Forward) -> Forward:
-    @functools.wraps(otherwise)
-    def forward(*inputs: Any, **named_inputs: Any) -> Any:
-        chosen = trained if torch.is_grad_enabled() else otherwise
+class _UnitForward:
+    """What stands in the place of a unit's own `forward`. A copy of the module has its own again: with this one it
+    would compute with the weights of the module it was copied from."""
+
+    def __init__(self, trained: Forward, own: Forward) -> None:
+        functools.update_wrapper(self, own)
+        self._trained, self._own = trained, own
+
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
+        chosen = self._trained if torch.is_grad_enabled() else self._own
         return chosen(*inputs, **named_inputs)
 
-    return forward
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        return copy.deepcopy(self._own, memo)
+
+    def __reduce__(self) -> Any:
+        return self._own.__reduce__()
 
 
 def require_compiler() -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, sum_in_rank_order
+from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, mean_in_rank_order
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.scratch import ScratchPool
 from zerotrain.comm.wire import Wire
@@ -169,7 +169,7 @@ class _FakeReduction(_Fake, Reduction):
         if self._full.untyped_storage().data_ptr() != self.out.untyped_storage().data_ptr():
             self._full.fill_(float("nan"))  # a buffer that is given back now
         start = self._wire.rank * self.out.numel()
-        sum_in_rank_order(torch.stack([part[start : start + self.out.numel()] for part in self._arrived]), self.out)
+        mean_in_rank_order(torch.stack([part[start : start + self.out.numel()] for part in self._arrived]), self.out)
         super()._complete()
 
 

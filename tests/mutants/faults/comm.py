@@ -26,9 +26,23 @@ FAULTS = {
     ),
     "middle-part-left-out": Fault(
         HANDLES,
-        "for part in parts[1:-1]:",
-        "for part in parts[2:-1]:",
+        "for part in parts[2:]:",
+        "for part in parts[3:]:",
         "of three ranks one is left out of the sum",
+        ("unit/comm/test_handles.py",),
+    ),
+    "mean-is-a-sum": Fault(
+        HANDLES,
+        "torch.div(total, len(parts), out=mean)",
+        "torch.div(total, 1, out=mean)",
+        "gradients are added over ranks, not averaged",
+        ("unit/comm/test_handles.py",),
+    ),
+    "mean-of-16-bits-is-a-sum": Fault(
+        HANDLES,
+        "mean.copy_(total.div_(len(parts)))",
+        "mean.copy_(total)",
+        "gradients of 16 bits are added over ranks, not averaged",
         ("unit/comm/test_handles.py",),
     ),
     "receives-not-waited-for": Fault(

@@ -79,7 +79,7 @@ FAULTS = {
     ),
     "gradient-stays-with-its-parameter": Fault(
         FILE,
-        "        for parameter in segment.parameters:\n            parameter.grad = None\n\n    def _wire_buffer",
+        "        for parameter in segment.parameters:\n            set_grad(parameter, None)\n\n    def _wire_buffer",
         "\n    def _wire_buffer",
         "the next backward adds to a gradient that was moved already",
         UNIT,

@@ -225,8 +225,8 @@ FAULTS = {
     ),
     "two-hooks": Fault(
         HOOKS,
-        "        self.remove()\n        self._handle = parameter",
-        "        self._handle = parameter",
+        "        self.remove()\n        self._handle = register_last_hook",
+        "        self._handle = register_last_hook",
         "the hook on the last gradient is left behind wherever it was",
         OF_HOOKS,
     ),

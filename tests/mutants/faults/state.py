@@ -17,7 +17,7 @@ FAULTS = {
     ),
     "values-from-16-bits": Fault(
         NAMED,
-        "        part = bucket.update.master_weight if isinstance(bucket, TrainedBucket) else bucket.weights.held\n",
+        "        part = _current_weight(bucket)\n",
         "        part = bucket.weights.held.float()\n",
         "full weights, and those that move, are rounded",
         (*OF_TRANSFER, *OF_NAMED),

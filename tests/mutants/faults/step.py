@@ -16,8 +16,8 @@ FAULTS = {
     ),
     "order-not-compared": Fault(
         AGREEMENT,
-        "self._collectives.order]",
-        "0]",
+        "self._collectives.order, self.written]",
+        "0, self.written]",
         "ranks whose collectives came in another order go on",
         (*OF_ENGINE, "unit/engine/test_agreement.py"),
     ),
@@ -125,11 +125,11 @@ FAULTS = {
         "a backward runs through activations of weights that were updated",
         OF_ENGINE,
     ),
-    "mean-is-a-sum": Fault(
+    "loss-divided-by-ranks": Fault(
         ENGINE,
-        "weight / (self.world.size / self.loss_scale)",
-        "weight / (1 / self.loss_scale)",
-        "gradients are added over ranks, not averaged",
+        "mul_(weight * self.loss_scale)",
+        "mul_(weight * self.loss_scale / self.world.size)",
+        "what a rank computes is divided by the number of ranks twice",
         OF_ENGINE,
     ),
     "scale-never-lowered": Fault(

@@ -10,30 +10,29 @@ OF_WHOLE = ("unit/engine/buckets/test_whole_tensors.py",)
 FAULTS = {
     "class-not-given-back": Fault(
         WEIGHTS,
-        "        self.life.become(WeightState.FULL)\n        for parameter, kind in self._classes:\n"
-        "            parameter.__class__ = kind\n",
+        "        self.life.become(WeightState.FULL)\n        self._become_live()\n",
         "        self.life.become(WeightState.FULL)\n",
         "parameters that are there are read as if they were not",
         OF_WEIGHTS,
     ),
     "class-not-taken": Fault(
         WEIGHTS,
-        "            parameter.__class__ = self._unready\n",
+        "            parameter.__class__ = UnreadyParameter\n",
         "            pass\n",
         "freed memory is read without a word",
         OF_WEIGHTS,
     ),
     "class-not-given-back-when-let-go": Fault(
         WEIGHTS,
-        "        self.finish_gather()\n        for parameter, kind in self._classes:\n",
-        "        self.finish_gather()\n        for parameter, kind in ():\n",
+        "        self.finish_gather()\n        self._become_live()\n",
+        "        self.finish_gather()\n",
         "new buckets begin with parameters that refuse to be read",
         OF_WEIGHTS,
     ),
     "let-go-does-not-wait": Fault(
         WEIGHTS,
-        "        self.finish_gather()\n        for parameter, kind in self._classes:\n",
-        "        for parameter, kind in self._classes:\n",
+        "        self.finish_gather()\n        self._become_live()\n",
+        "        self._become_live()\n",
         "a gather writes into memory that has another owner",
         ("unit/engine/buckets/test_weights.py",),
     ),
@@ -109,7 +108,7 @@ FAULTS = {
     ),
     "model-not-updated": Fault(
         UPDATE,
-        "            target.copy_(self.master_weight)\n",
+        "            self._held().copy_(self.master_weight)\n",
         "            pass\n",
         "the model keeps old weights",
         OF_UPDATE,

@@ -128,7 +128,7 @@ def train(engine: zerotrain.ZeroEngine, *steps: int) -> None:
 
 
 class Plain:
-    """The same training in plain PyTorch: each rank's gradient apart, added in rank order."""
+    """The same training in plain PyTorch: the mean of each rank's own gradient, added in rank order."""
 
     def __init__(self, size: int, make: Callable[[], nn.Module] = Linears, optimizer: Any = SGD) -> None:
         self.size, self.model = size, seeded(make)
@@ -139,10 +139,10 @@ class Plain:
         sums = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
         for rank in range(self.size):
             self.model.zero_grad()
-            (self.model(inputs(step, rank)) / self.size).backward()
+            self.model(inputs(step, rank)).backward()
             for name, parameter in self.parameters.items():
                 sums[name] += 0 if parameter.grad is None else parameter.grad
-        return sums
+        return {name: total / self.size for name, total in sums.items()}
 
     def train(self, *steps: int) -> dict[str, torch.Tensor]:
         for step in steps:

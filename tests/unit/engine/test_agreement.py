@@ -38,7 +38,7 @@ def test_the_order_of_gathers_is_told_apart_and_that_between_kinds_is_not() -> N
 
 
 def test_each_number_that_differs_is_told_with_its_ranks() -> None:
-    stamps = torch.tensor([[3.0, 2, 0.1, 7], [3.0, 1, 0.1, 7], [3.0, 2, 0.1, 7]], dtype=torch.float64)
+    stamps = torch.tensor([[3.0, 2, 0.1, 7, 0], [3.0, 1, 0.1, 7, 0], [3.0, 2, 0.1, 7, 0]], dtype=torch.float64)
     assert stamp_differences(stamps) == ["backwards since the last step: 2 on ranks 0, 2, 1 on rank 1"]
     assert stamp_differences(stamps[:1]) == []
 
@@ -46,9 +46,9 @@ def test_each_number_that_differs_is_told_with_its_ranks() -> None:
 def test_a_stamp_counts_steps_backwards_and_rates() -> None:
     progress = StepStamps(collectives())
     progress.num_backwards = 2
-    assert progress.stamp([{"lr": 0.25}, {"lr": 0.5}, {}]).tolist() == [1, 2, 0.75, 0]
+    assert progress.stamp([{"lr": 0.25}, {"lr": 0.5}, {}]).tolist() == [1, 2, 0.75, 0, 0]
     progress.close_step()
-    assert progress.stamp([]).tolist() == [2, 0, 0, 0]
+    assert progress.stamp([]).tolist() == [2, 0, 0, 0, 0]
     assert progress.describe() == "step 2, idle"
 
 

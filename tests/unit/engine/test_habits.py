@@ -144,3 +144,43 @@ def test_an_error_of_this_ranks_own_is_raised_as_it_is_and_blames_no_other() -> 
         return "told"
 
     assert run_threads(without_memory, 2)[0] == ["told", "told"]
+
+
+class Head(nn.Module):
+    """What a user keeps outside the engine: a parameter of his own, and a function that notes what flows through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((16,), 0.5))
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.float() * self.scale
+        x.register_hook(lambda gradient: self.seen.append(gradient.clone()))
+        return x.square().mean()
+
+
+@EVERYWHERE
+def test_what_hooks_inputs_and_parameters_outside_the_engine_see_is_the_gradient_of_plain_pytorch(
+    stage: int, size: int, precision: str
+) -> None:
+    def gradients(world: zerotrain.World) -> list[torch.Tensor]:
+        engine, head = build(world, stage, precision), Head()
+        x = inputs(world.rank).requires_grad_()
+        engine.backward(head(engine(x)))
+        engine.step()
+        assert x.grad is not None
+        assert head.scale.grad is not None
+        return [x.grad, head.scale.grad, *head.seen]
+
+    def plain(rank: int) -> list[torch.Tensor]:
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        model, head, x = seeded().to(dtype), Head(), inputs(rank).requires_grad_()
+        head(model(x.to(dtype))).backward()
+        assert x.grad is not None
+        assert head.scale.grad is not None
+        return [x.grad, head.scale.grad, *head.seen]
+
+    for rank, got in enumerate(run_threads(gradients, size, late_rank=0)[0]):
+        for mine, expected in zip(got, plain(rank), strict=True):
+            assert torch.equal(mine, expected)

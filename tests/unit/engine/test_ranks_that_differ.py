@@ -151,11 +151,11 @@ def plainly(make: type[nn.Module], size: int, num_micro_batches: int) -> dict[st
         for rank in range(size):
             model.zero_grad()
             for index in range(num_micro_batches):
-                (model(inputs(step, rank, index), rank=rank, step=step) / size).backward()
+                model(inputs(step, rank, index), rank=rank, step=step).backward()
             for name, parameter in model.named_parameters():
                 sums[name] += 0 if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters():
-            parameter.grad = sums[name]
+            parameter.grad = sums[name] / size
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 

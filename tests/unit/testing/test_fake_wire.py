@@ -67,9 +67,9 @@ def test_what_is_received_into_may_not_be_written_to_meanwhile(name: str) -> Non
         run_threads(on_a_rank, 2)
 
 
-def test_a_reduction_is_the_sum_in_rank_order_and_leaves_nan_in_the_buffer() -> None:
+def test_a_reduction_is_the_mean_in_rank_order_and_leaves_nan_in_the_buffer() -> None:
     def on_a_rank(world: World) -> tuple[list[float], bool]:
-        out, full = torch.zeros(1), torch.full((3,), (1e8, -1e8, 1.0)[world.rank])
+        out, full = torch.zeros(1), torch.full((3,), (1e8, -1e8, 3.0)[world.rank])
         reduction = collectives(world).reduction("unit", out, POOL)
         reduction.issue(full)
         reduction.finish()

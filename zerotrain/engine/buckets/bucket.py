@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.update import BucketUpdate
 from zerotrain.engine.buckets.weights import BucketWeights
@@ -33,6 +35,10 @@ class Bucket:
     def layout(self) -> BucketLayout:
         return self.weights.layout
 
+    def load(self, whole: torch.Tensor) -> None:
+        """Replace all weights by (padded_numel,) others, the same on all ranks; between steps."""
+        self.weights.load(whole)
+
 
 @dataclass(eq=False, kw_only=True)
 class TrainedBucket(Bucket):
@@ -40,6 +46,10 @@ class TrainedBucket(Bucket):
 
     gradient: BucketGradient
     update: BucketUpdate
+
+    def load(self, whole: torch.Tensor) -> None:
+        super().load(whole)
+        self.update.load(whole)
 
 
 def require_unchanged(members: Iterable[ManagedParameter], *, trains: bool) -> None:

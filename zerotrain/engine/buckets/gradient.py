@@ -7,6 +7,7 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import Scratch, ScratchPool
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, GradientState, Life
+from zerotrain.engine.buckets.live_parameter import get_grad, set_grad
 from zerotrain.engine.buckets.norm import block_squares, digit_sums
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.ranges import named_range
@@ -112,6 +113,10 @@ class BucketGradient:
         """Whether it holds nothing of this step."""
         return self.life.state is GradientState.EMPTY
 
+    def holds_any(self) -> bool:
+        """Whether gradients of this step have come."""
+        return not self.is_empty
+
     @property
     def borrows(self) -> bool:
         """Whether filling takes a buffer on loan, of which there are only as many as reductions may be in flight."""
@@ -143,7 +148,7 @@ class BucketGradient:
         without a gradient counts as zeros."""
         buffer = self._accumulator if self._accumulates else self._unreduced
         views = _cut(_begun(buffer), self.layout)[1]
-        present = [(views[slot], p.grad) for slot, p in zip(segment.slots, segment.parameters, strict=True)]
+        present = [(views[slot], get_grad(p)) for slot, p in zip(segment.slots, segment.parameters, strict=True)]
         targets = [target for target, grad in present if grad is not None]
         grads = [grad for _, grad in present if grad is not None]
         if segment.holds_values:
@@ -156,7 +161,7 @@ class BucketGradient:
                 torch._foreach_copy_(targets, grads)
             segment.holds_values = True
         for parameter in segment.parameters:
-            parameter.grad = None
+            set_grad(parameter, None)
 
     def _wire_buffer(self) -> Scratch:
         if self._own is not None:
@@ -251,7 +256,7 @@ class BucketGradient:
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
                 for parameter in segment.parameters:
-                    parameter.grad = None
+                    set_grad(parameter, None)
 
     def _end_filling(self) -> None:
         """What was filled is reduced or dropped: the next gradient to arrive begins anew."""

@@ -116,6 +116,7 @@ class BucketUpdate:
             must resume it at the same points.
         """
         with named_range("optimizer", self.spec.name):
+            self._take_writes()
             gradient = self._gradient.reduced()
             widened = None
             if self._has_copy:
@@ -153,13 +154,35 @@ class BucketUpdate:
     def _refresh(self) -> None:
         """The master weight changed: bring what this rank holds of the model weight up to date."""
         if self._has_copy:
-            target = self._weights.shard if self._is_sharded else self._weights.model_weight.tensor
-            target.copy_(self.master_weight)
+            self._held().copy_(self.master_weight)
         if self._is_sharded:
             self._weights.reshard()
-        # A graph from before the update would compute its gradients with weights it was not made with. PyTorch refuses
-        # that by the versions of what the graph has saved, which count what is done to a parameter, not to our buckets.
-        torch.autograd.graph.increment_version([managed.parameter for managed in self.spec.parameters])
+        self._weights.writes.count_update()
+
+    def _held(self) -> torch.Tensor:
+        """Compute dtype, over `where`: what the model reads, or will be gathered from."""
+        return self._weights.shard if self._is_sharded else self._weights.model_weight.tensor
+
+    def _take_writes(self) -> None:
+        """Others than the engine may have written into the parameters: their elements replace those of the master
+        weight, all others keep the bits that the compute dtype does not have."""
+        if not self._weights.writes.are_new:
+            return
+        self._weights.writes.are_new = False
+        if self._has_copy:
+            held, master = self._held(), self.master_weight
+            torch.where(held == master.to(held.dtype), master, held.to(master.dtype), out=master)
+
+    def load(self, whole: torch.Tensor) -> None:
+        """Replace the master weight by this rank's part of (padded_numel,) others; what the optimizer keeps stays."""
+        if self._has_copy:
+            self.master_weight.copy_(whole[self.where])
+
+    def current_weight(self) -> torch.Tensor:
+        """`master_weight`, with what others than the engine have written into the parameters."""
+        self._weights.take_writes()
+        self._take_writes()
+        return self.master_weight
 
     # ---- what is kept
 

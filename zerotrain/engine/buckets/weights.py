@@ -1,15 +1,22 @@
 """The weights of one bucket: what the model reads, whole or as this rank's shard."""
 
-import weakref
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
-from zerotrain.engine.buckets.unready_parameter import UnreadyParameter, unready_class
+from zerotrain.engine.buckets.live_parameter import (
+    ENGINE_IS_GONE,
+    LiveParameter,
+    UnreadyParameter,
+    live_class,
+    set_data,
+    set_grad,
+    settle,
+)
+from zerotrain.engine.buckets.writes import Writes
 from zerotrain.engine.ranges import named_range
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
@@ -17,14 +24,10 @@ from zerotrain.sharding.flat_buffer import FlatBuffer
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.plan import Plan
 
-ENGINE_IS_GONE = (
-    "a parameter was read whose engine is gone: keep the engine as long as its model is used, or load what "
-    "engine.full_state_dict() gives into a new model"
-)
-
 
 class BucketWeights:
-    """Owns the storage behind a bucket's parameters. Until it is full they are `UnreadyParameter`s.
+    """Owns the storage behind a bucket's parameters. They are `LiveParameter`s, and until it is full
+    `UnreadyParameter`s.
 
     Args:
         values: (padded_numel,) the initial weights in the master dtype. Where that is the compute dtype too, its
@@ -34,6 +37,8 @@ class BucketWeights:
     when_read: Callable[[], None] | None = None
     """Called when a parameter is read that is not ready: completes the bucket, or raises EngineStateError. It must not
     keep the engine alive."""
+    when_asked_for_gradient: Callable[[], bool] | None = None
+    """Tells whether gradients of this step have been moved out of the parameters; None where none ever are."""
     own: slice
     """This rank's range of the bucket."""
 
@@ -59,12 +64,15 @@ class BucketWeights:
         if values.tensor.dtype != spec.dtype:
             self.model_weight = FlatBuffer(layout, dtype=spec.dtype, device=values.tensor.device)
             self.model_weight.tensor.copy_(values.tensor)
-        self._classes: list[tuple[nn.Parameter, type]] = []
+        self._classes: list[tuple[nn.Parameter, type[LiveParameter]]] = []
         for view, managed in zip(self.model_weight.views(), spec.parameters, strict=True):
-            managed.parameter.data = view
-            managed.parameter.grad = None
-            self._classes.append((managed.parameter, type(managed.parameter)))
-        self._unready: type[UnreadyParameter] = unready_class(partial(_complete, weakref.ref(self)))
+            parameter = managed.parameter
+            set_data(parameter, view)
+            set_grad(parameter, None)
+            settle(parameter, self)
+            self._classes.append((parameter, live_class(type(parameter))))
+        self._become_live()
+        self.writes = Writes([parameter for parameter, _ in self._classes])
         self.own = layout.shard(collectives.shards.rank)
         self.shard = self.model_weight.tensor[self.own]
         if plan.shards_parameters:
@@ -107,18 +115,36 @@ class BucketWeights:
         with named_range("wait for gather", self.spec.name):
             self._gather.finish()
         self.life.become(WeightState.FULL)
-        for parameter, kind in self._classes:
-            parameter.__class__ = kind
+        self._become_live()
 
     def reshard(self) -> None:
         """Keep this rank's shard only: the parameters are not ready, and where they are sharded, have no memory."""
         if self.life.state is not WeightState.FULL:
             return
+        if self.plan.shards_parameters:
+            self.take_writes()
         self.life.become(WeightState.SHARD)
         for parameter, _ in self._classes:
-            parameter.__class__ = self._unready
+            parameter.__class__ = UnreadyParameter
         if self.plan.shards_parameters:
             self.model_weight.release()
+
+    def take_writes(self) -> None:
+        """Bring `held` up to date with what others than the engine have written into the parameters."""
+        if self.is_full and self.writes.look(self.model_weight.tensor) and self.plan.shards_parameters:
+            self.shard.copy_(self.model_weight.tensor[self.own])
+
+    def load(self, whole: torch.Tensor) -> None:
+        """Replace all weights by (padded_numel,) others, the same on all ranks."""
+        if self.plan.shards_parameters:
+            self.finish_gather()
+            self.reshard()
+            self.shard.copy_(whole[self.own])
+        else:
+            self.start_gather()
+            self.finish_gather()
+            self.model_weight.tensor.copy_(whole)
+        self.writes.start_anew()
 
     def drain(self) -> None:
         """Wait for the gather that is under way, or was prepared in an update that failed, on all ranks alike."""
@@ -130,13 +156,24 @@ class BucketWeights:
     def let_go(self) -> None:
         """Other buckets take the parameters over: give them their class back, complete or not."""
         self.finish_gather()
+        self._become_live()
+
+    def _become_live(self) -> None:
         for parameter, kind in self._classes:
             parameter.__class__ = kind
 
+    # ---- what its parameters ask, see `Home`
 
-def _complete(reference: "weakref.ref[BucketWeights]") -> None:
-    """A parameter that is not ready was read: have its bucket completed."""
-    weights = reference()
-    if weights is None or weights.when_read is None:
-        raise EngineStateError(ENGINE_IS_GONE)
-    weights.when_read()
+    def complete(self) -> None:
+        if self.when_read is None:
+            raise EngineStateError(ENGINE_IS_GONE)
+        self.when_read()
+
+    def data_was_read(self) -> None:
+        self.writes.may_be_uncounted = True
+
+    def holds_gradient(self) -> bool:
+        return self.when_asked_for_gradient is not None and self.when_asked_for_gradient()
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        return next(managed.names[0] for managed in self.spec.parameters if managed.parameter is parameter)

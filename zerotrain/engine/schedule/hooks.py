@@ -1,7 +1,7 @@
 """The hooks that tell the schedule where the model is. Each is one call."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zerotrain.engine.buckets.live_parameter import get_grad, register_last_hook
 from zerotrain.engine.precision.structures import tensors_in
 from zerotrain.engine.ranges import named_range, profiler_runs
 from zerotrain.engine.schedule.live_unit import Call, LiveUnit
+from zerotrain.engine.schedule.module_hook import ModuleHook
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.errors import EngineStateError
 
@@ -72,11 +74,11 @@ class LastGradientHook:
 
     def _hang_on(self, parameter: nn.Parameter) -> None:
         self.remove()
-        self._handle = parameter.register_post_accumulate_grad_hook(self._fired)
+        self._handle = register_last_hook(parameter, self._fired)
 
     def _fired(self, _: torch.Tensor) -> None:
         for parameter in self._parameters:
-            if parameter.grad is None:
+            if get_grad(parameter) is None:
                 if parameter.requires_grad:  # otherwise the end of the backward says what is wrong
                     self._hang_on(parameter)
                 return
@@ -87,19 +89,24 @@ class LastGradientHook:
             self._handle.remove()
 
 
-def connect(engine: object, schedule: Schedule) -> weakref.finalize:
+def connect(engine: object, schedule: Schedule, others: Iterable[RemovableHandle] = ()) -> weakref.finalize:
     """Hook the modules of all units and the parameters of all trained buckets, until the engine is deleted.
 
     The hooks hold the schedule, and the schedule holds the model. So they are taken off when the engine goes: otherwise
     a model that is used on would keep its engine's memory.
+
+    Args:
+        others: hooks that are to be taken off with these.
 
     Returns:
         What disconnects them earlier, when called.
     """
     modules = _modules_of(schedule)
     _HOOKED.update(modules)
-    handles = (handle for unit in schedule.units for handle in _hook_unit(unit, schedule))
-    finalizer = weakref.finalize(engine, _disconnect, schedule, modules, [*handles, *_hook_gradients(schedule)])
+    handles = [handle for unit in schedule.units for handle in _hook_unit(unit, schedule)]
+    finalizer = weakref.finalize(
+        engine, _disconnect, schedule, modules, [*handles, *others, *_hook_gradients(schedule)]
+    )
     finalizer.atexit = False
     return finalizer
 
@@ -148,8 +155,8 @@ def _hook_unit(unit: LiveUnit, schedule: Schedule) -> list[RemovableHandle]:
 
     handles = []
     for module in unit.modules:
-        handles.append(module.register_forward_pre_hook(before_forward))
-        handles.append(module.register_forward_hook(after_forward))
+        handles.append(module.register_forward_pre_hook(ModuleHook(before_forward)))
+        handles.append(module.register_forward_hook(ModuleHook(after_forward)))
     return handles
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from zerotrain.engine.buckets.bucket import TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Segment
-from zerotrain.engine.buckets.unready_parameter import LEFT_ITS_UNIT
+from zerotrain.engine.buckets.live_parameter import LEFT_ITS_UNIT, get_grad
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.errors import EngineStateError
 
@@ -126,7 +126,7 @@ class Reductions:
             if self._open_segments[bucket]:
                 require_unchanged(bucket.spec.parameters, trains=True)
         for bucket in self._closed_short:
-            late = [each.names[0] for each in bucket.spec.parameters if each.parameter.grad is not None]
+            late = [each.names[0] for each in bucket.spec.parameters if get_grad(each.parameter) is not None]
             if late:
                 raise EngineStateError(LEFT_ITS_UNIT.format(f"{bucket.spec.name} (the gradient of {late[0]} was late)"))
         if self.more_to_come:
@@ -192,7 +192,7 @@ class Reductions:
         for segment in bucket.gradient.segments:
             if segment not in self._open_segments[bucket]:
                 continue
-            arrived = any(parameter.grad is not None for parameter in segment.parameters)
+            arrived = any(get_grad(parameter) is not None for parameter in segment.parameters)
             if arrived or not (self.more_to_come or segment.holds_values):
                 self._begin_filling(bucket)
                 bucket.gradient.fill(segment)

@@ -7,7 +7,7 @@ import torch
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Segment
 from zerotrain.engine.buckets.life import Phase
-from zerotrain.engine.buckets.unready_parameter import LEFT_ITS_UNIT
+from zerotrain.engine.buckets.live_parameter import LEFT_ITS_UNIT
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.gathers import Gathers
 from zerotrain.engine.schedule.live_unit import Call, LiveUnit
@@ -166,8 +166,9 @@ class Schedule:
             raise EngineStateError(
                 f"{name} {what} between engine calls, where parameters are sharded over the ranks. Call the model as "
                 "engine(...); call engine.backward(loss), not loss.backward(); on all ranks call parts of the model, "
-                "or torch.autograd.grad, inside `with engine.forward_scope()`; take weights from "
-                "engine.full_state_dict()"
+                "or torch.autograd.grad, inside `with engine.forward_scope()`; read weights with "
+                "engine.full_state_dict(), and write them with engine.load_state_dict(...), or in place inside `with "
+                "torch.no_grad(), engine.forward_scope()`"
             )
 
 

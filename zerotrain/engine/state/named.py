@@ -37,8 +37,7 @@ class Piece:
 def pieces(bucket: Bucket, role: str) -> Iterator[Piece]:
     """What this rank holds of the parameters of a bucket in one role, in place, without what is empty."""
     if role == WEIGHT:
-        values = bucket.update.master_weight if isinstance(bucket, TrainedBucket) else bucket.weights.held
-        yield from _cut(bucket, role, values, _weight_range(bucket))
+        yield from _cut(bucket, role, _current_weight(bucket), _weight_range(bucket))
     elif not isinstance(bucket, TrainedBucket):
         return
     elif role == GRADIENT:
@@ -79,7 +78,7 @@ def capture(bucket: Bucket, role: str, dtype: torch.dtype, collectives: Collecti
     Not for what is kept of tensors that are updated whole: their owners have that (`pieces`).
     """
     if role == WEIGHT:
-        part = bucket.update.master_weight if isinstance(bucket, TrainedBucket) else bucket.weights.held
+        part = _current_weight(bucket)
     else:
         where = _weight_range(bucket)
         part = torch.zeros(where.stop - where.start, dtype=dtype, device=collectives.world.device)
@@ -107,6 +106,14 @@ def full_weights(bucket: Bucket, collectives: Collectives) -> Iterator[tuple[Man
     flat = capture(bucket, WEIGHT, torch.float32, collectives)
     for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True):
         yield managed, slot_view(flat, slot)
+
+
+def _current_weight(bucket: Bucket) -> torch.Tensor:
+    """What this rank keeps of the weights, with what others than the engine have written into the parameters."""
+    if isinstance(bucket, TrainedBucket):
+        return bucket.update.current_weight()
+    bucket.weights.take_writes()
+    return bucket.weights.held
 
 
 def _weight_range(bucket: Bucket) -> slice:

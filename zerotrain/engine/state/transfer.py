@@ -14,6 +14,7 @@ from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
+from zerotrain.engine.buckets.live_parameter import set_data
 from zerotrain.engine.buckets.update import Span
 from zerotrain.engine.state.named import WEIGHT, capture, per_element, restore
 from zerotrain.errors import EngineStateError
@@ -57,7 +58,7 @@ class Transfer:
             whole = capture(bucket, WEIGHT, torch.float32, self._collectives)
             for managed in members:
                 _, slot = self._homes[managed.parameter]
-                managed.parameter.data = slot_view(whole, slot).clone()
+                set_data(managed.parameter, slot_view(whole, slot).clone())
 
     def restore_state(self, trained: Iterable[TrainedBucket]) -> None:
         """Give the new buckets the state of those of their parameters that trained before."""

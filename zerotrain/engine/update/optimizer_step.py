@@ -9,7 +9,7 @@ from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.agreement import StepStamps
-from zerotrain.engine.buckets.bucket import TrainedBucket
+from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.norm import clip_coefficient
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.loss_scale import LossScaler
@@ -55,6 +55,7 @@ class OptimizerStep:
             What was done; and why training must not go on after it, if so.
         """
         schedule.reductions.finish()
+        self._stamps.written = take_writes(schedule.buckets)
         norm_value, coefficient_value, coefficient, stamps = self._norm(schedule, param_groups)
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
         if not math.isfinite(norm_value) and self._max_grad_norm is None:
@@ -86,6 +87,16 @@ class OptimizerStep:
         coefficient = clip_coefficient(norm, self._max_grad_norm)
         norm_value, coefficient_value = torch.stack([norm, coefficient]).tolist()  # a step's one wait for the device
         return norm_value, coefficient_value, coefficient, stamps
+
+
+def take_writes(buckets: Sequence[Bucket]) -> int:
+    """Look for what others than the engine have written into the weights since the last step: a number made of it."""
+    written = 0
+    for bucket in buckets:
+        bucket.weights.take_writes()
+        written ^= bucket.weights.writes.digest
+        bucket.weights.writes.digest = 0
+    return written
 
 
 def update_all(trained: Sequence[TrainedBucket], gathers: Gathers, factor: torch.Tensor | None) -> None:

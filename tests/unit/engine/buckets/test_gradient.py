@@ -42,7 +42,7 @@ SHAPES = {"odd": ((5,), (64,), (3, 3)), "dense": ((64,), (128,), (10,))}
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_the_sum_over_ranks_is_cut_into_shards_and_zero_between_and_behind_the_parameters(
+def test_the_mean_over_ranks_is_cut_into_shards_and_zero_between_and_behind_the_parameters(
     shapes: tuple[tuple[int, ...], ...], stage: int
 ) -> None:
     def on_a_rank(world: World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,7 +52,7 @@ def test_the_sum_over_ranks_is_cut_into_shards_and_zero_between_and_behind_the_p
         fill(bucket, gradient, *(10.0 ** (i + 1) + world.rank for i in range(3)))
         assert [parameter.grad for parameter in bucket.parameters] == [None] * 3
         reduce(gradient)
-        return gradient.shard.clone(), gradient.reduced().clone(), bucket.flat([33, 303, 3003])
+        return gradient.shard.clone(), gradient.reduced().clone(), bucket.flat([11, 101, 1001])
 
     results, _ = run_threads(on_a_rank, 3)
     for shard, reduced, expected in results:
@@ -108,10 +108,10 @@ def test_a_second_reduced_backward_adds_to_the_first(precision: str, stage: int)
         bucket = OneBucket(world, stage=stage, precision=precision)
         gradient = bucket.gradient()
         for value in (1.0, 2.0, 4.0):
-            fill(bucket, gradient, value, value + world.rank, None)
+            fill(bucket, gradient, value, value + 2 * world.rank, None)
             reduce(gradient)
         gradient.reduced()
-        return gradient.shard.float(), bucket.flat([14, 17, None])
+        return gradient.shard.float(), bucket.flat([7, 10, None])
 
     results, _ = run_threads(on_a_rank, 2)
     assert torch.equal(torch.cat([shard for shard, _ in results]), results[0][1])
@@ -148,7 +148,7 @@ def test_dropped_at_stage_0_it_waits_for_the_gather_that_is_under_way() -> None:
         gradient.drop()
         fill(bucket, gradient, 2, 2, 2)  # into the memory that the gather writes
         reduce(gradient)
-        return torch.equal(gradient.reduced(), bucket.flat([6, 6, 6]))
+        return torch.equal(gradient.reduced(), bucket.flat([2, 2, 2]))
 
     assert run_threads(on_a_rank, 3)[0] == [True] * 3
 

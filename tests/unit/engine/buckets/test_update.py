@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.unit.engine.parts import SGD, alone, engine_on
 from zerotrain.comm.world import World
-from zerotrain.engine.buckets.unready_parameter import UnreadyParameter
+from zerotrain.engine.buckets.live_parameter import UnreadyParameter
 from zerotrain.testing.fake_wire import run_threads
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.unit.engine.parts import CPU, OneBucket, alone
 from zerotrain.comm.world import Shards, World
-from zerotrain.engine.buckets.unready_parameter import UnreadyParameter
+from zerotrain.engine.buckets.live_parameter import UnreadyParameter, live_class
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
@@ -72,13 +72,14 @@ def test_a_reshard_frees_the_memory_of_sharded_parameters_alone(stage: int) -> N
 def test_until_it_is_full_a_parameter_is_of_another_class_and_then_of_its_own_again(kind: type[nn.Parameter]) -> None:
     bucket = OneBucket(alone(), stage=3, kind=kind)
     weights = bucket.weights()
-    assert {type(parameter) for parameter in bucket.parameters} == {kind}
+    assert {type(parameter) for parameter in bucket.parameters} == {live_class(kind)}
+    assert issubclass(live_class(kind), kind)
     weights.reshard()
     assert all(isinstance(parameter, UnreadyParameter) for parameter in bucket.parameters)
     weights.start_gather()
     assert all(isinstance(parameter, UnreadyParameter) for parameter in bucket.parameters)
     weights.finish_gather()
-    assert {type(parameter) for parameter in bucket.parameters} == {kind}
+    assert {type(parameter) for parameter in bucket.parameters} == {live_class(kind)}
 
 
 def complete(weights: BucketWeights) -> None:
@@ -182,7 +183,7 @@ def test_let_go_its_parameters_have_their_class_again(on_its_way: bool) -> None:
         assert not on_its_way or values_of(bucket) == COUNTING
         return {type(parameter) for parameter in bucket.parameters}
 
-    assert run_threads(on_a_rank, 2)[0] == [{Marked}] * 2
+    assert run_threads(on_a_rank, 2)[0] == [{live_class(Marked)}] * 2
 
 
 def test_a_part_is_that_of_the_ranks_that_share_the_shards_not_of_the_world() -> None:

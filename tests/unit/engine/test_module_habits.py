@@ -1,0 +1,254 @@
+"""What users do to a model beside training it: copies, hooks, new parts, torch.compile."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zerotrain
+from tests.unit.engine.test_habits import EVERYWHERE, SGD, Net, build, inputs, seeded
+from zerotrain.testing.fake_wire import run_threads
+
+
+def one_step(engine: zerotrain.ZeroEngine) -> None:
+    engine.backward(engine(inputs(engine.world.rank)).float().square().mean())
+    engine.step()
+
+
+def saved_and_loaded(module: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    loaded: nn.Module = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "torch.save": saved_and_loaded,
+}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_the_module_is_a_plain_module_with_the_weights_of_now(
+    name: str, stage: int, size: int, precision: str
+) -> None:
+    def on_a_rank(world: zerotrain.World) -> None:
+        zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=0.0005, units=["blocks.*"])
+        engine = zerotrain.build_engine(
+            seeded(), optimizer=SGD, zero=zero, precision=precision, activation_checkpointing=True, world=world
+        )
+        one_step(engine)
+        if stage == 3:
+            with pytest.raises(zerotrain.EngineStateError, match="forward_scope"):
+                COPIES[name](engine.module)
+        with engine.forward_scope() if stage == 3 else nullcontext():
+            other = COPIES[name](engine.module)
+        assert {type(parameter) for parameter in other.parameters()} == {nn.Parameter}
+        weights = engine.full_state_dict()
+        for key, parameter in other.named_parameters():
+            if world.rank == 0:
+                assert torch.equal(parameter, weights[key].to(parameter.dtype))
+        x = inputs(world.rank).to(next(other.parameters()).dtype)
+        before = engine(x)
+        assert torch.equal(other(x), before)
+        one_step(engine)  # changes the engine's model alone
+        assert torch.equal(other(x), before)
+        other(x).float().sum().backward()  # and the copy is trained by nobody
+        assert other.first.weight.grad is not None
+        one_step(engine)
+
+    run_threads(on_a_rank, size, late_rank=0)
+
+
+@EVERYWHERE
+def test_an_average_of_the_weights_is_that_of_plain_pytorch(stage: int, size: int, precision: str) -> None:
+    """What AveragedModel does, of a model in the compute precision."""
+
+    def on_a_rank(world: zerotrain.World) -> dict[str, torch.Tensor]:
+        engine = build(world, stage, precision)
+        scope: Any = engine.forward_scope if stage == 3 else nullcontext
+        with torch.no_grad(), scope():
+            average = AveragedModel(engine.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        seen = []
+        for _ in range(3):
+            one_step(engine)
+            with torch.no_grad(), scope():
+                average.update_parameters(engine.module)
+            seen.append(engine.full_state_dict())
+        if world.rank == 0:
+            plain = seeded().to(next(average.parameters()).dtype)
+            expected = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+            for weights in seen:
+                plain.load_state_dict(weights)
+                expected.update_parameters(plain)
+            for mine, other in zip(average.parameters(), expected.parameters(), strict=True):
+                assert torch.equal(mine, other)
+        return engine.full_state_dict()
+
+    run_threads(on_a_rank, size, late_rank=0)
+
+
+@EVERYWHERE
+def test_gradients_that_are_in_the_engine_are_answered_with_the_call_to_make(
+    stage: int, size: int, precision: str
+) -> None:
+    def on_a_rank(world: zerotrain.World) -> None:
+        engine = build(world, stage, precision)
+        nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)  # nothing to clip yet, as in plain PyTorch
+        engine.module.zero_grad()
+        for is_last in (False, True):
+            with nullcontext() if is_last else engine.no_sync():
+                engine.backward(engine(inputs(world.rank)).float().square().mean())
+            for look in (
+                lambda: engine.module.first.weight.grad,
+                lambda: nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0),
+                lambda: engine.module.zero_grad(),
+            ):
+                with pytest.raises(zerotrain.EngineStateError, match=r"max_grad_norm=.*engine\.zero_grad\(\)"):
+                    look()
+        engine.step()
+        engine.module.zero_grad()
+        assert engine.module.first.weight.grad is None
+
+    run_threads(on_a_rank, size, late_rank=0)
+
+
+@EVERYWHERE
+def test_hooks_on_gradients_see_this_ranks_own_whenever_they_were_registered(
+    stage: int, size: int, precision: str
+) -> None:
+    def hook_all(module: nn.Module, seen: dict[str, list[torch.Tensor]]) -> None:
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: seen.setdefault(name, []).append(p.grad.clone())
+            )
+            parameter.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.clone()))
+
+    def on_a_rank(world: zerotrain.World) -> dict[str, list[torch.Tensor]]:
+        model, seen = seeded(), {}
+        hook_all(model, seen)
+        engine = build(world, stage, precision, model)
+        hook_all(engine.module, seen)
+        one_step(engine)
+        hook_all(engine.module, seen)
+        return seen
+
+    def plain(rank: int) -> dict[str, list[torch.Tensor]]:
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        model = seeded().to(dtype)
+        model(inputs(rank).to(dtype)).float().square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    for rank, seen in enumerate(run_threads(on_a_rank, size, late_rank=0)[0]):
+        expected = plain(rank)
+        assert set(seen) == set(expected)
+        for name, gradients in seen.items():
+            assert len(gradients) == 4
+            assert all(torch.equal(gradient, expected[name]) for gradient in gradients)
+
+
+def replace_a_parameter(module: nn.Module) -> None:
+    module.first.weight = nn.Parameter(torch.ones(16, 8))
+
+
+def replace_a_module(module: nn.Module) -> None:
+    module.blocks[1] = nn.Linear(16, 16)
+
+
+def add_an_adapter(module: nn.Module) -> None:
+    module.blocks[2].register_parameter("adapter", nn.Parameter(torch.ones(2)))
+
+
+def assign(module: nn.Module) -> None:
+    module.load_state_dict({name: torch.ones_like(p) for name, p in seeded().named_parameters()}, assign=True)
+
+
+def normalise(module: nn.Module) -> None:
+    nn.utils.weight_norm(module.first)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (replace_a_parameter, "first.weight"),
+        (replace_a_module, "blocks.1"),
+        (add_an_adapter, "blocks.2.adapter"),
+        (assign, "first.weight"),
+        (normalise, "first.weight_g"),
+    ],
+)
+def test_what_comes_into_the_model_after_the_build_is_found_at_the_next_forward(
+    change: Callable[[nn.Module], None], name: str, stage: int
+) -> None:
+    def on_a_rank(world: zerotrain.World) -> None:
+        engine = build(world, stage, "fp32")
+        with engine.forward_scope():
+            change(engine.module)
+        for _ in range(2):
+            with pytest.raises(zerotrain.EngineStateError, match=f"{name}, a .* came into the model after"):
+                engine(inputs(world.rank))
+
+    run_threads(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_parts_without_parameters_frozen_ones_and_ties_may_come(stage: int) -> None:
+    def on_a_rank(world: zerotrain.World) -> None:
+        engine = build(world, stage, "fp32")
+        module = engine.module
+        module.dropout = nn.Dropout()
+        module.critic = nn.Linear(2, 2).requires_grad_(False)
+        module.first.bias = module.first.bias
+        nn.utils.parametrize.register_parametrization(module.last, "weight", nn.Identity())
+        one_step(engine)
+
+    run_threads(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("place", ["before", "in place before", "in place after", "within forward_scope"])
+def test_a_model_that_is_compiled_as_a_whole_trains_as_it_is(place: str, stage: int) -> None:
+    torch._dynamo.reset()
+    world = zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    expected = build(world, stage, "fp32")
+    model = seeded()
+    if place == "in place before":
+        model.compile(backend="aot_eager")
+    engine = build(world, stage, "fp32", torch.compile(model, backend="aot_eager") if place == "before" else model)
+    if place == "in place after":
+        engine.module.compile(backend="aot_eager")
+    for _ in range(2):
+        one_step(expected)
+        if place == "within forward_scope":
+            compiled = torch.compile(engine.module, backend="aot_eager")
+            with engine.forward_scope():
+                output = compiled(inputs(0))
+            engine.backward(output.square().mean())
+            engine.step()
+        else:
+            one_step(engine)
+    got = {name.removeprefix("_orig_mod."): value for name, value in engine.full_state_dict().items()}
+    for name, value in expected.full_state_dict().items():
+        assert torch.allclose(got[name], value)
+
+
+def test_an_engine_that_is_gone_watches_nothing() -> None:
+    world = zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    from torch.nn.modules import module as torch_module
+
+    before = len(torch_module._global_parameter_registration_hooks)
+    engine = build(world, 2, "fp32", Net())
+    assert len(torch_module._global_parameter_registration_hooks) == before + 1
+    del engine
+    assert len(torch_module._global_parameter_registration_hooks) == before

@@ -1,0 +1,202 @@
+"""Weights that others than the engine change: kept, at every stage and in 16 bits, or refused with a sentence."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import zerotrain
+from tests.unit.engine.test_habits import EVERYWHERE, Net, build, inputs, seeded
+from zerotrain.testing.fake_wire import run_threads
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NUM_STEPS = 3
+
+
+def nothing(module: nn.Module) -> None:
+    pass
+
+
+def clamp(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+def clamp_uncounted(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+def replace_data(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def set_from_vector(module: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(module.parameters()).detach()
+    nn.utils.vector_to_parameters(vector.roll(1), module.parameters())
+
+
+def load(module: nn.Module) -> None:
+    module.load_state_dict({name: value.flip(0) * 0.5 for name, value in module.state_dict().items()})
+
+
+def write_a_few(module: nn.Module) -> None:
+    """What is not written keeps the bits that only the master weight has."""
+    with torch.no_grad():
+        module.blocks[1].weight[3].fill_(0.25)
+        module.last.bias[:1] = 0
+
+
+WRITES = {each.__name__: each for each in (clamp, clamp_uncounted, replace_data, set_from_vector, load, write_a_few)}
+
+
+class Normalised(Net):
+    """Normalises a weight in its forward, in place, as ArcFace and old weight normalisation do."""
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> torch.Tensor:
+        with torch.no_grad():
+            self.first.weight.copy_(functional.normalize(self.first.weight.float(), dim=0))
+            self.blocks[1].weight.data.mul_(0.5)
+        return super().forward(x, state)
+
+
+class Student(Net):
+    """With a frozen teacher in the same module, which follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(16, 16).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> torch.Tensor:
+        x = super().forward(x, state)
+        return x - self.teacher(x)
+
+
+def follow(module: nn.Module) -> None:
+    with torch.no_grad():
+        module.teacher.weight.lerp_(module.blocks[0].weight, 0.25)
+        module.teacher.bias.data.mul_(0.5).add_(module.blocks[0].bias.data, alpha=0.5)
+
+
+def plainly(
+    size: int, precision: str, make: Callable[[], nn.Module], write: Callable[[nn.Module], None]
+) -> dict[str, torch.Tensor]:
+    """fp32 weights beside a model for each rank in the compute dtype; a write replaces the elements that it changes."""
+    weights = {name: parameter.detach().clone() for name, parameter in seeded(make).named_parameters()}
+    models = [seeded(make).to(DTYPES[precision]) for _ in range(size)]
+    trained = [name for name, parameter in models[0].named_parameters() if parameter.requires_grad]
+    for _ in range(NUM_STEPS):
+        sums = {name: torch.zeros_like(weights[name]) for name in trained}
+        for rank, model in enumerate(models):
+            write(model)
+            model(inputs(rank).to(DTYPES[precision])).float().square().mean().backward()
+            for name in trained:
+                gradient = model.get_parameter(name).grad
+                sums[name] += torch.zeros(()) if gradient is None else gradient
+            model.zero_grad()
+        for name, parameter in models[0].named_parameters():
+            held = parameter.detach()
+            kept = parameter.requires_grad and held == weights[name].to(
+                held.dtype
+            )  # frozen: in the compute dtype alone
+            weights[name] = torch.where(torch.as_tensor(kept), weights[name], held.float())
+        for name in trained:
+            mean = (sums[name] / size).to(DTYPES[precision]).float()
+            weights[name].add_(mean, alpha=-0.1)
+        for model in models:
+            for name in trained:
+                model.get_parameter(name).data.copy_(weights[name])
+    return weights
+
+
+def train(
+    world: zerotrain.World,
+    stage: int,
+    precision: str,
+    make: Callable[[], nn.Module],
+    write: Callable[[nn.Module], None],
+    scoped: bool,
+) -> dict[str, torch.Tensor]:
+    engine = build(world, stage, precision, seeded(make))
+    for _ in range(NUM_STEPS):
+        with torch.no_grad(), engine.forward_scope() if scoped else nullcontext():
+            write(engine.module)
+        engine.backward(engine(inputs(world.rank)).float().square().mean())
+        engine.step()
+    return engine.full_state_dict()
+
+
+def require_equal(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert list(got) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_weights_written_between_steps_are_trained_on(
+    write: Callable[[nn.Module], None], stage: int, size: int, precision: str
+) -> None:
+    expected = plainly(size, precision, Net, write)
+    ways = (True,) if stage == 3 else (True, False)
+    for scoped in ways:
+        got, _ = run_threads(
+            lambda world, scoped=scoped: train(world, stage, precision, Net, write, scoped), size, late_rank=1
+        )
+        require_equal(got[0], expected)
+
+
+@EVERYWHERE
+def test_weights_written_in_the_forward_are_trained_on(stage: int, size: int, precision: str) -> None:
+    got, _ = run_threads(lambda world: train(world, stage, precision, Normalised, nothing, False), size, late_rank=1)
+    require_equal(got[0], plainly(size, precision, Normalised, nothing))
+
+
+@EVERYWHERE
+def test_a_frozen_teacher_in_the_same_module_follows(stage: int, size: int, precision: str) -> None:
+    got, _ = run_threads(lambda world: train(world, stage, precision, Student, follow, True), size, late_rank=1)
+    require_equal(got[0], plainly(size, precision, Student, follow))
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_where_a_rank_has_its_part_alone_a_write_between_engine_calls_is_refused(
+    write: Callable[[nn.Module], None],
+) -> None:
+    def on_a_rank(world: zerotrain.World) -> None:
+        engine = build(world, 3, "fp32")
+        with pytest.raises(zerotrain.EngineStateError, match=r"engine\.load_state_dict"):
+            write(engine.module)
+
+    run_threads(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ranks_that_write_other_weights_are_told(stage: int, precision: str) -> None:
+    def on_a_rank(world: zerotrain.World) -> None:
+        engine = build(world, stage, precision)
+        with torch.no_grad(), engine.forward_scope():
+            engine.module.first.weight.add_(world.rank)
+        engine.backward(engine(inputs(world.rank)).sum())
+        with pytest.raises(zerotrain.DisagreementError, match="weights written in place"):
+            engine.step()
+
+    run_threads(on_a_rank, 2)
+
+
+def test_what_cannot_lie_in_the_engines_memory_is_refused_where_it_is_said() -> None:
+    engine = build(alone(), 2, "fp32")
+    with pytest.raises(zerotrain.EngineStateError, match=r"first\.weight lies in memory of the engine"):
+        engine.module.double()
+    engine.module.to("cpu").to(memory_format=torch.channels_last)
+    engine.backward(engine(inputs(0)).sum())
+    engine.step()
+
+
+def alone() -> zerotrain.World:
+    return zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
