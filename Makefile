@@ -50,11 +50,12 @@ DEVICE ?= cuda
 SIZES ?= gpt2
 ENGINES ?=
 OUT ?= outputs/bench/gpu
+OPTIONS ?=
 TIME_LIMIT ?= 440
-bench-gpu: ## GPT-2 in bf16 on one GPU: eager, compiled, one rank of 8; SIZES, ENGINES, OUT, DEVICE, TIME_LIMIT, WHEELS
+bench-gpu: ## GPT-2 in bf16 on one GPU: eager, compiled, one rank of 8; SIZES, ENGINES, OUT, DEVICE, TIME_LIMIT, OPTIONS, WHEELS
 	$(WITH_WHEELS) code=0; for size in $(SIZES); do \
 	    $(PYTHON) -m benchmarks.gpu --size $$size --device $(DEVICE) --out $(OUT) --time-limit $(TIME_LIMIT) \
-	        $(if $(ENGINES),--engines $(ENGINES)) || code=$$?; \
+	        $(if $(ENGINES),--engines $(ENGINES)) $(OPTIONS) || code=$$?; \
 	done; exit $$code
 
 test-gpu: ## the tests for a GPU; PYTHON has torch and pytest, WHEELS is a folder with wheels of what else it lacks

@@ -91,6 +91,12 @@ class ShardedModel:
         self._disconnect = connect(self, schedule, self._newcomers.watch())
         self._first_node_after_update = next_node()
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise EngineStateError(
+            "an engine can be neither copied nor pickled, since it is a part of its process group: copy or pickle "
+            "engine.module, or take what engine.full_state_dict() gives"
+        )
+
     # ---- what trains
 
     def freeze(self, *named: str | nn.Parameter) -> None:

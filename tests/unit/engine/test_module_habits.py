@@ -216,6 +216,42 @@ def test_parts_without_parameters_frozen_ones_and_ties_may_come(stage: int) -> N
     run_threads(on_a_rank, 2)
 
 
+TRANSFORMS: dict[str, Callable[[Callable[..., torch.Tensor], torch.Tensor], torch.Tensor]] = {
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x[0]).float().square().mean(),
+    "vmap of grad": lambda model, x: (
+        torch.func.vmap(torch.func.grad(lambda z: model(z).float().square().sum()))(x).float().square().mean()
+    ),
+    "vmap": lambda model, x: torch.func.vmap(model)(x).float().square().mean(),
+}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_what_torch_func_makes_of_the_model_is_trained(name: str, stage: int, size: int, precision: str) -> None:
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+
+    def on_a_rank(world: zerotrain.World) -> dict[str, torch.Tensor]:
+        engine = build(world, stage, precision)
+        with engine.forward_scope():
+            loss = TRANSFORMS[name](engine.module, inputs(world.rank).to(dtype))
+        engine.backward(loss)
+        engine.step()
+        return engine.full_state_dict()
+
+    weights = {key: parameter.detach().clone() for key, parameter in seeded().named_parameters()}
+    gradients = []
+    for rank in range(size):
+        model = seeded().to(dtype)
+        TRANSFORMS[name](model, inputs(rank).to(dtype)).backward()
+        gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
+    got = run_threads(on_a_rank, size, late_rank=0)[0][0]
+    for key, weight in weights.items():
+        total = torch.zeros_like(weight)
+        for each in gradients:
+            total += 0 if each[key] is None else each[key]
+        assert torch.equal(got[key], weight.add((total / size).to(dtype).float(), alpha=-0.1)), key
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("place", ["before", "in place before", "in place after", "within forward_scope"])
 def test_a_model_that_is_compiled_as_a_whole_trains_as_it_is(place: str, stage: int) -> None:
@@ -252,3 +288,10 @@ def test_an_engine_that_is_gone_watches_nothing() -> None:
     assert len(torch_module._global_parameter_registration_hooks) == before + 1
     del engine
     assert len(torch_module._global_parameter_registration_hooks) == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_an_engine_itself_is_neither_copied_nor_pickled(copied: Callable[[Any], Any]) -> None:
+    world = zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    with pytest.raises(zerotrain.EngineStateError, match=r"pickle engine\.module"):
+        copied(build(world, 3, "fp32"))

@@ -5,6 +5,10 @@ on every rank, as long as all ranks call the same units.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.buckets.life import Phase
@@ -128,10 +132,11 @@ class Gathers:
     def complete(self, buckets: Sequence[Bucket], ahead: Sequence[Bucket] = ()) -> None:
         """Gather `buckets` and wait for them; issue the gathers of `ahead` before the wait, so that they run while the
         unit computes, and right behind its own."""
-        for bucket in (*buckets, *ahead):
-            bucket.weights.start_gather()
-        for bucket in buckets:
-            bucket.weights.finish_gather()
+        with _outside_transforms():
+            for bucket in (*buckets, *ahead):
+                bucket.weights.start_gather()
+            for bucket in buckets:
+                bucket.weights.finish_gather()
 
     def rest(self) -> None:
         """The step is over, or given up: sharded parameters go to rest whatever was kept."""
@@ -144,3 +149,14 @@ class Gathers:
         """Reshard, also a bucket that was gathered ahead and not used."""
         bucket.weights.finish_gather()
         bucket.weights.reshard()
+
+
+def _outside_transforms() -> AbstractContextManager[object]:
+    """torch.func refuses that what it transforms writes to memory it does not know, and a gather does (seen: `jacrev`
+    and `jvp` over units at stage 3)."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return _AS_IT_IS
+    return temporarily_clear_interpreter_stack()
+
+
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
