@@ -99,6 +99,57 @@ def test_an_average_of_the_weights_is_that_of_plain_pytorch(stage: int, size: in
 
 
 @EVERYWHERE
+def test_weights_given_to_functional_call_are_used_and_get_the_gradients(stage: int, size: int, precision: str) -> None:
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+
+    def call(module: nn.Module, rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model = seeded()
+        given = {key: (2 * p).detach().to(dtype).requires_grad_() for key, p in model.named_parameters()}
+        output = torch.func.functional_call(module, given, (inputs(rank).to(dtype),))
+        used = [value for key, value in given.items() if not key.startswith("last")]
+        return output, dict(zip(given, torch.autograd.grad(output.float().square().mean(), used), strict=False))
+
+    def on_a_rank(world: zerotrain.World) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        engine = build(world, stage, precision)
+        one_step(engine)
+        with engine.forward_scope():
+            result = call(engine.module, world.rank)
+        one_step(engine)
+        return result
+
+    for rank, (output, gradients) in enumerate(run_threads(on_a_rank, size, late_rank=0)[0]):
+        expected, expected_gradients = call(seeded().to(dtype), rank)
+        assert torch.equal(output, expected)
+        assert all(torch.equal(gradients[key], value) for key, value in expected_gradients.items())
+
+
+@EVERYWHERE
+def test_a_list_of_parameters_from_before_the_build_stays_what_the_model_has(
+    stage: int, size: int, precision: str
+) -> None:
+    def on_a_rank(world: zerotrain.World) -> None:
+        model = seeded()
+        kept = list(model.named_parameters())
+        for _, parameter in kept:
+            parameter.mark = "mine"
+        engine = build(world, stage, precision, model)
+        for _ in range(2):
+            one_step(engine)
+            weights = engine.full_state_dict()
+            if stage == 3:
+                with pytest.raises(zerotrain.EngineStateError, match="forward_scope"):
+                    kept[0][1].sum()
+            with torch.no_grad(), engine.forward_scope() if stage == 3 else nullcontext():
+                for (name, parameter), now in zip(kept, engine.module.parameters(), strict=True):
+                    assert parameter is now
+                    assert parameter.mark == "mine"
+                    value = parameter + 0  # on every rank
+                    assert world.rank or torch.equal(value, weights[name].to(parameter.dtype))
+
+    run_threads(on_a_rank, size, late_rank=0)
+
+
+@EVERYWHERE
 def test_gradients_that_are_in_the_engine_are_answered_with_the_call_to_make(
     stage: int, size: int, precision: str
 ) -> None:
