@@ -15,10 +15,10 @@ from typing import NoReturn
 import hydra
 from hydra._internal.utils import get_args_parser
 
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.explain import composition_problems
-from zerotrain.errors import ZeroTrainError
+from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.launching import exits, sweep
-from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.signals import end_with_parent
 from zerotrain.launching.terminal import outlast_readers
 
@@ -37,7 +37,11 @@ def dispatch(main: Callable[[], None]) -> NoReturn:
     sys.path.append(os.getcwd())
     # Hydra then passes its exceptions on instead of printing them in its own way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    ranks = RankEnvironment.read()
+    try:
+        ranks = RankEnvironment.read()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(exits.CONFIG_PROBLEM)
     if ranks is None:
         sys.exit(_run_hydra(main))
     # Torchrun ends its ranks, but not when it is killed itself.
@@ -46,15 +50,20 @@ def dispatch(main: Callable[[], None]) -> NoReturn:
 
 
 def _run_as_rank(main: Callable[[], None], ranks: RankEnvironment) -> int:
-    from zerotrain.launching.torchrun import JobExchange, run_here
+    from zerotrain.launching.torchrun import job_exchange, run_here
 
-    exchange = JobExchange()
+    try:
+        exchange = job_exchange(ranks)
+        job = None if ranks.rank == 0 else exchange.receive()
+    except ZeroTrainError as error:
+        if ranks.local_rank == 0 or not isinstance(error, ConfigError):
+            print(error, file=sys.stderr)
+        return exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED
     if ranks.rank == 0:
         try:
             return _run_hydra(main)
         finally:
             exchange.withdraw()
-    job = exchange.receive()
     if job is not None:
         run_here(job, ranks)
     return exits.COMPLETED

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
@@ -15,6 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from zerotrain.comm.environment import STORE_VARIABLE
 from zerotrain.launching import exits
 from zerotrain.launching.failures import first_failure
 from zerotrain.launching.job import Job, num_threads_per_rank
@@ -30,7 +32,8 @@ def run_ranks(job: Job, num_ranks: int) -> None:
         RunError, ConfigError: the first cause of the failure of a rank.
         KeyboardInterrupt: Ctrl-C; SystemExit: another signal to stop.
     """
-    with tempfile.TemporaryDirectory(prefix="zerotrain_") as agent_dir, _rank_environment(job, num_ranks):
+    # Only its owner may read what lies there.
+    with tempfile.TemporaryDirectory(prefix="zerotrain_") as agent_dir, _rank_environment(job, num_ranks, agent_dir):
         launch = elastic_launch(_launch_config(num_ranks, agent_dir), sys.executable)
         # A file of their own: two runs in one folder once trained the config.yaml of the later one (2026-11-21).
         job_path = Path(agent_dir) / "job.json"
@@ -66,8 +69,10 @@ def _launch_config(num_ranks: int, agent_dir: str) -> LaunchConfig:
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=uuid.uuid4().hex,
+        # Files in place of ports, which torch's stores open on all addresses of the machine.
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_configs={"store_type": "file"},
+        rdzv_endpoint=str(Path(agent_dir) / "rendezvous"),
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
@@ -76,12 +81,18 @@ def _launch_config(num_ranks: int, agent_dir: str) -> LaunchConfig:
 
 
 @contextmanager
-def _rank_environment(job: Job, num_ranks: int) -> Iterator[None]:
-    """What the ranks inherit: they import from where this process does, and share out its cores."""
+def _rank_environment(job: Job, num_ranks: int, agent_dir: str) -> Iterator[None]:
+    """What the ranks inherit: they import from where this process does, share out its cores, and meet where nobody else
+    can."""
     changes = {
         "OMP_NUM_THREADS": str(num_threads_per_rank(job.config, num_ranks)),
         "PYTHONPATH": os.pathsep.join(sys.path),
+        STORE_VARIABLE: str(Path(agent_dir) / "store"),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # the agent would open one beside, on all addresses
     }
+    loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
+        changes["GLOO_SOCKET_IFNAME"] = loopback.pop()
     previous = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -14,16 +14,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from zerotrain import preflight
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.checks import OPEN_GROUPS, checked_config, doubtful, without_effect
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.launching import exits, sweep
-from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.folder_lock import locked
 from zerotrain.launching.job import Job, completed_in, write_ending, write_refusal
 from zerotrain.launching.spawn import run_ranks
-from zerotrain.launching.torchrun import JobExchange, run_here
+from zerotrain.launching.torchrun import job_exchange, run_here
 from zerotrain.training.result import RESULT_NAME
 
 
@@ -64,6 +64,8 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     try:
         with exits.exits_raised():
             config = _checked(composed, run_dir, ranks)
+        if ranks is not None:
+            job_exchange(ranks).require_same_commands(config.launch.timeout_s)
     except Exception as error:
         with suppress(OSError):  # the cause matters more than a disk that is full
             write_refusal(run_dir, overrides, str(error))
@@ -78,7 +80,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     print(f"stage {config.zero.stage}, ranks: {num_ranks}, run folder: {shown_dir}", flush=True)
     if ranks is None:
         return _run_spawned(job, num_ranks)
-    JobExchange().publish(job)
+    job_exchange(ranks).publish(job)
     return run_here(job, ranks)
 
 

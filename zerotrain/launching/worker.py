@@ -13,8 +13,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from zerotrain import factory
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.launching import exits
-from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.failures import Failure, name_full_disk
 from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.launching.presence import Presence, continue_stopped, seen_alive

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.errors import CommError
 from zerotrain.launching import torchrun
-from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.failures import Failure
 from zerotrain.launching.job import Job
 
