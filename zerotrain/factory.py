@@ -32,6 +32,7 @@ def run(
     overrides: list[str],
     config_hash: str,
     enter: Callable[[str], None] = lambda phase: None,
+    begin: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
@@ -40,17 +41,20 @@ def run(
         run_dir: exists; rank 0 writes its files there.
         overrides, config_hash: repeated in result.json.
         enter: told what is done from then on, such as "training".
+        begin: told the number of each step, from 1, as it begins.
     """
     enter("joining the other ranks")
     facts = {"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash}
     with words_of_config(), World.from_environment(config.launch.device, config.launch.timeout_s) as world:
         enter(f"building {config.model.get('_target_')}")
-        trainer = _trainer(config, world, run_dir, facts)
+        trainer = _trainer(config, world, run_dir, facts, begin)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()
 
 
-def _trainer(config: Config, world: World, run_dir: Path, run_facts: dict[str, Any]) -> Trainer:
+def _trainer(
+    config: Config, world: World, run_dir: Path, run_facts: dict[str, Any], begin: Callable[[int], None]
+) -> Trainer:
     torch.manual_seed(config.seed)
     engine = _engine(config, world)
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
@@ -66,6 +70,7 @@ def _trainer(config: Config, world: World, run_dir: Path, run_facts: dict[str, A
         run_dir=run_dir,
         model_flops=_model_flops(config, engine, dataset),
         run_facts=run_facts,
+        begin=begin,
         **loop,
     )
 

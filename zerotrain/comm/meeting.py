@@ -72,19 +72,25 @@ def await_ranks(came: dist.Store, ranks: RankEnvironment, awaited: Sequence[int]
         CommError: some have not come within the time.
     """
 
-    def missing() -> str:
-        names = [str(rank) for rank in awaited if not came.check([str(rank)])]
-        return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"
+    def missing() -> list[int]:
+        return [rank for rank in awaited if not came.check([str(rank)])]
 
     def is_first() -> bool:
         return not any(came.check([str(rank)]) for rank in range(ranks.rank))
 
     keys = [str(rank) for rank in awaited]
-    if not _wait(lambda: came.check(keys), lambda: missing() if is_first() else None, ranks, timeout_s):
+    if not _wait(lambda: came.check(keys), lambda: _named(missing()) if is_first() else None, ranks, timeout_s):
         raise CommError(
-            f"{missing()} did not come within {timeout_s:g} s (World.from_environment(timeout_s=...)); start all "
-            "ranks, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            f"{_named(missing())} did not come within {timeout_s:g} s (World.from_environment(timeout_s=...)); start "
+            "all ranks, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            unheard=tuple(missing()),
+            where="the meeting of the ranks",
+            waited_s=timeout_s,
         )
+
+
+def _named(numbers: Sequence[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
 def _open(ranks: RankEnvironment, timeout_s: float) -> dist.Store:

@@ -14,8 +14,10 @@ from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain.comm.environment import RankEnvironment
+from zerotrain.config.compose import first_line
 from zerotrain.config.explain import composition_problems
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.launching import exits, sweep
@@ -96,7 +98,7 @@ def _run_hydra(main: Callable[[], None]) -> int:
     except ZeroTrainError:  # of a job of a sweep, and said when it happened
         code = exits.FAILED
     except Exception as error:  # jobs raise nothing else
-        problems = _composition_problems(main)
+        problems = _composition_problems(main) or _unresolved(error)
         for problem in problems or traceback.format_exception(error):
             print(problem, file=sys.stderr)
         code = exits.CONFIG_PROBLEM if problems else exits.FAILED
@@ -109,6 +111,14 @@ def _code_of(ending: SystemExit) -> int:
         print(ending.code, file=sys.stderr)
         return exits.FAILED
     return ending.code or exits.COMPLETED
+
+
+def _unresolved(error: Exception) -> list[str]:
+    """What is wrong with an interpolation in Hydra's own settings, such as hydra.run.dir; nothing where it is another
+    error."""
+    if not isinstance(error, OmegaConfBaseException) or not error.full_key:
+        return []
+    return [f"{error.full_key}: {first_line(error)}; `${{` begins an interpolation, such as ${{now:%Y-%m-%d}}"]
 
 
 def _composition_problems(main: Callable[[], None]) -> list[str]:

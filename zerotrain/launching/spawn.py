@@ -13,12 +13,13 @@ from pathlib import Path
 
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from zerotrain.comm.environment import STORE_VARIABLE
+from zerotrain.errors import ZeroTrainError
 from zerotrain.launching import exits
-from zerotrain.launching.failures import first_failure
+from zerotrain.launching.failures import first_failure, lost_folder
 from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.launching.signals import handlers_restored
 
@@ -41,11 +42,10 @@ def run_ranks(job: Job, num_ranks: int) -> None:
         try:
             with _quiet_agent(), handlers_restored():
                 launch("-m", RANK_MODULE, str(job_path))
-            _require_done(job)
+            if (failure := _failure(job, {})) is not None:
+                raise failure
         except ChildFailedError as error:
-            failure = first_failure(job.ranks_dir, error.failures)
-            assert failure is not None
-            raise failure.as_error(job.ranks_dir) from error
+            raise (_failure(job, error.failures) or error) from error
         except SignalException as error:
             # It is an Exception: to Hydra a failed job, after which a sweep would go on with the next.
             if error.sigval == signal.SIGINT:
@@ -56,11 +56,13 @@ def run_ranks(job: Job, num_ranks: int) -> None:
             Console().show_cursor(True)  # which the progress bar of a killed rank 0 leaves hidden
 
 
-def _require_done(job: Job) -> None:
-    """Raise if a rank has ended before its work was done, though with exit code 0, as by os._exit(0)."""
-    failure = first_failure(job.ranks_dir, {})
-    if failure is not None:
-        raise failure.as_error(job.ranks_dir)
+def _failure(job: Job, ended: dict[int, ProcessFailure]) -> ZeroTrainError | None:
+    """The first cause of the run's end; None where it has completed. A rank that has ended before its work was done is
+    found though its exit code was 0, as by os._exit(0)."""
+    if not job.ranks_dir.is_dir():
+        return lost_folder(job.run_dir)
+    failure = first_failure(job.ranks_dir, ended)
+    return None if failure is None else failure.as_error(job.ranks_dir)
 
 
 def _launch_config(num_ranks: int, agent_dir: str) -> LaunchConfig:

@@ -12,10 +12,12 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain import preflight
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.checks import OPEN_GROUPS, checked_config, doubtful, without_effect
+from zerotrain.config.compose import first_line
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.launching import exits, sweep
@@ -40,7 +42,7 @@ def run_job(composed: DictConfig) -> float:
     """
     hydra = HydraConfig.get()
     is_sweep = hydra.mode == RunMode.MULTIRUN
-    run_dir = Path(hydra.runtime.output_dir)
+    run_dir = _run_dir()
     try:
         if is_sweep:
             sweep.claim(run_dir, hydra.job.num)
@@ -57,6 +59,14 @@ def run_job(composed: DictConfig) -> float:
         raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
     loss = result["final_val_loss"]
     return math.nan if loss is None else loss
+
+
+def _run_dir() -> Path:
+    try:
+        return Path(HydraConfig.get().runtime.output_dir)
+    except OmegaConfBaseException as error:  # Hydra has resolved the name, made the folder, and resolves the name again
+        print(f"hydra.run.dir: {first_line(error)}; a folder's name cannot hold `${{`", file=sys.stderr)
+        raise SystemExit(exits.CONFIG_PROBLEM) from error
 
 
 def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:

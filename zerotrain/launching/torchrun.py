@@ -22,7 +22,7 @@ from zerotrain.config.schema import LaunchConfig
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import ConfigError
 from zerotrain.launching import exits
-from zerotrain.launching.failures import Failure, first_failure
+from zerotrain.launching.failures import Failure, first_failure, lost_folder
 from zerotrain.launching.job import Job, write_ending
 from zerotrain.launching.terminal import LastingStream
 from zerotrain.launching.worker import exit_now, run_rank
@@ -150,6 +150,10 @@ def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
     Every rank does, one at a time, since only the last to end has seen all causes. Without the lock one that had read
     before the cause was there wrote "stopped" behind the one that had told it (2026-11-21).
     """
+    if not job.ranks_dir.is_dir():
+        if ranks.rank == 0:
+            print(lost_folder(job.run_dir), file=terminal, flush=True)
+        return
     with (job.ranks_dir / "ending.lock").open("w") as file:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
