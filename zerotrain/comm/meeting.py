@@ -79,18 +79,20 @@ def await_ranks(came: dist.Store, ranks: RankEnvironment, awaited: Sequence[int]
         return not any(came.check([str(rank)]) for rank in range(ranks.rank))
 
     keys = [str(rank) for rank in awaited]
-    if not _wait(lambda: came.check(keys), lambda: _named(missing()) if is_first() else None, ranks, timeout_s):
+    in_time = _wait(lambda: came.check(keys), lambda: _named(missing()) if is_first() else "", ranks, timeout_s)
+    if not in_time and (absent := missing()):
         raise CommError(
-            f"{_named(missing())} did not come within {timeout_s:g} s (World.from_environment(timeout_s=...)); start "
-            "all ranks, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
-            unheard=tuple(missing()),
+            f"{_named(absent)} did not come within {timeout_s:g} s (World.from_environment(timeout_s=...)); start all "
+            "ranks, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            unheard=tuple(absent),
             where="the meeting of the ranks",
             waited_s=timeout_s,
         )
 
 
-def _named(numbers: Sequence[int]) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+def _named(ranks: Sequence[int]) -> str:
+    """Nothing where there are none."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
 
 
 def _open(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
@@ -143,18 +145,16 @@ def _await_keeper(ranks: RankEnvironment, timeout_s: float) -> None:
         )
 
 
-def _wait(
-    is_over: Callable[[], bool], missing: Callable[[], str | None], ranks: RankEnvironment, limit_s: float
-) -> bool:
+def _wait(is_over: Callable[[], bool], missing: Callable[[], str], ranks: RankEnvironment, limit_s: float) -> bool:
     """Wait for something; return whether it was over in time. Every ten seconds a line says who is missing, unless
-    another rank is to say so."""
+    that is nothing."""
     pause_s = max(_POLL_S, ranks.world_size / _RANKS_PER_POLL_S)
     started_s, next_s = time.monotonic(), REMINDER_S
     while not is_over():
         waited_s = time.monotonic() - started_s
         if waited_s >= next_s:
             next_s += REMINDER_S
-            if (names := missing()) is not None:
+            if names := missing():
                 line = f"rank {ranks.rank} waits for {names} ({waited_s:.0f} of {limit_s:g} s)"
                 print(line, file=sys.stderr, flush=True)
         if waited_s >= limit_s:

@@ -61,6 +61,8 @@ def _run_as_rank(main: Callable[[], None], ranks: RankEnvironment) -> int:
         if ranks.local_rank == 0 or not isinstance(error, ConfigError):
             print(error, file=sys.stderr)
         return exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED
+    except KeyboardInterrupt:
+        return exits.of_signal(signal.SIGINT)
     if ranks.rank == 0:
         try:
             return _run_hydra(main)

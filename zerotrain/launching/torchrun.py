@@ -20,7 +20,7 @@ from zerotrain.comm.environment import RankEnvironment
 from zerotrain.comm.meeting import await_ranks, open_store
 from zerotrain.config.schema import LaunchConfig
 from zerotrain.config.words import words_of_config
-from zerotrain.errors import ConfigError
+from zerotrain.errors import CommError, ConfigError
 from zerotrain.launching import exits
 from zerotrain.launching.failures import Failure, first_failure, lost_folder
 from zerotrain.launching.job import Job, write_ending
@@ -31,6 +31,7 @@ _JOB_KEY = "job"
 _NO_JOB = "none"
 _REFUSED = "refused "
 _POLL_S = 0.1
+_MAX_TIMEOUT_S = 1e6
 _PEER_HEAD_START_S = 2.0
 _STOP_HEAD_START_S = 1.0
 
@@ -92,11 +93,14 @@ class JobExchange:
             ConfigError: it has refused the job since a command line differs.
             CommError: rank 0 has not come.
         """
-        with words_of_config():
-            await_ranks(self._came, self._ranks, [0], _own_timeout_s())
-        while not self._store.check([_JOB_KEY]):
-            time.sleep(_POLL_S)
-        message = self._store.get(_JOB_KEY).decode()
+        try:
+            with words_of_config():
+                await_ranks(self._came, self._ranks, [0], _own_timeout_s())
+            while not self._store.check([_JOB_KEY]):
+                time.sleep(_POLL_S)
+            message = self._store.get(_JOB_KEY).decode()
+        except dist.DistError as error:
+            raise CommError("rank 0 has ended, and the store with it, before it had a job for the others") from error
         if message.startswith(_REFUSED):
             raise ConfigError(message.removeprefix(_REFUSED))
         return None if message == _NO_JOB else Job.from_json(message)
@@ -110,10 +114,10 @@ def job_exchange(ranks: RankEnvironment) -> JobExchange:
 
 def _own_timeout_s() -> float:
     """How long to wait for rank 0, which knows the config: what this rank's own command line says of it."""
-    for argument in reversed(sys.argv[1:]):
-        with suppress(ValueError):
-            if argument.startswith("launch.timeout_s="):
-                return float(argument.partition("=")[2])
+    given = [argument.partition("=")[2] for argument in sys.argv[1:] if argument.startswith("launch.timeout_s=")]
+    with suppress(ValueError, IndexError):
+        if 0 < float(given[-1]) <= _MAX_TIMEOUT_S:  # rank 0 refuses what is no number of seconds
+            return float(given[-1])
     return LaunchConfig().timeout_s
 
 
