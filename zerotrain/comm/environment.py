@@ -1,6 +1,7 @@
 """The variables by which torchrun, or the agent of `launching.spawn`, tells a process which rank it is. Imports no
 torch."""
 
+import functools
 import os
 import socket
 from collections.abc import Mapping
@@ -97,6 +98,7 @@ def _require_sense(numbers: Mapping[str, int]) -> None:
             raise ConfigError(f"{name}: got {numbers[name]}; it must be {allowed}; {_REMEDY}")
 
 
+@functools.cache  # a name service may take seconds
 def _require_address(address: str) -> None:
     """Check that a machine has this name; a name service that cannot be asked now may answer later.
 
