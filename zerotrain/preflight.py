@@ -1,6 +1,8 @@
 """All that can be tried of a config before any rank starts."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,9 +71,22 @@ def _try_optimizer(model: nn.Module | None, config: Config) -> None:
     """Let the optimizer choose what it needs whole of the model without memory, and build it for one tensor of each."""
     factory = build("optimizer", config.optimizer)
     units = [] if model is None else cut_units(model, model_parameters(model), config.zero.unit_patterns, max_numel=1)
-    names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
-    for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
-        build_optimizer(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}])
+    with _optimizers_of_no_compiler():
+        names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
+        for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
+            build_optimizer(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}])
+
+
+@contextmanager
+def _optimizers_of_no_compiler() -> Iterator[None]:
+    """Inside, making an optimizer does not import torch's compiler, only to keep it away from what is done there: half
+    a second of each start (2026-11-21)."""
+    wrapped = torch.optim.Optimizer.add_param_group
+    torch.optim.Optimizer.add_param_group = inspect.unwrap(wrapped)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.add_param_group = wrapped  # type: ignore[method-assign]
 
 
 def _require_fit(model: nn.Module, data: Any) -> None:

@@ -1,5 +1,8 @@
 """What is refused before any rank starts."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,3 +136,17 @@ def test_the_model_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "instantiate", noted)
     preflight.check(config(optimizer=MUON, model=GPT | {"num_layers": 2}))
     assert sorted(built) == sorted(each["_target_"] for each in (GPT, SYNTHETIC, MUON, COSINE))
+
+
+def test_the_compiler_which_takes_a_second_to_import_is_left_out_where_nothing_is_compiled(tmp_path: Path) -> None:
+    launch = Path(__file__).resolve().parents[2] / "launch.py"
+    program = (
+        "import atexit, runpy, sys\n"
+        "atexit.register(lambda: print(*[name for name in sys.modules if name.startswith('torch._dynamo')]))\n"
+        f"sys.argv = [{str(launch)!r}, 'data=synthetic', 'data.num_sequences=0', 'optimizer=muon']\n"
+        f"runpy.run_path({str(launch)!r}, run_name='__main__')\n"
+    )
+    process = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (2, "\n")
+    # The model and the optimizer were tried too.
+    assert process.stderr == "data.num_sequences=0 is too small; it must be at least 1\n"

@@ -66,6 +66,8 @@ class Trainer:
     """Where rank 0 shows its progress."""
     sinks: Sequence[MetricSink] = ()
     """Where rank 0 sends metrics beside metrics.jsonl and the console; `run` closes them."""
+    begin: Callable[[int], None] = lambda step: None
+    """Told the number of each step, from 1, as it begins."""
     first_step: int = 0
     """Global batches that the engine was trained on before; metrics.jsonl is gone on with where it is there."""
     skipped_before: int = 0
@@ -137,6 +139,7 @@ class Trainer:
                 log(self._evaluate())
             batches = self._micro_batches()
             for step in range(self.first_step, self.max_steps):
+                self.begin(step + 1)
                 self._set_learning_rate(step - self.result.skipped_steps)
                 with self.clock:
                     micro_batches = next(batches)
