@@ -9,8 +9,9 @@ from torch import nn
 from zerotrain.comm.world import choose_device
 from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
-from zerotrain.engine.build import require_trainable
+from zerotrain.engine.build import require_plain, require_trainable
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
+from zerotrain.engine.one_memory import require_own_memory
 from zerotrain.engine.precision.kept_fp32 import dtypes_of
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.engine.unit_forward import replace_forwards
@@ -59,6 +60,11 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
 
 def _try_model(model: nn.Module, config: Config) -> None:
     """Look whether the switches and the patterns of the config can be followed in a model without memory."""
+    try:
+        require_plain(model)
+        require_own_memory(model)
+    except ConfigError as error:
+        raise ConfigError(*(f"model: {problem}" for problem in error.problems)) from error
     parameters = model_parameters(model)
     require_trainable(model, parameters)
     dtypes_of(parameters, precision_named(config.precision.name, tuple(config.precision.keep_fp32)))

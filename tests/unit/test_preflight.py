@@ -50,6 +50,10 @@ def test_a_config_that_can_run_passes() -> None:
             "precision.keep_fp32: no module or parameter matches 'rms*'; there are wte, wpe, blocks.*.ln_1,",
         ),
         ({"precision": PrecisionConfig("bf16", ["*"])}, "precision.keep_fp32: keeps every parameter"),
+        (
+            {"model": {"_target_": "torch.nn.Embedding", "num_embeddings": 256, "embedding_dim": 4, "max_norm": 1.0}},
+            "model: the model is a Embedding with max_norm=1.0, which changes its weight in the forward",
+        ),
         ({"scheduler": COSINE | {"warmup_steps": "abc"}}, "scheduler: "),
         ({"data": {"_target_": "zerotrain.data.TextDataset", "path": "no/such", "seq_len": 8}}, "data.path=no/such"),
     ],

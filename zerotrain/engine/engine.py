@@ -18,6 +18,12 @@ from zerotrain.engine.update.optimizer_step import OptimizerStep
 from zerotrain.errors import CommError, EngineStateError, TrainingError
 
 
+def weighs_nothing(weight: float | torch.Tensor) -> bool:
+    """Whether a loss of this weight counts for nothing, as far as the host can know without waiting for the device."""
+    is_known = not isinstance(weight, torch.Tensor) or weight.device.type == "cpu"
+    return is_known and bool(weight == 0)
+
+
 class ZeroEngine(ShardedModel):
     """Trains a model at a ZeRO stage.
 
@@ -75,19 +81,26 @@ class ZeroEngine(ShardedModel):
 
         Args:
             loss: 0-dim, this rank's.
-            weight: factor on this loss; the engine's own 1 / world size comes on top.
+            weight: factor on this loss; the engine's own 1 / world size comes on top. A loss that weighs nothing puts
+                nothing into the gradients, nan neither: a batch without labels has nan for its mean. So the weight is
+                looked at, unless it is a tensor on a GPU, which the host would have to wait for.
 
         Raises:
             EngineStateError: `loss` is not one number, or does not depend on the parameters since the last step.
         """
         require_graph(loss, self._first_node_after_update)
         self.ledger.in_step = True
-        self._losses.append(loss.detach())
+        counts = not weighs_nothing(weight)
+        if counts:
+            self._losses.append(loss.detach())
         scale = torch.ones_like(loss).mul_(weight / (self.world.size / self.loss_scale))
         self.stamps.num_backwards += 1
         with self._phase(Phase.BACKWARD), self._clean_after_error():
             self.schedule.begin_backward(
-                more_to_come=not self._syncs, loss_scale=self.loss_scale, frees_graph=not retain_graph
+                more_to_come=not self._syncs,
+                loss_scale=self.loss_scale,
+                frees_graph=not retain_graph,
+                counts=counts,
             )
             loss.backward(gradient=scale, retain_graph=retain_graph)
             self.schedule.end_backward()
@@ -164,7 +177,7 @@ class ZeroEngine(ShardedModel):
 
         Args:
             micro_batches: the model's inputs, one sequence for each; the model returns the loss.
-            weights: factor on the loss of each; default 1 / number of micro-batches.
+            weights: factor on the loss of each, as for `backward`; default 1 / number of micro-batches.
 
         An exception in the data, the model or a backward forgets the gradients of all micro-batches.
         """
@@ -173,7 +186,8 @@ class ZeroEngine(ShardedModel):
         with self._clean_after_error():
             for index, (inputs, weight) in enumerate(zip(micro_batches, weights, strict=True)):
                 loss = self(*inputs)
-                total += weight * loss.detach().float()
+                if not weighs_nothing(weight):  # a loss that is nan would spoil the sum
+                    total += weight * loss.detach().float()
                 with nullcontext() if index == len(micro_batches) - 1 else self.no_sync():
                     self.backward(loss, weight=weight)
                 del loss

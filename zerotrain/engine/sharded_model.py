@@ -15,6 +15,7 @@ from zerotrain.engine.agreement import require_same
 from zerotrain.engine.build import Builder, require_plain, require_values, share_unmanaged
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
+from zerotrain.engine.one_memory import require_own_memory
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.kept_fp32 import cast_around_kept, dtypes_of
 from zerotrain.engine.schedule.hooks import connect, next_node, require_no_engine
@@ -58,6 +59,7 @@ class ShardedModel:
         require_plain(model)
         require_values(model)
         require_no_engine(model)
+        require_own_memory(model)
         self.module = model
         self.world = world
         self.options = options

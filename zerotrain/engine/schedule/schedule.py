@@ -93,18 +93,21 @@ class Schedule:
 
     # ---- backward
 
-    def begin_backward(self, *, more_to_come: bool, loss_scale: float, frees_graph: bool) -> None:
+    def begin_backward(
+        self, *, more_to_come: bool, loss_scale: float, frees_graph: bool, counts: bool = True
+    ) -> None:
         """A backward starts.
 
         Args:
             more_to_come: it is not the last before the step; nothing is reduced.
             loss_scale: what the loss is multiplied with.
             frees_graph: no other backward can come through the same graph.
+            counts: False for a loss that weighs nothing: its gradients are taken as zeros.
         """
         require_unchanged(self._frozen, trains=False)
         self._frees_graph = frees_graph
         self.gathers.begin_backward()
-        self._backward = self.reductions.begin(more_to_come=more_to_come, loss_scale=loss_scale)
+        self._backward = self.reductions.begin(more_to_come=more_to_come, loss_scale=loss_scale, counts=counts)
 
     def before_backward(self, unit: LiveUnit, call: Call, position: int) -> None:
         """A backward has come to node `position`, the first of what a call of the unit has made."""

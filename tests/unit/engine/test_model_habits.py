@@ -1,0 +1,249 @@
+"""What users build into a model, and what its losses are: as in plain PyTorch, or a sentence. With threads as ranks."""
+
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zerotrain
+from zerotrain.testing.fake_wire import run_threads
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+ALONE = threading.Lock()
+"""The random number generator is one for all threads."""
+EVERYWHERE = pytest.mark.parametrize(
+    ("stage", "size", "precision"),
+    [(stage, size, precision) for stage in range(4) for size in (2, 3) for precision in ("fp32", "bf16")],
+)
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    with ALONE:
+        torch.manual_seed(0)
+        return make()
+
+
+def build(world: zerotrain.World, stage: int, precision: str, model: nn.Module) -> zerotrain.ZeroEngine:
+    zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=0.0005, reduction="ordered")
+    return zerotrain.build_engine(model, optimizer=SGD, zero=zero, precision=precision, world=world)
+
+
+# ---- what is refused at the build
+
+
+def of_one_memory(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        change(model)
+        return model
+
+    return make
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a whole model in fp64": (
+        lambda: nn.Linear(2, 2).double(),
+        r"^weight, bias are fp64, and the engine trains fp32 weights at most; call model\.float\(\) before build_engine$",
+    ),
+    "one parameter in fp64, frozen": (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False).double().requires_grad_(False)),
+        r"^1\.weight is fp64, ",
+    ),
+    "embedding that renormalises": (
+        lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.5)),
+        r"^0 is a Embedding with max_norm=1\.5, which changes its weight in the forward by this rank's inputs alone; ",
+    ),
+    "bag of such": (lambda: nn.EmbeddingBag(4, 2, max_norm=2), "^the model is a EmbeddingBag with max_norm=2, "),
+    "two parameters over one memory": (
+        of_one_memory(lambda m: setattr(m[1], "weight", nn.Parameter(m[0].weight))),
+        r"^0\.weight and 1\.weight are two parameters over one memory, .*"
+        r"assign the parameter itself \(model\.1\.weight = model\.0\.weight\)",
+    ),
+    "a parameter of a part of another": (
+        of_one_memory(lambda m: setattr(m[1], "weight", nn.Parameter(m[0].weight.detach()[1:, 1:]))),
+        r"^0\.weight and 1\.weight are two parameters over one memory",
+    ),
+    "a buffer over a weight": (
+        of_one_memory(lambda m: m.register_buffer("table", m[0].weight.detach().T)),
+        r"^table is a tensor over the memory of the parameter 0\.weight, and would keep its old values in training; ",
+    ),
+    "an attribute over a weight": (
+        of_one_memory(lambda m: setattr(m[1], "first", [m[0].weight.data[0]])),
+        r"^1\.first is a tensor over the memory of the parameter 0\.weight",
+    ),
+    "a weight that was expanded": (
+        lambda: nn.ParameterList([torch.ones(1, 3).expand(4, 3)]),
+        r"^0 has several elements at one place, as expand\(\) gives them; clone\(\) it$",
+    ),
+}
+
+
+ALSO_AS_A_FUNCTION = ("a whole model in fp64", "two parameters over one memory", "a buffer over a weight")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_would_be_trained_otherwise_than_it_says_is_refused_and_left_as_it_was(name: str) -> None:
+    make, answer = REFUSED[name]
+    model = make()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    functions = [(make, zerotrain.ZeroConfig(stage=3))] * (name in ALSO_AS_A_FUNCTION)  # looks at all live objects
+    for given, zero in ((model, None), *functions):
+        with pytest.raises(zerotrain.ConfigError, match=answer):
+            zerotrain.build_engine(given, optimizer=SGD, zero=zero)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert {value.dtype for value in model.state_dict().values()} == {value.dtype for value in before.values()}
+
+
+def flat_parts() -> nn.Module:
+    """Parts of one memory, as cuDNN has the weights of an LSTM: one behind the other, and columns of a matrix."""
+    flat = torch.arange(32.0)
+    columns = torch.arange(24.0).view(4, 6)
+    return nn.ParameterList([flat[:16].view(4, 4), flat[16:], columns[:, :2], columns[:, 2:]])
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    model[1].kept = [model[0].weight]
+    return model
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.utils.weight_norm(nn.Linear(4, 4)))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_parts_of_one_memory_and_tied_parameters_are_taken() -> None:
+    makers = [flat_parts, tied, normalised, lambda: nn.LSTM(4, 4, num_layers=2)]
+    for make in makers:
+        zerotrain.build_engine(make(), optimizer=SGD)
+    zerotrain.build_engine(
+        lambda: nn.ModuleList(make() for make in makers), optimizer=SGD, zero=zerotrain.ZeroConfig(stage=3)
+    )
+
+
+# ---- training as in plain PyTorch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MicroBatches = Callable[[int, int], list[tuple[tuple[torch.Tensor, ...], float]]]
+"""(step, rank) -> the inputs of the model, which returns the loss, and the weight of each micro-batch."""
+
+
+def in_plain_pytorch(
+    make: Callable[[], nn.Module],
+    micro_batches: MicroBatches,
+    size: int,
+    precision: str,
+    cast: Callable[[nn.Module], object] = lambda model: None,
+    steps: int = 2,
+) -> dict[str, torch.Tensor]:
+    """Name -> fp32 weight after training in one process: each rank's gradient apart, what weighs 0 left out.
+
+    Args:
+        cast: brings what is not computed in `precision` back to fp32.
+    """
+    model = seeded(make)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[precision])
+    cast(model)
+    wire = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    optimizer = SGD(weights.values())
+    for step in range(steps):
+        total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        for rank in range(size):
+            mine = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+            for inputs, factor in micro_batches(step, rank):
+                model.zero_grad()
+                floats = [each.to(DTYPES[precision]) if each.is_floating_point() else each for each in inputs]
+                loss = model(*floats)
+                if factor:
+                    (loss * (factor / size)).backward()
+                for name, parameter in model.named_parameters():
+                    mine[name] += 0 if parameter.grad is None else parameter.grad.float()
+            for name, value in mine.items():
+                total[name] += value.to(wire[name]).float()
+        for name, weight in weights.items():
+            weight.grad = total[name].to(wire[name]).float()
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+    return weights
+
+
+def on_ranks(
+    make: Callable[[], nn.Module], micro_batches: MicroBatches, size: int, stage: int, precision: str, steps: int = 2
+) -> dict[str, torch.Tensor]:
+    """The same with an engine on each rank, the last of which is late; and what each returned is a number."""
+
+    def train(world: zerotrain.World) -> dict[str, torch.Tensor]:
+        engine = build(world, stage, precision, seeded(make))
+        for step in range(steps):
+            inputs, weights = zip(*micro_batches(step, world.rank), strict=True)
+            result = engine.train_step(inputs, weights=weights)
+            assert not result.skipped
+            assert result.loss.isfinite()
+        return engine.full_state_dict()
+
+    return run_threads(train, size, late_rank=size - 1)[0][0]
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() <= got.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+# ---- what weighs nothing
+
+
+class Labelled(nn.Module):
+    """The mean over the labels that are not -100, as three people write it. Of none it is nan, or its gradient is."""
+
+    def __init__(self, mean: str) -> None:
+        super().__init__()
+        self.mean = mean
+        self.embedding = nn.Embedding(7, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 7)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden).tanh()
+        logits = self.head(hidden).float().flatten(0, 1)
+        labels = labels.flatten()
+        if self.mean == "torch's":
+            return F.cross_entropy(logits, labels)
+        if self.mean == "of those chosen":
+            return F.cross_entropy(logits[labels >= 0], labels[labels >= 0])
+        losses = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+        return (losses * (labels >= 0)).sum() / (labels >= 0).sum()
+
+
+def half_of_them_without_labels(step: int, rank: int) -> list[tuple[tuple[torch.Tensor, ...], float]]:
+    """Two micro-batches; of rank 0 none has a label in step 0, of the others the second has none."""
+    tokens = torch.randint(7, (2, 2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+    weights = [float(rank > 0 or step > 0), 0.5 * (rank == 0 and step > 0)]
+    ids, labels = tokens[:, :, :-1], tokens[:, :, 1:].clone()
+    return [
+        ((ids[i], labels[i] if weight else torch.full_like(labels[i], -100)), weight)
+        for i, weight in enumerate(weights)
+    ]
+
+
+@EVERYWHERE
+def test_a_micro_batch_of_weight_0_reaches_no_gradient_and_no_sum_though_its_loss_is_nan(
+    stage: int, size: int, precision: str
+) -> None:
+    for mean in ("torch's", "of those chosen", "summed"):
+        make = functools.partial(Labelled, mean)
+        expected = in_plain_pytorch(make, half_of_them_without_labels, size, precision)
+        assert_same(on_ranks(make, half_of_them_without_labels, size, stage, precision), expected)
