@@ -247,3 +247,45 @@ def test_a_micro_batch_of_weight_0_reaches_no_gradient_and_no_sum_though_its_los
         make = functools.partial(Labelled, mean)
         expected = in_plain_pytorch(make, half_of_them_without_labels, size, precision)
         assert_same(on_ranks(make, half_of_them_without_labels, size, stage, precision), expected)
+
+
+# ---- what a model adds to its loss
+
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+MIXTRAL |= {"num_key_value_heads": 1, "intermediate_size": 8, "num_local_experts": 4, "max_position_embeddings": 8}
+MIXTRAL |= {"output_router_logits": True, "router_aux_loss_coef": 5.0}
+
+
+class OwnLoss(nn.Module):
+    """Mixtral with the loss that transformers computes, of unshifted labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.AutoConfig.for_model(**MIXTRAL, vocab_size=30)
+        self.model = transformers.AutoModelForCausalLM.from_config(config).train()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, labels=ids.contiguous()).loss
+
+
+def mixtral() -> nn.Module:
+    from zerotrain.models import HuggingFaceModel
+
+    return HuggingFaceModel(config=MIXTRAL, vocab_size=30)
+
+
+def rows_of_text(step: int, rank: int) -> list[tuple[tuple[torch.Tensor, ...], float]]:
+    ids = torch.randint(30, (2, 2, 7), generator=torch.Generator().manual_seed(10 * step + rank))
+    return [((each, F.pad(each[:, 1:], (0, 1), value=-100)), 0.5) for each in ids]
+
+
+@EVERYWHERE
+def test_the_balancing_loss_of_a_mixture_of_experts_is_trained_as_transformers_weighs_it(
+    stage: int, size: int, precision: str
+) -> None:
+    pytest.importorskip("transformers")
+    expected = in_plain_pytorch(OwnLoss, rows_of_text, size, precision)
+    got = on_ranks(mixtral, rows_of_text, size, stage, precision)
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=2e-2, atol=2e-3 if precision == "bf16" else 1e-6)
