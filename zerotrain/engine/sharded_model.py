@@ -154,10 +154,9 @@ class ShardedModel:
 
     # ---- weights out
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's state dict: original names, full fp32 parameters on the CPU, on rank 0; {} elsewhere.
-
-        Collective: all ranks call it.
+    def full_state_dict(self) -> dict[str, Any]:
+        """What `model.state_dict()` gives in plain PyTorch, hooks and extra state included: full fp32 parameters on the
+        CPU, on rank 0; {} elsewhere. Collective: all ranks call it.
         """
         return full_state_dict(self.module, self.schedule.buckets, self.collectives)
 

@@ -15,6 +15,8 @@ import zerotrain
 from zerotrain.testing.fake_wire import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
+LOSS_SCALE = 256.0
+"""In fp16."""
 ALONE = threading.Lock()
 """The random number generator is one for all threads."""
 EVERYWHERE = pytest.mark.parametrize(
@@ -31,7 +33,8 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 def build(world: zerotrain.World, stage: int, precision: str, model: nn.Module) -> zerotrain.ZeroEngine:
     zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=0.0005, reduction="ordered")
-    return zerotrain.build_engine(model, optimizer=SGD, zero=zero, precision=precision, world=world)
+    given = zerotrain.PrecisionConfig(precision, initial_scale=LOSS_SCALE)
+    return zerotrain.build_engine(model, optimizer=SGD, zero=zero, precision=given, world=world)
 
 
 # ---- what is refused at the build
@@ -153,8 +156,9 @@ def in_plain_pytorch(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[precision])
     cast(model)
+    copy_into(model, weights)
     wire = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    optimizer = SGD(weights.values())
+    optimizer, scale = SGD(weights.values()), LOSS_SCALE if precision == "fp16" else 1.0
     for step in range(steps):
         total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         for rank in range(size):
@@ -164,18 +168,22 @@ def in_plain_pytorch(
                 floats = [each.to(DTYPES[precision]) if each.is_floating_point() else each for each in inputs]
                 loss = model(*floats)
                 if factor:
-                    (loss * (factor / size)).backward()
+                    (loss * (factor * scale / size)).backward()
                 for name, parameter in model.named_parameters():
                     mine[name] += 0 if parameter.grad is None else parameter.grad.float()
             for name, value in mine.items():
                 total[name] += value.to(wire[name]).float()
         for name, weight in weights.items():
-            weight.grad = total[name].to(wire[name]).float()
+            weight.grad = total[name].to(wire[name]).float() / scale
         optimizer.step()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
+        copy_into(model, weights)
     return weights
+
+
+def copy_into(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
 
 
 def on_ranks(
@@ -199,6 +207,134 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     assert expected.keys() <= got.keys()
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
+
+
+# ---- batch norms
+
+
+class Convnet(nn.Module):
+    """Batch norms of all kinds: in blocks, without weights, without statistics, in a Sequential of nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6, track_running_stats=stats), nn.GELU())
+            for stats in (True, False, True)
+        )
+        self.norms = nn.Sequential(nn.BatchNorm2d(6, affine=False), nn.InstanceNorm2d(6, affine=True), nn.GELU())
+        self.head = nn.Linear(6, 3)
+        self.last = nn.BatchNorm1d(3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(images)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        scores = self.last(self.head(self.norms(hidden).mean(dim=(2, 3))))
+        assert hidden.dtype == scores.dtype == self.head.weight.dtype
+        return (scores.float() * torch.arange(1.0, 4.0)).exp().mean()
+
+
+def batch_norms_in_fp32(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.InstanceNorm2d):
+            in_fp32 = module.float().forward
+            module.forward = lambda x, in_fp32=in_fp32: in_fp32(x.float()).to(x.dtype)
+
+
+def images(step: int, rank: int) -> list[tuple[tuple[torch.Tensor, ...], float]]:
+    return [((torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank)),), 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "precision"),
+    [(stage, size, precision) for stage in range(4) for size in (2, 3) for precision in ("fp32", "bf16", "fp16")],
+)
+def test_batch_norms_of_all_kinds_are_kept_in_fp32_without_being_named(stage: int, size: int, precision: str) -> None:
+    expected = in_plain_pytorch(Convnet, images, size, precision, batch_norms_in_fp32)
+    assert_same(on_ranks(Convnet, images, size, stage, precision), expected)
+
+
+def test_a_batch_norm_alone_and_one_within_what_is_named_are_cast_once() -> None:
+    alone = zerotrain.build_engine(nn.BatchNorm1d(4), optimizer=SGD, precision="bf16")
+    assert alone(torch.randn(8, 4)).dtype == torch.bfloat16
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    precision = zerotrain.PrecisionConfig("bf16", keep_fp32=["1"])
+    engine = zerotrain.build_engine(model, optimizer=SGD, precision=precision)
+    seen = []
+    model[1][2].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    assert engine(torch.randn(8, 4)).dtype == torch.bfloat16
+    assert seen == [torch.float32]
+
+
+# ---- the state dict
+
+
+class Counting(nn.Linear):
+    """Adds extra state that is computed of its weight, and renames, adds and drops keys."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.notes = {"calls": 3}
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.register_buffer("mean", torch.arange(4.0))
+        self.register_state_dict_post_hook(rename)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.notes | {"largest": self.weight.max().item()}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.notes = state
+
+
+def rename(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+    state[f"{prefix}kernel_T"] = state[f"{prefix}kernel"].T.contiguous()
+    del state[f"{prefix}bias"]
+
+
+class WithKeysOfItsOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(3))
+        self.embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", torch.arange(3))
+        self.table_again = nn.ParameterDict({"frozen": nn.Parameter(torch.ones(3), requires_grad=False)})
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden).float().square().mean()
+
+
+@EVERYWHERE
+def test_the_full_state_dict_is_what_plain_pytorch_gives_with_hooks_extra_state_and_ties(
+    stage: int, size: int, precision: str
+) -> None:
+    def on_a_rank(world: zerotrain.World) -> dict[str, Any]:
+        engine = build(world, stage, precision, seeded(WithKeysOfItsOwn))
+        before = [id(parameter) for parameter in engine.module.parameters()]
+        engine.train_step([(torch.arange(5),)])
+        state = engine.full_state_dict()
+        assert [id(parameter) for parameter in engine.module.parameters()] == before
+        engine.train_step([(torch.arange(5),)])
+        return state
+
+    results, _ = run_threads(on_a_rank, size, late_rank=0)
+    assert results[1:] == [{}] * (size - 1)
+    model = seeded(WithKeysOfItsOwn)
+    trained = in_plain_pytorch(WithKeysOfItsOwn, lambda step, rank: [((torch.arange(5),), 1.0)], size, precision, steps=1)
+    copy_into(model, trained)
+    expected = model.state_dict()
+    assert list(results[0]) == list(expected)
+    assert results[0]._metadata == expected._metadata
+    assert results[0]["head.weight"] is not None
+    assert results[0]["head.weight"].data_ptr() == results[0]["embedding.weight"].data_ptr()
+    for name, value in expected.items():
+        assert torch.equal(results[0][name], value) if isinstance(value, torch.Tensor) else results[0][name] == value
 
 
 # ---- what weighs nothing
