@@ -218,8 +218,8 @@ def require_plain(model: nn.Module) -> None:
             raise ConfigError(f"{part} with sparse=True, and buckets hold dense gradients; build it with sparse=False")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ConfigError(
-                f"{part} with max_norm={module.max_norm}, which changes its weight in the forward by this rank's inputs "
-                "alone; build it with max_norm=None, and scale the vectors that it gives"
+                f"{part} with max_norm={module.max_norm}, which changes its weight in the forward by this rank's "
+                "inputs alone; build it with max_norm=None, and scale the vectors that it gives"
             )
     double = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
     if double:

@@ -17,7 +17,7 @@ class _Range:
     """Where a tensor lies, its gaps included."""
 
     space: int
-    """0: memory has addresses. Else the storage, of a tensor without memory: on the meta device, or to be filled yet."""
+    """0: memory has addresses. Else the storage, of a tensor without memory: on the meta device, or not filled yet."""
     start: int
     end: int
     name: str
@@ -48,9 +48,9 @@ def _said(one: _Range, other: _Range) -> str:
     """What is wrong with two tensors, the first of which is a parameter."""
     if other.is_parameter:
         return (
-            f"{one.name} and {other.name} are two parameters over one memory, and would part in training; to tie them, "
-            f"assign the parameter itself (model.{other.name} = model.{one.name}), not nn.Parameter(...) of it; to have "
-            "two, clone() one"
+            f"{one.name} and {other.name} are two parameters over one memory, and would part in training; to tie "
+            f"them, assign the parameter itself (model.{other.name} = model.{one.name}), not nn.Parameter(...) of it; "
+            "to have two, clone() one"
         )
     return (
         f"{other.name} is a tensor over the memory of the parameter {one.name}, and would keep its old values in "
@@ -97,7 +97,7 @@ def _range(name: str, tensor: torch.Tensor, *, is_parameter: bool) -> Iterator[_
         return
     storage = tensor.untyped_storage()
     address = storage.data_ptr() if storage.nbytes() > 0 else 0
-    start = address + tensor.storage_offset() * tensor.itemsize
+    start = address + int(tensor.storage_offset()) * tensor.itemsize
     numel = 1 + sum((size - 1) * stride for size, stride in _dims(tensor))
     yield _Range(0 if address else storage._cdata, start, start + numel * tensor.itemsize, name, tensor, is_parameter)
 

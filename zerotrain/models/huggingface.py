@@ -37,6 +37,9 @@ class HuggingFaceModel(nn.Module):
         ValueError: an argument is out of range, a pattern matches nothing, or there is no such model.
     """
 
+    next_token_labels = True
+    """labels[t] is the token after ids[t]; data whose labels equal its ids is refused."""
+
     def __init__(
         self,
         *,
@@ -76,9 +79,9 @@ class HuggingFaceModel(nn.Module):
             labels: (B, T) int64, labels[:, t] the token after ids[:, t], or -100 where there is none to learn.
 
         Returns:
-            The mean cross entropy over the labels (0-dim, fp32), in training with what the model itself adds to its loss,
-            such as the balancing loss of a mixture of experts that `output_router_logits` asks for; or the logits
-            (B, T, vocab_size).
+            The mean cross entropy over the labels (0-dim, fp32), in training with what the model itself adds to its
+            loss, such as the balancing loss of a mixture of experts that `output_router_logits` asks for; or the
+            logits (B, T, vocab_size).
 
         Raises:
             ValueError: a sequence is longer than `max_seq_len`, the positions that the model's config has.

@@ -147,7 +147,7 @@ def test_with_adapters_nothing_else_is_trained(targets: list[str] | None) -> Non
         ({"config": GPT2, "freeze": "*.wte.*"}, r"model\.freeze=\*\.wte\.\* is no list of names"),
         (
             {"config": MIXTRAL | {"router_aux_loss_coef": 5.0}},
-            r"model\.config\.router_aux_loss_coef=5\.0 has no effect without \+model\.config\.output_router_logits=true",
+            r"model\.config\.router_aux_loss_coef=5\.0 has no effect without \+model\.config\.output_router",
         ),
         ({"config": 5}, r"model\.config=5 is no group of fields"),
         ({"config": GPT2 | {"n_layer": "x"}}, r"model\.config: Field 'n_layer' expected int, got str"),

@@ -63,7 +63,9 @@ def test_the_sequences_read_are_spread_over_the_validation_set():
 
 
 def test_a_validation_without_any_label_that_counts_is_nan_and_the_run_says_so(make_trainer, dataset, screen):
-    dataset.validation = [(ids, torch.full_like(labels, -100)) for ids, labels in map(dataset.validation.__getitem__, (0, 1))]
+    dataset.validation = [
+        (ids, torch.full_like(labels, -100)) for ids, labels in map(dataset.validation.__getitem__, (0, 1))
+    ]
     assert make_trainer(dataset=dataset, max_steps=2, eval_every=1).run()["final_val_loss"] is None
     assert screen.getvalue().count("no label of the validation counts") == 1
 

@@ -143,7 +143,9 @@ class BucketGradient:
         without a gradient counts as zeros, and so do all of them where they do not count."""
         buffer = self._accumulator if self._accumulates else self._unreduced
         views = _cut(_begun(buffer), self.layout)[1]
-        present = [(views[slot], p.grad if counts else None) for slot, p in zip(segment.slots, segment.parameters, strict=True)]
+        present = [
+            (views[slot], p.grad if counts else None) for slot, p in zip(segment.slots, segment.parameters, strict=True)
+        ]
         targets = [target for target, grad in present if grad is not None]
         grads = [grad for _, grad in present if grad is not None]
         if segment.holds_values:

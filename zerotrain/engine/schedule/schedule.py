@@ -93,9 +93,7 @@ class Schedule:
 
     # ---- backward
 
-    def begin_backward(
-        self, *, more_to_come: bool, loss_scale: float, frees_graph: bool, counts: bool = True
-    ) -> None:
+    def begin_backward(self, *, more_to_come: bool, loss_scale: float, frees_graph: bool, counts: bool = True) -> None:
         """A backward starts.
 
         Args:
