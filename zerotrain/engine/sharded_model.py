@@ -12,6 +12,7 @@ from zerotrain.comm.world import World
 from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.build import Builder, require_plain, require_values, share_unmanaged
+from zerotrain.engine.fast_path import complete_before_encoders
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.one_memory import require_own_memory
@@ -82,6 +83,7 @@ class ShardedModel:
         )
         self._connect(self._builder.schedule(initial or InitialValues()))
         cast_around_kept(model, dtypes, self.precision)
+        complete_before_encoders(model, self)
 
     def _connect(self, schedule: Schedule) -> None:
         """Let the model tell a schedule of buckets, which were just cut, where it is."""

@@ -338,6 +338,43 @@ def test_the_full_state_dict_is_what_plain_pytorch_gives_with_hooks_extra_state_
         assert torch.equal(results[0][name], value) if isinstance(value, torch.Tensor) else results[0][name] == value
 
 
+# ---- torch's fast path
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 3)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@EVERYWHERE
+def test_an_encoder_gives_zeros_at_padded_places_in_evaluation_as_in_plain_pytorch(
+    stage: int, size: int, precision: str
+) -> None:
+    padding = torch.tensor([[0, 0, 0, 0, 1, 1], [0] * 6, [0, 0, 1, 1, 1, 1]]).bool()
+    x = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(1))
+
+    def on_a_rank(world: zerotrain.World) -> tuple[torch.Tensor, ...]:
+        engine = build(world, stage, precision, seeded(encoder))
+        engine.backward(engine(x, src_key_padding_mask=padding).float().square().mean())
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            first, again = (engine(x, src_key_padding_mask=padding) for _ in range(2))
+        return first, again, engine.full_state_dict()
+
+    (first, again, weights), *_ = run_threads(on_a_rank, size, late_rank=size - 1)[0]
+    model = seeded(encoder)
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        x = x.to(DTYPES[precision])
+        expected = model.to(DTYPES[precision]).eval()(x, src_key_padding_mask=padding)
+    assert (expected[padding] == 0).all()
+    for got in (first, again):
+        assert (got[padding] == 0).all()
+        torch.testing.assert_close(got, expected)
+
+
 # ---- what weighs nothing
 
 

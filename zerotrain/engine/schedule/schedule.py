@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Segment
@@ -83,6 +84,15 @@ class Schedule:
         if self.phase is Phase.FORWARD:
             for bucket in unit.buckets:
                 bucket.stays_full = True
+
+    def complete_ahead(self, module: nn.Module) -> None:
+        """The parameters of a module are about to be asked for, and then the module is called."""
+        if self.plan.shards_parameters and self.phase is Phase.IDLE:
+            return  # the call itself will say what is wrong
+        inside = set(module.modules())
+        for unit in self.units:
+            if inside.intersection(unit.modules):
+                self.gathers.complete(unit.buckets, unit.ahead_in_forward)
 
     def touch(self, bucket: Bucket) -> None:
         """A parameter was read that no hook announced: complete its bucket."""
