@@ -1,6 +1,6 @@
 """The facade: runs forward, backward and step of a sharded model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -171,25 +171,33 @@ class ZeroEngine(ShardedModel):
         return result
 
     def train_step(
-        self, micro_batches: Sequence[Sequence[Any]], *, weights: Sequence[float | torch.Tensor] | None = None
+        self,
+        micro_batches: Sequence[Sequence[Any] | Mapping[str, Any]],
+        *,
+        weights: Sequence[float | torch.Tensor] | None = None,
     ) -> TrainStepResult:
         """Forward and backward of each micro-batch, then one step.
 
         Args:
-            micro_batches: the model's inputs, one sequence for each; the model returns the loss.
+            micro_batches: the model's inputs, one sequence for each, or a dict of named ones; it returns the loss.
             weights: factor on the loss of each, as for `backward`; default 1 / number of micro-batches.
 
         An exception in the data, the model or a backward forgets the gradients of all micro-batches.
         """
-        weights = weights or [1.0 / max(1, len(micro_batches))] * len(micro_batches)
+        if weights is None:
+            weights = [1.0 / max(1, len(micro_batches))] * len(micro_batches)
         total = torch.zeros((), dtype=torch.float32, device=self.world.device)
         with self._clean_after_error():
             for index, (inputs, weight) in enumerate(zip(micro_batches, weights, strict=True)):
-                loss = self(*inputs)
-                if not weighs_nothing(weight):  # a loss that is nan would spoil the sum
-                    total += weight * loss.detach().float()
+                if isinstance(inputs, torch.Tensor):
+                    raise EngineStateError(
+                        "train_step got a tensor for a micro-batch; give it as a sequence: (tensor,)"
+                    )
+                loss = self(**inputs) if isinstance(inputs, Mapping) else self(*inputs)
                 with nullcontext() if index == len(micro_batches) - 1 else self.no_sync():
                     self.backward(loss, weight=weight)
+                if not weighs_nothing(weight):  # a loss that is nan would spoil the sum
+                    total += weight * loss.detach().float()
                 del loss
         return TrainStepResult(**vars(self.step()), loss=total)
 
