@@ -1,6 +1,6 @@
 """The facade: runs forward, backward and step of a sharded model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,6 +16,12 @@ from zerotrain.engine.schedule.hooks import next_node, require_graph
 from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.update.optimizer_step import OptimizerStep
 from zerotrain.errors import CommError, EngineStateError, TrainingError
+
+
+def weighs_nothing(weight: float | torch.Tensor) -> bool:
+    """Whether a loss of this weight counts for nothing, as far as the host can know without waiting for the device."""
+    is_known = not isinstance(weight, torch.Tensor) or weight.device.type == "cpu"
+    return is_known and bool(weight == 0)
 
 
 class ZeroEngine(ShardedModel):
@@ -76,20 +82,27 @@ class ZeroEngine(ShardedModel):
 
         Args:
             loss: 0-dim, this rank's.
-            weight: factor on this loss. The mean over ranks is taken of gradients, in their reduction: those of this
-                rank are what plain PyTorch computes (in fp16 times `loss_scale`).
+            weight: factor on this loss. A loss that weighs nothing puts nothing into the gradients, nan neither: a
+                batch without labels has nan for its mean. So the weight is looked at, unless it is a tensor on a GPU,
+                which the host would have to wait for. The mean over ranks is taken of gradients, in their reduction:
+                those of this rank are what plain PyTorch computes (in fp16 times `loss_scale`).
 
         Raises:
             EngineStateError: `loss` is not one number, or does not depend on the parameters since the last step.
         """
         require_graph(loss, self._first_node_after_update)
         self.ledger.in_step = True
-        self._losses.append(loss.detach())
+        counts = not weighs_nothing(weight)
+        if counts:
+            self._losses.append(loss.detach())
         scale = torch.ones_like(loss).mul_(weight * self.loss_scale)
         self.stamps.num_backwards += 1
         with self._phase(Phase.BACKWARD), self._clean_after_error():
             self.schedule.begin_backward(
-                more_to_come=not self._syncs, loss_scale=self.loss_scale, frees_graph=not retain_graph
+                more_to_come=not self._syncs,
+                loss_scale=self.loss_scale,
+                frees_graph=not retain_graph,
+                counts=counts,
             )
             loss.backward(gradient=scale, retain_graph=retain_graph)
             self.schedule.end_backward()
@@ -160,24 +173,33 @@ class ZeroEngine(ShardedModel):
         return result
 
     def train_step(
-        self, micro_batches: Sequence[Sequence[Any]], *, weights: Sequence[float | torch.Tensor] | None = None
+        self,
+        micro_batches: Sequence[Sequence[Any] | Mapping[str, Any]],
+        *,
+        weights: Sequence[float | torch.Tensor] | None = None,
     ) -> TrainStepResult:
         """Forward and backward of each micro-batch, then one step.
 
         Args:
-            micro_batches: the model's inputs, one sequence for each; the model returns the loss.
-            weights: factor on the loss of each; default 1 / number of micro-batches.
+            micro_batches: the model's inputs, one sequence for each, or a dict of named ones; it returns the loss.
+            weights: factor on the loss of each, as for `backward`; default 1 / number of micro-batches.
 
         An exception in the data, the model or a backward forgets the gradients of all micro-batches.
         """
-        weights = weights or [1.0 / max(1, len(micro_batches))] * len(micro_batches)
+        if weights is None:
+            weights = [1.0 / max(1, len(micro_batches))] * len(micro_batches)
         total = torch.zeros((), dtype=torch.float32, device=self.world.device)
         with self._clean_after_error():
             for index, (inputs, weight) in enumerate(zip(micro_batches, weights, strict=True)):
-                loss = self(*inputs)
-                total += weight * loss.detach().float()
+                if isinstance(inputs, torch.Tensor):
+                    raise EngineStateError(
+                        "train_step got a tensor for a micro-batch; give it as a sequence: (tensor,)"
+                    )
+                loss = self(**inputs) if isinstance(inputs, Mapping) else self(*inputs)
                 with nullcontext() if index == len(micro_batches) - 1 else self.no_sync():
                     self.backward(loss, weight=weight)
+                if not weighs_nothing(weight):  # a loss that is nan would spoil the sum
+                    total += weight * loss.detach().float()
                 del loss
         return TrainStepResult(**vars(self.step()), loss=total)
 
