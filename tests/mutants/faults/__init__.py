@@ -1,8 +1,10 @@
 """All faults by name."""
 
 from tests.mutants.fault import Fault
-from tests.mutants.faults import comm, gradient, schedule, state, step, weights
+from tests.mutants.faults import comm, gradient, optimizers, schedule, state, step, weights
 
 FAULTS: dict[str, Fault] = {
-    name: fault for room in (comm, gradient, weights, schedule, state, step) for name, fault in room.FAULTS.items()
+    name: fault
+    for room in (comm, gradient, weights, schedule, state, step, optimizers)
+    for name, fault in room.FAULTS.items()
 }
