@@ -25,7 +25,7 @@ def build_engine(
     precision: str | PrecisionConfig = "fp32",
     max_grad_norm: float | None = None,
     max_skipped_steps: int = 20,
-    decay_all: bool = False,
+    decay_all: bool = True,
     param_groups: Sequence[dict[str, Any]] | None = None,
     compile: bool = False,
     activation_checkpointing: bool = False,
@@ -42,9 +42,10 @@ def build_engine(
         precision: fp32, bf16 or fp16; `PrecisionConfig` has more to set.
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
         max_skipped_steps: so many in a row, skipped since their gradient is not finite, raise `TrainingError`.
-        decay_all: apply weight decay to every parameter, not to matrices alone.
+        decay_all: weight decay is the optimizer's own, for every parameter. False: for matrices alone (two or more
+            dimensions), as the launcher has it.
         param_groups: dicts of "params" (names, patterns such as "*.bias", parameters) and what differs from the
-            optimizer's own settings; default: matrices, and the others without weight decay. See docs/cases.md.
+            optimizer's own settings; default: one group of all. See docs/cases.md.
         compile: torch.compile each unit's forward.
         activation_checkpointing: keep a unit's inputs alone, and compute the rest again in its backward.
         world: default: the process group the caller has initialised, or one process, on the device of the model's
@@ -81,7 +82,7 @@ def assemble_engine(
     *,
     optimizer: OptimizerFactory,
     world: World,
-    decay_all: bool = False,
+    decay_all: bool = True,
     param_groups: Sequence[dict[str, Any]] | None = None,
     compile: bool = False,
     activation_checkpointing: bool = False,

@@ -1,6 +1,6 @@
 """The one place where config becomes objects: one rank of a run, from joining the others to its result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from rich.console import Console
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -57,6 +58,8 @@ def _trainer(
 ) -> Trainer:
     torch.manual_seed(config.seed)
     engine = _engine(config, world)
+    if world.rank == 0 and (said := said_of_decay(engine.param_groups)):
+        Console().print(said, highlight=False)
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
     torch.manual_seed(config.seed + 1 + world.rank)
     dataset = build("data", config.data)
@@ -88,8 +91,17 @@ def _engine(config: Config, world: World) -> ZeroEngine:
         given,
         optimizer=build("optimizer", config.optimizer),
         world=world,
+        decay_all=False,
         **config.model_switches,
     )
+
+
+def said_of_decay(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """Which parameters weight decay is left out of, for the start of a run; None where there is none anyway."""
+    decays = sorted({group["weight_decay"] for group in param_groups if group.get("weight_decay")})
+    if not decays or not any(group.get("weight_decay") == 0 for group in param_groups):
+        return None
+    return f"weight decay {' and '.join(map(str, decays))} on matrices alone, not on biases and other vectors"
 
 
 def build(group: str, values: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from zerotrain.config.words import words_of_config
 from zerotrain.data.items import Item, first_items, require_next_tokens
 from zerotrain.engine.build import require_plain, require_trainable
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
+from zerotrain.engine.groups.trial import Trials
 from zerotrain.engine.one_memory import require_own_memory
 from zerotrain.engine.precision.kept_fp32 import dtypes_of
 from zerotrain.engine.precision.policy import precision_named
@@ -51,7 +52,7 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
         except SystemExit as ending:
             problems.append(ended_in(group, ending, getattr(config, group)))
 
-    attempt("launch", lambda: choose_device(config.launch.device, num_local_ranks - 1))
+    device = attempt("launch", lambda: choose_device(config.launch.device, num_local_ranks - 1))
     data = attempt("data", lambda: build("data", config.data))
     items = None if data is None else attempt("data", lambda: [first_items(data, name) for name in SETS])
     model = None
@@ -61,7 +62,7 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
         attempt("model", lambda: _try_model(model, config))
     if model is not None and items is not None:
         attempt("data", lambda: _require_fit(model, data, items))
-    attempt("optimizer", lambda: _try_optimizer(model, config))
+    attempt("optimizer", lambda: _try_optimizer(model, config, device))
     attempt("scheduler", lambda: build("scheduler", config.scheduler)(0, config.train.max_steps))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
@@ -88,14 +89,19 @@ def _try_model(model: nn.Module, config: Config) -> None:
     replace_forwards(model, units=config.zero.unit_patterns, **config.model_switches)
 
 
-def _try_optimizer(model: nn.Module | None, config: Config) -> None:
-    """Let the optimizer choose what it needs whole of the model without memory, and build it for one tensor of each."""
+def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device | None) -> None:
+    """Let the optimizer choose what it needs whole of the model without memory, and build it for one tensor of each.
+    For the CPU let it make some steps; on a GPU the ranks do, since this process is to leave none of its memory there.
+    """
     factory = build("optimizer", config.optimizer)
     units = [] if model is None else cut_units(model, model_parameters(model), config.zero.unit_patterns, max_numel=1)
     with _optimizers_of_no_compiler():
         names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
         for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
-            build_optimizer(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}])
+            optimizer = build_optimizer(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}])
+            if device is not None and device.type == "cpu":
+                settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+                Trials(factory, device).require_fit(settings)
 
 
 @contextmanager

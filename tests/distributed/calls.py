@@ -544,9 +544,7 @@ def reference_weights(call: Call, num_ranks: int, num_micro_batches: int = 1) ->
     torch.set_num_threads(1)
     model = call.model()
     parameters = list(model.parameters())
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    others = [parameter for parameter in parameters if parameter.ndim < 2]
-    optimizer = ADAMW([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
+    optimizer = ADAMW(parameters)
     for step in range(NUM_STEPS):
         by_rank = []
         for rank in range(num_ranks):

@@ -92,6 +92,7 @@ def build(case: Case, model: nn.Module | None = None) -> zerotrain.ZeroEngine:
         ),
         max_grad_norm=case.max_grad_norm,
         max_skipped_steps=case.max_skipped_steps,
+        decay_all=False,  # two groups, as in runs from a config
     )
 
 

@@ -95,3 +95,17 @@ def test_the_host_waits_for_the_device_once_in_a_step(max_grad_norm: float | Non
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([each for each in caught if "synchroniz" in str(each.message)]) == 1
+
+
+@pytest.mark.gpu
+def test_a_learning_rate_on_the_device_is_compared_without_a_wait_for_it() -> None:
+    engine = build(Case(ZeroConfig(stage=2)), make_model().to("cuda"))
+    rate = engine.param_groups[0]["lr"] = torch.tensor(0.1, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stamps = [engine.stamps.stamp(engine.param_groups)]
+        rate.mul_(2)
+        stamps.append(engine.stamps.stamp(engine.param_groups))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (stamps[0] == stamps[1]).tolist() == [True, True, False, True]

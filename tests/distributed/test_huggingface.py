@@ -1,5 +1,6 @@
 """The models people have, in a tiny random form: at every stage the bits of plain PyTorch in one process."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import OPTIMIZERS, place, run_over
+from cases import place, run_over
 from commands import by_hand, result_of
 from torch import nn
 from torch.nn import functional as F
@@ -18,6 +19,8 @@ from zerotrain.sharding.units import find_units
 
 pytest.importorskip("transformers")
 
+ADAMW: Any = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=False)
+"""The fused one rounds the last element of a vector of 97 in another way where it lies in a bucket."""
 VOCAB, SEQ_LEN, NUM_STEPS, NUM_RANKS = 97, 12, 2, 2
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
 DECODER = SIZES | {"vocab_size": VOCAB, "num_key_value_heads": 1, "max_position_embeddings": 16}
@@ -126,7 +129,7 @@ def train(setting: tuple[str, int]) -> dict[str, torch.Tensor]:
     model = make_model(name)
     engine = zerotrain.build_engine(
         model,
-        optimizer=OPTIMIZERS["adamw"],
+        optimizer=ADAMW,
         zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.02),
     )
     for step in range(NUM_STEPS):
@@ -141,9 +144,7 @@ def reference(name: str) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
     models = [make_model(name) for _ in range(NUM_RANKS)]
     weights = dict(models[0].named_parameters())
-    matrices = {"params": [weight for weight in weights.values() if weight.ndim >= 2]}
-    others = {"params": [weight for weight in weights.values() if weight.ndim < 2], "weight_decay": 0.0}
-    optimizer = OPTIMIZERS["adamw"]([matrices, others])
+    optimizer = ADAMW(list(weights.values()))
     for step in range(NUM_STEPS):
         gradients = []
         for rank, model in enumerate(models):
@@ -206,7 +207,7 @@ def with_adapters(stage: int) -> ZeroEngine:
 
     return zerotrain.build_engine(
         lambda: HuggingFaceModel(config={"model_type": "llama", **DECODER}, lora={"rank": 2}),
-        optimizer=OPTIMIZERS["adamw"],
+        optimizer=ADAMW,
         zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.02),
     )
 

@@ -295,9 +295,7 @@ class Plain:
 
     def _groups(self) -> list[dict[str, Any]]:
         if self.case.groups is None:
-            matrices = [weight for weight in self.weights.values() if weight.ndim >= 2]
-            others = [weight for weight in self.weights.values() if weight.ndim < 2]
-            return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+            return [{"params": list(self.weights.values())}]
         left = dict(self.weights)
         groups = []
         for group in self.case.groups:

@@ -77,13 +77,9 @@ def is_for_muon(name: str, weight: torch.Tensor) -> bool:
 def optimizers_of_plain_pytorch(weights: dict[str, torch.Tensor]) -> list[torch.optim.Optimizer]:
     muon = [weight for name, weight in weights.items() if is_for_muon(name, weight)]
     rest = [weight for name, weight in weights.items() if not is_for_muon(name, weight)]
-    groups = [
-        {"params": [weight for weight in rest if weight.ndim >= 2]},
-        {"params": [weight for weight in rest if weight.ndim < 2], "weight_decay": 0.0},
-    ]
     return [
         torch.optim.Muon(muon, lr=0.02, momentum=0.95, weight_decay=0.1),
-        torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+        torch.optim.AdamW(rest, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
     ]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from zerotrain import factory
+from zerotrain.comm.world import World
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, TrainingError
 
@@ -60,6 +61,23 @@ def test_one_process_without_a_group_trains_and_writes_its_result(tmp_path: Path
 def test_what_the_engine_refuses_is_said_in_words_of_the_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.compile=true: works unit by unit, and GPT has no repeated blocks"):
         run(tmp_path, model=GPT | {"compile": True})
+
+
+@pytest.mark.parametrize("decay", [0.1, 0.0])
+def test_the_start_of_a_run_says_which_parameters_decay_if_any_do(
+    decay: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, optimizer=ADAMW | {"weight_decay": decay})
+    assert ("weight decay 0.1 on matrices alone" in capsys.readouterr().out) == (decay > 0)
+
+
+def test_the_config_decays_matrices_alone_and_says_so() -> None:
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    engine = factory._engine(config(optimizer=ADAMW | {"weight_decay": 0.1}), world)
+    assert {group["name"]: group["weight_decay"] for group in engine.param_groups} == {"matrices": 0.1, "others": 0.0}
+    assert factory.said_of_decay(engine.param_groups) == (
+        "weight decay 0.1 on matrices alone, not on biases and other vectors"
+    )
 
 
 class Poisoned(torch.nn.Module):

@@ -45,6 +45,10 @@ def test_a_config_that_can_run_passes() -> None:
         ({"optimizer": MUON | {"matrices": ["no"]}}, "optimizer.matrices: no trainable two-dimensional parameter"),
         ({"optimizer": MUON | {"matrices": "blocks.*"}}, "optimizer.matrices=blocks.*: must be auto, or a list"),
         ({"optimizer": ADAMW | {"betas": [0.9]}}, "optimizer: list index out of range; one of these may be of another"),
+        (
+            {"optimizer": ADAMW | {"capturable": True}},
+            "optimizer=AdamW: its step fails on small tensors (Asser",
+        ),
         ({"model": GPT | {"num_layers": "x"}}, "model.num_layers=x is no whole number"),
         (
             {"model": GPT | {"max_seq_len": 8}},

@@ -11,16 +11,19 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.norm import add_digit_sums, norm_of_digit_sums
+from zerotrain.engine.groups.hyperparameters import mixed, shown_groups, told_values
 from zerotrain.errors import ConfigError, DisagreementError
 
 STAMP = (
     "number of the step",
     "backwards since the last step",
-    "sum of the learning rates",
+    "hyperparameters",
     "order of the collectives, as a hash",
     "weights written in place, as a hash",
 )
 """What each rank tells of a step, as fp64 numbers that must be equal."""
+HYPERPARAMETERS = STAMP.index("hyperparameters")
+"""A hash, which tells nothing: what differs is asked for."""
 MAX_SHOWN_NBYTES = 200
 
 
@@ -45,10 +48,14 @@ class StepStamps:
 
     def stamp(self, param_groups: Sequence[Mapping[str, object]]) -> torch.Tensor:
         """(len(STAMP),) fp64 on the device: the numbers of `STAMP`, as this rank has them."""
-        rates = [rate for group in param_groups if isinstance(rate := group.get("lr"), float)]
-        numbers = [self.num_steps + 1, self.num_backwards, sum(rates), self._collectives.order, self.written]
+        told, unread = told_values(param_groups)
+        hyperparameters = _hash(told, num_bytes=6)
+        numbers = [self.num_steps + 1, self.num_backwards, hyperparameters, self._collectives.order, self.written]
         # Made on the CPU and sent: a tensor made of Python numbers on a GPU waits for the device.
-        return torch.tensor(numbers, dtype=torch.float64).to(self._collectives.world.device, non_blocking=True)
+        stamp = torch.tensor(numbers, dtype=torch.float64).to(self._collectives.world.device, non_blocking=True)
+        if unread:
+            stamp[HYPERPARAMETERS] += mixed(unread)
+        return stamp
 
     def stamped_norm(
         self, digit_sums: Sequence[torch.Tensor], param_groups: Sequence[Mapping[str, object]]
@@ -64,13 +71,19 @@ class StepStamps:
         norm = norm_of_digit_sums(add_digit_sums(everyone[:, : -len(STAMP)]))
         return torch.where((stamps == stamps[0]).all(), norm, float("nan")), stamps
 
-    def require_same(self, stamps: torch.Tensor) -> None:
-        """Compare the stamps of all ranks, (ranks, len(STAMP)).
+    def require_same(self, stamps: torch.Tensor, param_groups: Sequence[Mapping[str, object]]) -> None:
+        """Compare the stamps of all ranks, (ranks, len(STAMP)). Collective where hyperparameters differ.
 
         Raises:
             DisagreementError: on every rank, if any two differ.
         """
         differences = stamp_differences(stamps)
+        if (stamps[:, HYPERPARAMETERS] != stamps[0, HYPERPARAMETERS]).any():
+            shown = self._collectives.gather_objects(shown_groups(param_groups), name="hyperparameters")
+            names = dict.fromkeys(name for on_rank in shown for name in on_rank)
+            columns = {name: [on_rank.get(name, "none") for on_rank in shown] for name in names}
+            lines = [f"{name}: {_by_rank(values)}" for name, values in columns.items() if len(set(values)) > 1]
+            differences += lines or ["the order of the hyperparameters in engine.param_groups"]
         if differences:
             raise DisagreementError(
                 f"rank {self._collectives.world.rank}, {self.describe()}: the ranks have not done the same since the "
@@ -84,8 +97,9 @@ class StepStamps:
 
 
 def stamp_differences(stamps: torch.Tensor) -> list[str]:
-    """(ranks, len(STAMP)) fp64 -> one sentence for each number that is not the same on all ranks."""
-    columns = zip(STAMP, stamps.T.tolist(), strict=True)
+    """(ranks, len(STAMP)) fp64 -> one sentence for each number, but the hash, that is not the same on all ranks."""
+    columns = list(zip(STAMP, stamps.T.tolist(), strict=True))
+    del columns[HYPERPARAMETERS]
     return [f"{what}: {_by_rank(values)}" for what, values in columns if len(set(values)) > 1]
 
 
@@ -99,7 +113,7 @@ def require_same(collectives: Collectives, facts: Mapping[str, object]) -> None:
         ConfigError: on every rank, with a line for each setting that differs.
     """
     texts = [str(value) for value in facts.values()]
-    hashes = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) for text in texts]
+    hashes = [_hash(text, num_bytes=7) for text in texts]
     device = collectives.world.device
     everyone = collectives.gather_small(
         torch.tensor(hashes, dtype=torch.int64, device=device), name="settings"
@@ -115,6 +129,10 @@ def require_same(collectives: Collectives, facts: Mapping[str, object]) -> None:
         values = _by_rank([bytes(row[place]).decode().strip() for row in rows])
         problems.append(f"{list(facts)[index]}: differs between the ranks: {values}; give all ranks the same")
     raise ConfigError(*problems)
+
+
+def _hash(text: str, *, num_bytes: int) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:num_bytes])
 
 
 def _by_rank(values: Sequence[object]) -> str:

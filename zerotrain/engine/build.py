@@ -1,7 +1,6 @@
 """From a model and options to live buckets, units and a schedule."""
 
 import hashlib
-import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.live_parameter import ENGINE_IS_GONE
 from zerotrain.engine.buckets.update import BucketUpdate
 from zerotrain.engine.buckets.weights import BucketWeights
+from zerotrain.engine.groups.hyperparameters import shown_groups
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.live_unit import LiveUnit
@@ -265,12 +265,8 @@ def _described(specs: Sequence[BucketSpec]) -> str:
 
 
 def _groups_described(groups: Sequence[dict[str, Any]]) -> str:
-    """The same for hyperparameters; of an object, such as a function, only its class is known on every rank."""
-
-    def shown(value: object) -> str:
-        return repr(value) if isinstance(value, torch.Tensor) else type(value).__name__
-
-    return f"{len(groups)} groups, hash {_hash(json.dumps(groups, default=shown))}"
+    """The same for hyperparameters."""
+    return f"{len(groups)} group{'s' * (len(groups) > 1)}, hash {_hash(shown_groups(groups))}"
 
 
 def _hash(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.results import StepResult, TrainStepResult
 from zerotrain.engine.schedule.hooks import next_node, require_graph
 from zerotrain.engine.sharded_model import ShardedModel
+from zerotrain.engine.torch_optimizer import EngineOptimizer
 from zerotrain.engine.update.optimizer_step import OptimizerStep
 from zerotrain.errors import CommError, EngineStateError, TrainingError
 
@@ -50,6 +52,13 @@ class ZeroEngine(ShardedModel):
     def loss_scale(self) -> float:
         """What the loss of the next backward is multiplied with; 1.0 but in fp16."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+
+    @cached_property
+    def optimizer(self) -> EngineOptimizer:
+        """For torch's learning rate schedulers, such as `CosineAnnealingLR(engine.optimizer, 10)`: a
+        `torch.optim.Optimizer` with the groups of `param_groups`. Its `step` is `engine.step`, its `zero_grad` is
+        `engine.zero_grad`; it has no state dict."""
+        return EngineOptimizer(self, self._groups.defaults)
 
     # ---- forward, backward, step
 
@@ -166,6 +175,7 @@ class ZeroEngine(ShardedModel):
             self._first_node_after_update = next_node()
         self.stamps.close_step()
         self.ledger.close_step()
+        self.optimizer.told_of_step()
         if reason_to_stop is not None:
             raise TrainingError(reason_to_stop)
         if self.loss_scaler is not None:

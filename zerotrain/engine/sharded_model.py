@@ -54,7 +54,7 @@ class ShardedModel:
         optimizer: OptimizerFactory,
         world: World,
         options: EngineOptions,
-        decay_all: bool = False,
+        decay_all: bool = True,
         param_groups: Sequence[dict[str, Any]] | None = None,
         initial: InitialValues | None = None,
     ) -> None:
@@ -71,7 +71,9 @@ class ShardedModel:
         require_same(self.collectives, options.settings())
         parameters = model_parameters(model)
         dtypes = dtypes_of(parameters, self.precision)
-        self._groups = ParamGroups(parameters, optimizer, param_groups, decay_all=decay_all, warns=world.rank == 0)
+        self._groups = ParamGroups(
+            parameters, optimizer, param_groups, decay_all=decay_all, device=world.device, warns=world.rank == 0
+        )
         self._pools = ScratchPools(world.device)
         share_unmanaged(model, parameters, self.collectives)
         self._builder = Builder(

@@ -10,7 +10,7 @@ from zerotrain.sharding.units import ModelParameter, Unit
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer from parameter groups. It may have a method `needs_whole(units)`, which names the parameters that
-are updated whole; their groups are called "whole matrices" and "whole others", and never mixed with the rest."""
+are updated whole; the names of their groups begin with "whole ", and they are never mixed with the rest."""
 
 NEEDS_EVERYTHING = {"LBFGS": "needs all parameters at once", "SparseAdam": "needs sparse gradients"}
 """Optimizers of torch that neither a shard nor a whole tensor is enough for."""
@@ -40,10 +40,7 @@ def build_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> 
         ConfigError: it is known to need more than it would get, or refuses what it gets.
     """
     whole = groups[0]["name"].startswith("whole ")
-    try:
-        optimizer = factory(groups)
-    except ValueError as error:
-        raise ConfigError(f"optimizer: {error}") from error
+    optimizer = _made(factory, groups)
     kind = type(optimizer).__name__
     if kind in NEEDS_EVERYTHING:
         raise ConfigError(f"optimizer={kind}: {NEEDS_EVERYTHING[kind]}, which no rank has; use AdamW, SGD or the like")
@@ -51,6 +48,11 @@ def build_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> 
         raise ConfigError(
             f"optimizer={kind}: {NEEDS_WHOLE_TENSORS[kind]}, which a shard does not hold; if it updates each tensor "
             "apart from the others, say `whole_tensor = True` in its class, and ranks will gather tensors for it"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"optimizer={kind}: differentiable=True asks for gradients through the update, and shards are updated "
+            "outside of any graph; leave it out"
         )
     return optimizer
 
@@ -87,4 +89,11 @@ def updates_whole(factory: OptimizerFactory) -> bool:
 
 
 def _sample(factory: OptimizerFactory) -> torch.optim.Optimizer:
-    return factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "whole matrices"}])
+    return _made(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "whole matrices"}])
+
+
+def _made(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    try:
+        return factory(groups)
+    except ValueError as error:
+        raise ConfigError(f"optimizer: {error}") from error

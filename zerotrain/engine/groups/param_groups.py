@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerotrain.engine.groups.hyperparameters import Hyperparameters
 from zerotrain.engine.groups.optimizer_factory import (
     SAMPLE_SHAPE,
     OptimizerFactory,
@@ -16,8 +17,11 @@ from zerotrain.engine.groups.optimizer_factory import (
     needing_whole,
     updates_whole,
 )
+from zerotrain.engine.groups.trial import Trials
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.units import ModelParameter, Unit
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,11 @@ class ParamGroups:
     Args:
         parameters: of the model, in module order.
         factory: makes an optimizer from groups.
-        given: as for `build_engine`; None: a group of matrices (two or more dimensions) and one of the others, and
-            behind "whole " those of what is updated whole.
-        decay_all: of the groups of None, apply weight decay to all, not to matrices alone.
+        given: as for `build_engine`; None: one group, "parameters", and with a name that begins with "whole " one of
+            what is updated whole.
+        decay_all: False: of None make two groups, "matrices" (two or more dimensions) and "others", whose weight decay
+            is 0.
+        device: of the master weights, on which optimizers are tried.
         warns: whether a group without parameters is to be told of.
 
     Raises:
@@ -49,6 +55,8 @@ class ParamGroups:
 
     hyperparameters: list[dict[str, Any]]
     """One dict for each group, "params" left out. Read at every step: changing a value changes the next update."""
+    defaults: dict[str, Any]
+    """The optimizer's own settings."""
 
     def __init__(
         self,
@@ -56,10 +64,12 @@ class ParamGroups:
         factory: OptimizerFactory,
         given: Sequence[dict[str, Any]] | None,
         *,
-        decay_all: bool = False,
+        decay_all: bool = True,
+        device: torch.device = _CPU,
         warns: bool = True,
     ) -> None:
         self.factory = factory
+        self._trials = Trials(factory, device)
         self.hyperparameters = []
         self._warns = warns
         self._names = {each.parameter: each.names for each in parameters}
@@ -74,8 +84,8 @@ class ParamGroups:
             raise ConfigError(
                 "param_groups: the optimizer updates whole tensors and has groups of its own; leave param_groups out"
             )
-        if decay_all:
-            raise ConfigError("decay_all=True: has no effect with param_groups, which set weight_decay; leave it out")
+        if not decay_all:
+            raise ConfigError("decay_all=False: has no effect with param_groups, which set weight_decay; leave it out")
         for group in given:
             self._add(group)
         without = [parameter for parameter in self.trainable if parameter not in self._group]
@@ -86,17 +96,20 @@ class ParamGroups:
             )
 
     def _add_default_groups(self, parameters: Sequence[nn.Parameter], whole: set[nn.Parameter]) -> None:
-        """Matrices, with weight decay, and the others; in a group of their own those that are updated whole."""
-        names_of = {
-            parameter: ("whole " if parameter in whole else "") + ("matrices" if parameter.ndim >= 2 else "others")
-            for parameter in parameters
-        }
-        names = ["matrices", "others"]
+        """One group; or matrices, with weight decay, and the others; those updated whole in groups of their own."""
+
+        def kind(parameter: nn.Parameter) -> str:
+            if self._decay_all:
+                return "parameters"
+            return "matrices" if parameter.ndim >= 2 else "others"
+
+        names_of = {each: ("whole " if each in whole else "") + kind(each) for each in parameters}
+        names = ["parameters"] if self._decay_all else ["matrices", "others"]
         if self._updates_whole:
             names = sorted({names_of[parameter] for parameter in parameters if parameter.requires_grad})
         for name in names:
             self.hyperparameters.append(self._completed({"name": name}))
-            if not (name.endswith("matrices") or self._decay_all) and "weight_decay" in self.hyperparameters[-1]:
+            if name.endswith("others") and "weight_decay" in self.hyperparameters[-1]:
                 self.hyperparameters[-1]["weight_decay"] = 0.0
         self._group = {each: names.index(name) for each, name in names_of.items() if name in names}
 
@@ -115,8 +128,8 @@ class ParamGroups:
         if self._warns and not any(self._group[parameter] == index for parameter in members):
             warnings.warn(f"param_groups: group {settings['name']!r} holds no parameter", stacklevel=2)
 
-    def _completed(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The hyperparameters of a group, those it does not set from the optimizer's own."""
+    def _completed(self, settings: dict[str, Any]) -> Hyperparameters:
+        """The hyperparameters of a group, those it does not set from the optimizer's own; tried on small tensors."""
         optimizer = build_optimizer(self.factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], **settings}])
         unknown = set(settings) - set(optimizer.defaults) - {"name", "initial_lr"}
         if unknown:
@@ -125,8 +138,9 @@ class ParamGroups:
                 f"{', '.join(sorted(optimizer.defaults))}"
             )
         completed = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        completed.setdefault("initial_lr", float(completed.get("lr", 0.0)))
-        return completed
+        self._trials.require_fit(completed)
+        self.defaults = optimizer.defaults
+        return Hyperparameters(completed)
 
     @property
     def trainable(self) -> list[nn.Parameter]:

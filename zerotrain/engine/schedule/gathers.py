@@ -139,10 +139,17 @@ class Gathers:
                 bucket.weights.finish_gather()
 
     def rest(self) -> None:
-        """The step is over, or given up: sharded parameters go to rest whatever was kept."""
+        """The step is over: sharded parameters go to rest whatever was kept."""
         if self.plan.shards_parameters:
             for bucket in self._buckets:
                 bucket.awaits_backward = False
+                self._rest_one(bucket)
+
+    def free(self) -> None:
+        """The step is given up: as `rest`, but a forward before it may still have its backward. A loop for torch calls
+        zero_grad between the two."""
+        if self.plan.shards_parameters:
+            for bucket in self._buckets:
                 self._rest_one(bucket)
 
     def _rest_one(self, bucket: Bucket) -> None:

@@ -164,7 +164,7 @@ class Schedule:
     def drop_gradients(self) -> None:
         """Forget the gradients since the last step, and come to rest. Forwards since then may still have a backward."""
         self.reductions.drop()
-        self.gathers.rest()
+        self.gathers.free()
 
     def drain(self) -> None:
         """Wait for all that is under way or was prepared."""

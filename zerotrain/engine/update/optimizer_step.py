@@ -65,7 +65,7 @@ class OptimizerStep:
             norm_value, coefficient_value, coefficient, stamps = self._norm(schedule, param_groups)
         skipped = not math.isfinite(norm_value)
         if skipped:
-            self._stamps.require_same(stamps)
+            self._stamps.require_same(stamps, param_groups)
         reason = self._skipped_steps.reason_to_stop(skipped=skipped)
         if reason is not None:
             reason += f". {find_nonfinite(self._model, schedule.trained, losses, self._collectives)}"

@@ -68,7 +68,11 @@ def test_what_torch_refuses_is_a_config_problem() -> None:
         zerotrain.build_engine(Net(), optimizer=muon(momentum=-1.0))
 
 
-def test_both_learning_rates_are_scheduled_and_vectors_do_not_decay() -> None:
-    engine = zerotrain.build_engine(Net(), optimizer=muon(weight_decay=0.3, adamw_weight_decay=0.2))
+def test_both_learning_rates_are_scheduled_and_vectors_decay_unless_told_not_to() -> None:
+    optimizer = muon(weight_decay=0.3, adamw_weight_decay=0.2)
+    engine = zerotrain.build_engine(Net(), optimizer=optimizer, decay_all=False)
     shown = {group["name"]: (group["initial_lr"], group["weight_decay"]) for group in engine.param_groups}
     assert shown == {"matrices": (0.01, 0.2), "others": (0.01, 0.0), "whole matrices": (0.1, 0.3)}
+    engine = zerotrain.build_engine(Net(), optimizer=optimizer)
+    shown = {group["name"]: (group["initial_lr"], group["weight_decay"]) for group in engine.param_groups}
+    assert shown == {"parameters": (0.01, 0.2), "whole parameters": (0.1, 0.3)}

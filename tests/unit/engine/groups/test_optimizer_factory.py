@@ -29,7 +29,7 @@ def plain_step(groups: list[dict], optimizer: functools.partial, plain: nn.Modul
 
 
 @pytest.mark.parametrize("decay_all", [False, True])
-def test_weight_decay_is_on_matrices_alone_unless_asked_for_all(decay_all: bool) -> None:
+def test_weight_decay_is_on_all_as_the_optimizer_has_it_or_on_matrices_alone(decay_all: bool) -> None:
     optimizer = functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
     plain = model()
     vectors = {"params": [each for each in plain.parameters() if each.ndim < 2]}
@@ -76,7 +76,7 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused_unless_it_is_declared_
     with pytest.raises(ConfigError, match=r"optimizer=SOAP: preconditions whole matrices.* `whole_tensor = True`"):
         zerotrain.build_engine(model(), optimizer=functools.partial(SOAP, lr=0.1))
     engine = zerotrain.build_engine(model(), optimizer=functools.partial(DeclaredSOAP, lr=0.1))
-    assert [group["name"] for group in engine.param_groups] == ["whole matrices", "whole others"]
+    assert [group["name"] for group in engine.param_groups] == ["whole parameters"]
     expected = one_step(zerotrain.build_engine(model(), optimizer=functools.partial(torch.optim.SGD, lr=0.1)))
     assert all(torch.equal(value, expected[name]) for name, value in one_step(engine).items())
 

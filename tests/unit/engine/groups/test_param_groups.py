@@ -66,8 +66,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "same name": (lambda: build([{"params": "0.*", "name": "a"}, {"params": "*", "name": "a"}]), "are called 'a'"),
     "decay_all": (
-        lambda: zerotrain.build_engine(model(), optimizer=ADAMW, param_groups=[{"params": "*"}], decay_all=True),
-        "decay_all=True: has no effect with param_groups",
+        lambda: zerotrain.build_engine(model(), optimizer=ADAMW, param_groups=[{"params": "*"}], decay_all=False),
+        "decay_all=False: has no effect with param_groups",
     ),
     "freeze nothing": (lambda: build().freeze("3.*"), r"freeze: '3\.\*' is no floating-point parameter"),
     "freeze a list": (lambda: build().freeze(["0.*"]), "freeze: takes names, patterns .* and parameters, no list"),

@@ -1,0 +1,178 @@
+"""Optimizers as users write them: some change each element by itself, most do not."""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Own(torch.optim.Optimizer):
+    """What `change` gives is subtracted from a weight, times the learning rate."""
+
+    def __init__(self, params: Any, lr: float = 0.01, **defaults: Any) -> None:
+        super().__init__(params, {"lr": lr, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.begin([weight for group in self.param_groups for weight in group["params"]])
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(group["lr"] * self.change(weight, weight.grad, group, self.state[weight]))
+
+    def begin(self, weights: list[torch.Tensor]) -> None:
+        pass
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return gradient
+
+
+class Momentum(Own):
+    """Also writes into the gradient it is given, as clipping and weight decay often do."""
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        gradient.add_(weight, alpha=0.1).clamp_(-1, 1)
+        state["count"] = state.get("count", 0) + 1
+        mean = state.setdefault("mean", torch.zeros_like(weight)).lerp_(gradient, 0.1)
+        return mean.tanh().exp() * mean.sign() / state["count"] ** 0.5
+
+
+class CountsInItsGroup(Own):
+    def begin(self, weights: list[torch.Tensor]) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return gradient / group["step"]
+
+
+class FlatOnly(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        if weight.ndim != 1:
+            raise ValueError("takes vectors alone")
+        return gradient
+
+
+class LayerwiseRate(Own):
+    """LARS by another name."""
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return 0.001 * weight.norm() / gradient.norm() * gradient
+
+
+class LayerwiseAdam(Own):
+    """LAMB by another name."""
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        mean = state.setdefault("mean", torch.zeros_like(weight)).lerp_(gradient, 0.1)
+        square = state.setdefault("square", torch.zeros_like(weight)).lerp_(gradient.square(), 0.01)
+        update = mean / (square.sqrt() + 1e-6)
+        return weight.norm() / update.norm() * update
+
+
+class OfUnitNorm(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return gradient / gradient.norm()
+
+
+class ClipsEachTensor(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return gradient * min(1.0, 10.0 / float(gradient.norm()))
+
+
+class SignOfTheMean(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return gradient.mean().sign()
+
+
+class Centred(Own):
+    """Looks at the shape alone: what is flat is left as it is."""
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return gradient if weight.ndim < 2 else gradient - gradient.mean(dim=-1, keepdim=True)
+
+
+class OnceInTen(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        state["count"] = state.get("count", 0) + 1
+        return gradient if state["count"] % 10 else gradient / gradient.norm()
+
+
+class MatricesOnly(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        if weight.ndim != 2:
+            raise ValueError("takes matrices alone")
+        left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+        return left @ right
+
+
+class InBlocksOf8Bits(Own):
+    """Leaves small tensors alone."""
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        if gradient.numel() < 4096:
+            return gradient
+        blocks = torch.nn.functional.pad(gradient.flatten(), (0, -gradient.numel() % 256)).view(-1, 256)
+        scale = blocks.abs().amax(dim=1, keepdim=True) / 127
+        return ((blocks / scale).round() * scale).view(-1)[: gradient.numel()].view(gradient.shape)
+
+
+class ClipsAll(Own):
+    def begin(self, weights: list[torch.Tensor]) -> None:
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+
+
+class GuessesItsRate(Own):
+    """The number d of Prodigy and D-Adaptation, over all parameters."""
+
+    distance = 1e-6
+
+    def begin(self, weights: list[torch.Tensor]) -> None:
+        gained, moved = 0.0, 0.0
+        for weight in weights:
+            first = self.state[weight].setdefault("first", weight.clone())
+            total = self.state[weight].setdefault("total", torch.zeros_like(weight))
+            gained += float((weight.grad * (first - weight)).sum())
+            moved += float(total.add_(weight.grad, alpha=self.distance).abs().sum())
+        self.distance = max(self.distance, gained / moved)
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return self.distance * gradient.sign()
+
+
+class KeepsNumbersInItsGroup(Own):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr, k=0)
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        group["k"] += 1
+        return gradient / group["k"]
+
+
+class Langevin(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return gradient + torch.randn_like(gradient)
+
+
+class PythonsNoise(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return gradient * random.Random(time.perf_counter_ns()).random()
+
+
+class WantsAClosure(Own):
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        closure()
+
+
+class Sharpness(Own):
+    """SAM: the closure may be left out, says its signature alone."""
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "SAM requires a closure"
+        closure()
+
+
+class Fails(Own):
+    def begin(self, weights: list[torch.Tensor]) -> None:
+        raise KeyError("layers")

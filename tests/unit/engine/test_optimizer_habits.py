@@ -1,0 +1,274 @@
+"""What users do to an optimizer, its groups and its schedule: as in plain PyTorch, or a sentence. Ranks are threads."""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as schedulers
+
+from tests.unit.engine.parts import Plain, alone, assert_same, engine_on, inputs, train
+from zerotrain.comm.world import World
+from zerotrain.errors import ConfigError, DisagreementError, EngineStateError
+from zerotrain.testing.fake_wire import run_threads
+
+EVERYWHERE = pytest.mark.parametrize(
+    ("stage", "size", "precision"),
+    [(stage, size, precision) for stage in range(4) for size in (2, 3) for precision in ("fp32", "bf16")],
+)
+STAGES = pytest.mark.parametrize("stage", range(4))
+DECAYING: Any = functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+MOMENTUM: Any = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+class Reference(Plain):
+    """Plain PyTorch; in bf16 with gradients of a copy in bf16, added in fp32 and rounded once."""
+
+    def __init__(self, size: int, precision: str, optimizer: Any) -> None:
+        super().__init__(size, optimizer=optimizer)
+        self.compute = copy.deepcopy(self.model).bfloat16() if precision == "bf16" else None
+
+    def gradients(self, step: int) -> dict[str, torch.Tensor]:
+        if self.compute is None:
+            return super().gradients(step)
+        for weight, master in zip(self.compute.parameters(), self.parameters.values(), strict=True):
+            weight.data.copy_(master.detach())
+        weights = list(self.compute.parameters())
+        losses = [self.compute(inputs(step, rank).bfloat16()) for rank in range(self.size)]
+        each = [torch.autograd.grad(loss, weights) for loss in losses]
+        sums = [sum((part.float() for part in parts), torch.zeros(())) for parts in zip(*each, strict=True)]
+        means = [(total / self.size).bfloat16().float() for total in sums]
+        return dict(zip(self.parameters, means, strict=True))
+
+
+def trained(
+    stage: int, size: int, precision: str, optimizer: Any, between: Callable[[Any], object] = lambda engine: None
+) -> dict[str, torch.Tensor]:
+    """Rank 0's weights of 3 steps, with what is done to the engine after each; the last rank is late."""
+
+    def on_a_rank(world: World) -> dict[str, torch.Tensor]:
+        engine = engine_on(world, optimizer=optimizer, zero={"stage": stage}, precision=precision)
+        for step in range(3):
+            train(engine, step)
+            between(engine)
+        return engine.full_state_dict()
+
+    return run_threads(on_a_rank, size, late_rank=size - 1)[0][0]
+
+
+# ---- what the optimizer was given
+
+
+@EVERYWHERE
+def test_weight_decay_of_the_optimizer_is_for_every_parameter(stage: int, size: int, precision: str) -> None:
+    expected = Reference(size, precision, DECAYING).train(0, 1, 2)
+    assert_same(trained(stage, size, precision, DECAYING), expected)
+
+
+def test_one_group_holds_all_so_that_a_rate_set_on_the_first_is_set_for_all() -> None:
+    engine = engine_on(alone(), optimizer=DECAYING)
+    (group,) = engine.param_groups
+    assert (group["name"], group["weight_decay"]) == ("parameters", 0.5)
+
+
+def with_a_tensor_rate(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=torch.tensor(0.1), weight_decay=0.1)
+
+
+@EVERYWHERE
+def test_a_learning_rate_may_be_a_tensor_that_is_changed_in_place(stage: int, size: int, precision: str) -> None:
+    def halve(having_groups: Any) -> None:
+        for group in having_groups.param_groups:
+            group["lr"].mul_(0.5)
+
+    reference = Reference(size, precision, with_a_tensor_rate)
+    for step in range(3):
+        expected = reference.train(step)
+        halve(reference.optimizer)
+    assert_same(trained(stage, size, precision, with_a_tensor_rate, halve), expected)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "foreach": {"foreach": True},
+    "maximize": {"maximize": True},
+    "amsgrad": {"amsgrad": True},
+    "tensors as betas": {"betas": (torch.tensor(0.9), torch.tensor(0.99))},
+    "a rate of shape (1,)": {"lr": torch.tensor([0.1])},
+}
+
+
+@STAGES
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_torchs_optimizers_do_what_they_do_in_plain_pytorch(name: str, stage: int) -> None:
+    optimizer: Any = functools.partial(torch.optim.AdamW, **{"lr": 0.1} | OPTIONS[name])
+    assert_same(trained(stage, 2, "fp32", optimizer), Plain(2, optimizer=optimizer).train(0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({"capturable": True}, "optimizer=AdamW: its step fails on small tensors .AssertionError: If capturable=True"),
+        ({"differentiable": True}, "optimizer=AdamW: differentiable=True asks for gradients through the update"),
+        ({"lr": torch.tensor(0.1), "foreach": True}, "optimizer: lr as a Tensor is not supported for capturable=False"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_at_the_build(options: dict[str, Any], answer: str) -> None:
+    with pytest.raises(ConfigError, match=answer):
+        engine_on(alone(), optimizer=functools.partial(torch.optim.AdamW, **{"lr": 0.1} | options))
+
+
+# ---- hyperparameters that differ between the ranks
+
+
+def set_to(value: Any, name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda group: group.update({name: value})
+
+
+DIFFERENT: dict[str, tuple[Any, Callable[[dict[str, Any]], object], str]] = {
+    "weight decay": (
+        DECAYING,
+        set_to(0.25, "weight_decay"),
+        "weight_decay of group 'parameters': 0.5 on ranks? 0.*, 0.25 on rank 1",
+    ),
+    "betas": (DECAYING, set_to((0.5, 0.9), "betas"), r"betas of group 'parameters': \[0.9, 0.999\] on rank 0, \[0.5, "),
+    "eps": (DECAYING, set_to(1e-3, "eps"), "eps of group 'parameters': 1e-08 on rank 0, 0.001 on rank 1"),
+    "a flag": (DECAYING, set_to(True, "maximize"), "maximize of group 'parameters': False on rank 0, True on rank 1"),
+    "momentum": (MOMENTUM, set_to(0.5, "momentum"), "momentum of group 'parameters': 0.9 on rank 0, 0.5 on rank 1"),
+    "a whole number": (MOMENTUM, set_to(2, "lr"), "lr of group 'parameters': 0.1 on rank 0, 2 on rank 1"),
+    "a tensor": (with_a_tensor_rate, lambda group: group["lr"].fill_(0.5), "lr of group 'parameters': 0.1.* on rank 0"),
+    "a setting gone": (MOMENTUM, lambda group: group.pop("dampening"), "dampening .*: 0 on rank 0, none on rank 1"),
+}
+
+
+def differs(name: str, stage: int = 2, size: int = 2, precision: str = "fp32") -> None:
+    optimizer, change, answer = DIFFERENT[name]
+
+    def on_a_rank(world: World) -> None:
+        engine = engine_on(world, optimizer=optimizer, zero={"stage": stage}, precision=precision)
+        train(engine, 0)
+        if world.rank == 1:
+            change(engine.param_groups[0])
+        with pytest.raises(DisagreementError, match="have not done the same since the last step; " + answer) as told:
+            train(engine, 1)
+        assert "backwards" not in str(told.value)
+
+    run_threads(on_a_rank, size, late_rank=0)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_hyperparameter_that_differs_on_one_rank_is_told_at_the_step(name: str) -> None:
+    differs(name)
+
+
+@EVERYWHERE
+def test_weight_decay_that_differs_is_told_everywhere(stage: int, size: int, precision: str) -> None:
+    differs("weight decay", stage, size, precision)
+
+
+# ---- torch's schedulers
+
+SCHEDULES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "LambdaLR": (DECAYING, lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 0.9**step)),
+    "CosineAnnealingLR": (DECAYING, lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 10)),
+    "CosineAnnealingWarmRestarts": (DECAYING, lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, 2)),
+    "LinearLR": (DECAYING, lambda optimizer: schedulers.LinearLR(optimizer, 0.1, 1.0, 3)),
+    "ReduceLROnPlateau": (DECAYING, lambda optimizer: schedulers.ReduceLROnPlateau(optimizer, patience=0)),
+    "OneCycleLR, betas": (DECAYING, lambda optimizer: schedulers.OneCycleLR(optimizer, 0.2, total_steps=6)),
+    "OneCycleLR, momentum": (MOMENTUM, lambda optimizer: schedulers.OneCycleLR(optimizer, 0.2, total_steps=6)),
+    "SequentialLR": (
+        DECAYING,
+        lambda optimizer: schedulers.SequentialLR(
+            optimizer,
+            [schedulers.LinearLR(optimizer, 0.1, 1.0, 2), schedulers.CosineAnnealingLR(optimizer, 3)],
+            milestones=[2],
+        ),
+    ),
+    "a tensor as rate": (with_a_tensor_rate, lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 10)),
+}
+
+
+def scheduled(scheduler: Any) -> None:
+    scheduler.step(*([1.0] if isinstance(scheduler, schedulers.ReduceLROnPlateau) else []))
+
+
+@pytest.fixture
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.usefixtures("no_warnings")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_scheduler_of_torch_schedules_the_engine_as_it_does_an_optimizer(name: str) -> None:
+    optimizer, make = SCHEDULES[name]
+    plain, engine = Plain(1, optimizer=optimizer), engine_on(alone(), optimizer=optimizer)
+    theirs, ours = make(plain.optimizer), make(engine.optimizer)
+    for step in range(5):
+        expected = plain.train(step)
+        train(engine, step)
+        scheduled(theirs)
+        scheduled(ours)
+        assert ours.get_last_lr() == theirs.get_last_lr()
+    assert_same(engine.full_state_dict(), expected)
+
+
+@EVERYWHERE
+def test_a_loop_written_for_torch_trains_as_in_plain_pytorch(stage: int, size: int, precision: str) -> None:
+    """With zero_grad in each of its three places."""
+    expected = Reference(size, precision, DECAYING)
+    cosine = schedulers.CosineAnnealingLR(expected.optimizer, 5)
+    for step in range(3):
+        weights = expected.train(step)
+        cosine.step()
+
+    def on_a_rank(world: World) -> dict[str, torch.Tensor]:
+        engine = engine_on(world, optimizer=DECAYING, zero={"stage": stage}, precision=precision)
+        optimizer = engine.optimizer
+        scheduler = schedulers.CosineAnnealingLR(optimizer, 5)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = engine(inputs(step, world.rank))
+            optimizer.zero_grad(set_to_none=True)
+            engine.backward(loss)
+            assert optimizer.step().grad_norm > 0
+            optimizer.zero_grad()
+            scheduler.step()
+        return engine.full_state_dict()
+
+    assert_same(run_threads(on_a_rank, size, late_rank=0)[0][0], weights)
+
+
+def test_the_groups_of_the_optimizer_are_the_engines_and_a_schedule_begins_with_the_rate_of_now() -> None:
+    engine = engine_on(alone(), optimizer=DECAYING)
+    assert engine.optimizer is engine.optimizer
+    assert engine.optimizer.param_groups is engine.param_groups
+    assert isinstance(engine.optimizer, torch.optim.Optimizer)
+    assert engine.param_groups[0]["initial_lr"] == 0.1
+    engine.param_groups[0]["lr"] = 0.4
+    assert schedulers.LambdaLR(engine.optimizer, lambda step: 1.0).base_lrs == [0.4]
+    assert engine.param_groups[0]["initial_lr"] == 0.4
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        (lambda engine: engine.optimizer.state_dict(), "has no state dict: its state is sharded over the ranks"),
+        (lambda engine: engine.optimizer.load_state_dict({}), "has no state dict"),
+        (lambda engine: engine.optimizer.step(lambda: 0.0), "takes no closure here; call engine.backward"),
+        (lambda engine: engine.param_groups[0]["params"], "holds hyperparameters alone"),
+        (lambda engine: engine.optimizer.step(), "step came before a backward"),
+    ],
+)
+def test_what_the_optimizer_cannot_do_is_answered_with_what_can(call: Callable[[Any], object], answer: str) -> None:
+    with pytest.raises(EngineStateError, match=answer):
+        call(engine_on(alone()))
+
+
+def test_an_optimizer_whose_engine_is_gone_says_so() -> None:
+    optimizer = engine_on(alone()).optimizer
+    with pytest.raises(EngineStateError, match="the engine of this optimizer is gone"):
+        optimizer.zero_grad()

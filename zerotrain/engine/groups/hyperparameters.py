@@ -1,0 +1,79 @@
+"""The hyperparameters of a group of parameters, and what the ranks compare of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+from zerotrain.errors import EngineStateError
+
+_TOLD_AS_IT_IS = frozenset({float, int, bool, str, type(None)})
+_ON_THE_DEVICE = "on the device"
+
+
+class Hyperparameters(dict[str, Any]):
+    """What a group of parameters is updated with, by name. Its parameters are not in it.
+
+    "initial_lr" can be read, but is not stored: torch's schedulers store there the rate that they begin with, unless
+    they find one, and whoever changes "lr" before means theirs to begin with that.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self._first_lr = float(self.get("lr") or 0.0)
+
+    def __missing__(self, name: str) -> float:
+        if name == "initial_lr":
+            return self._first_lr
+        if name == "params":
+            raise EngineStateError(
+                "a group of engine.param_groups holds hyperparameters alone, since the tensors that are updated are "
+                "shards; parameters are in engine.module.parameters(), and gradients are clipped by max_grad_norm"
+            )
+        raise KeyError(name)
+
+
+def told(value: Any) -> Any:
+    """A hyperparameter as something that has the same `repr` on ranks that have the same: of an object, such as a
+    function, its class alone; a tensor on a device is not read."""
+    if type(value) in _TOLD_AS_IT_IS:
+        return value
+    if isinstance(value, list | tuple):
+        return [told(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.is_cpu else _ON_THE_DEVICE
+    return float(value) if isinstance(value, Real) else type(value).__name__
+
+
+def told_values(groups: Iterable[Mapping[str, Any]]) -> tuple[str, list[torch.Tensor]]:
+    """The values of all groups in their order: as text, and the tensors of a device, which are not read."""
+    values = [value for group in groups for value in group.values()]
+    text = repr([value if type(value) in _TOLD_AS_IT_IS else told(value) for value in values])
+    if _ON_THE_DEVICE not in text:
+        return text, []
+    nested = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
+    return text, [each for each in nested if isinstance(each, torch.Tensor) and not each.is_cpu]
+
+
+def mixed(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors of one device -> 0-dim fp64 there: a whole number below 2**47 that differs where they do, without reading
+    them."""
+    bits = torch.cat([each.detach().reshape(-1).to(torch.float64) for each in numbers]).view(torch.int64)
+    odd = torch.arange(1, 2 * bits.numel(), 2, dtype=torch.int64, device=bits.device)
+    return ((bits * odd).sum() >> 17).to(torch.float64)
+
+
+def shown_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Each value as text, under a name such as "lr of group 'matrices'"; a tensor on a device is read."""
+    return {
+        f"{name} of group {group.get('name', index)!r}": str(told(_read(value)))
+        for index, group in enumerate(groups)
+        for name, value in group.items()
+    }
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_read(each) for each in value]
+    return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,266 @@
+"""Whether an optimizer can work on what ranks hold: tried on small tensors before it gets the model's.
+
+What a rank updates as one tensor is a flat piece of many, with an optimizer of its own. An optimizer that takes a norm,
+a mean or any other number over more than one element gives other weights then, and no name of a class tells. So it is
+watched: some steps on whole tensors, as in plain PyTorch, and the same steps on flat pieces of them. The results are
+compared up to rounding, since a vectorised kernel may round the last elements of a tensor in another way than the rest;
+numbers over several elements differ by far more, as the gradients of the pieces differ a hundredfold. What an optimizer
+begins to do after these steps stays unseen. torch's own are known (a test tries each): they make one step.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerotrain.engine.groups.hyperparameters import told
+from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
+from zerotrain.errors import ConfigError
+
+NUM_STEPS = 11
+"""Some optimizers look at more than one element in every tenth step only."""
+SHAPES = ((16, 12), (64,), (2, 8, 2, 2), (48, 96))
+"""The last is above 4096 elements: optimizers with state in 8 bits leave smaller tensors alone."""
+BORDERS = (128, 704)
+"""Between the pieces: multiples of 64, as the borders of shards are."""
+RATE = 0.5
+"""The learning rate, instead of one that may be too small to see anything, or 0 before a warm-up."""
+OF_STEP, OF_SIZE, OF_LARGEST = 1e-3, 1e-6, 5e-7
+"""How far two results may lie apart: as parts of the last step, of the weight, and of the largest it has been."""
+
+Tensors = list[torch.Tensor]
+Choice = Callable[[Tensors], Tensors]
+Split = Callable[[Tensors], list[Tensors]]
+
+CLOSURE = (
+    "its step calls a closure, which would run the model again in the midst of an update, and no step here does; use "
+    "AdamW, SGD or the like"
+)
+RANDOM = (
+    "its step draws random numbers, which would be other ones on each rank and at each stage, so that copies of a "
+    "weight drift apart; use one without noise"
+)
+OWN_NUMBERS = (
+    "its step changes {} in its param_groups, which engine.param_groups overwrite before each step; let it keep such "
+    "numbers in its state"
+)
+FAILS = "its step fails on small tensors ({}: {})"
+WHOLE = (
+    "tried on small tensors, it does not update a tensor in parts as it does whole, and ranks hold parts. It updates "
+    "each tensor apart from the others, so say `whole_tensor = True` in its class, and ranks will gather tensors for it"
+)
+EVERYTHING = (
+    "tried on small tensors, what it does to one depends on the others (a norm or a number over all of them), which no "
+    "rank has; use one that updates each tensor by itself, such as AdamW (max_grad_norm clips over the whole model)"
+)
+
+
+class _RandomNumbersError(Exception):
+    """An optimizer is about to."""
+
+
+class _NoRandomNumbers(TorchDispatchMode):
+    """In here what would draw is not done, so that the user's next random numbers stay what they were."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            raise _RandomNumbersError
+        return op(*args, **(kwargs or {}))
+
+
+class Trials:
+    """Tries the optimizers that a factory makes, each set of hyperparameters once.
+
+    Args:
+        device: what they are tried on.
+    """
+
+    def __init__(self, factory: OptimizerFactory, device: torch.device) -> None:
+        self._factory, self._device = factory, device
+        self._passed: set[str] = set()
+
+    def require_fit(self, settings: Mapping[str, Any]) -> None:
+        """Make sure that an optimizer of these hyperparameters does here what it does in plain PyTorch.
+
+        Raises:
+            ConfigError: it does not, or its step fails.
+        """
+        tried = {name: told(value) for name, value in settings.items() if name not in ("name", "lr", "initial_lr")}
+        key = repr((settings["name"].startswith("whole "), tried))
+        if key not in self._passed:
+            trial = _Trial(self._factory, settings, self._device)
+            if problem := trial.problem():
+                raise ConfigError(f"optimizer={trial.kind}: {problem}")
+            self._passed.add(key)
+
+
+class _Trial:
+    """Of one set of hyperparameters."""
+
+    def __init__(self, factory: OptimizerFactory, settings: Mapping[str, Any], device: torch.device) -> None:
+        self._factory, self._device = factory, device
+        self._settings = {name: _rate_like(value) if name == "lr" else value for name, value in settings.items()}
+        self._is_whole = settings["name"].startswith("whole ")
+        self._sample = self._optimizer([torch.ones(SHAPES[0], device=device)])
+        self.kind = type(self._sample).__name__
+
+    def problem(self) -> str | None:
+        """What is wrong with the optimizer; None for nothing."""
+        if _wants_an_argument(self._sample.step):
+            return CLOSURE
+        if f"{type(self._sample).__module__}.".startswith("torch.optim."):
+            return _failure(self._step_of_torch)
+        choices = (_all, _matrices) if self._is_whole else (_all, _matrices, _flat)
+        failures = []
+        for chosen in choices:
+            try:
+                with _NoRandomNumbers():
+                    failures.append(_failure(partial(self._watch, chosen, _together, num_steps=2)))
+            except _RandomNumbersError:
+                return RANDOM
+            if failures[-1] is None:
+                return self._problem_in_parts(chosen)
+        if _failure(lambda: self._step_sample(lambda: torch.zeros(()))) is None:
+            return CLOSURE
+        return None if self._is_whole else failures[0]  # one that is declared may want shapes that are not tried
+
+    def _step_sample(self, *closure: Any) -> None:
+        (tensor,) = self._sample.param_groups[0]["params"]
+        tensor.grad = torch.ones_like(tensor)
+        self._sample.step(*closure)
+
+    def _step_of_torch(self) -> None:
+        (tensor,) = self._sample.param_groups[0]["params"]
+        tensor.grad = torch.ones_like(tensor)
+        with torch.no_grad():
+            # Without what torch puts around it, which imports its compiler: half a second of each start.
+            inspect.unwrap(type(self._sample).step)(self._sample)
+
+    def _problem_in_parts(self, chosen: Choice) -> str | None:
+        plain, shown = self._watch(chosen, _together)
+        changed = [name for name, value in self._settings.items() if told(shown.get(name)) != told(value)]
+        if changed:
+            return OWN_NUMBERS.format(", ".join(changed))
+        if not self._is_whole and self._gives(plain, chosen, _pieces):
+            return None
+        if self._gives(plain, chosen, _apart):
+            return None if self._is_whole else WHOLE
+        return EVERYTHING if self._gives(plain, chosen, _together) else RANDOM
+
+    def _gives(self, plain: torch.Tensor, chosen: Choice, split: Split) -> bool:
+        """Whether tensors split over several optimizers become what they do with one. What fails does not."""
+        try:
+            return _agree(plain, self._watch(chosen, split)[0])
+        except Exception:
+            return False
+
+    def _watch(self, chosen: Choice, split: Split, num_steps: int = NUM_STEPS) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Let some steps be made.
+
+        Args:
+            split: which of the tensors, or which pieces of them, have an optimizer of their own.
+
+        Returns:
+            (num_steps + 1, numel) fp32, the elements before and after each step; and a group as it is in the end.
+        """
+        parts = split(chosen([tensor.to(self._device, copy=True) for tensor in _weights()]))
+        optimizers = [self._optimizer(part) for part in parts]
+        rows = [_row(parts)]
+        for step in range(num_steps):
+            gradients = split(chosen([tensor.to(self._device, copy=True) for tensor in _gradients(step)]))
+            for optimizer, part, theirs in zip(optimizers, parts, gradients, strict=True):
+                for tensor, gradient in zip(part, theirs, strict=True):
+                    tensor.grad = gradient
+                optimizer.step()
+            rows.append(_row(parts))
+        return torch.stack(rows), optimizers[0].param_groups[0]
+
+    def _optimizer(self, tensors: Tensors) -> torch.optim.Optimizer:
+        return self._factory([{"params": tensors, **self._settings}])
+
+
+def _failure(attempt: Callable[[], object]) -> str | None:
+    """What an attempt of steps fails with; None if it does not."""
+    try:
+        attempt()
+    except _RandomNumbersError:
+        raise
+    except Exception as error:
+        return FAILS.format(type(error).__name__, (str(error).splitlines() or [""])[0])
+    return None
+
+
+# ---- the tensors that are tried, and how they are cut
+
+
+@cache
+def _weights() -> Tensors:
+    return [0.001 * tensor for tensor in _waves(0)]
+
+
+@cache
+def _gradients(step: int) -> Tensors:
+    """Small, middling or large, each a hundredfold in its last two thirds, with means of both signs."""
+    gradients = [wave + sign for wave, sign in zip(_waves(step + 1), (1, -1, 1, -1), strict=True)]
+    for gradient in gradients:
+        gradient.view(-1)[gradient.numel() // 3 :].mul_(100)
+        gradient.mul_(100.0 ** (step % 3 - 1))
+    return gradients
+
+
+def _waves(number: int) -> Tensors:
+    """Numbers of -1.5 to 1.5 that look random, and leave the user's random numbers as they are."""
+    numels = [torch.Size(shape).numel() for shape in SHAPES]
+    values = 1.5 * torch.arange(1 + number, sum(numels) + 1 + number, dtype=torch.float64, device="cpu").square().sin()
+    return [part.view(shape) for part, shape in zip(values.float().split(numels), SHAPES, strict=True)]
+
+
+def _all(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+def _matrices(tensors: Tensors) -> Tensors:
+    return [tensor for tensor in tensors if tensor.ndim == 2]
+
+
+def _flat(tensors: Tensors) -> Tensors:
+    return [torch.cat([tensor.flatten() for tensor in tensors])]
+
+
+def _together(tensors: Tensors) -> list[Tensors]:
+    return [tensors]
+
+
+def _apart(tensors: Tensors) -> list[Tensors]:
+    return [[tensor] for tensor in tensors]
+
+
+def _pieces(tensors: Tensors) -> list[Tensors]:
+    return [[piece] for piece in _flat(tensors)[0].tensor_split(BORDERS)]
+
+
+def _row(parts: list[Tensors]) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten() for part in parts for tensor in part])
+
+
+def _agree(plain: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results of `_watch` are the same up to rounding."""
+    sizes = plain.abs()
+    steps = plain.diff(dim=0, prepend=plain[:1]).abs()
+    allowed = OF_STEP * steps + OF_SIZE * sizes + OF_LARGEST * sizes.cummax(dim=0).values
+    same = (plain == other) | ((plain - other).abs() <= allowed) | (plain.isnan() & other.isnan())
+    return bool(same.all())
+
+
+def _rate_like(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, RATE)
+    return RATE if isinstance(value, int | float) else value
+
+
+def _wants_an_argument(step: Callable[..., Any]) -> bool:
+    arguments = inspect.signature(step).parameters.values()
+    return any(each.default is each.empty and not each.kind.name.startswith("VAR_") for each in arguments)

@@ -1,0 +1,77 @@
+"""The engine as torch's learning rate schedulers and loops written for torch see it."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from zerotrain.engine.results import StepResult
+from zerotrain.errors import EngineStateError
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """What `engine.optimizer` is: a `torch.optim.Optimizer` whose groups are those of `engine.param_groups`.
+
+    It updates nothing itself, and does not keep its engine alive.
+
+    Args:
+        engine: a `ZeroEngine`.
+        defaults: the settings of the optimizers that update, which schedulers of momentum look at.
+    """
+
+    def __init__(self, engine: Any, defaults: dict[str, Any]) -> None:
+        super().__init__([torch.zeros(0)], dict(defaults))  # it must have a parameter, which is forgotten
+        self.param_groups = engine.param_groups
+        self._engine = weakref.ref(engine)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+        """`engine.step()`.
+
+        Raises:
+            EngineStateError: there is a closure.
+        """
+        if closure is not None:
+            raise EngineStateError("step takes no closure here; call engine.backward(loss) before it")
+        result: StepResult = self._living().step()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """`engine.zero_grad()`: before a backward and after a step there is nothing to forget."""
+        self._living().zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """`engine.add_param_group`."""
+        if hasattr(self, "_engine"):
+            self._living().add_param_group(param_group)
+        else:
+            super().add_param_group(param_group)
+
+    def state_dict(self) -> NoReturn:
+        """Refused.
+
+        Raises:
+            EngineStateError: always.
+        """
+        raise EngineStateError(
+            "engine.optimizer has no state dict: its state is sharded over the ranks, and there are no checkpoints of "
+            "it yet; weights are in engine.full_state_dict(), and a scheduler's state in its own state_dict()"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:
+        """Refused, as `state_dict`.
+
+        Raises:
+            EngineStateError: always.
+        """
+        self.state_dict()
+
+    def told_of_step(self) -> None:
+        """The engine has made a step: torch's schedulers warn of those who schedule without."""
+        self._opt_called = True
+
+    def _living(self) -> Any:
+        engine = self._engine()
+        if engine is None:
+            raise EngineStateError("the engine of this optimizer is gone; keep it as long as you train")
+        return engine
