@@ -15,7 +15,7 @@ from zerotrain.comm.world import World
 from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, printable
 from zerotrain.settings import EngineConfig
 from zerotrain.training import Trainer
 from zerotrain.training.flops import ModelFlops, count_flops
@@ -104,11 +104,14 @@ def build(group: str, values: dict[str, Any]) -> Any:
 
 
 def in_group(group: str, error: Exception, values: Any) -> str:
-    """The first line of an error, saying which group of settings it is about; and their values, where it does not."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    if isinstance(error, TypeError | LookupError) and isinstance(values, dict):
-        given = ", ".join(f"{name}={value}" for name, value in values.items() if not name.startswith("_"))
-        line += f"; one of these may be of another type than it takes: {given}"
+    """The first line of an error, saying which group of settings it is about."""
+    said = str(error)
+    for value in values.values() if isinstance(values, dict) else ():
+        if isinstance(value, str) and "\n" in value:  # of what the user gave, all is shown
+            said = said.replace(value, printable(value, keep=""))
+    line = (said.splitlines() or [type(error).__name__])[0]
+    if isinstance(error, KeyError):
+        line = f"KeyError: {line}"
     return line if line.startswith(f"{group}.") else f"{group}: {line}"
 
 

@@ -1,14 +1,17 @@
 """All that can be tried of a config before any rank starts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerotrain.comm.world import choose_device
+from zerotrain.config.compose import first_line
 from zerotrain.config.schema import Config
-from zerotrain.config.words import words_of_config
+from zerotrain.config.targets import HYDRA_KEYS
+from zerotrain.config.words import word, words_of_config
 from zerotrain.engine.build import require_trainable
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
 from zerotrain.engine.precision.kept_fp32 import dtypes_of
@@ -17,6 +20,9 @@ from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
 from zerotrain.factory import build, build_on_meta, ended_in, in_group
 from zerotrain.sharding.units import cut_units, model_parameters
+
+MIN_SEQUENCES = 1024
+"""As many a rank may read in a step though the data has fewer, to learn a few by heart."""
 
 
 def check(config: Config, num_local_ranks: int = 1) -> None:
@@ -32,29 +38,114 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
     """
     problems: list[str] = []
 
-    def attempt(group: str, attempted: Callable[[], Any]) -> Any:
+    def attempt(group: str, attempted: Callable[[Config], Any]) -> Any:
         """What `attempted` gives; None after a problem."""
         try:
             with words_of_config():
-                return attempted()
+                return attempted(config)
         except ConfigError as error:
             problems.extend(error.problems)
         except (ValueError, TypeError, LookupError, OSError) as error:
             problems.append(in_group(group, error, getattr(config, group)))
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+                raise
+            problems.append(f"{group}: needs more memory than there is: {first_line(error)}; choose smaller values")
         except SystemExit as ending:
             problems.append(ended_in(group, ending, getattr(config, group)))
 
-    attempt("launch", lambda: choose_device(config.launch.device, num_local_ranks - 1))
-    model = attempt("model", lambda: build_on_meta(config))
+    attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
+    model = attempt("model", lambda config: _require_module(build_on_meta(config), config))
     if model is not None:
-        attempt("model", lambda: _try_model(model, config))
-    data = attempt("data", lambda: build("data", config.data))
+        attempt("model", lambda config: _try_model(model, config))
+    data = attempt("data", _dataset)
     if model is not None and data is not None:
-        attempt("data", lambda: _require_fit(model, data))
-    attempt("optimizer", lambda: _try_optimizer(model, config))
-    attempt("scheduler", lambda: build("scheduler", config.scheduler)(0, config.train.max_steps))
+        attempt("data", lambda config: _require_fit(model, data))
+    if data is not None:
+        attempt("train", lambda config: _require_enough(data, config))
+    attempt("optimizer", _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config)))
+    attempt("scheduler", _naming_the_argument("scheduler", _try_schedule))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
+
+
+def _naming_the_argument(group: str, attempted: Callable[[Config], Any]) -> Callable[[Config], Any]:
+    """The same attempt, in whose errors the argument is named without which there is none."""
+
+    def attempt(config: Config) -> Any:
+        try:
+            return attempted(config)
+        except (ConfigError, ValueError, TypeError, LookupError) as error:
+            values = getattr(config, group)
+            line = error.problems[0] if isinstance(error, ConfigError) else in_group(group, error, values)
+            for name in values.keys() - HYDRA_KEYS if line.startswith(f"{group}: ") else ():
+                without: Any = {group: {key: value for key, value in values.items() if key != name}}
+                if _passes(attempted, replace(config, **without)):
+                    reason = line.removeprefix(f"{group}: ")
+                    raise ConfigError(f"{group}.{name}: got {word(values[name])}; {reason}") from error
+            raise
+
+    return attempt
+
+
+def _passes(attempted: Callable[[Config], Any], config: Config) -> bool:
+    try:
+        attempted(config)
+    except Exception:  # of a user's class, which gets fewer arguments than it may need
+        return False
+    return True
+
+
+def _dataset(config: Config) -> Any:
+    """The data, if the loop can read it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    data, path = build("data", config.data), config.data.get("_target_")
+    for name in ("train", "validation"):
+        part: Any = getattr(data, name, None)
+        if not hasattr(part, "__getitem__") or not hasattr(part, "__len__"):
+            raise ConfigError(
+                f"data._target_: got {path}, which makes a {type(data).__name__} with no dataset called {name}; it "
+                "must make an object with train and validation, each with a length and (inputs, labels) by number"
+            )
+        if len(part) == 0:
+            raise ConfigError(f"data: {path} has nothing in {name}; give more data, or shorter sequences")
+        row = part[0]
+        if (
+            not isinstance(row, tuple | list)
+            or len(row) != 2
+            or not all(isinstance(each, torch.Tensor) for each in row)
+        ):
+            raise ConfigError(
+                f"data._target_: got {path}, whose {name}[0] is a {type(row).__name__}; it must be a pair of tensors, "
+                "(inputs, labels)"
+            )
+    return data
+
+
+def _try_schedule(config: Config) -> None:
+    """Ask the schedule for a factor.
+
+    Raises:
+        ConfigError: it gives something else.
+    """
+    factor = build("scheduler", config.scheduler)(0, config.train.max_steps)
+    if not isinstance(factor, int | float):
+        raise ConfigError(
+            f"scheduler._target_: got {config.scheduler.get('_target_')}, which gives a {type(factor).__name__} for "
+            "(0, max_steps); it must give a number, the factor on the learning rate"
+        )
+
+
+def _require_module(model: Any, config: Config) -> Any:
+    if model is not None and not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model._target_: got {config.model.get('_target_')}, which makes a {type(model).__name__}; it must make a "
+            "torch.nn.Module"
+        )
+    return model
 
 
 def _try_model(model: nn.Module, config: Config) -> None:
@@ -71,7 +162,12 @@ def _try_optimizer(model: nn.Module | None, config: Config) -> None:
     units = [] if model is None else cut_units(model, model_parameters(model), config.zero.unit_patterns, max_numel=1)
     names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
     for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
-        build_optimizer(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}])
+        made = build_optimizer(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}])
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer._target_: got {config.optimizer.get('_target_')}, which makes a {type(made).__name__}; it "
+                "must make a torch.optim.Optimizer"
+            )
 
 
 def _require_fit(model: nn.Module, data: Any) -> None:
@@ -94,4 +190,20 @@ def _require_fit(model: nn.Module, data: Any) -> None:
             f"model with more (model.max_seq_len={given}; transformers: +model.config.max_position_embeddings={given})"
         )
     if problems:
-        raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
+        raise ConfigError(*problems)
+
+
+def _require_enough(data: Any, config: Config) -> None:
+    """Check that a step does not read the data many times over: all that a rank reads in it lies in memory at once.
+
+    Raises:
+        ConfigError: it would.
+    """
+    train, most = config.train, max(len(data.train), MIN_SEQUENCES)
+    per_rank = train.micro_batch_size * train.gradient_accumulation_steps
+    if per_rank > most:
+        name = "micro_batch_size" if train.micro_batch_size > most else "gradient_accumulation_steps"
+        raise ConfigError(
+            f"train.{name}: got {getattr(train, name)}; a rank would read {per_rank} sequences in a step, and the data "
+            f"has {len(data.train)}; train.micro_batch_size x train.gradient_accumulation_steps must be {most} or less"
+        )

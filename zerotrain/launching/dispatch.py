@@ -3,7 +3,6 @@
 Imports no torch, since tab completion comes through here.
 """
 
-import inspect
 import os
 import signal
 import sys
@@ -12,18 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import hydra
-from hydra._internal.utils import get_args_parser
-
-from zerotrain.config.explain import composition_problems
 from zerotrain.errors import ZeroTrainError
 from zerotrain.launching import exits, sweep
+from zerotrain.launching.command_line import is_sweep, problems_with
 from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.signals import end_with_parent
 from zerotrain.launching.terminal import outlast_readers
 
 
-def dispatch(main: Callable[[], None]) -> NoReturn:
+def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
     """Do this process's part of the command line, and exit.
 
     Started by hand, it composes and starts the ranks. Under torchrun every rank gets here: rank 0 composes and shares
@@ -31,6 +27,7 @@ def dispatch(main: Callable[[], None]) -> NoReturn:
 
     Args:
         main: the function that `hydra.main` has decorated.
+        conf: the folder of its configs.
     """
     outlast_readers()
     # Users name classes of modules that lie in the folder they work in.
@@ -39,19 +36,19 @@ def dispatch(main: Callable[[], None]) -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     ranks = RankEnvironment.read()
     if ranks is None:
-        sys.exit(_run_hydra(main))
+        sys.exit(_run_hydra(main, conf))
     # Torchrun ends its ranks, but not when it is killed itself.
     end_with_parent(signal.SIGTERM)
-    sys.exit(_drive_sweep(main, ranks) if _is_sweep() else _run_as_rank(main, ranks))
+    sys.exit(_drive_sweep(main, conf, ranks) if is_sweep() else _run_as_rank(main, conf, ranks))
 
 
-def _run_as_rank(main: Callable[[], None], ranks: RankEnvironment) -> int:
+def _run_as_rank(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -> int:
     from zerotrain.launching.torchrun import JobExchange, run_here
 
     exchange = JobExchange()
     if ranks.rank == 0:
         try:
-            return _run_hydra(main)
+            return _run_hydra(main, conf)
         finally:
             exchange.withdraw()
     job = exchange.receive()
@@ -60,7 +57,7 @@ def _run_as_rank(main: Callable[[], None], ranks: RankEnvironment) -> int:
     return exits.COMPLETED
 
 
-def _drive_sweep(main: Callable[[], None], ranks: RankEnvironment) -> int:
+def _drive_sweep(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -> int:
     if ranks.local_world_size != ranks.world_size:
         if ranks.rank == 0:
             print("-m: a sweep runs on one machine; under torchrun with several, start each job apart", file=sys.stderr)
@@ -70,10 +67,10 @@ def _drive_sweep(main: Callable[[], None], ranks: RankEnvironment) -> int:
     ranks.leave()
     if not any("launch.nproc_per_node=" in argument for argument in sys.argv):
         sys.argv.append(f"launch.nproc_per_node={ranks.local_world_size}")
-    return _run_hydra(main)
+    return _run_hydra(main, conf)
 
 
-def _run_hydra(main: Callable[[], None]) -> int:
+def _run_hydra(main: Callable[[], None], conf: Path) -> int:
     """Run Hydra on the command line; return the exit code."""
     try:
         main()
@@ -87,8 +84,9 @@ def _run_hydra(main: Callable[[], None]) -> int:
     except ZeroTrainError:  # of a job of a sweep, and said when it happened
         code = exits.FAILED
     except Exception as error:  # jobs raise nothing else
-        problems = _composition_problems(main)
-        for problem in problems or traceback.format_exception(error):
+        problems = problems_with(error, conf)
+        of_disk = [str(error)] if isinstance(error, OSError) else []
+        for problem in problems or of_disk or traceback.format_exception(error):
             print(problem, file=sys.stderr)
         code = exits.CONFIG_PROBLEM if problems else exits.FAILED
     return sweep.report(code)
@@ -100,21 +98,3 @@ def _code_of(ending: SystemExit) -> int:
         print(ending.code, file=sys.stderr)
         return exits.FAILED
     return ending.code or exits.COMPLETED
-
-
-def _composition_problems(main: Callable[[], None]) -> list[str]:
-    """What is wrong with this command line."""
-    arguments = get_args_parser().parse_args()
-    folder = Path(inspect.getfile(inspect.unwrap(main))).resolve().parent / "conf"
-    searched = [f"hydra.searchpath=[{path}]" for path in (arguments.config_path, arguments.config_dir) if path]
-    with hydra.initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        return composition_problems(
-            arguments.overrides,
-            lambda overrides: hydra.compose(arguments.config_name or "train", [*overrides, *searched]),
-            is_sweep=_is_sweep(),
-        )
-
-
-def _is_sweep() -> bool:
-    arguments = get_args_parser().parse_args()
-    return arguments.multirun or "hydra.mode=MULTIRUN" in arguments.overrides

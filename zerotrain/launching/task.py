@@ -15,8 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from zerotrain import preflight
 from zerotrain.config.checks import OPEN_GROUPS, checked_config, doubtful, without_effect
+from zerotrain.config.places import with_place
 from zerotrain.config.schema import Config
-from zerotrain.errors import ConfigError, ZeroTrainError
+from zerotrain.errors import ConfigError, ZeroTrainError, printable
 from zerotrain.launching import exits, sweep
 from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.failures import RunError, name_full_disk
@@ -25,6 +26,9 @@ from zerotrain.launching.job import Job, completed_in, write_ending, write_refus
 from zerotrain.launching.spawn import run_ranks
 from zerotrain.launching.torchrun import JobExchange, run_here
 from zerotrain.training.result import RESULT_NAME
+
+MAX_TRACEBACK = 20_000
+"""Characters."""
 
 
 def run_job(composed: DictConfig) -> float:
@@ -45,18 +49,25 @@ def run_job(composed: DictConfig) -> float:
         if is_sweep:
             sweep.claim(run_dir, hydra.job.num)
         with locked(run_dir):
-            result = _run(composed, run_dir, overrides=list(hydra.overrides.task))
+            result = _run(composed, run_dir, overrides=_given(hydra))
     except Exception as error:
         is_full = name_full_disk(error, run_dir)
-        failure = error if isinstance(error, ZeroTrainError) else RunError(f"{type(error).__name__}: {error}")
+        said = printable(f"{type(error).__name__}: {error}")
+        failure = error if isinstance(error, ZeroTrainError) else RunError(said)
         if failure is not error and not is_full:  # of a user's class that was tried out: the user needs to see where
-            traceback.print_exc()
+            print(printable(traceback.format_exc(), MAX_TRACEBACK), file=sys.stderr)
         print(f"job {hydra.job.num}: {failure}" if is_sweep else failure, file=sys.stderr)
         if is_sweep:
             raise failure from error
         raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
     loss = result["final_val_loss"]
     return math.nan if loss is None else loss
+
+
+def _given(hydra: Any) -> list[str]:
+    """The settings given on the command line, as they were: a ${...} in them is not theirs to resolve."""
+    given: list[str] = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # type: ignore[assignment]
+    return given
 
 
 def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
@@ -108,6 +119,7 @@ def _run_spawned(job: Job, num_ranks: int) -> dict[str, Any]:
 def _checked(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None) -> Config:
     """The config, after all that can be checked without ranks."""
     config, problems = checked_config(composed)
+    problems = [_placed(problem) for problem in problems]
     wanted = config.launch.nproc_per_node
     if ranks is not None and wanted not in (None, ranks.local_world_size):
         started = ranks.local_world_size
@@ -126,6 +138,13 @@ def _checked(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None)
     if problems:
         raise ConfigError(*problems)
     return config
+
+
+def _placed(problem: str) -> str:
+    hydra = HydraConfig.get()
+    folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+    chosen = {group: choice for group, choice in hydra.runtime.choices.items() if not group.startswith("hydra/")}
+    return with_place(problem, dict(reversed(chosen.items())), folders, _given(hydra))
 
 
 def _num_local_ranks(config: Config) -> int:

@@ -46,6 +46,7 @@ class GPT(nn.Module):
                 f"model.num_heads={num_heads} does not divide model.hidden_size={hidden_size}; "
                 f"choose a number of heads that does, such as {_nearest_divisor(hidden_size, num_heads)}"
             )
+        self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.wte = nn.Embedding(vocab_size, hidden_size)
         self.wpe = nn.Embedding(max_seq_len, hidden_size)

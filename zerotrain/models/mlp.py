@@ -24,6 +24,7 @@ class MLP(nn.Module):
     def __init__(self, *, vocab_size: int, context: int, hidden_size: int, num_layers: int) -> None:
         super().__init__()
         require_at_least(1, vocab_size=vocab_size, context=context, hidden_size=hidden_size, num_layers=num_layers)
+        self.vocab_size = vocab_size
         self.context = context
         self.wte = nn.Embedding(vocab_size, hidden_size)
         self.in_proj = nn.Linear(context * hidden_size, hidden_size)

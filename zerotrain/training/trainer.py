@@ -14,7 +14,7 @@ from zerotrain.comm.world import World
 from zerotrain.data.batches import IGNORED_LABEL, GlobalBatchSampler
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
-from zerotrain.errors import CommError
+from zerotrain.errors import CommError, printable
 from zerotrain.training.evaluation import evaluate
 from zerotrain.training.flops import ModelFlops
 from zerotrain.training.generate import generate
@@ -107,7 +107,7 @@ class Trainer:
             except BaseException as error:
                 stopped = stop.received or isinstance(error, KeyboardInterrupt)
                 self.result.status = "stopped" if stopped else "failed"
-                self.result.error = f"{type(error).__name__}: {error}"
+                self.result.error = printable(f"{type(error).__name__}: {error}")
                 raise
             finally:
                 self.result.tokens_per_s = self.clock.tokens_per_s()
@@ -253,7 +253,8 @@ class Trainer:
         except CommError:
             raise
         except Exception as error:  # of the user's model or dataset: the training is done, and its report is due
-            self.console.print(f"No sample of text: {type(error).__name__}: {error}", markup=False, highlight=False)
+            why = printable(f"{type(error).__name__}: {error}", keep="")
+            self.console.print(f"No sample of text: {why}", markup=False, highlight=False)
             return
         self.console.rule(f"{self.sample_tokens} tokens after {len(prompt)} of the validation text")
         self.console.print(text, markup=False, highlight=False)
