@@ -78,7 +78,8 @@ class LaunchConfig:
     nproc_per_node: int | None = setting(None, or_null(between(1, 1024, "ranks")))
     """Ranks on this machine; null: the number of GPUs, or 1 where there is none."""
     device: str = setting("auto", one_of("auto", "cpu", "cuda"))
-    """cpu, cuda or auto (cuda where there is one). The backend follows: gloo on cpu, nccl on cuda."""
+    """cpu, cuda or auto (cuda where each rank of this machine gets a GPU of its own, else cpu). The backend follows:
+    gloo on cpu, nccl on cuda."""
     threads_per_rank: int | None = setting(None, or_null(between(1, 1024, "threads")))
     """CPU threads of one rank; null: the machine's cores divided by its ranks, at least 1. The bits of a matrix product
     on the CPU depend on it."""

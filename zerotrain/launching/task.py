@@ -60,6 +60,8 @@ def run_job(composed: DictConfig) -> float:
         if is_sweep:
             raise failure from error
         raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
+    if not is_sweep:
+        print_ending(run_dir, Path.cwd())
     loss = result["final_val_loss"]
     return math.nan if loss is None else loss
 
@@ -85,12 +87,24 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     job = Job(config=config, run_dir=run_dir, overrides=overrides)
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
-    shown_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-    print(f"stage {config.zero.stage}, ranks: {num_ranks}, run folder: {shown_dir}", flush=True)
+    shown = shown_from(Path.cwd(), run_dir)
+    print(f"stage {config.zero.stage}, ranks: {num_ranks}, run folder: {shown}", flush=True)
     if ranks is None:
         return _run_spawned(job, num_ranks)
     JobExchange().publish(job)
     return run_here(job, ranks)
+
+
+def shown_from(here: Path, path: Path) -> Path:
+    """A path as one who works in `here` would write it."""
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def print_ending(run_dir: Path, here: Path) -> None:
+    """Say where a completed run lies, and what may come next."""
+    print(f"saved in {shown_from(here, run_dir)}: result.json, metrics.jsonl, ranks/")
+    print("next: train.max_steps=... trains longer, data.path=... on your own text,")
+    print("      -m zero.stage=0,1,2,3 compares the stages, --cfg job shows every setting", flush=True)
 
 
 def _save_composition(composed: DictConfig, folder: Path) -> None:
@@ -120,6 +134,12 @@ def _checked(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None)
     """The config, after all that can be checked without ranks."""
     config, problems = checked_config(composed)
     problems = [_placed(problem) for problem in problems]
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_local = _num_local_ranks(config) if ranks is None else ranks.local_world_size
+    device, why = device_for(config.launch.device, num_local, num_gpus)
+    if why:
+        print(f"warning: {why}", file=sys.stderr)
+        config.launch.device = device
     wanted = config.launch.nproc_per_node
     if ranks is not None and wanted not in (None, ranks.local_world_size):
         started = ranks.local_world_size
@@ -132,12 +152,30 @@ def _checked(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None)
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, "launch")) for problem in problems):
         try:
-            preflight.check(config, _num_local_ranks(config) if ranks is None else ranks.local_world_size)
+            preflight.check(config, num_local)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
     return config
+
+
+def device_for(wanted: str, num_local_ranks: int, num_gpus: int) -> tuple[str, str | None]:
+    """Where the ranks run, and a line where it is not where one might think.
+
+    Each rank needs a GPU of its own. With too few, auto is the CPU: two ranks on a machine with one GPU are asked for
+    to see how ranks work together. What was asked for by name is left as it is, to be refused.
+
+    Args:
+        wanted: cpu, cuda or auto.
+    """
+    if wanted != "auto" or not 0 < num_gpus < num_local_ranks:
+        return wanted, None
+    number = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    return "cpu", (
+        f"launch.device=auto: {num_local_ranks} ranks need a GPU each and this machine has {number}, so they run on "
+        f"the CPU; launch.nproc_per_node={num_gpus} uses the GPU"
+    )
 
 
 def _placed(problem: str) -> str:

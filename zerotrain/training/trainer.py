@@ -24,6 +24,7 @@ from zerotrain.training.progress import ProgressDisplay
 from zerotrain.training.report import RankUsage, gather_usages, measure_usage, print_report
 from zerotrain.training.result import RunResult
 from zerotrain.training.sinks import MetricsFile, MetricSink
+from zerotrain.training.start import print_start
 from zerotrain.training.stop import interrupt_on_sigterm
 
 NUM_PROMPT_TOKENS = 32
@@ -100,6 +101,7 @@ class Trainer:
         """
         with interrupt_on_sigterm() as stop:
             try:
+                self._show_start()
                 self._train()
                 self._show_sample()
                 usages = self._measure()
@@ -117,6 +119,16 @@ class Trainer:
                     self.result.write(self.run_dir)
         print_report(self.console, result=self.result, usages=usages, device=self.world.device)
         return self.result.body()
+
+    def _show_start(self) -> None:
+        if self.world.rank == 0:
+            print_start(
+                self.console,
+                engine=self.engine,
+                dataset=self.dataset,
+                sampler=self.sampler,
+                num_steps=self.max_steps - self.first_step,
+            )
 
     def _train(self) -> None:
         with ExitStack() as stack:
