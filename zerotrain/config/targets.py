@@ -81,7 +81,7 @@ def _why_not_found(path: str, error: BaseException) -> str:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
-        return f"there is no module {missing.name}; it is looked for beside launch.py, here and in PYTHONPATH"
+        return f"there is no module {missing.name}; it is looked for where you are, beside launch.py and in PYTHONPATH"
     except (Exception, SystemExit) as failed:
         return f"importing {module_name} failed: {type(failed).__name__}: {failed}".split("\n")[0]
     if hasattr(module, attribute):

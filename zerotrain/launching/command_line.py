@@ -23,6 +23,25 @@ PRIMARY_CONFIG = "train"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
+def put_options_last(arguments: list[str]) -> None:
+    """Let settings stand on both sides of an option: Hydra does not know those behind one that follows others.
+
+    Args:
+        arguments: `sys.argv`, changed in place.
+    """
+    try:
+        settings = get_args_parser().parse_intermixed_args(arguments[1:]).overrides
+    except TypeError:  # of a parser that has learnt what cannot be intermixed
+        return
+    waiting, options = list(settings), []
+    for argument in arguments[1:]:
+        if waiting and argument == waiting[0]:
+            del waiting[0]
+        else:
+            options.append(argument)
+    arguments[1:] = [*settings, *options]
+
+
 def is_sweep() -> bool:
     """Whether this process was asked for a sweep."""
     arguments = get_args_parser().parse_args()

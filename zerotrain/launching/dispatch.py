@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from zerotrain.errors import ZeroTrainError
 from zerotrain.launching import exits, sweep
-from zerotrain.launching.command_line import is_sweep, problems_with
+from zerotrain.launching.command_line import is_sweep, problems_with, put_options_last
 from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.signals import end_with_parent
 from zerotrain.launching.terminal import outlast_readers
@@ -30,6 +30,7 @@ def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
         conf: the folder of its configs.
     """
     outlast_readers()
+    put_options_last(sys.argv)
     # Users name classes of modules that lie in the folder they work in.
     sys.path.append(os.getcwd())
     # Hydra then passes its exceptions on instead of printing them in its own way.
