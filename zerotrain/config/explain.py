@@ -85,9 +85,14 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
     members = [name for name in known if name.startswith(f"{key}.")]
     if isinstance(error, OverrideParseException) or not key:
         shown = override or "''"
-        return f"{shown}: cannot be read; write key=value, such as zero.stage=3, special characters in quotes"
+        return (
+            f"{shown}: cannot be read; write key=value, such as zero.stage=3; special characters need quotes within "
+            "those of the shell, such as 'data.path=\"a (b)\"'"
+        )
     if isinstance(error, MissingConfigException):
         return _missing_choice(override, error)
+    if isinstance(error, UnicodeError):
+        return f"{find_yaml(f'{key}/{got}', folders) or override}: is no text in UTF-8"
     if isinstance(cause, GrammarParseError):
         return f"{override}: ${{ names another value and needs a }} behind it; \\${{ are the characters themselves"
     key, got, is_inner = _innermost(override, cause) or (key, got, False)
@@ -129,6 +134,8 @@ def _line_of_file(name: str, override: str | None, cause: Exception, known: list
         return f"{path}, line 1: there must be settings, such as `train:` and below it `max_steps: 3`"
     if path is not None and place is None and key == name.partition("/")[0]:
         return f"{path}: sets what is below {key}, where nothing is; its first line must be `# @package _global_`"
+    if not key:
+        return f"{path or where}: {first_line(cause).lstrip(': ')}"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         return f"{where}: {key}: there is no such setting{did_you_mean(key, known)}"
     return f"{where}: {must_be(key, place.value) if place and place.value else f'{key}: {first_line(cause)}'}"

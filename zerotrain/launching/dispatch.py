@@ -31,8 +31,12 @@ def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
     """
     outlast_readers()
     put_options_last(sys.argv)
-    # Users name classes of modules that lie in the folder they work in.
-    sys.path.append(os.getcwd())
+    try:
+        # Users name classes of modules that lie in the folder they work in.
+        sys.path.append(os.getcwd())
+    except FileNotFoundError:
+        print("the folder this was started in is gone; change to one that is there", file=sys.stderr)
+        sys.exit(exits.CONFIG_PROBLEM)
     # Hydra then passes its exceptions on instead of printing them in its own way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     ranks = RankEnvironment.read()

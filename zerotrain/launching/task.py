@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -54,7 +55,8 @@ def run_job(composed: DictConfig) -> float:
         is_full = name_full_disk(error, run_dir)
         said = printable(f"{type(error).__name__}: {error}")
         failure = error if isinstance(error, ZeroTrainError) else RunError(said)
-        if failure is not error and not is_full:  # of a user's class that was tried out: the user needs to see where
+        # Of a user's class that was tried out, the user needs to see where; not of what the machine has too little of.
+        if failure is not error and not is_full and not isinstance(error, OSError | dist.DistError):
             print(printable(traceback.format_exc(), MAX_TRACEBACK), file=sys.stderr)
         print(f"job {hydra.job.num}: {failure}" if is_sweep else failure, file=sys.stderr)
         if is_sweep:
