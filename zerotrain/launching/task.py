@@ -120,9 +120,10 @@ def _save_composition(composed: DictConfig, folder: Path) -> None:
 def _run_spawned(job: Job, num_ranks: int) -> dict[str, Any]:
     try:
         run_ranks(job, num_ranks)
-    except ZeroTrainError as error:
+    except Exception as error:
+        said = str(error) if isinstance(error, ZeroTrainError) else printable(f"{type(error).__name__}: {error}")
         with suppress(OSError):  # the cause matters more than a disk that is full
-            write_ending(job, num_ranks, status="failed", error=str(error))
+            write_ending(job, num_ranks, status="failed", error=said)
         raise
     except (KeyboardInterrupt, SystemExit):
         with suppress(OSError):

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.sharding.plan import STAGES
 from zerotrain.training.report import UNITS
 
 INDENT = 8
@@ -22,19 +21,21 @@ def print_start(
     engine: ZeroEngine,
     dataset: Any,
     sampler: GlobalBatchSampler,
+    plan_name: str,
     num_steps: int,
 ) -> None:
     """Print what trains on what, where, and for how long; readable at 80 columns, with and without colours.
 
     Args:
         sampler: of the run's training.
+        plan_name: how the memory is shared, such as "stage 2".
         num_steps: steps to go.
     """
     lines = {
         "model": _model(engine),
         "data": ", ".join(_data(dataset)),
         "ranks": _ranks(engine),
-        "memory": ", ".join(_memory(engine)),
+        "memory": ", ".join(_memory(engine, plan_name)),
         "steps": _steps(sampler, dataset, num_steps),
         "decay": ", ".join(_decay(engine)),
     }
@@ -67,12 +68,12 @@ def _ranks(engine: ZeroEngine) -> str:
     return f"{engine.world.size} on {where}; {engine.precision.name}"
 
 
-def _memory(engine: ZeroEngine) -> Iterator[str]:
+def _memory(engine: ZeroEngine, plan_name: str) -> Iterator[str]:
     """By ZeRO's formulas: the optimizer's state is not there yet."""
     held = engine.planned_nbytes()
     unit, unit_nbytes = next((unit for unit in UNITS if max(held.values()) >= unit[1]), UNITS[-1])
     of_each = ", ".join(f"{nbytes / unit_nbytes:.4g} {kind}" for kind, nbytes in held.items())
-    yield f"stage {STAGES.index(engine.plan)}"
+    yield plan_name
     yield f"{unit} of a rank: {of_each}"
 
 

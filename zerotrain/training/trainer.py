@@ -127,6 +127,7 @@ class Trainer:
                 engine=self.engine,
                 dataset=self.dataset,
                 sampler=self.sampler,
+                plan_name=f"stage {self.result.stage}",
                 num_steps=self.max_steps - self.first_step,
             )
 

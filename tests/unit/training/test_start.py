@@ -30,6 +30,7 @@ def shown(trainer, **terminal) -> str:
         engine=trainer.engine,
         dataset=trainer.dataset,
         sampler=trainer.sampler,
+        plan_name="stage 2",
         num_steps=trainer.max_steps,
     )
     return file.getvalue()
