@@ -71,7 +71,7 @@ def _drive_sweep(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -
         return exits.COMPLETED
     ranks.leave()
     if not any("launch.nproc_per_node=" in argument for argument in sys.argv):
-        sys.argv.append(f"launch.nproc_per_node={ranks.local_world_size}")
+        sys.argv.insert(1, f"launch.nproc_per_node={ranks.local_world_size}")
     return _run_hydra(main, conf)
 
 
