@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_BENCH := $(VENV)/.installed-bench
 
-.PHONY: help train test test-gpu check format sweep bench bench-link bench-gpu install clean
+.PHONY: help train test attack test-gpu check format sweep bench bench-link bench-gpu install clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -16,6 +16,9 @@ train: $(INSTALLED) ## install, then train a small GPT on real text: 2 ranks, st
 
 test: $(INSTALLED) ## install, then run the tests
 	$(BIN)/python -m pytest -n 3
+
+attack: $(INSTALLED) ## wrong commands, yamls, folders and environments, and what a user reads of each
+	$(BIN)/python -m pytest -n 2 tests/attack
 
 check: $(INSTALLED) ## lint, types and import layers
 	$(BIN)/ruff check .
@@ -63,7 +66,7 @@ test-gpu: ## the tests for a GPU; PYTHON has torch and pytest, WHEELS is a folde
 
 install: $(INSTALLED) ## install only, into .venv
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

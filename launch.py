@@ -1,5 +1,7 @@
 """Train a model: `python launch.py zero.stage=3 launch.nproc_per_node=2`, or the same under torchrun; `-m` sweeps."""
 
+from pathlib import Path
+
 import hydra
 from omegaconf import DictConfig
 
@@ -18,4 +20,4 @@ def main(composed: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    dispatch(main)
+    dispatch(main, conf=Path(__file__).resolve().parent / "conf")

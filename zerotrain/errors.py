@@ -1,5 +1,28 @@
 """Every error zerotrain raises on purpose; each says what was given, what is allowed and what to do."""
 
+_NUM_SHOWN = 2000
+_NUM_SHOWN_OF_END = 300
+
+
+def printable(text: str, max_length: int = _NUM_SHOWN, *, keep: str = "\n\t") -> str:
+    """A text as a terminal and a file can take it: what cannot be printed escaped, the middle of a long one left out.
+
+    An exception's text may hold a tensor, a file of 5 MB, colours, or halves of characters that no encoding has.
+
+    Args:
+        max_length: characters that are shown.
+        keep: what stays though it cannot be printed.
+    """
+    if len(text) > max_length:
+        num_left_out = len(text) - max_length
+        start, end = text[: max_length - _NUM_SHOWN_OF_END], text[-_NUM_SHOWN_OF_END:]
+        text = f"{start} [... {num_left_out} characters ...] {end}"
+    return "".join(each if each.isprintable() or each in keep else _escaped(each) for each in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
 
 class ZeroTrainError(Exception):
     """Base class of all errors raised on purpose."""
@@ -13,8 +36,8 @@ class ConfigError(ZeroTrainError):
     """
 
     def __init__(self, *problems: str) -> None:
-        self.problems = problems
-        super().__init__("\n".join(problems))
+        self.problems = tuple(printable(problem, keep="") for problem in problems)
+        super().__init__("\n".join(self.problems))
 
 
 class EngineStateError(ZeroTrainError):

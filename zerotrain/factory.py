@@ -1,6 +1,6 @@
 """The one place where config becomes objects: one rank of a run, from joining the others to its result."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from rich.console import Console
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -17,7 +16,7 @@ from zerotrain.comm.world import World
 from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, printable
 from zerotrain.settings import EngineConfig
 from zerotrain.training import Trainer
 from zerotrain.training.flops import ModelFlops, count_flops
@@ -58,8 +57,6 @@ def _trainer(
 ) -> Trainer:
     torch.manual_seed(config.seed)
     engine = _engine(config, world)
-    if world.rank == 0 and (said := said_of_decay(engine.param_groups)):
-        Console().print(said, highlight=False)
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
     torch.manual_seed(config.seed + 1 + world.rank)
     dataset = build("data", config.data)
@@ -96,14 +93,6 @@ def _engine(config: Config, world: World) -> ZeroEngine:
     )
 
 
-def said_of_decay(param_groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """Which parameters weight decay is left out of, for the start of a run; None where there is none anyway."""
-    decays = sorted({group["weight_decay"] for group in param_groups if group.get("weight_decay")})
-    if not decays or not any(group.get("weight_decay") == 0 for group in param_groups):
-        return None
-    return f"weight decay {' and '.join(map(str, decays))} on matrices alone, not on biases and other vectors"
-
-
 def build(group: str, values: dict[str, Any]) -> Any:
     """What `_target_` names, made from the other values.
 
@@ -122,11 +111,14 @@ def build(group: str, values: dict[str, Any]) -> Any:
 
 
 def in_group(group: str, error: Exception, values: Any) -> str:
-    """The first line of an error, saying which group of settings it is about; and their values, where it does not."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    if isinstance(error, TypeError | LookupError) and isinstance(values, dict):
-        given = ", ".join(f"{name}={value}" for name, value in values.items() if not name.startswith("_"))
-        line += f"; one of these may be of another type than it takes: {given}"
+    """The first line of an error, saying which group of settings it is about."""
+    said = str(error)
+    for value in values.values() if isinstance(values, dict) else ():
+        if isinstance(value, str) and "\n" in value:  # of what the user gave, all is shown
+            said = said.replace(value, printable(value, keep=""))
+    line = (said.splitlines() or [type(error).__name__])[0]
+    if isinstance(error, KeyError):
+        line = f"KeyError: {line}"
     return line if line.startswith(f"{group}.") else f"{group}: {line}"
 
 

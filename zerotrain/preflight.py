@@ -2,15 +2,18 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerotrain.comm.world import choose_device
+from zerotrain.config.compose import first_line
 from zerotrain.config.schema import Config
-from zerotrain.config.words import words_of_config
+from zerotrain.config.targets import HYDRA_KEYS
+from zerotrain.config.words import word, words_of_config
 from zerotrain.data.items import Item, first_items, require_next_tokens
 from zerotrain.engine.build import require_plain, require_trainable
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
@@ -24,6 +27,8 @@ from zerotrain.factory import build, build_on_meta, ended_in, in_group
 from zerotrain.sharding.units import cut_units, model_parameters
 
 SETS = ("train", "validation")
+MIN_SEQUENCES = 1024
+"""As many a rank may read in a step though the data has fewer, to learn a few by heart."""
 
 
 def check(config: Config, num_local_ranks: int = 1) -> None:
@@ -40,30 +45,36 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
     """
     problems: list[str] = []
 
-    def attempt(group: str, attempted: Callable[[], Any]) -> Any:
+    def attempt(group: str, attempted: Callable[[Config], Any]) -> Any:
         """What `attempted` gives; None after a problem."""
         try:
             with words_of_config():
-                return attempted()
+                return attempted(config)
         except ConfigError as error:
             problems.extend(error.problems)
         except (ValueError, TypeError, LookupError, OSError) as error:
             problems.append(in_group(group, error, getattr(config, group)))
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+                raise
+            problems.append(f"{group}: needs more memory than there is: {first_line(error)}; choose smaller values")
         except SystemExit as ending:
             problems.append(ended_in(group, ending, getattr(config, group)))
 
-    device = attempt("launch", lambda: choose_device(config.launch.device, num_local_ranks - 1))
-    data = attempt("data", lambda: build("data", config.data))
-    items = None if data is None else attempt("data", lambda: [first_items(data, name) for name in SETS])
+    device = attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
+    data = attempt("data", _dataset)
+    items = None if data is None else attempt("data", lambda _: [first_items(data, name) for name in SETS])
     model = None
     if _take_vocab_size(config, data):
-        model = attempt("model", lambda: build_on_meta(config))
+        model = attempt("model", lambda config: _require_module(build_on_meta(config), config))
     if model is not None:
-        attempt("model", lambda: _try_model(model, config))
+        attempt("model", lambda config: _try_model(model, config))
     if model is not None and items is not None:
-        attempt("data", lambda: _require_fit(model, data, items))
-    attempt("optimizer", lambda: _try_optimizer(model, config, device))
-    attempt("scheduler", lambda: build("scheduler", config.scheduler)(0, config.train.max_steps))
+        attempt("data", lambda _: _require_fit(model, data, items))
+    if items is not None:
+        attempt("train", lambda config: _require_enough(data, config))
+    attempt("optimizer", _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device)))
+    attempt("scheduler", _naming_the_argument("scheduler", _try_schedule))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
 
@@ -74,6 +85,72 @@ def _take_vocab_size(config: Config, data: Any) -> bool:
     if config.model.get("vocab_size", 0) is None and isinstance(known := getattr(data, "vocab_size", None), int):
         config.model["vocab_size"] = known
     return data is not None or config.model.get("vocab_size", 0) is not None
+
+
+def _naming_the_argument(group: str, attempted: Callable[[Config], Any]) -> Callable[[Config], Any]:
+    """The same attempt, in whose errors the argument is named without which there is none."""
+
+    def attempt(config: Config) -> Any:
+        try:
+            return attempted(config)
+        except (ConfigError, ValueError, TypeError, LookupError) as error:
+            values = getattr(config, group)
+            line = error.problems[0] if isinstance(error, ConfigError) else in_group(group, error, values)
+            for name in values.keys() - HYDRA_KEYS if line.startswith(f"{group}: ") else ():
+                without: Any = {group: {key: value for key, value in values.items() if key != name}}
+                if _passes(attempted, replace(config, **without)):
+                    reason = line.removeprefix(f"{group}: ")
+                    raise ConfigError(f"{group}.{name}: got {word(values[name])}; {reason}") from error
+            raise
+
+    return attempt
+
+
+def _passes(attempted: Callable[[Config], Any], config: Config) -> bool:
+    try:
+        attempted(config)
+    except Exception:  # of a user's class, which gets fewer arguments than it may need
+        return False
+    return True
+
+
+def _dataset(config: Config) -> Any:
+    """The data.
+
+    Raises:
+        ConfigError: it is no data at all.
+    """
+    data, path = build("data", config.data), config.data.get("_target_")
+    for name in SETS:
+        if getattr(data, name, None) is None:
+            raise ConfigError(
+                f"data._target_: got {path}, which makes a {type(data).__name__} with no dataset called {name}; it "
+                "must make an object with train and validation, each with a length and (inputs, labels) by number"
+            )
+    return data
+
+
+def _try_schedule(config: Config) -> None:
+    """Ask the schedule for a factor.
+
+    Raises:
+        ConfigError: it gives something else.
+    """
+    factor = build("scheduler", config.scheduler)(0, config.train.max_steps)
+    if not isinstance(factor, int | float):
+        raise ConfigError(
+            f"scheduler._target_: got {config.scheduler.get('_target_')}, which gives a {type(factor).__name__} for "
+            "(0, max_steps); it must give a number, the factor on the learning rate"
+        )
+
+
+def _require_module(model: Any, config: Config) -> Any:
+    if model is not None and not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model._target_: got {config.model.get('_target_')}, which makes a {type(model).__name__}; it must make a "
+            "torch.nn.Module"
+        )
+    return model
 
 
 def _try_model(model: nn.Module, config: Config) -> None:
@@ -98,10 +175,21 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
     with _optimizers_of_no_compiler():
         names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
         for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
-            optimizer = build_optimizer(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}])
+            given = {"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}
+            with suppress(ValueError):  # which the next line has a sentence for
+                _require_optimizer(factory([given]), config)
+            made = build_optimizer(factory, [given])
             if device is not None and device.type == "cpu":
-                settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+                settings = {key: value for key, value in made.param_groups[0].items() if key != "params"}
                 Trials(factory, device).require_fit(settings)
+
+
+def _require_optimizer(made: object, config: Config) -> None:
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer._target_: got {config.optimizer.get('_target_')}, which makes a {type(made).__name__}; it must "
+            "make a torch.optim.Optimizer"
+        )
 
 
 @contextmanager
@@ -145,3 +233,19 @@ def _require_fit(model: nn.Module, data: Any, items: Sequence[Sequence[Item]]) -
     if getattr(model, "next_token_labels", False):
         for name, each in zip(SETS, items, strict=True):
             require_next_tokens(each, f"data.{name}", model=kind, vocab_size=getattr(model, "vocab_size", None))
+
+
+def _require_enough(data: Any, config: Config) -> None:
+    """Check that a step does not read the data many times over: all that a rank reads in it lies in memory at once.
+
+    Raises:
+        ConfigError: it would.
+    """
+    train, most = config.train, max(len(data.train), MIN_SEQUENCES)
+    per_rank = train.micro_batch_size * train.gradient_accumulation_steps
+    if per_rank > most:
+        name = "micro_batch_size" if train.micro_batch_size > most else "gradient_accumulation_steps"
+        raise ConfigError(
+            f"train.{name}: got {getattr(train, name)}; a rank would read {per_rank} sequences in a step, and the data "
+            f"has {len(data.train)}; train.micro_batch_size x train.gradient_accumulation_steps must be {most} or less"
+        )

@@ -92,6 +92,11 @@ def at_least(minimum: int, what: str) -> Rule:
     return Rule(f"{minimum} or more {what}", lambda value: value >= minimum)
 
 
+def between(minimum: float, maximum: float, what: str) -> Rule:
+    """A number of things that are never more: a count with too many noughts is no wish."""
+    return Rule(f"between {minimum} and {maximum} {what}", lambda value: minimum <= value <= maximum)
+
+
 def positive(what: str) -> Rule:
     """A finite number above 0."""
     return Rule(what, lambda value: math.isfinite(value) and value > 0)

@@ -61,7 +61,7 @@ def test_a_part_imports_only_what_it_is_built_on(part: str, imports: grimp.Impor
 
 def test_every_part_of_the_package_has_its_place():
     parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert parts == {*MAY_IMPORT, "__init__", "factory", "preflight", "launching"}
+    assert parts == {*MAY_IMPORT, "__init__", "__main__", "factory", "preflight", "launching"}
 
 
 def test_only_these_parts_know_torch_distributed():

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from zerotrain.config.compose import register_schema
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-COPIED = ("launch.py", "Makefile", "pyproject.toml", "constraints.txt", "conf", "docs")
+COPIED = ("launch.py", "Makefile", "setup.py", "pyproject.toml", "constraints.txt", "conf", "docs")
 STARTERS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
 CHEAP = (
     "launch.threads_per_rank=1",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zerotrain import factory, preflight
-from zerotrain.config.schema import Config, LaunchConfig, PrecisionConfig, ZeroConfig
+from zerotrain.config.schema import Config, LaunchConfig, PrecisionConfig, TrainConfig, ZeroConfig
 from zerotrain.data import SyntheticTokens
 from zerotrain.errors import ConfigError
 from zerotrain.models import GPT as GPT_CLASS
@@ -22,6 +22,7 @@ GPT = {
     "num_heads": 2,
     "hidden_size": 8,
 }
+MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 256, "context": 2, "hidden_size": 8, "num_layers": 2}
 ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3}
 MUON = {"_target_": "zerotrain.MuonWithAdamW", "lr": 0.02, "adamw_lr": 1e-3}
 COSINE = {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 2, "final_fraction": 0.1}
@@ -40,11 +41,16 @@ def test_a_config_that_can_run_passes() -> None:
     ("groups", "problem"),
     [
         ({"model": GPT | {"num_heads": 3}}, "model.num_heads=3 does not divide model.hidden_size=8"),
-        ({"optimizer": ADAMW | {"lr": -1.0}}, "optimizer: Invalid learning rate: -1.0"),
+        ({"optimizer": ADAMW | {"lr": -1.0}}, "optimizer.lr: got -1.0; Invalid learning rate: -1.0"),
         ({"optimizer": ADAMW | {"_target_": "torch.optim.Muon"}}, "optimizer=Muon: takes matrices alone"),
         ({"optimizer": MUON | {"matrices": ["no"]}}, "optimizer.matrices: no trainable two-dimensional parameter"),
         ({"optimizer": MUON | {"matrices": "blocks.*"}}, "optimizer.matrices=blocks.*: must be auto, or a list"),
-        ({"optimizer": ADAMW | {"betas": [0.9]}}, "optimizer: list index out of range; one of these may be of another"),
+        ({"optimizer": ADAMW | {"betas": [0.9]}}, "optimizer.betas: got [0.9]; list index out of range"),
+        ({"optimizer": ADAMW | {"eps": [1]}}, "optimizer.eps: got [1]; '<=' not supported between instances of"),
+        (
+            {"optimizer": ADAMW | {"_target_": "builtins.dict"}},
+            "optimizer._target_: got builtins.dict, which makes a dict",
+        ),
         (
             {"optimizer": ADAMW | {"capturable": True}},
             "optimizer=AdamW: its step fails on small tensors (Asser",
@@ -63,7 +69,34 @@ def test_a_config_that_can_run_passes() -> None:
             {"model": {"_target_": "torch.nn.Embedding", "num_embeddings": 256, "embedding_dim": 4, "max_norm": 1.0}},
             "model: the model is a Embedding with max_norm=1.0, which changes its weight in the forward",
         ),
-        ({"scheduler": COSINE | {"warmup_steps": "abc"}}, "scheduler: "),
+        ({"scheduler": COSINE | {"warmup_steps": "abc"}}, "scheduler.warmup_steps: got abc; '<' not supported"),
+        (
+            {"scheduler": {"_target_": "builtins.divmod", "_partial_": True}},
+            "scheduler._target_: got builtins.divmod, which gives a tuple for (0, max_steps); it must give a number",
+        ),
+        ({"model": GPT | {"vocab_size": 100}}, "data.vocab_size=256, but GPT knows 100 tokens"),
+        ({"model": MLP | {"vocab_size": 100}}, "data.vocab_size=256, but MLP knows 100 tokens"),
+        (
+            {"model": {"_target_": "builtins.dict"}},
+            "model._target_: got builtins.dict, which makes a dict; it must make a",
+        ),
+        (
+            {"data": {"_target_": "builtins.dict"}},
+            "data._target_: got builtins.dict, which makes a dict with no dataset called train; it must make an object",
+        ),
+        ({"data": SYNTHETIC | {"seq_len": 10**12}}, "data: needs more memory than there is: "),
+        (
+            {"train": TrainConfig(micro_batch_size=10**9)},
+            "train.micro_batch_size: got 1000000000; a rank would read 1000000000 sequences in a step, and the data",
+        ),
+        (
+            {"train": TrainConfig(gradient_accumulation_steps=10**9)},
+            "train.gradient_accumulation_steps: got 1000000000; ",
+        ),
+        (
+            {"data": {"_target_": "zerotrain.data.TextDataset", "path": "a\nb", "seq_len": 8}},
+            "data.path=a\\nb does not",
+        ),
         ({"data": {"_target_": "zerotrain.data.TextDataset", "path": "no/such", "seq_len": 8}}, "data.path=no/such"),
     ],
 )

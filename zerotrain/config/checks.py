@@ -84,10 +84,11 @@ def _settings_of(config: Config) -> Iterator[tuple[str, Setting, Any]]:
 def _open_group_problems(values: dict[str, Any], group: str) -> Iterator[str]:
     for name, number in _not_finite(values, prefix=group):
         yield f"{name}: got {number}; it must be a finite number"
-    yield from target_problems(values, name=group)
     is_partial = values.get("_partial_") is True or makes_callables(values.get("_target_"))
     if group in PARTIAL_GROUPS and not is_partial:
         yield f"{group}._partial_: got {word(values.get('_partial_'))}; it must be true"
+        values = values | {"_partial_": True}  # what comes later is not missing now
+    yield from target_problems(values, name=group)
 
 
 def _not_finite(value: Any, *, prefix: str) -> Iterator[tuple[str, float]]:

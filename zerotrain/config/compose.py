@@ -9,8 +9,8 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from zerotrain.config.interpolation import interpolation_problems
 from zerotrain.config.schema import Config
 from zerotrain.config.suggest import did_you_mean
 from zerotrain.errors import ConfigError
@@ -31,12 +31,11 @@ def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
     Raises:
         ConfigError: an interpolation leads nowhere.
     """
-    try:
-        missing = sorted(OmegaConf.missing_keys(composed))
-        filled = OmegaConf.merge(composed, *(OmegaConf.from_dotlist([f"{key}=null"]) for key in missing))
-        values = OmegaConf.to_container(filled, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {first_line(error)}; give {error.full_key}=...") from error
+    if leading_nowhere := list(interpolation_problems(composed)):
+        raise ConfigError(*leading_nowhere)
+    missing = sorted(OmegaConf.missing_keys(composed))
+    filled = OmegaConf.merge(composed, *(OmegaConf.from_dotlist([f"{key}=null"]) for key in missing))
+    values = OmegaConf.to_container(filled, resolve=True)
     known = known_keys(composed)
     unknown = [key for key in _keys(values) if not _is_known(key)]
     problems = [f"{key}: has no value and needs one; give {key}=..." for key in missing]

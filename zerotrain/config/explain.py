@@ -1,36 +1,60 @@
 """Hydra's complaints about a command line, in one line each."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.core.override_parser.types import Glob, IntervalSweep
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, ValidationError
 
 from zerotrain.config.checks import OPEN_GROUPS, checked_config, must_be
 from zerotrain.config.compose import first_line, known_keys
+from zerotrain.config.places import find_yaml, holds_no_settings, place_of, syntax_problem
 from zerotrain.config.suggest import did_you_mean
 from zerotrain.errors import ConfigError
 
 Compose = Callable[[list[str]], DictConfig]
 """Composes the config of one job from its overrides."""
 
+_IN_FILE = re.compile(r"In '([^']+)': \w+ raised while composing config:")
+_PLUGINS = {
+    "hydra/launcher=joblib": "hydra-joblib-launcher",
+    "hydra/launcher=ray": "hydra-ray-launcher",
+    "hydra/launcher=rq": "hydra-rq-launcher",
+    "hydra/launcher=submitit_local": "hydra-submitit-launcher",
+    "hydra/launcher=submitit_slurm": "hydra-submitit-launcher",
+    "hydra/sweeper=ax": "hydra-ax-sweeper",
+    "hydra/sweeper=nevergrad": "hydra-nevergrad-sweeper",
+    "hydra/sweeper=optuna": "hydra-optuna-sweeper",
+}
+"""Choices that come with a package of their own."""
 
-def composition_problems(overrides: list[str], compose: Compose, *, is_sweep: bool) -> list[str]:
+
+def composition_problems(
+    overrides: list[str], compose: Compose, *, is_sweep: bool, folders: Sequence[Path] = ()
+) -> list[str]:
     """All that is wrong with a command line that Hydra refused, a line for each problem.
 
     Hydra stops at the first problem. This composes again without the override at fault until nothing else is wrong,
     and then checks the values. For a sweep, the first job that has problems speaks for all.
+
+    Args:
+        folders: where the yamls of the groups lie, in the order in which they are looked for.
     """
+    overrides = [override for override in overrides if not (is_sweep and _is_glob(override))]
     if not is_sweep:
-        several = [override for override in overrides if len(_choices(override)) > 1]
+        several = [override for override in overrides if _is_glob(override) or len(_choices(override)) > 1]
         single = [override for override in overrides if override not in several]
-        return [_several_values(override) for override in several] + _job_problems(single, compose)
-    return next(filter(None, (_job_problems(job, compose) for job in _jobs(overrides))), [])
+        return [_several_values(override) for override in several] + _job_problems(single, compose, folders)
+    return next(filter(None, (_job_problems(job, compose, folders) for job in _jobs(overrides))), [])
 
 
-def _job_problems(overrides: list[str], compose: Compose) -> list[str]:
+def _job_problems(overrides: list[str], compose: Compose, folders: Sequence[Path]) -> list[str]:
     remaining, refused = list(overrides), []
     while True:
         try:
@@ -40,42 +64,108 @@ def _job_problems(overrides: list[str], compose: Compose) -> list[str]:
             at_fault = _override_at_fault(error, remaining, compose)
             refused.append((at_fault, error))
             if at_fault is None:
-                return [_line(override, error, known_keys()) for override, error in refused]
+                return [_line(override, error, known_keys(), folders) for override, error in refused]
             remaining.remove(at_fault)
-    problems = [_line(override, error, known_keys(composed)) for override, error in refused]
+    problems = [_line(override, error, known_keys(composed), folders) for override, error in refused]
     try:
         return problems + checked_config(composed)[1]
     except ConfigError as error:
         return [*problems, *error.problems]
 
 
-def _line(override: str | None, error: Exception, known: list[str]) -> str:
-    cause = error.__cause__ or error.__context__ or error
+def _line(override: str | None, error: Exception, known: list[str], folders: Sequence[Path]) -> str:
+    cause: Any = error.__cause__ or error.__context__ or error
+    if isinstance(error, yaml.MarkedYAMLError):
+        return syntax_problem(error)
+    if in_file := _IN_FILE.match(str(error)):
+        return _line_of_file(in_file[1], override, cause, known, folders)
     if override is None:
         return " ".join(str(error).split("\n")[:2])
     key, _, got = override.lstrip("+~").partition("=")
     members = [name for name in known if name.startswith(f"{key}.")]
-    if isinstance(error, OverrideParseException):
-        return f"{override}: cannot be read; write key=value, such as zero.stage=3, special characters in quotes"
-    if isinstance(error, MissingConfigException) and error.options:
-        choices = ", ".join(error.options)
-        return f"{override}: there is no such choice{did_you_mean(got, error.options)}; there are {choices}"
+    if isinstance(error, OverrideParseException) or not key:
+        shown = override or "''"
+        return (
+            f"{shown}: cannot be read; write key=value, such as zero.stage=3; special characters need quotes within "
+            "those of the shell, such as 'data.path=\"a (b)\"'"
+        )
+    if isinstance(error, MissingConfigException):
+        return _missing_choice(override, error)
+    if isinstance(error, UnicodeError):
+        return f"{find_yaml(f'{key}/{got}', folders) or override}: is no text in UTF-8"
+    if isinstance(cause, GrammarParseError):
+        return f"{override}: ${{ names another value and needs a }} behind it; \\${{ are the characters themselves"
+    key, got, is_inner = _innermost(override, cause) or (key, got, False)
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        adding = f"; +{key}=... adds it" if key.startswith(OPEN_GROUPS) and key.count(".") > 1 else ""
+        may_be_added = key.startswith(OPEN_GROUPS) and (is_inner or key.count(".") > 1)
+        adding = f"; +{key}=... adds it" if may_be_added else ""
         return f"{key}: there is no such setting{did_you_mean(key, known) or adding}"
     if "An item is already at" in str(error) or "Multiple values for" in str(error):
         return f"{override}: {key} has a value already; leave out the +"
     if override.startswith("~") and key in known:
+        if key.startswith(tuple(f"{group}." for group in OPEN_GROUPS)) and "does not exist" in str(error):
+            group = key.partition(".")[0]
+            return f"{override}: is null, and Hydra leaves out only what is not; give a {group} yaml without it"
         return f"{override}: {key} cannot be left out; give it another value"
     if isinstance(cause, ValidationError):
-        group = f"{override}: {key} is a group of settings: {', '.join(members)}" if members else None
-        return must_be(key, got) or group or f"{override}: {first_line(cause)}"
+        all_of_it = f"{override}: {key} is a group of settings: {', '.join(members)}" if members else None
+        return must_be(key, got) or all_of_it or f"{override}: {first_line(cause)}"
     return f"{override}: {first_line(error)}"
+
+
+def _missing_choice(override: str, error: MissingConfigException) -> str:
+    """What is said of a choice that there is not, or of one that a chosen yaml asks for."""
+    key, _, got = override.lstrip("+~").partition("=")
+    asked, options = error.missing_cfg_file or "", error.options or []
+    choices = f"; there are {', '.join(options)}" if options else ""
+    if package := _PLUGINS.get(f"{key}={got}"):
+        return f"{override}: is not installed; pip install {package}{choices}"
+    if asked in ("", f"{key}/{got}", got):
+        return f"{override}: there is no such choice{did_you_mean(got, options)}{choices}"
+    return f"{override}: asks for {asked}, which there is not{did_you_mean(asked.rpartition('/')[2], options)}{choices}"
+
+
+def _line_of_file(name: str, override: str | None, cause: Exception, known: list[str], folders: Sequence[Path]) -> str:
+    """What is wrong in a yaml that was chosen, with the line where it says so."""
+    key, path = str(getattr(cause, "full_key", "")), find_yaml(name, folders)
+    place = None if path is None else place_of(key, path)
+    where = place or override or path or name
+    if path is not None and holds_no_settings(path):
+        return f"{path}, line 1: there must be settings, such as `train:` and below it `max_steps: 3`"
+    if path is not None and place is None and key == name.partition("/")[0]:
+        return f"{path}: sets what is below {key}, where nothing is; its first line must be `# @package _global_`"
+    if not key:
+        return f"{path or where}: {first_line(cause).lstrip(': ')}"
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        return f"{where}: {key}: there is no such setting{did_you_mean(key, known)}"
+    return f"{where}: {must_be(key, place.value) if place and place.value else f'{key}: {first_line(cause)}'}"
+
+
+def _innermost(override: str, cause: BaseException) -> tuple[str, str, bool] | None:
+    """(key, value, True) inside the {...} that an override gives, of what the exception speaks of."""
+    [parsed] = OverridesParser.create().parse_overrides([override])
+    key, value = parsed.key_or_group, parsed.value()
+    inner = str(getattr(cause, "full_key", ""))
+    if not isinstance(value, dict) or not inner.startswith(f"{key}."):
+        return None
+    found: Any = value
+    for part in inner.removeprefix(f"{key}.").split("."):
+        found = found.get(part, "") if isinstance(found, dict) else ""
+    return inner, str(found), True
 
 
 def _several_values(override: str) -> str:
     key, _, values = override.partition("=")
-    return f"{override}: got several values; -m runs a job for each, {key}=[{values}] gives them as a list"
+    as_list = "" if "(" in values else f", {key}=[{values}] gives them as a list"
+    return f"{override}: got several values; -m runs a job for each{as_list}"
+
+
+def _is_glob(override: str) -> bool:
+    try:
+        [parsed] = OverridesParser.create().parse_overrides([override])
+    except HydraException:
+        return False
+    return isinstance(parsed.value(), Glob)
 
 
 def _override_at_fault(error: Exception, overrides: list[str], compose: Compose) -> str | None:

@@ -16,9 +16,9 @@ from zerotrain.settings import (
     Rule,
     ZeroConfig,
     at_least,
+    between,
     one_of,
     or_null,
-    positive,
     setting,
 )
 
@@ -75,14 +75,15 @@ class TrainConfig:
 class LaunchConfig:
     """Where and how the ranks run."""
 
-    nproc_per_node: int | None = setting(None, or_null(at_least(1, "ranks")))
+    nproc_per_node: int | None = setting(None, or_null(between(1, 1024, "ranks")))
     """Ranks on this machine; null: the number of GPUs, or 1 where there is none."""
     device: str = setting("auto", one_of("auto", "cpu", "cuda"))
-    """cpu, cuda or auto (cuda where there is one). The backend follows: gloo on cpu, nccl on cuda."""
-    threads_per_rank: int | None = setting(None, or_null(at_least(1, "threads")))
+    """cpu, cuda or auto (cuda where each rank of this machine gets a GPU of its own, else cpu). The backend follows:
+    gloo on cpu, nccl on cuda."""
+    threads_per_rank: int | None = setting(None, or_null(between(1, 1024, "threads")))
     """CPU threads of one rank; null: the machine's cores divided by its ranks, at least 1. The bits of a matrix product
     on the CPU depend on it."""
-    timeout_s: float = setting(300.0, positive("a number of seconds above 0"))
+    timeout_s: float = setting(300.0, between(0.001, 31536000, "seconds (a year)"))
     """Seconds a collective may wait for the other ranks before the run is ended."""
     overwrite: bool = setting(False, TRUE_OR_FALSE)
     """Run in a folder that holds a completed run, and erase that. One that did not complete needs no leave."""

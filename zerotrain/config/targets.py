@@ -6,7 +6,9 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from zerotrain.config.kinds import kind_problems
 from zerotrain.config.suggest import did_you_mean
+from zerotrain.config.words import word
 
 HYDRA_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_"})
 """Keys that Hydra's instantiate reads itself; every other key is an argument of the target."""
@@ -20,7 +22,7 @@ def target_problems(values: dict[str, Any], *, name: str) -> Iterator[str]:
         name: its name in the config, for the messages.
     """
     if not isinstance(values.get("_target_"), str):
-        yield f"{name}._target_: got {values.get('_target_')}; it must be the import path of a class or function"
+        yield f"{name}._target_: got {word(values.get('_target_'))}; it must be the import path of a class or function"
         return
     path = values["_target_"]
     try:
@@ -55,10 +57,16 @@ def _argument_problems(target: Callable[..., Any], values: dict[str, Any], name:
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [] if takes_any else [key for key in arguments if key not in parameters]
     for key in unknown:
-        hint = did_you_mean(key, parameters) or f"; leave it out with ~{name}.{key}"
+        # Hydra leaves out only what has a value.
+        otherwise = (
+            f"leave it out with ~{name}.{key}" if arguments[key] is not None else f"give a {name} yaml without it"
+        )
+        hint = did_you_mean(key, parameters) or f"; {otherwise}"
         yield f"{name}.{key}: {path} takes no such argument{hint}"
     known = {key: value for key, value in arguments.items() if key not in unknown}
     bind = signature.bind_partial if values.get("_partial_") else signature.bind
+    for key, takes in kind_problems(target, parameters, known):
+        yield f"{name}.{key}: got {word(known[key])}; {path} takes {takes}"
     try:
         bind(*values.get("_args_", ()), **known)
     except TypeError as error:
@@ -73,7 +81,7 @@ def _why_not_found(path: str, error: BaseException) -> str:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
-        return f"there is no module {missing.name}; it is looked for beside launch.py, here and in PYTHONPATH"
+        return f"there is no module {missing.name}; it is looked for where you are, beside launch.py and in PYTHONPATH"
     except (Exception, SystemExit) as failed:
         return f"importing {module_name} failed: {type(failed).__name__}: {failed}".split("\n")[0]
     if hasattr(module, attribute):

@@ -45,6 +45,8 @@ def word(value: Any) -> str:
     """A value as it is written on the command line."""
     if value is None:
         return "null"
+    if value == "":
+        return "''"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

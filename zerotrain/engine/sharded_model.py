@@ -24,7 +24,7 @@ from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.full_weights import full_state_dict, weights_sha256
 from zerotrain.engine.state.load import load_state_dict
 from zerotrain.engine.state.transfer import Transfer
-from zerotrain.engine.usage import memory_bytes, volume_of
+from zerotrain.engine.usage import memory_bytes, planned_nbytes, volume_of
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.units import model_parameters
 
@@ -172,6 +172,20 @@ class ShardedModel:
     def num_parameters(self) -> int:
         """Elements of all parameters, tied ones counted once."""
         return sum(bucket.layout.numel for bucket in self.schedule.buckets)
+
+    def group_sizes(self) -> list[tuple[int, int]]:
+        """(parameters, their elements) that train in each of the `param_groups`."""
+        sizes = [(0, 0) for _ in self.param_groups]
+        for bucket in self.schedule.trained:
+            for managed, slot in zip(bucket.spec.parameters, bucket.layout.slots, strict=True):
+                num_parameters, numel = sizes[managed.group]
+                sizes[managed.group] = (num_parameters + 1, numel + slot.numel)
+        return sizes
+
+    def planned_nbytes(self) -> dict[str, int]:
+        """Bytes a rank is to hold at rest by ZeRO's formulas: {parameters, gradients, optimizer}. Known before the
+        first step, from a step of the optimizer on a sample, and to no byte where it keeps factors of a matrix."""
+        return planned_nbytes(self.schedule, self._groups.factory, self.world.shards.size)
 
     def memory_bytes(self) -> dict[str, Any]:
         """Bytes this rank holds now, by kind, and under "theory" what ZeRO's formulas give without padding.

@@ -47,10 +47,23 @@ def _optimizer_nbytes(schedule: Schedule, factory: OptimizerFactory) -> int:
     return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)
 
 
-def _sampled_nbytes(factory: OptimizerFactory) -> int:
-    """What the optimizer keeps of one tensor of `SAMPLE_SHAPE` that it updates whole."""
+def planned_nbytes(schedule: Schedule, factory: OptimizerFactory, num_shards: int) -> dict[str, int]:
+    """See `ZeroEngine.planned_nbytes`."""
+    trained = schedule.trained
+    num_whole = sum(slot.numel for bucket in trained for slot in bucket.layout.slots[: bucket.spec.num_whole])
+    num_by_elements = sum(bucket.layout.numel for bucket in trained) - num_whole
+    copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.separate_master_nbytes)
+    state = 0
+    for name, numel in (("whole matrices", num_whole), ("matrices", num_by_elements)):
+        if numel:
+            state += numel * _sampled_nbytes(factory, name) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
+    return volume_of(schedule, num_shards).memory_nbytes(schedule.plan, state + copies)
+
+
+def _sampled_nbytes(factory: OptimizerFactory, name: str = "whole matrices") -> int:
+    """What the optimizer keeps of one tensor of `SAMPLE_SHAPE`, by default one that it updates whole."""
     sample = torch.zeros(SAMPLE_SHAPE)
-    optimizer = build_optimizer(factory, [{"params": [sample], "name": "whole matrices"}])
+    optimizer = build_optimizer(factory, [{"params": [sample], "name": name}])
     sample.grad = torch.ones_like(sample)
     optimizer.step()
     return sum(tensor.nbytes for tensor in tensors_of_state(optimizer))

@@ -3,7 +3,6 @@
 Imports no torch, since tab completion comes through here.
 """
 
-import inspect
 import os
 import signal
 import sys
@@ -12,20 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import hydra
-from hydra._internal.utils import get_args_parser
-from omegaconf.errors import OmegaConfBaseException
-
 from zerotrain.comm.environment import RankEnvironment
-from zerotrain.config.compose import first_line
-from zerotrain.config.explain import composition_problems
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.launching import exits, sweep
+from zerotrain.launching.command_line import is_sweep, problems_with, put_options_last
 from zerotrain.launching.signals import end_with_parent
 from zerotrain.launching.terminal import outlast_readers
 
 
-def dispatch(main: Callable[[], None]) -> NoReturn:
+def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
     """Do this process's part of the command line, and exit.
 
     Started by hand, it composes and starts the ranks. Under torchrun every rank gets here: rank 0 composes and shares
@@ -33,10 +27,16 @@ def dispatch(main: Callable[[], None]) -> NoReturn:
 
     Args:
         main: the function that `hydra.main` has decorated.
+        conf: the folder of its configs.
     """
     outlast_readers()
-    # Users name classes of modules that lie in the folder they work in.
-    sys.path.append(os.getcwd())
+    put_options_last(sys.argv)
+    try:
+        # Users name classes of modules that lie in the folder they work in.
+        sys.path.append(os.getcwd())
+    except FileNotFoundError:
+        print("the folder this was started in is gone; change to one that is there", file=sys.stderr)
+        sys.exit(exits.CONFIG_PROBLEM)
     # Hydra then passes its exceptions on instead of printing them in its own way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
@@ -45,13 +45,13 @@ def dispatch(main: Callable[[], None]) -> NoReturn:
         print(error, file=sys.stderr)
         sys.exit(exits.CONFIG_PROBLEM)
     if ranks is None:
-        sys.exit(_run_hydra(main))
+        sys.exit(_run_hydra(main, conf))
     # Torchrun ends its ranks, but not when it is killed itself.
     end_with_parent(signal.SIGTERM)
-    sys.exit(_drive_sweep(main, ranks) if _is_sweep() else _run_as_rank(main, ranks))
+    sys.exit(_drive_sweep(main, conf, ranks) if is_sweep() else _run_as_rank(main, conf, ranks))
 
 
-def _run_as_rank(main: Callable[[], None], ranks: RankEnvironment) -> int:
+def _run_as_rank(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -> int:
     from zerotrain.launching.torchrun import job_exchange, run_here
 
     try:
@@ -65,7 +65,7 @@ def _run_as_rank(main: Callable[[], None], ranks: RankEnvironment) -> int:
         return exits.of_signal(signal.SIGINT)
     if ranks.rank == 0:
         try:
-            return _run_hydra(main)
+            return _run_hydra(main, conf)
         finally:
             exchange.withdraw()
     if job is not None:
@@ -73,7 +73,7 @@ def _run_as_rank(main: Callable[[], None], ranks: RankEnvironment) -> int:
     return exits.COMPLETED
 
 
-def _drive_sweep(main: Callable[[], None], ranks: RankEnvironment) -> int:
+def _drive_sweep(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -> int:
     if ranks.local_world_size != ranks.world_size:
         if ranks.rank == 0:
             print("-m: a sweep runs on one machine; under torchrun with several, start each job apart", file=sys.stderr)
@@ -82,11 +82,11 @@ def _drive_sweep(main: Callable[[], None], ranks: RankEnvironment) -> int:
         return exits.COMPLETED
     ranks.leave()
     if not any("launch.nproc_per_node=" in argument for argument in sys.argv):
-        sys.argv.append(f"launch.nproc_per_node={ranks.local_world_size}")
-    return _run_hydra(main)
+        sys.argv.insert(1, f"launch.nproc_per_node={ranks.local_world_size}")
+    return _run_hydra(main, conf)
 
 
-def _run_hydra(main: Callable[[], None]) -> int:
+def _run_hydra(main: Callable[[], None], conf: Path) -> int:
     """Run Hydra on the command line; return the exit code."""
     try:
         main()
@@ -100,8 +100,9 @@ def _run_hydra(main: Callable[[], None]) -> int:
     except ZeroTrainError:  # of a job of a sweep, and said when it happened
         code = exits.FAILED
     except Exception as error:  # jobs raise nothing else
-        problems = _composition_problems(main) or _unresolved(error)
-        for problem in problems or traceback.format_exception(error):
+        problems = problems_with(error, conf)
+        of_disk = [str(error)] if isinstance(error, OSError) else []
+        for problem in problems or of_disk or traceback.format_exception(error):
             print(problem, file=sys.stderr)
         code = exits.CONFIG_PROBLEM if problems else exits.FAILED
     return sweep.report(code)
@@ -113,29 +114,3 @@ def _code_of(ending: SystemExit) -> int:
         print(ending.code, file=sys.stderr)
         return exits.FAILED
     return ending.code or exits.COMPLETED
-
-
-def _unresolved(error: Exception) -> list[str]:
-    """What is wrong with an interpolation in Hydra's own settings, such as hydra.run.dir; nothing where it is another
-    error."""
-    if not isinstance(error, OmegaConfBaseException) or not error.full_key:
-        return []
-    return [f"{error.full_key}: {first_line(error)}; `${{` begins an interpolation, such as ${{now:%Y-%m-%d}}"]
-
-
-def _composition_problems(main: Callable[[], None]) -> list[str]:
-    """What is wrong with this command line."""
-    arguments = get_args_parser().parse_args()
-    folder = Path(inspect.getfile(inspect.unwrap(main))).resolve().parent / "conf"
-    searched = [f"hydra.searchpath=[{path}]" for path in (arguments.config_path, arguments.config_dir) if path]
-    with hydra.initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        return composition_problems(
-            arguments.overrides,
-            lambda overrides: hydra.compose(arguments.config_name or "train", [*overrides, *searched]),
-            is_sweep=_is_sweep(),
-        )
-
-
-def _is_sweep() -> bool:
-    arguments = get_args_parser().parse_args()
-    return arguments.multirun or "hydra.mode=MULTIRUN" in arguments.overrides

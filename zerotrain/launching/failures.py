@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from zerotrain.errors import CommError, ConfigError, DisagreementError, ZeroTrainError
+from zerotrain.errors import CommError, ConfigError, DisagreementError, ZeroTrainError, printable
 from zerotrain.launching import exits
 from zerotrain.launching.presence import RankState, clock_error, read_states
 
@@ -63,7 +63,7 @@ class Failure:
             said = f"SystemExit: the process was to end with exit code {error.code or 0} before its work was done"
         return cls(
             rank=rank,
-            cause=f"{'lost another rank' if from_peers else 'failed'}: {said}",
+            cause=f"{'lost another rank' if from_peers else 'failed'}: {printable(said)}",
             from_peers=from_peers,
             problems=error.problems if isinstance(error, ConfigError) else None,
             time_s=time.time(),

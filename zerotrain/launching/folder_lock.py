@@ -10,10 +10,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from zerotrain.errors import ConfigError
 
 LOCK_NAME = ".lock"
+_OF_THE_FOLDER = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP,
+    errno.EINVAL, errno.EISDIR,
+)  # fmt: skip
+"""What is wrong with a folder as such; a disk that is full is no setting."""
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -25,10 +31,9 @@ def locked(run_dir: Path) -> Iterator[None]:
     about to go.
 
     Raises:
-        ConfigError: another run is under way there.
+        ConfigError: another run is under way there, or it is no folder that can be written.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LOCK_NAME).open("a+") as file:
+    with _opened(run_dir) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -45,6 +50,18 @@ def locked(run_dir: Path) -> Iterator[None]:
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}) + "\n")
         file.flush()
         yield
+
+
+def _opened(run_dir: Path) -> TextIO:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return (run_dir / LOCK_NAME).open("a+")
+    except OSError as error:
+        if error.errno not in _OF_THE_FOLDER:
+            raise
+        raise ConfigError(
+            f"hydra.run.dir: got {run_dir}, which cannot be written: {error.strerror}; give a folder that can"
+        ) from error
 
 
 def _holder(run_dir: Path) -> str:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from zerotrain.launching.terminal import LastingStream
+from zerotrain.launching.terminal import LastingStream, escape_what_cannot_be_written
 
 _MOVES_THE_CURSOR = re.compile(r"\r|\x1b\[[\d;]*[A-K]|\x1b\[\?")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -61,7 +61,9 @@ class TerminalAndFile(io.TextIOBase):
 def open_rank_log(ranks_dir: Path, rank: int) -> TextIO:
     """Send this process's output to its log from here on; return the log. Rank 0 keeps its terminal too."""
     ranks_dir.mkdir(parents=True, exist_ok=True)
-    log = (ranks_dir / f"{rank}.log").open("w", buffering=1)
+    log = (ranks_dir / f"{rank}.log").open("w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    for stream in (sys.stdout, sys.stderr):
+        escape_what_cannot_be_written(stream)
     if rank == 0:
         sys.stdout = TerminalAndFile(LastingStream(sys.stdout), log)
         sys.stderr = TerminalAndFile(LastingStream(sys.stderr), log)

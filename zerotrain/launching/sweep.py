@@ -1,12 +1,15 @@
 """A sweep: where its jobs lie, and the table of what came of them."""
 
 import json
+import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +31,10 @@ class SweepFolder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """The first job is about to start."""
-        folder = Path(config.hydra.sweep.dir).absolute()
+        with suppress(OmegaConfBaseException):  # a ${...} that leads nowhere, which Hydra is about to say
+            self._note(Path(config.hydra.sweep.dir).absolute())
+
+    def _note(self, folder: Path) -> None:
         _folders.append(folder)
         _earlier.update(_written(path) for path in folder.rglob("result.json"))
 
@@ -56,6 +62,9 @@ def report(code: int) -> int:
     if not _folders:
         return code
     results = read_results(_folders[-1])
+    if not results and not _jobs and code == exits.COMPLETED:
+        print("-m: there is no job to run; a range(...) or glob(...) among the settings is empty", file=sys.stderr)
+        return exits.CONFIG_PROBLEM
     if results:
         print_table(results, Console())
     any_failed = any(result["status"] != "completed" for result in results.values())

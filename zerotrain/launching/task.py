@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -18,8 +19,9 @@ from zerotrain import preflight
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.checks import OPEN_GROUPS, checked_config, doubtful, without_effect
 from zerotrain.config.compose import first_line
+from zerotrain.config.places import with_place
 from zerotrain.config.schema import Config
-from zerotrain.errors import ConfigError, ZeroTrainError
+from zerotrain.errors import ConfigError, ZeroTrainError, printable
 from zerotrain.launching import exits, sweep
 from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.folder_lock import locked
@@ -27,6 +29,9 @@ from zerotrain.launching.job import Job, completed_in, write_ending, write_refus
 from zerotrain.launching.spawn import run_ranks
 from zerotrain.launching.torchrun import job_exchange, run_here
 from zerotrain.training.result import RESULT_NAME
+
+MAX_TRACEBACK = 20_000
+"""Characters."""
 
 
 def run_job(composed: DictConfig) -> float:
@@ -47,16 +52,20 @@ def run_job(composed: DictConfig) -> float:
         if is_sweep:
             sweep.claim(run_dir, hydra.job.num)
         with locked(run_dir):
-            result = _run(composed, run_dir, overrides=list(hydra.overrides.task))
+            result = _run(composed, run_dir, overrides=_given(hydra))
     except Exception as error:
         is_full = name_full_disk(error, run_dir)
-        failure = error if isinstance(error, ZeroTrainError) else RunError(f"{type(error).__name__}: {error}")
-        if failure is not error and not is_full:  # of a user's class that was tried out: the user needs to see where
-            traceback.print_exc()
+        said = printable(f"{type(error).__name__}: {error}")
+        failure = error if isinstance(error, ZeroTrainError) else RunError(said)
+        # Of a user's class that was tried out, the user needs to see where; not of what the machine has too little of.
+        if failure is not error and not is_full and not isinstance(error, OSError | dist.DistError):
+            print(printable(traceback.format_exc(), MAX_TRACEBACK), file=sys.stderr)
         print(f"job {hydra.job.num}: {failure}" if is_sweep else failure, file=sys.stderr)
         if is_sweep:
             raise failure from error
         raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
+    if not is_sweep:
+        print_ending(run_dir, Path.cwd())
     loss = result["final_val_loss"]
     return math.nan if loss is None else loss
 
@@ -67,6 +76,12 @@ def _run_dir() -> Path:
     except OmegaConfBaseException as error:  # Hydra has resolved the name, made the folder, and resolves the name again
         print(f"hydra.run.dir: {first_line(error)}; a folder's name cannot hold `${{`", file=sys.stderr)
         raise SystemExit(exits.CONFIG_PROBLEM) from error
+
+
+def _given(hydra: Any) -> list[str]:
+    """The settings given on the command line, as they were: a ${...} in them is not theirs to resolve."""
+    given: list[str] = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # type: ignore[assignment]
+    return given
 
 
 def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
@@ -86,12 +101,24 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     job = Job(config=config, run_dir=run_dir, overrides=overrides)
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
-    shown_dir = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-    print(f"stage {config.zero.stage}, ranks: {num_ranks}, run folder: {shown_dir}", flush=True)
+    shown = shown_from(Path.cwd(), run_dir)
+    print(f"stage {config.zero.stage}, ranks: {num_ranks}, run folder: {shown}", flush=True)
     if ranks is None:
         return _run_spawned(job, num_ranks)
     job_exchange(ranks).publish(job)
     return run_here(job, ranks)
+
+
+def shown_from(here: Path, path: Path) -> Path:
+    """A path as one who works in `here` would write it."""
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def print_ending(run_dir: Path, here: Path) -> None:
+    """Say where a completed run lies, and what may come next."""
+    print(f"saved in {shown_from(here, run_dir)}: result.json, metrics.jsonl, ranks/")
+    print("next: train.max_steps=... trains longer, data.path=... on your own text,")
+    print("      -m zero.stage=0,1,2,3 compares the stages, --cfg job shows every setting", flush=True)
 
 
 def _save_composition(composed: DictConfig, folder: Path) -> None:
@@ -105,9 +132,10 @@ def _save_composition(composed: DictConfig, folder: Path) -> None:
 def _run_spawned(job: Job, num_ranks: int) -> dict[str, Any]:
     try:
         run_ranks(job, num_ranks)
-    except ZeroTrainError as error:
+    except Exception as error:
+        said = str(error) if isinstance(error, ZeroTrainError) else printable(f"{type(error).__name__}: {error}")
         with suppress(OSError):  # the cause matters more than a disk that is full
-            write_ending(job, num_ranks, status="failed", error=str(error))
+            write_ending(job, num_ranks, status="failed", error=said)
         raise
     except (KeyboardInterrupt, SystemExit):
         with suppress(OSError):
@@ -120,6 +148,13 @@ def _run_spawned(job: Job, num_ranks: int) -> dict[str, Any]:
 def _checked(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None) -> Config:
     """The config, after all that can be checked without ranks."""
     config, problems = checked_config(composed)
+    problems = [_placed(problem) for problem in problems]
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_local = _num_local_ranks(config) if ranks is None else ranks.local_world_size
+    device, why = device_for(config.launch.device, num_local, num_gpus)
+    if why:
+        print(f"warning: {why}", file=sys.stderr)
+        config.launch.device = device
     wanted = config.launch.nproc_per_node
     if ranks is not None and wanted not in (None, ranks.local_world_size):
         started = ranks.local_world_size
@@ -132,12 +167,37 @@ def _checked(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None)
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, "launch")) for problem in problems):
         try:
-            preflight.check(config, _num_local_ranks(config) if ranks is None else ranks.local_world_size)
+            preflight.check(config, num_local)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
     return config
+
+
+def device_for(wanted: str, num_local_ranks: int, num_gpus: int) -> tuple[str, str | None]:
+    """Where the ranks run, and a line where it is not where one might think.
+
+    Each rank needs a GPU of its own. With too few, auto is the CPU: two ranks on a machine with one GPU are asked for
+    to see how ranks work together. What was asked for by name is left as it is, to be refused.
+
+    Args:
+        wanted: cpu, cuda or auto.
+    """
+    if wanted != "auto" or not 0 < num_gpus < num_local_ranks:
+        return wanted, None
+    number = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    return "cpu", (
+        f"launch.device=auto: {num_local_ranks} ranks need a GPU each and this machine has {number}, so they run on "
+        f"the CPU; launch.nproc_per_node={num_gpus} uses the GPU"
+    )
+
+
+def _placed(problem: str) -> str:
+    hydra = HydraConfig.get()
+    folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
+    chosen = {group: choice for group, choice in hydra.runtime.choices.items() if not group.startswith("hydra/")}
+    return with_place(problem, dict(reversed(chosen.items())), folders, _given(hydra))
 
 
 def _num_local_ranks(config: Config) -> int:

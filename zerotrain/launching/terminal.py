@@ -62,12 +62,20 @@ class LastingStream(io.TextIOBase):
 def outlast_readers() -> None:
     """Let this process go on when nobody reads its output, or where it was started without any."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        if getattr(sys, name) is None:  # by `>&-`; the next file to be opened would get what is printed
+        stream = getattr(sys, name)
+        if stream is None:  # by `>&-`; the next file to be opened would get what is printed
             nowhere = os.open(os.devnull, os.O_WRONLY)
             if nowhere == descriptor:
                 os.set_inheritable(descriptor, True)  # by the ranks
             else:
                 os.dup2(nowhere, descriptor)
                 os.close(nowhere)
-            setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
-        setattr(sys, name, LastingStream(getattr(sys, name)))
+            stream = os.fdopen(descriptor, "w", closefd=False)
+        escape_what_cannot_be_written(stream)
+        setattr(sys, name, LastingStream(stream))
+
+
+def escape_what_cannot_be_written(stream: TextIO) -> None:
+    """Let no text end the process: a terminal of another language, or half a character in a sample of text."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")

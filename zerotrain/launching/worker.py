@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_error_handler
 
 from zerotrain import factory
 from zerotrain.comm.environment import RankEnvironment
+from zerotrain.errors import printable
 from zerotrain.launching import exits
 from zerotrain.launching.failures import Failure, name_full_disk
 from zerotrain.launching.job import Job, num_threads_per_rank
@@ -62,10 +63,22 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
             presence.fail(failure.cause)
         continue_stopped(job.ranks_dir)
         if not failure.from_peers:
-            torchrun_report.record_exception(error)
+            _tell_torchrun(torchrun_report, error)
         raise
     presence.leave()
     return result
+
+
+def _tell_torchrun(report: ErrorHandler, error: BaseException) -> None:
+    """Have torchrun's own report say what has failed; it prints whatever the exception holds, and its traceback."""
+    said = printable(str(error))
+    if said == str(error):
+        report.record_exception(error)
+        return
+    try:
+        raise type(type(error).__name__, (Exception,), {})(said) from None
+    except Exception as shortened:
+        report.record_exception(shortened)
 
 
 def exit_now(code: int) -> NoReturn:

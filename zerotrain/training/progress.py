@@ -24,13 +24,15 @@ class ProgressDisplay:
         self._num_due_lines = -1
         """Plain lines due up to the last one shown; the first step that is logged is always shown."""
         self._val_loss: float | None = None
+        self._is_plain = not console.is_terminal or console.is_dumb_terminal
+        """Whether there can be no bar."""
         self._bar = Progress(
             MofNCompleteColumn(),
             BarColumn(bar_width=8),
             TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
             TimeRemainingColumn(compact=True),
             console=console,
-            disable=not console.is_terminal,
+            disable=self._is_plain,
         )
         self._task = self._bar.add_task("", total=max_steps, completed=first_step)
         self._bar.start()
@@ -47,7 +49,7 @@ class ProgressDisplay:
         description = _describe(metrics, self._val_loss)
         self._bar.update(self._task, description=description)
         num_due_lines = step * MAX_PLAIN_LINES // self._max_steps
-        if not self._console.is_terminal and num_due_lines > self._num_due_lines:
+        if self._is_plain and num_due_lines > self._num_due_lines:
             self._num_due_lines = num_due_lines
             self._console.print(f"step {step}/{self._max_steps}  {description}", soft_wrap=True, highlight=False)
 

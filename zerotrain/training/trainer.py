@@ -15,19 +15,19 @@ from zerotrain.comm.world import World
 from zerotrain.data.batches import IGNORED_LABEL, GlobalBatchSampler
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
-from zerotrain.errors import CommError
+from zerotrain.errors import printable
 from zerotrain.training.evaluation import evaluate
 from zerotrain.training.flops import ModelFlops
-from zerotrain.training.generate import generate
 from zerotrain.training.metrics import StepClock
 from zerotrain.training.profile import recorded_steps
 from zerotrain.training.progress import ProgressDisplay
 from zerotrain.training.report import RankUsage, gather_usages, measure_usage, print_report
 from zerotrain.training.result import RunResult
+from zerotrain.training.sample import show_sample
 from zerotrain.training.sinks import MetricsFile, MetricSink
+from zerotrain.training.start import print_start
 from zerotrain.training.stop import interrupt_on_sigterm
 
-NUM_PROMPT_TOKENS = 32
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -104,14 +104,21 @@ class Trainer:
         """
         with interrupt_on_sigterm() as stop:
             try:
+                self._show_start()
                 self._train()
-                self._show_sample()
+                show_sample(
+                    self.console,
+                    engine=self.engine,
+                    dataset=self.dataset,
+                    num_tokens=self.sample_tokens,
+                    seed=self.seed,
+                )
                 usages = self._measure()
                 self.result.status = "completed"
             except BaseException as error:
                 stopped = stop.received or isinstance(error, KeyboardInterrupt)
                 self.result.status = "stopped" if stopped else "failed"
-                self.result.error = f"{type(error).__name__}: {error}"
+                self.result.error = printable(f"{type(error).__name__}: {error}")
                 raise
             finally:
                 self.result.tokens_per_s = self.clock.tokens_per_s()
@@ -121,6 +128,17 @@ class Trainer:
                     self.result.write(self.run_dir)
         print_report(self.console, result=self.result, usages=usages, device=self.world.device)
         return self.result.body()
+
+    def _show_start(self) -> None:
+        if self.world.rank == 0:
+            print_start(
+                self.console,
+                engine=self.engine,
+                dataset=self.dataset,
+                sampler=self.sampler,
+                plan_name=f"stage {self.result.stage}",
+                num_steps=self.max_steps - self.first_step,
+            )
 
     def _train(self) -> None:
         with ExitStack() as stack:
@@ -257,30 +275,6 @@ class Trainer:
                 highlight=False,
             )
         return {"val_loss": self.result.final_val_loss}
-
-    def _show_sample(self) -> None:
-        """Let the model continue the beginning of the validation text. Collective."""
-        if self.sample_tokens == 0:
-            return
-        decode = getattr(self.dataset, "decode", None)
-        if decode is None:
-            self.console.print("No sample of text: the dataset has no decode().")
-            return
-        ids = self.dataset.validation[0][0].to(self.world.device)
-        prompt = ids[:NUM_PROMPT_TOKENS]
-        try:
-            sample = generate(
-                engine=self.engine, prompt=prompt, num_tokens=self.sample_tokens, max_seq_len=len(ids), seed=self.seed
-            )
-            text = decode(sample)
-        except CommError:
-            raise
-        except Exception as error:  # of the user's model or dataset: the training is done, and its report is due
-            self.console.print(f"No sample of text: {type(error).__name__}: {error}", markup=False, highlight=False)
-            return
-        self.console.rule(f"{self.sample_tokens} tokens after {len(prompt)} of the validation text")
-        self.console.print(text, markup=False, highlight=False)
-        self.console.rule()
 
     def _measure(self) -> list[RankUsage]:
         """Fill in what is known at the end only; return the usage of all ranks. Collective."""

@@ -30,6 +30,8 @@ class MisbehavingMLP(MLP):
     def _misbehave(self) -> None:
         if self.action == "raise":
             raise ValueError("the third batch is unlucky")
+        if self.action == "shout":
+            raise ValueError("half \ud800, \x1b[2J\x07 and " + "much " * 1_000_000)
         if self.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.action == "interrupt":

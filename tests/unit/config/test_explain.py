@@ -1,5 +1,7 @@
 """What a user reads of a command line that Hydra refuses: a line for each problem, and all of them."""
 
+from pathlib import Path
+
 import pytest
 
 from zerotrain.config.explain import composition_problems
@@ -43,6 +45,61 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
     [line] = composition_problems(["seed=1", override], compose, is_sweep=False)
     assert line.startswith((override, override.lstrip("+").partition("=")[0]))
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("zero={stge:3}", "zero.stge: there is no such setting; did you mean zero.stage?"),
+        ("zero={stage:x}", "zero.stage: got x; it must be 0, 1, 2 or 3; the default is 2"),
+        ("train={max_step:3}", "train.max_step: there is no such setting; did you mean train.max_steps?"),
+        (
+            "model={_target_:torch.nn.Linear,in_features:3}",
+            "model.in_features: there is no such setting; +model.in_features=... adds it",
+        ),
+        ("hydra/launcher=joblib", "hydra/launcher=joblib: is not installed; pip install hydra-joblib-launcher; there"),
+        ("hydra/sweeper=optuna", "hydra/sweeper=optuna: is not installed; pip install hydra-optuna-sweeper; there"),
+        ("data.path='a${b'", "data.path='a${b': ${ names another value and needs a } behind it"),
+        ("zero.stage=", "zero.stage: got ''; it must be 0, 1, 2 or 3; the default is 2"),
+        ("", "'': cannot be read; write key=value"),
+        ("model=glob(*)", "model=glob(*): got several values; -m runs a job for each"),
+        ("~data.path", "~data.path: is null, and Hydra leaves out only what is not; give a data yaml without it"),
+    ],
+)
+def test_the_inner_key_is_named_and_what_is_not_installed(compose, override: str, line: str):
+    [said] = composition_problems([override], compose, is_sweep=False)
+    assert said.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "{top}train:\n  max_steps: 3\n  max_stps: 3\n",
+            "{file}, line 4: train.max_stps: there is no such setting; did",
+        ),
+        ("{top}train:\n  log_every: abc\n", "{file}, line 3: train.log_every: got abc; it must be 1 or more steps"),
+        ("{top}train: [\n", "{file}, line 3: expected the node content, but found '<stream end>'"),
+        ("{top}seed: 1\nseed: 2\n", "{file}, line 3: found duplicate key seed"),
+        ("{top}zero:\n\tstage: 1\n", "{file}, line 3: found character '\\t' that cannot start any token"),
+        ("seed: 1\n", "{file}: sets what is below experiment, where nothing is; its first line must be `# @package"),
+        ("just text", "{file}, line 1: there must be settings, such as `train:`"),
+        (
+            "{top}defaults:\n  - override /model: gpt3\n",
+            "experiment=mine: asks for model/gpt3, which there is not; did",
+        ),
+    ],
+)
+def test_of_a_yaml_the_file_the_line_and_the_key_are_named(compose, tmp_path: Path, text: str, line: str):
+    file = tmp_path / "experiment/mine.yaml"
+    file.parent.mkdir()
+    file.write_text(text.format(top="# @package _global_\n"))
+
+    def with_mine(overrides):
+        return compose([*overrides, f"hydra.searchpath=[{tmp_path}]"])
+
+    [said] = composition_problems(["experiment=mine"], with_mine, is_sweep=False, folders=[tmp_path])
+    assert said.startswith(line.format(file=file))
 
 
 def test_a_group_of_settings_given_as_one_value_lists_its_settings(compose):

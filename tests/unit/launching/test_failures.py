@@ -22,6 +22,13 @@ def ended(rank: int, exitcode: int) -> ProcessFailure:
     return ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="")
 
 
+def test_a_cause_fits_on_a_terminal_and_in_a_file(tmp_path: Path):
+    Failure.of(ValueError("\x1b[2Jhalf \ud800 " + "x" * 5_000_000), 0).write(tmp_path)
+    cause = first_failure(tmp_path).cause
+    assert cause.startswith(r"failed: ValueError: \x1b[2Jhalf \ud800 xxx")
+    assert len(cause) < 2200
+
+
 def test_no_failure_has_no_first_cause(tmp_path: Path):
     assert first_failure(tmp_path) is None
 

@@ -63,7 +63,7 @@ def make_trainer(world, model, dataset, screen, tmp_path: Path) -> Callable[...,
             "console": Console(file=screen, width=80),
         }
         if "engine" not in changes:
-            arguments["engine"] = zerotrain.build_engine(model, optimizer=optimizer, world=world)
+            arguments["engine"] = zerotrain.build_engine(model, optimizer=optimizer, decay_all=False, world=world)
         return Trainer(**arguments | changes)
 
     return make

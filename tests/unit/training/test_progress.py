@@ -52,6 +52,16 @@ def test_in_a_terminal_of_80_columns_there_is_a_bar_with_all_of_the_description(
     assert "loss 2.345 val 2.456 12345 tok/s mfu 41% grad 1.23>1.00" in file.getvalue()
 
 
+def test_in_a_dumb_terminal_there_are_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    file = io.StringIO()
+    progress = ProgressDisplay(console=Console(file=file, width=80, force_terminal=True), max_steps=2)
+    progress.advance()
+    progress.log(MEASURED, 1)
+    progress.close()
+    assert file.getvalue() == "step 1/2  loss 2.345 12345 tok/s mfu 41% grad 1.23>1.00\n"
+
+
 def test_skipped_steps_are_counted_at_the_end_of_the_line():
     file = io.StringIO()
     progress = ProgressDisplay(console=Console(file=file, width=80), max_steps=2)

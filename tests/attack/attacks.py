@@ -1,0 +1,134 @@
+"""What an attack is, and how one is carried out."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from commands import REPOSITORY, USER_CODE
+
+MAX_LINE = 2100
+"""Characters of a line that a user reads."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A command line of launch.py that is wrong, and what becomes of it.
+
+    It prints no traceback and no control character, and starts no rank.
+    """
+
+    command: str | list[str]
+    """What is typed behind `python launch.py`, as for a shell; or the arguments where a shell would be in the way."""
+    says: str | tuple[str, ...]
+    """The beginning of the line on stderr; several where it prints several, in any order."""
+    code: int = 2
+    before: str = ""
+    """Shell commands run in the folder before."""
+    environment: dict[str, str] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
+    """What else it leaves but the run folder of a job that was refused: `.lock` and `result.json`."""
+
+    @property
+    def arguments(self) -> list[str]:
+        return shlex.split(self.command) if isinstance(self.command, str) else self.command
+
+    def __str__(self) -> str:
+        shown = self.command if isinstance(self.command, str) else shlex.join(self.command)
+        return f"{shown} {self.before.splitlines()[0] if self.before else ''}".strip()[:100]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What came of a command."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Zygote:
+    """The process of `zygote.py`, whose children the commands are."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+        search = os.pathsep.join([str(REPOSITORY), str(USER_CODE)])
+        self.environment = {
+            **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
+            "PYTHONPATH": search,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "XDG_CACHE_HOME": str(folder / "cache"),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("zygote.py"))],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, arguments: list[str], folder: Path, environment: dict[str, str], timeout_s: float = 60.0) -> Ending:
+        """Run `python launch.py` with these arguments."""
+        self._count += 1
+        request: dict[str, Any] = {
+            "arguments": arguments,
+            "folder": str(folder),
+            "environment": self.environment | environment,
+            "out": str(self._folder / f"{self._count}"),
+            "timeout_s": timeout_s,
+        }
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        code = int(self._process.stdout.readline())
+        out, err = (Path(f"{request['out']}.{end}").read_text(errors="replace") for end in ("out", "err"))
+        return Ending(code, out, err)
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+def carry_out(attack: Attack, zygote: Zygote, folder: Path) -> None:
+    """Run an attack in an empty folder, and check what became of it."""
+    if attack.before:
+        subprocess.run(["bash", "-c", attack.before], cwd=folder, check=True)
+    before = files_in(folder)
+    ending = zygote.run(attack.arguments, folder, attack.environment)
+    said = f"exit code {ending.code}\n{ending.out}\n{ending.err}"
+    assert "Traceback" not in said, said
+    assert ending.code == attack.code, said
+    expected = (attack.says,) if isinstance(attack.says, str) else attack.says
+    lines = ending.err.splitlines()
+    assert len(lines) == len(expected), said
+    for line, beginning in zip(sorted(lines), sorted(expected), strict=True):
+        assert line.startswith(beginning), said
+        assert line.isprintable(), said
+        assert len(line) <= MAX_LINE, said
+    assert "run folder" not in ending.out, said
+    require_left(folder, before, attack)
+
+
+def require_left(folder: Path, before: set[str], attack: Attack) -> None:
+    """Check that nothing is there which was not, but the folder of a job that was refused."""
+    left = files_in(folder) - before
+    refused = {path for path in left if Path(path).name in (".lock", "result.json")}
+    for path in refused:
+        if path.endswith("result.json"):
+            result = json.loads((folder / path).read_text())
+            assert (result["status"], result["world_size"]) == ("failed", 0)
+            assert result["error"]
+    assert left - refused - {path for path in left if Path(path).name in attack.left} == set()
+
+
+def files_in(folder: Path) -> set[str]:
+    """But for what Python keeps of the modules of a user."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(path) for path in paths if "__pycache__" not in path.parts}

@@ -1,0 +1,47 @@
+"""Values that point elsewhere, such as ${data.vocab_size}: a line for each that leads nowhere."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+_VARIABLE = re.compile(r"Environment variable '(.+?)' not found")
+_KEY = re.compile(r"Interpolation key '(.+?)' not found")
+_RESOLVER = re.compile(r"Unsupported interpolation type (\S+)")
+
+
+def interpolation_problems(node: Any, prefix: str = "") -> Iterator[str]:
+    """One line for each value in a composed config that cannot be resolved."""
+    if not isinstance(node, DictConfig | ListConfig):
+        return
+    names: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
+    for name in names:
+        key = f"{prefix}{name}"
+        try:
+            value = None if OmegaConf.is_missing(node, name) else node[name]
+        except OmegaConfBaseException as error:
+            yield interpolation_line(key, _raw(node, name), error)
+        else:
+            yield from interpolation_problems(value, f"{key}.")
+
+
+def interpolation_line(key: str, got: Any, error: Exception) -> str:
+    """What is wrong with one value, and what to give instead."""
+    said = str(error)
+    if variable := _VARIABLE.search(said):
+        default = f"${{oc.env:{variable[1]},...}}"
+        return f"{key}: got {got}; the environment variable {variable[1]} is not set; set it, or use {default}"
+    if missing := _KEY.search(said):
+        return f"{key}: got {got}; there is no {missing[1]}; give {key}=..."
+    if resolver := _RESOLVER.search(said):
+        return f"{key}: got {got}; there is no resolver {resolver[1]}; give {key}=..., a $ that is meant as such as \\$"
+    if "Recursive interpolation" in said:
+        return f"{key}: got {got}, which leads back to itself; give {key}=..."
+    line = said.strip().split("\n")[0].rstrip(".")
+    return f"{key}: got {got}; {line}; give {key}=..."
+
+
+def _raw(node: DictConfig | ListConfig, name: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index]

@@ -1,0 +1,94 @@
+"""Where a yaml says something: the file and the line, for what was not written on the command line."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a yaml sets a key, and to what."""
+
+    path: Path
+    line: int
+    value: str
+    """As it is written; empty where it is no single value."""
+
+    def __str__(self) -> str:
+        here = Path.cwd()
+        path = self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
+        return f"{path}, line {self.line}"
+
+
+def with_place(problem: str, choices: Mapping[str, Any], folders: Sequence[Path], given: Sequence[str]) -> str:
+    """A line about a setting, with the yaml that sets it where a chosen one does and the command line does not.
+
+    Args:
+        choices: which yaml was chosen of each group.
+        given: the overrides of the command line.
+    """
+    key = problem.partition(":")[0].lstrip("+")
+    if any(override.lstrip("+").startswith((f"{key}=", f"{key.rpartition('.')[0]}=")) for override in given):
+        return problem
+    found = (find_yaml(f"{group}/{choice}", folders) for group, choice in choices.items() if choice is not None)
+    # An experiment counts more than the group it changes.
+    files = sorted((path for path in found if path is not None), key=lambda path: not _is_global(path))
+    places = (place_of(key, path) for path in files)
+    place = next((place for place in places if place is not None), None)
+    return problem if place is None else f"{problem} ({place})"
+
+
+def _is_global(path: Path) -> bool:
+    return path.read_text(encoding="utf-8").lstrip().startswith("# @package _global_")
+
+
+def find_yaml(name: str, folders: Iterable[Path]) -> Path | None:
+    """The file of a config such as `experiment/mine`; None where no folder has it."""
+    paths = (folder / f"{name}.yaml" for folder in folders)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def place_of(key: str, path: Path) -> Place | None:
+    """Where a yaml sets a dotted key, named from its own top or from that of a group it lies in; None where it does
+    not."""
+    root = _read(path)
+    parts = key.split(".")
+    places = (_find(parts[start:], root, path) for start in range(len(parts)))
+    return next((place for place in places if place is not None), None)
+
+
+def holds_no_settings(path: Path) -> bool:
+    """Whether a yaml holds something else than `key: value`."""
+    root = _read(path)
+    return root is not None and not isinstance(root, yaml.MappingNode)
+
+
+def syntax_problem(error: yaml.MarkedYAMLError) -> str:
+    """The line for a file that is no yaml."""
+    mark = error.problem_mark or error.context_mark
+    where = f"{mark.name}, line {mark.line + 1}: " if mark else ""
+    return f"{where}{error.problem or error.context}"
+
+
+def _read(path: Path) -> yaml.Node | None:
+    try:
+        root: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        return root
+    except (yaml.YAMLError, OSError, UnicodeError):
+        return None
+
+
+def _find(parts: list[str], node: yaml.Node | None, path: Path) -> Place | None:
+    place = None
+    for part in parts:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = next(((name, value) for name, value in pairs if name.value == part), None)
+        if found is None:
+            return None
+        name, node = found
+        text = node.value if isinstance(node, yaml.ScalarNode) else ""
+        place = Place(path, name.start_mark.line + 1, text)
+    return place

@@ -1,0 +1,93 @@
+"""What a run is about to do, in a few lines before its first step."""
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from zerotrain.data.batches import GlobalBatchSampler
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.training.report import UNITS
+
+INDENT = 8
+
+
+def print_start(
+    console: Console,
+    *,
+    engine: ZeroEngine,
+    dataset: Any,
+    sampler: GlobalBatchSampler,
+    plan_name: str,
+    num_steps: int,
+) -> None:
+    """Print what trains on what, where, and for how long; readable at 80 columns, with and without colours.
+
+    Args:
+        sampler: of the run's training.
+        plan_name: how the memory is shared, such as "stage 2".
+        num_steps: steps to go.
+    """
+    lines = {
+        "model": _model(engine),
+        "data": ", ".join(_data(dataset)),
+        "ranks": _ranks(engine),
+        "memory": ", ".join(_memory(engine, plan_name)),
+        "steps": _steps(sampler, dataset, num_steps),
+        "decay": ", ".join(_decay(engine)),
+    }
+    for name, line in lines.items():
+        for number, part in enumerate(textwrap.wrap(line, max(20, console.width - INDENT))):
+            label = "" if number else name
+            console.print(Text.assemble((f"{label:<{INDENT}}", "bold"), part), soft_wrap=True)
+
+
+def _model(engine: ZeroEngine) -> str:
+    trained = sum(bucket.layout.numel for bucket in engine.schedule.trained)
+    frozen = engine.num_parameters - trained
+    return f"{type(engine.module).__name__}, {trained:,} parameters trained, {frozen:,} frozen"
+
+
+def _data(dataset: Any) -> Iterator[str]:
+    yield type(dataset).__name__
+    for part, purpose in ((dataset.train, "to train on"), (dataset.validation, "to validate")):
+        tokens = getattr(part, "tokens_per_sequence", None)
+        count = f"{len(part):,} sequences" if tokens is None else f"{len(part) * tokens:,} tokens"
+        yield f"{count} {purpose}"
+
+
+def _ranks(engine: ZeroEngine) -> str:
+    device = engine.world.device
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    else:
+        where = f"CPU, threads of each: {torch.get_num_threads()}"
+    return f"{engine.world.size} on {where}; {engine.precision.name}"
+
+
+def _memory(engine: ZeroEngine, plan_name: str) -> Iterator[str]:
+    """By ZeRO's formulas: the optimizer's state is not there yet."""
+    held = engine.planned_nbytes()
+    unit, unit_nbytes = next((unit for unit in UNITS if max(held.values()) >= unit[1]), UNITS[-1])
+    of_each = ", ".join(f"{nbytes / unit_nbytes:.4g} {kind}" for kind, nbytes in held.items())
+    yield plan_name
+    yield f"{unit} of a rank: {of_each}"
+
+
+def _steps(sampler: GlobalBatchSampler, dataset: Any, num_steps: int) -> str:
+    sequences, tokens = sampler.global_batch_size, getattr(dataset.train, "tokens_per_sequence", None)
+    share = num_steps * sequences / sampler.num_sequences
+    if tokens is None:
+        return f"{num_steps:,} of {sequences:,} sequences; {share:.2g} times the data"
+    each = sequences * tokens
+    return f"{num_steps:,} of {each:,} tokens, {num_steps * each:,} tokens to go: {share:.2g} times the data"
+
+
+def _decay(engine: ZeroEngine) -> Iterator[str]:
+    """Where weight decay applies, which no table of the settings shows."""
+    for group, (num_parameters, numel) in zip(engine.param_groups, engine.group_sizes(), strict=True):
+        if "weight_decay" in group and num_parameters:
+            yield f"{group['weight_decay']:g} on {num_parameters} {group['name']} ({numel:,})"
