@@ -25,6 +25,7 @@ def build_engine(
     precision: str | PrecisionConfig = "fp32",
     max_grad_norm: float | None = None,
     max_skipped_steps: int = 20,
+    virtual_ranks: int | None = None,
     decay_all: bool = False,
     param_groups: Sequence[dict[str, Any]] | None = None,
     compile: bool = False,
@@ -42,6 +43,9 @@ def build_engine(
         precision: fp32, bf16 or fp16; `PrecisionConfig` has more to set.
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
         max_skipped_steps: so many in a row, skipped since their gradient is not finite, raise `TrainingError`.
+        virtual_ranks: leaves of the sum over ranks, a power of two times their number; default: that number. Each rank
+            runs its share one after the other (`ZeroEngine.each_virtual_rank`), and comes to the bits of any other
+            number of ranks with as many.
         decay_all: apply weight decay to every parameter, not to matrices alone.
         param_groups: dicts of "params" (names, patterns such as "*.bias", parameters) and what differs from the
             optimizer's own settings; default: matrices, and the others without weight decay. See docs/cases.md.
@@ -60,6 +64,7 @@ def build_engine(
         precision=PrecisionConfig(precision) if isinstance(precision, str) else precision,
         max_grad_norm=max_grad_norm,
         max_skipped_steps=max_skipped_steps,
+        virtual_ranks=virtual_ranks,
     )
     if problems := problems_in(given):
         raise ConfigError(*problems)

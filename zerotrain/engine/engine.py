@@ -37,6 +37,10 @@ class ZeroEngine(ShardedModel):
         self.loss_scaler = loss_scaler
         self.stamps = StepStamps(self.collectives)
         self._syncs = True
+        leaves = self.options.leaves_per_rank
+        self.virtual_ranks = range(self.world.shards.rank * leaves, (self.world.shards.rank + 1) * leaves)
+        """Those that this rank runs."""
+        self._in_last_leaf = leaves == 1
         self._losses: list[torch.Tensor] = []
         self._optimizer_step = OptimizerStep(model, self.options, self.collectives, self.stamps, loss_scaler)
 
@@ -89,7 +93,10 @@ class ZeroEngine(ShardedModel):
         self.stamps.num_backwards += 1
         with self._phase(Phase.BACKWARD), self._clean_after_error():
             self.schedule.begin_backward(
-                more_to_come=not self._syncs, loss_scale=self.loss_scale, frees_graph=not retain_graph
+                more_to_come=not self._syncs,
+                in_last_leaf=self._in_last_leaf,
+                loss_scale=self.loss_scale,
+                frees_graph=not retain_graph,
             )
             loss.backward(gradient=scale, retain_graph=retain_graph)
             self.schedule.end_backward()
@@ -103,8 +110,25 @@ class ZeroEngine(ShardedModel):
         finally:
             self._syncs = before
 
+    def each_virtual_rank(self) -> Iterator[int]:
+        """This rank's virtual ranks, one after the other: what is between two is one leaf of the sum over all.
+
+            for number in engine.each_virtual_rank():
+                engine.backward(engine(*batch_of(number)))
+            engine.step()
+
+        Each may have several micro-batches, all but its last in `no_sync`. Of one virtual rank for each rank, which is
+        the default, this may be left out.
+        """
+        for number in self.virtual_ranks:
+            self._in_last_leaf = number == self.virtual_ranks[-1]
+            yield number
+            if not self._in_last_leaf:
+                self.schedule.reductions.close_leaf()
+
     def zero_grad(self) -> None:
         """Forget the gradients since the last step; what was reduced is waited for. All ranks call it."""
+        self._in_last_leaf = self.options.leaves_per_rank == 1
         self.schedule.drop_gradients()
         self.ledger.drop_step()
         self._losses.clear()
@@ -142,13 +166,16 @@ class ZeroEngine(ShardedModel):
             TrainingError: too many steps in a row were skipped, on every rank alike, or no smaller loss scale is left.
         """
         if not all(bucket.gradient.is_reduced for bucket in self.schedule.trained):
+            leaves = len(self.virtual_ranks)
             raise EngineStateError(
                 "step came before a backward outside no_sync(): call engine.backward(loss) first, the last "
                 "micro-batch of a step outside `with engine.no_sync()`"
+                + (f", and this rank's {leaves} virtual ranks in engine.each_virtual_rank()" if leaves > 1 else "")
             )
         with self._phase(Phase.UPDATE), self._clean_after_error():
             result, reason_to_stop = self._optimizer_step.run(self.schedule, self.param_groups, self._losses)
         self._losses.clear()
+        self._in_last_leaf = self.options.leaves_per_rank == 1
         if not result.skipped:
             self._first_node_after_update = next_node()
         self.stamps.close_step()
@@ -166,20 +193,31 @@ class ZeroEngine(ShardedModel):
 
         Args:
             micro_batches: the model's inputs, one sequence for each; the model returns the loss.
-            weights: factor on the loss of each; default 1 / number of micro-batches.
+            weights: factor on the loss of each; default 1 / number of micro-batches of a virtual rank.
 
         An exception in the data, the model or a backward forgets the gradients of all micro-batches.
+
+        Raises:
+            EngineStateError: the virtual ranks of this rank cannot share the micro-batches evenly.
         """
-        weights = weights or [1.0 / max(1, len(micro_batches))] * len(micro_batches)
+        per_leaf, left_over = divmod(len(micro_batches), len(self.virtual_ranks))
+        if left_over:
+            raise EngineStateError(
+                f"train_step got {len(micro_batches)} micro-batches, which this rank's {len(self.virtual_ranks)} "
+                "virtual ranks cannot share; give each as many"
+            )
+        weights = weights or [1.0 / max(1, per_leaf)] * len(micro_batches)
+        weighted = list(zip(micro_batches, weights, strict=True))
         total = torch.zeros((), dtype=torch.float32, device=self.world.device)
         with self._clean_after_error():
-            for index, (inputs, weight) in enumerate(zip(micro_batches, weights, strict=True)):
-                loss = self(*inputs)
-                total += weight * loss.detach().float()
-                with nullcontext() if index == len(micro_batches) - 1 else self.no_sync():
-                    self.backward(loss, weight=weight)
-                del loss
-        return TrainStepResult(**vars(self.step()), loss=total)
+            for leaf, _ in enumerate(self.each_virtual_rank()):
+                for index, (inputs, weight) in enumerate(weighted[leaf * per_leaf : (leaf + 1) * per_leaf]):
+                    loss = self(*inputs)
+                    total += weight * loss.detach().float()
+                    with nullcontext() if index == per_leaf - 1 else self.no_sync():
+                        self.backward(loss, weight=weight)
+                    del loss
+        return TrainStepResult(**vars(self.step()), loss=total / len(self.virtual_ranks))
 
     def train(self) -> "ZeroEngine":
         """Put the model into training mode."""
