@@ -43,9 +43,8 @@ def build_engine(
         precision: fp32, bf16 or fp16; `PrecisionConfig` has more to set.
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
         max_skipped_steps: so many in a row, skipped since their gradient is not finite, raise `TrainingError`.
-        virtual_ranks: leaves of the sum over ranks, a power of two times their number; default: that number. Each rank
-            runs its share one after the other (`ZeroEngine.each_virtual_rank`), and comes to the bits of any other
-            number of ranks with as many.
+        virtual_ranks: a power of two times the number of ranks, by default that number: any number of ranks that runs
+            as many (`ZeroEngine.each_virtual_rank`) comes to the same bits.
         decay_all: apply weight decay to every parameter, not to matrices alone.
         param_groups: dicts of "params" (names, patterns such as "*.bias", parameters) and what differs from the
             optimizer's own settings; default: matrices, and the others without weight decay. See docs/cases.md.

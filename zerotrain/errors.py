@@ -26,7 +26,17 @@ class TrainingError(ZeroTrainError):
 
 
 class CommError(ZeroTrainError):
-    """A collective failed: the other ranks did not come, or are gone."""
+    """A collective failed: the other ranks did not come, or are gone.
+
+    Args:
+        unheard: the ranks that were waited for in vain and of which nothing was heard meanwhile.
+        where: what they were waited for in, such as "gather of blocks.0 (step 3, forward)".
+        waited_s: how long.
+    """
+
+    def __init__(self, message: str, *, unheard: tuple[int, ...] = (), where: str = "", waited_s: float = 0.0) -> None:
+        self.unheard, self.where, self.waited_s = unheard, where, waited_s
+        super().__init__(message)
 
 
 class DisagreementError(CommError):

@@ -9,6 +9,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from zerotrain.api import assemble_engine
 from zerotrain.comm.world import World
@@ -31,6 +32,7 @@ def run(
     overrides: list[str],
     config_hash: str,
     enter: Callable[[str], None] = lambda phase: None,
+    begin: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
@@ -39,17 +41,20 @@ def run(
         run_dir: exists; rank 0 writes its files there.
         overrides, config_hash: repeated in result.json.
         enter: told what is done from then on, such as "training".
+        begin: told the number of each step, from 1, as it begins.
     """
     enter("joining the other ranks")
     facts = {"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash}
     with words_of_config(), World.from_environment(config.launch.device, config.launch.timeout_s) as world:
         enter(f"building {config.model.get('_target_')}")
-        trainer = _trainer(config, world, run_dir, facts)
+        trainer = _trainer(config, world, run_dir, facts, begin)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()
 
 
-def _trainer(config: Config, world: World, run_dir: Path, run_facts: dict[str, Any]) -> Trainer:
+def _trainer(
+    config: Config, world: World, run_dir: Path, run_facts: dict[str, Any], begin: Callable[[int], None]
+) -> Trainer:
     torch.manual_seed(config.seed)
     engine = _engine(config, world)
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
@@ -65,6 +70,7 @@ def _trainer(config: Config, world: World, run_dir: Path, run_facts: dict[str, A
         run_dir=run_dir,
         model_flops=_model_flops(config, engine, dataset),
         run_facts=run_facts,
+        begin=begin,
         **loop,
     )
 
@@ -124,11 +130,26 @@ def ended_in(group: str, ending: SystemExit, values: dict[str, Any]) -> str:
 def build_on_meta(config: Config) -> nn.Module | None:
     """The model without memory; None where its constructor computes with values, which meta tensors do not have."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _NothingDrawn():
             model: nn.Module = build("model", config.model_target)
             return model
     except RuntimeError:
         return None
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Inside, a meta tensor that is to be filled with normal numbers is left as it is: it has no values. Torch computes
+    that in Python and imports its compiler to do so, which took a second of each start (2026-11-21)."""
+
+    _DRAWS = (torch.Tensor.normal_, nn.init.normal_)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self._DRAWS and (filled := (*args, *kwargs.values())[0]).is_meta:
+            return filled
+        return func(*args, **kwargs)
 
 
 def _model_flops(config: Config, engine: ZeroEngine, dataset: Any) -> ModelFlops | None:

@@ -1,6 +1,8 @@
 """All that can be tried of a config before any rank starts."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,14 +11,18 @@ from torch import nn
 from zerotrain.comm.world import choose_device
 from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
-from zerotrain.engine.build import require_trainable
+from zerotrain.data.items import Item, first_items, require_next_tokens
+from zerotrain.engine.build import require_plain, require_trainable
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
+from zerotrain.engine.one_memory import require_own_memory
 from zerotrain.engine.precision.kept_fp32 import dtypes_of
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
 from zerotrain.factory import build, build_on_meta, ended_in, in_group
 from zerotrain.sharding.units import cut_units, model_parameters
+
+SETS = ("train", "validation")
 
 
 def check(config: Config, num_local_ranks: int = 1) -> None:
@@ -25,6 +31,7 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
     Called once, before any rank starts; it also fills the dataset's cache, so that the ranks find it there.
 
     Args:
+        config: gets what the dataset alone knows: `model.vocab_size`, where it is null.
         num_local_ranks: ranks this machine is to run.
 
     Raises:
@@ -45,20 +52,36 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
             problems.append(ended_in(group, ending, getattr(config, group)))
 
     attempt("launch", lambda: choose_device(config.launch.device, num_local_ranks - 1))
-    model = attempt("model", lambda: build_on_meta(config))
+    data = attempt("data", lambda: build("data", config.data))
+    items = None if data is None else attempt("data", lambda: [first_items(data, name) for name in SETS])
+    model = None
+    if _take_vocab_size(config, data):
+        model = attempt("model", lambda: build_on_meta(config))
     if model is not None:
         attempt("model", lambda: _try_model(model, config))
-    data = attempt("data", lambda: build("data", config.data))
-    if model is not None and data is not None:
-        attempt("data", lambda: _require_fit(model, data))
+    if model is not None and items is not None:
+        attempt("data", lambda: _require_fit(model, data, items))
     attempt("optimizer", lambda: _try_optimizer(model, config))
     attempt("scheduler", lambda: build("scheduler", config.scheduler)(0, config.train.max_steps))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
 
 
+def _take_vocab_size(config: Config, data: Any) -> bool:
+    """Let `model.vocab_size=null` be as many tokens as the data has; False while nobody knows, since the data could not
+    be built."""
+    if config.model.get("vocab_size", 0) is None and isinstance(known := getattr(data, "vocab_size", None), int):
+        config.model["vocab_size"] = known
+    return data is not None or config.model.get("vocab_size", 0) is not None
+
+
 def _try_model(model: nn.Module, config: Config) -> None:
     """Look whether the switches and the patterns of the config can be followed in a model without memory."""
+    try:
+        require_plain(model)
+        require_own_memory(model)
+    except ConfigError as error:
+        raise ConfigError(*(f"model: {problem}" for problem in error.problems)) from error
     parameters = model_parameters(model)
     require_trainable(model, parameters)
     dtypes_of(parameters, precision_named(config.precision.name, tuple(config.precision.keep_fp32)))
@@ -69,16 +92,34 @@ def _try_optimizer(model: nn.Module | None, config: Config) -> None:
     """Let the optimizer choose what it needs whole of the model without memory, and build it for one tensor of each."""
     factory = build("optimizer", config.optimizer)
     units = [] if model is None else cut_units(model, model_parameters(model), config.zero.unit_patterns, max_numel=1)
-    names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
-    for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
-        build_optimizer(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}])
+    with _optimizers_of_no_compiler():
+        names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
+        for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
+            build_optimizer(factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}])
 
 
-def _require_fit(model: nn.Module, data: Any) -> None:
-    """Check that the model knows all tokens and positions of the data, where both tell how many there are.
+@contextmanager
+def _optimizers_of_no_compiler() -> Iterator[None]:
+    """Inside, making an optimizer does not import torch's compiler, only to keep it away from what is done there: half
+    a second of each start (2026-11-21)."""
+    wrapped = torch.optim.Optimizer.add_param_group
+    torch.optim.Optimizer.add_param_group = inspect.unwrap(wrapped)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.add_param_group = wrapped  # type: ignore[method-assign]
+
+
+def _require_fit(model: nn.Module, data: Any, items: Sequence[Sequence[Item]]) -> None:
+    """Check that the model knows all tokens and positions of the data, where both tell how many there are, and that its
+    labels are of the model's kind.
+
+    Args:
+        items: the first ones of each of `SETS`.
 
     Raises:
-        ConfigError: with those it does not know.
+        ConfigError: with the tokens or positions it does not know.
+        ValueError: the labels are of another kind.
     """
     problems, kind = [], type(model).__name__
     known, given = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
@@ -88,10 +129,13 @@ def _require_fit(model: nn.Module, data: Any) -> None:
             "data=tokenized, or a model with as many"
         )
     known = getattr(model, "max_seq_len", None)
-    if isinstance(known, int) and (given := len(data.train[0][0])) > known:
+    if isinstance(known, int) and (given := items[0][0][0].shape[-1]) > known:
         problems.append(
             f"data.seq_len={given}, but {kind} knows {known} positions; choose data.seq_len={known} or less or a "
             f"model with more (model.max_seq_len={given}; transformers: +model.config.max_position_embeddings={given})"
         )
     if problems:
-        raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
+        raise ConfigError(*problems)
+    if getattr(model, "next_token_labels", False):
+        for name, each in zip(SETS, items, strict=True):
+            require_next_tokens(each, f"data.{name}", model=kind, vocab_size=getattr(model, "vocab_size", None))

@@ -1,4 +1,5 @@
-"""Rules on the code that a machine can see: short files and functions, and a stage that is a row of data."""
+"""Rules on the code that a machine can see: short files and functions, a stage that is a row of data, and no code that
+comes over the network."""
 
 import ast
 from collections.abc import Iterator
@@ -11,6 +12,16 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 BLIND_TO_THE_STAGE = ("comm", "sharding", "engine", "training")
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
+UNPICKLING = (
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "dist.all_gather_object",
+    "dist.gather_object",
+    "dist.broadcast_object_list",
+    "dist.scatter_object_list",
+    "dist.recv_object_list",
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
@@ -35,6 +46,28 @@ def test_a_comparison_of_the_stage_number_is_seen():
     ]
     assert [len(list(stage_comparisons(text))) for text in texts] == [1, 1, 1, 1]
     assert list(stage_comparisons("plan = STAGES[stage]; sharded = plan.shards_gradients")) == []
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] != "testing"], ids=str)
+def test_nothing_is_unpickled(path: Path):
+    """But in tests, what their own processes answer."""
+    assert list(unpickling((PACKAGE / path).read_text())) == []
+
+
+def test_unpickling_is_seen():
+    text = "pickle.loads(x); torch.load(f); torch.load(f, weights_only=False); dist.all_gather_object(out, x)"
+    assert len(list(unpickling(text))) == 4
+    assert list(unpickling("torch.load(f, weights_only=True); json.loads(x); self.gather_objects(x)")) == []
+
+
+def unpickling(text: str) -> Iterator[str]:
+    """Every call that makes any object of bytes."""
+    for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+        name, is_safe = ast.unparse(node.func), "weights_only=True" in map(ast.unparse, node.keywords)
+        if name.replace("torch.distributed.", "dist.") in UNPICKLING:
+            yield name
+        if name == "torch.load" and not is_safe:
+            yield name
 
 
 def stage_comparisons(text: str) -> Iterator[str]:

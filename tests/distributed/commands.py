@@ -67,6 +67,11 @@ class Command:
                     process.kill()
 
     @property
+    def error_path(self) -> Path:
+        """The file that gets stderr."""
+        return self._err
+
+    @property
     def stdout(self) -> str:
         return self._out.read_text()
 

@@ -70,12 +70,17 @@ def test_under_torchrun_too(tmp_path: Path, action: str):
     assert command.wait_until_gone() == []
 
 
-def test_a_rank_that_was_stopped_is_not_said_to_be_killed_and_is_ended_soon(tmp_path: Path):
-    command = by_hand(*MISBEHAVING, "+model.action=stop", "launch.timeout_s=6", TWO_RANKS, folder=tmp_path)
+@pytest.mark.parametrize("start", [by_hand, by_torchrun], ids=["by hand", "by torchrun"])
+def test_a_rank_that_was_stopped_is_said_not_to_answer_and_is_ended_soon(tmp_path: Path, start):
+    ranks = (TWO_RANKS,) if start is by_hand else ()
+    command = start(*MISBEHAVING, "+model.action=stop", "launch.timeout_s=6", *ranks, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/3")
     started_s = time.monotonic()
     assert command.wait(WITHIN_S) == 1
     assert time.monotonic() - started_s < 20.0  # torch's agent alone waits for 30 s
-    assert command.stderr.startswith("rank 0 lost another rank: ")
-    assert "nothing is known of rank 1, which may compute, sleep or be gone" in command.stderr
+    cause = "rank 1 did not answer for 6 s, last seen in training misbehaving.MisbehavingMLP, step 2; rank 0 waited in "
+    told = [line for line in command.stderr.splitlines() if line.startswith("rank ")]
+    assert len(told) == 1
+    assert told[0].startswith(cause)
+    assert result_of(tmp_path / "run")["error"].startswith(cause)
     assert command.wait_until_gone() == []

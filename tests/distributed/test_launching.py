@@ -1,5 +1,6 @@
 """Four ways in, one design: whoever starts the ranks, there is one config, one folder and the same bits."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,10 @@ def test_a_run_by_hand_leaves_one_folder_with_all_its_files(hand_run):
         str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file() and ".hydra" not in path.parts
     }
     assert names == {".lock", "config.yaml", "metrics.jsonl", "result.json", "ranks/0.log", "ranks/1.log"}
+    umask = os.umask(0o022)
+    os.umask(umask)
+    modes = {path.stat().st_mode & 0o777 for path in run_dir.rglob("*") if path.is_file()}
+    assert modes == {0o666 & ~umask}
 
 
 def test_the_result_says_what_ran(hand_run):

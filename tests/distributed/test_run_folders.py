@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -138,3 +139,29 @@ def test_a_sweep_in_the_folder_of_another_shows_no_results_of_that_one(tmp_path:
     assert [command.process.returncode for command in commands] == [0, 1]
     assert commands[1].stderr.startswith("job 0: launch.overwrite: got false")
     assert "weights: 1 of 1 jobs" in commands[1].stdout
+
+
+@pytest.mark.parametrize("start", [by_hand, by_torchrun], ids=["by hand", "by torchrun"])
+def test_a_run_whose_folder_is_deleted_says_so_and_ends(tmp_path: Path, start):
+    ranks = (TWO_RANKS,) if start is by_hand else ()
+    endless = (*TINY, "hydra.run.dir=run$1", "train.max_steps=10000000", "train.log_every=10", "train.eval_every=0")
+    command = start(*endless, *ranks, folder=tmp_path)
+    command.wait_for_text(tmp_path / "run$1/ranks/0.log", "step ")
+    (tmp_path / "run$1").rename(tmp_path / "gone")  # at once, as nothing else that is deleted
+    shutil.rmtree(tmp_path / "gone")
+    assert command.wait() == 1
+    gone = f"{tmp_path / 'run$1'}: the run's folder was deleted or moved before the run had ended; start the run again"
+    lines = command.stderr.splitlines()
+    assert lines.count(gone) == 1
+    if start is by_hand:  # torchrun has a report of its own
+        assert lines == [gone]
+    assert command.wait_until_gone() == []
+
+
+def test_a_folder_whose_name_is_no_name_is_refused_in_one_line(tmp_path: Path):
+    names = {"a${b}": "`${` begins an interpolation, such as", r"a\${b}": "a folder's name cannot hold `${`"}
+    for name, reason in names.items():
+        command = by_hand(*TINY, f"hydra.run.dir={name}", folder=tmp_path)
+        assert command.wait() == 2
+        [line] = command.stderr.splitlines()
+        assert line.startswith(f"hydra.run.dir: Interpolation key 'b' not found; {reason}")

@@ -1,5 +1,8 @@
 """What is refused before any rank starts."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +10,9 @@ import torch
 
 from zerotrain import factory, preflight
 from zerotrain.config.schema import Config, LaunchConfig, PrecisionConfig, ZeroConfig
+from zerotrain.data import SyntheticTokens
 from zerotrain.errors import ConfigError
+from zerotrain.models import GPT as GPT_CLASS
 
 GPT = {
     "_target_": "zerotrain.models.GPT",
@@ -50,6 +55,10 @@ def test_a_config_that_can_run_passes() -> None:
             "precision.keep_fp32: no module or parameter matches 'rms*'; there are wte, wpe, blocks.*.ln_1,",
         ),
         ({"precision": PrecisionConfig("bf16", ["*"])}, "precision.keep_fp32: keeps every parameter"),
+        (
+            {"model": {"_target_": "torch.nn.Embedding", "num_embeddings": 256, "embedding_dim": 4, "max_norm": 1.0}},
+            "model: the model is a Embedding with max_norm=1.0, which changes its weight in the forward",
+        ),
         ({"scheduler": COSINE | {"warmup_steps": "abc"}}, "scheduler: "),
         ({"data": {"_target_": "zerotrain.data.TextDataset", "path": "no/such", "seq_len": 8}}, "data.path=no/such"),
     ],
@@ -133,3 +142,67 @@ def test_the_model_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "instantiate", noted)
     preflight.check(config(optimizer=MUON, model=GPT | {"num_layers": 2}))
     assert sorted(built) == sorted(each["_target_"] for each in (GPT, SYNTHETIC, MUON, COSINE))
+
+
+def test_the_compiler_which_takes_a_second_to_import_is_left_out_where_nothing_is_compiled(tmp_path: Path) -> None:
+    launch = Path(__file__).resolve().parents[2] / "launch.py"
+    program = (
+        "import atexit, runpy, sys\n"
+        "atexit.register(lambda: print(*[name for name in sys.modules if name.startswith('torch._dynamo')]))\n"
+        f"sys.argv = [{str(launch)!r}, 'data=synthetic', 'data.num_sequences=0', 'optimizer=muon']\n"
+        f"runpy.run_path({str(launch)!r}, run_name='__main__')\n"
+    )
+    process = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (2, "\n")
+    # The model and the optimizer were tried too.
+    assert process.stderr == "data.num_sequences=0 is too small; it must be at least 1\n"
+
+
+class Unshifted(SyntheticTokens):
+    """Labels as transformers takes them, equal to the ids."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.train = self.validation = [(ids, ids) for ids, _ in (self.train[row] for row in range(3))]
+
+
+class Shifting(GPT_CLASS):
+    """A model that shifts labels itself."""
+
+    next_token_labels = False
+
+
+def test_labels_that_are_not_shifted_are_refused_for_models_that_do_not_shift_them_and_taken_for_others() -> None:
+    data = SYNTHETIC | {"_target_": f"{__name__}.Unshifted"}
+    with pytest.raises(ConfigError, match=r"^data: the labels of the first items of data\.train equal their ids; GPT "):
+        preflight.check(config(data=data))
+    preflight.check(config(data=data, model=GPT | {"_target_": f"{__name__}.Shifting"}))
+
+
+def test_a_vocabulary_that_is_left_open_is_that_of_the_data_and_one_that_is_given_stays() -> None:
+    def checked(vocab_size: int | None) -> Any:
+        tried = config(model=GPT | {"vocab_size": vocab_size})
+        preflight.check(tried)
+        return tried.model["vocab_size"]
+
+    assert checked(None) == 256
+    assert checked(300) == 300
+    with pytest.raises(ConfigError, match=r"data\.vocab_size=256, but GPT knows 100 tokens"):
+        checked(100)
+
+
+def test_of_data_that_cannot_be_built_nothing_is_said_of_a_vocabulary_that_it_would_have_told() -> None:
+    data = {"_target_": "zerotrain.data.TextDataset", "path": "no/such", "seq_len": 8}
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(data=data, model=GPT | {"vocab_size": None}))
+    assert [problem.split()[0] for problem in refused.value.problems] == ["data.path=no/such"]
+
+
+def test_a_hugging_face_model_from_scratch_knows_the_tokens_of_the_tokenizer() -> None:
+    pytest.importorskip("transformers")
+    model = {"_target_": "zerotrain.models.HuggingFaceModel", "config": {"model_type": "llama", "num_hidden_layers": 1}}
+    tried = config(model=model | {"vocab_size": None})
+    preflight.check(tried)
+    assert factory.build_on_meta(tried).model.get_input_embeddings().weight.shape[0] == 256
+    preflight.check(own := config(model=model | {"config": model["config"] | {"vocab_size": 320}, "vocab_size": None}))
+    assert factory.build_on_meta(own).vocab_size == 320

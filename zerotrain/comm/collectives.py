@@ -76,7 +76,7 @@ class Collectives:
         return self._together("comparison", name, lambda: self._wire.gather_small(values))
 
     def gather_objects(self, value: Any, *, name: str) -> list[Any]:
-        """What each rank has to say, in rank order, on every rank: small picklable values, outside of steps."""
+        """What each rank has to say, in rank order, on every rank: small values, outside of steps."""
         return self._together("comparison", name, lambda: self._wire.gather_objects(value))
 
     def broadcast(self, values: torch.Tensor, *, name: str) -> None:

@@ -19,6 +19,8 @@ GRACE_S = 2.0
 """How long a rank whose collective has failed waits for the other ranks' words. Ranks that wait for each other in
 different places time out almost together."""
 _POLL_S = 0.05
+_TIME_IS_UP = re.compile(r"time[d -]*out", re.IGNORECASE)
+"""In what backends raise when they have waited, and not lost a connection."""
 _WHERE_IN_GLOO = re.compile(r"^\[[^\]]*\] ?")
 
 
@@ -63,14 +65,17 @@ class Whereabouts:
         here = f"{collective} ({self.describe()})"
         heard = self._exchange_words(here)
         lines = [f"rank {rank} failed in {where}" for rank, where in sorted(heard.items())]
-        silent = [str(rank) for rank in range(self.size) if rank != self.rank and rank not in heard]
+        silent = [rank for rank in range(self.size) if rank != self.rank and rank not in heard]
         if silent:
-            ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(silent)}"
+            ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
             lines.append(f"nothing is known of {ranks}, which may compute, sleep or be gone")
         reason = _WHERE_IN_GLOO.sub("", str(error).split("\n")[0])
         self._lost = CommError(
             f"rank {self.rank} failed in {here} after {waited_s:.1f} s: {reason}; {'; '.join(lines)}. All ranks must "
-            "make the same calls in the same order"
+            "make the same calls in the same order",
+            unheard=tuple(silent) if _TIME_IS_UP.search(reason) else (),
+            where=here,
+            waited_s=waited_s,
         )
         return self._lost
 

@@ -41,7 +41,7 @@ class Wire(ABC):
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
-        """What each rank has to say, in rank order, on every rank."""
+        """What each rank has to say, in rank order, on every rank: numbers, texts, dtypes, tensors, collections."""
 
     @abstractmethod
     def broadcast(self, values: torch.Tensor) -> None:

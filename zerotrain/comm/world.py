@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from zerotrain.comm.environment import RankEnvironment
+from zerotrain.comm.meeting import meet
 from zerotrain.comm.whereabouts import Whereabouts
 from zerotrain.errors import ConfigError
 
@@ -60,23 +62,28 @@ class World:
 
     @classmethod
     def from_environment(cls, device: str = "auto", timeout_s: float = 300.0) -> "World":
-        """Join the ranks that RANK, WORLD_SIZE and MASTER_ADDR/PORT describe; without them, be alone.
+        """Join the ranks that RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT describe; without them, be alone.
 
         Args:
             device: cpu, cuda, or auto (cuda where there is one).
-            timeout_s: seconds a collective may wait for the other ranks.
+            timeout_s: seconds to wait for the other ranks, when they meet and in each collective.
 
         Raises:
-            ConfigError: cuda was asked for and is not there.
+            ConfigError: cuda was asked for and is not there; the variables are incomplete or contradict each other.
+            CommError: the other ranks have not come.
         """
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        ranks = RankEnvironment.read(whole=False)
+        local_rank = 0 if ranks is None else ranks.local_rank
         chosen = choose_device(device, local_rank)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
-        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        if ranks is None or ranks.world_size == 1:
             return cls(rank=0, size=1, local_rank=0, device=chosen)
         dist.init_process_group(
             backend="nccl" if chosen.type == "cuda" else "gloo",
+            store=meet(ranks, timeout_s),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
             timeout=timedelta(seconds=timeout_s),
             device_id=chosen if chosen.type == "cuda" else None,
         )

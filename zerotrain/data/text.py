@@ -3,14 +3,14 @@
 import hashlib
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import torch
 
+from zerotrain.data.cache import kept_file
 from zerotrain.data.sources import find_sources
 from zerotrain.data.tokenizer import TextTokenizer
 from zerotrain.data.windows import split
@@ -22,7 +22,8 @@ class TextDataset:
     """Text, one token a byte or as a tokenizer cuts it, read through a memory map of all files joined in sorted order.
 
     The joined file is kept in `cache_dir` under a name that holds a fingerprint of the sources' paths, sizes and
-    modification times, and of the tokenizer: a change of any of them makes a new one.
+    modification times, and of the tokenizer: a change of any of them makes a new one. One that does not hold what was
+    written, or other text than the sources, is made anew, with a line on stderr that says why.
 
     Args:
         path: a file, a folder, a glob pattern, or None for the standard library of the running Python
@@ -98,37 +99,21 @@ def _cache_folder(cache_dir: str | None) -> Path:
 
 def _token_file(sources: list[Path], tokenizer: TextTokenizer | None, folder: Path) -> Path:
     """The file of all sources' tokens; made if it is not there yet."""
-    if tokenizer is None:
-        return _written_once(folder / f"text-{_fingerprint(sources)}.bin", lambda file: _join(sources, file))
-    name = f"tokens-{_fingerprint(sources)}-{tokenizer.fingerprint()}.bin"
-    return _written_once(folder / name, lambda file: tokenizer.write_tokens(sources, file))
+    try:
+        if tokenizer is None:
+            return kept_file(folder / f"text-{_fingerprint(sources)}.bin", sources, lambda file: _join(sources, file))
+        name = f"tokens-{_fingerprint(sources)}-{tokenizer.fingerprint()}.bin"
+        return kept_file(folder / name, sources, lambda file: tokenizer.write_tokens(sources, file))
+    except OSError as error:
+        raise ValueError(
+            f"data.cache_dir={folder} cannot take the joined text ({error}); give a folder that can be written"
+        ) from error
 
 
 def _join(sources: list[Path], output: BinaryIO) -> None:
     for source in sources:
         with open(source, "rb") as file:
             shutil.copyfileobj(file, output)
-
-
-def _written_once(path: Path, write: Callable[[BinaryIO], None]) -> Path:
-    """`path`, with what `write` gives it if it is not there yet.
-
-    It is written under a temporary name and moved into place whole, so ranks that do this at the same time, or a
-    process killed half way, leave no broken file under the final name.
-    """
-    if path.exists():
-        return path
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            with open(Path(scratch, path.name), "wb") as output:
-                write(output)
-            os.replace(output.name, path)
-    except OSError as error:
-        raise ValueError(
-            f"data.cache_dir={path.parent} cannot take the joined text ({error}); give a folder that can be written"
-        ) from error
-    return path
 
 
 def _fingerprint(sources: list[Path]) -> str:

@@ -207,7 +207,8 @@ def require_trainable(model: nn.Module, parameters: Sequence[ModelParameter]) ->
 
 
 def require_plain(model: nn.Module) -> None:
-    """Make sure that no part of the model is more than a module: wrapped by another engine, scripted, or not ready.
+    """Make sure that no part of the model is more than a module: wrapped by another engine, scripted, not ready, in
+    fp64, or one that changes its weights in the forward.
 
     Raises:
         ConfigError: naming the part and what to give instead.
@@ -223,6 +224,17 @@ def require_plain(model: nn.Module) -> None:
             raise ConfigError(f"{part} without shapes yet; run one forward of the model before build_engine")
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ConfigError(f"{part} with sparse=True, and buckets hold dense gradients; build it with sparse=False")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigError(
+                f"{part} with max_norm={module.max_norm}, which changes its weight in the forward by this rank's "
+                "inputs alone; build it with max_norm=None, and scale the vectors that it gives"
+            )
+    double = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
+    if double:
+        raise ConfigError(
+            f"{', '.join(double[:3])}{', ...' * (len(double) > 3)} {'is' if len(double) == 1 else 'are'} fp64, and the "
+            "engine trains fp32 weights at most; call model.float() before build_engine"
+        )
 
 
 def require_leaves(model: nn.Module, leaves_per_rank: int) -> None:

@@ -1,7 +1,8 @@
 """The facade: runs forward, backward and step of a sharded model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,6 +17,12 @@ from zerotrain.engine.schedule.hooks import next_node, require_graph
 from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.update.optimizer_step import OptimizerStep
 from zerotrain.errors import CommError, EngineStateError, TrainingError
+
+
+def weighs_nothing(weight: float | torch.Tensor) -> bool:
+    """Whether a loss of this weight counts for nothing, as far as the host can know without waiting for the device."""
+    is_known = not isinstance(weight, torch.Tensor) or weight.device.type == "cpu"
+    return is_known and bool(weight == 0)
 
 
 class ZeroEngine(ShardedModel):
@@ -80,15 +87,19 @@ class ZeroEngine(ShardedModel):
 
         Args:
             loss: 0-dim, this rank's.
-            weight: factor on this loss. The mean over ranks is taken of gradients, in their reduction: those of this
-                rank are what plain PyTorch computes (in fp16 times `loss_scale`).
+            weight: factor on this loss. A loss that weighs nothing puts nothing into the gradients, nan neither: a
+                batch without labels has nan for its mean. So the weight is looked at, unless it is a tensor on a GPU,
+                which the host would have to wait for. The mean over ranks is taken of gradients, in their reduction:
+                those of this rank are what plain PyTorch computes (in fp16 times `loss_scale`).
 
         Raises:
             EngineStateError: `loss` is not one number, or does not depend on the parameters since the last step.
         """
         require_graph(loss, self._first_node_after_update)
         self.ledger.in_step = True
-        self._losses.append(loss.detach())
+        counts = not weighs_nothing(weight)
+        if counts:
+            self._losses.append(loss.detach())
         scale = torch.ones_like(loss).mul_(weight * self.loss_scale)
         self.stamps.num_backwards += 1
         with self._phase(Phase.BACKWARD), self._clean_after_error():
@@ -97,6 +108,7 @@ class ZeroEngine(ShardedModel):
                 in_last_leaf=self._in_last_leaf,
                 loss_scale=self.loss_scale,
                 frees_graph=not retain_graph,
+                counts=counts,
             )
             loss.backward(gradient=scale, retain_graph=retain_graph)
             self.schedule.end_backward()
@@ -187,13 +199,16 @@ class ZeroEngine(ShardedModel):
         return result
 
     def train_step(
-        self, micro_batches: Sequence[Sequence[Any]], *, weights: Sequence[float | torch.Tensor] | None = None
+        self,
+        micro_batches: Sequence[Sequence[Any] | Mapping[str, Any]],
+        *,
+        weights: Sequence[float | torch.Tensor] | None = None,
     ) -> TrainStepResult:
         """Forward and backward of each micro-batch, then one step.
 
         Args:
-            micro_batches: the model's inputs, one sequence for each; the model returns the loss.
-            weights: factor on the loss of each; default 1 / number of micro-batches of a virtual rank.
+            micro_batches: the model's inputs, one sequence for each, or a dict of named ones; it returns the loss.
+            weights: factor on the loss of each, as for `backward`; default 1 / number of those of a virtual rank.
 
         An exception in the data, the model or a backward forgets the gradients of all micro-batches.
 
@@ -206,16 +221,22 @@ class ZeroEngine(ShardedModel):
                 f"train_step got {len(micro_batches)} micro-batches, which this rank's {len(self.virtual_ranks)} "
                 "virtual ranks cannot share; give each as many"
             )
-        weights = weights or [1.0 / max(1, per_leaf)] * len(micro_batches)
-        weighted = list(zip(micro_batches, weights, strict=True))
+        if weights is None:
+            weights = [1.0 / max(1, per_leaf)] * len(micro_batches)
+        weighted = iter(zip(micro_batches, weights, strict=True))
         total = torch.zeros((), dtype=torch.float32, device=self.world.device)
         with self._clean_after_error():
-            for leaf, _ in enumerate(self.each_virtual_rank()):
-                for index, (inputs, weight) in enumerate(weighted[leaf * per_leaf : (leaf + 1) * per_leaf]):
-                    loss = self(*inputs)
-                    total += weight * loss.detach().float()
+            for _ in self.each_virtual_rank():
+                for index, (inputs, weight) in enumerate(islice(weighted, per_leaf)):
+                    if isinstance(inputs, torch.Tensor):
+                        raise EngineStateError(
+                            "train_step got a tensor for a micro-batch; give it as a sequence: (tensor,)"
+                        )
+                    loss = self(**inputs) if isinstance(inputs, Mapping) else self(*inputs)
                     with nullcontext() if index == per_leaf - 1 else self.no_sync():
                         self.backward(loss, weight=weight)
+                    if not weighs_nothing(weight):  # a loss that is nan would spoil the sum
+                        total += weight * loss.detach().float()
                     del loss
         return TrainStepResult(**vars(self.step()), loss=total / len(self.virtual_ranks))
 

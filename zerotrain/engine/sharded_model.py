@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
@@ -13,8 +12,10 @@ from zerotrain.comm.world import World
 from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.build import Builder, require_leaves, require_plain, require_values, share_unmanaged
+from zerotrain.engine.fast_path import complete_before_encoders
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
+from zerotrain.engine.one_memory import require_own_memory
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.kept_fp32 import cast_around_kept, dtypes_of
 from zerotrain.engine.schedule.hooks import connect, next_node, require_no_engine
@@ -61,6 +62,7 @@ class ShardedModel:
         require_values(model)
         require_no_engine(model)
         require_leaves(model, options.leaves_per_rank)
+        require_own_memory(model)
         self.module = model
         self.world = world
         self.options = options
@@ -85,6 +87,7 @@ class ShardedModel:
         self._newcomers = Newcomers(model, [each.parameter for each in parameters])
         self._connect(self._builder.schedule(initial or InitialValues()))
         cast_around_kept(model, dtypes, self.precision)
+        complete_before_encoders(model, self)
 
     def _connect(self, schedule: Schedule) -> None:
         """Let the model tell a schedule of buckets, which were just cut, where it is."""
@@ -185,10 +188,9 @@ class ShardedModel:
 
     # ---- weights out
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's state dict: original names, full fp32 parameters on the CPU, on rank 0; {} elsewhere.
-
-        Collective: all ranks call it.
+    def full_state_dict(self) -> dict[str, Any]:
+        """What `model.state_dict()` gives in plain PyTorch, hooks and extra state included: full fp32 parameters on the
+        CPU, on rank 0; {} elsewhere. Collective: all ranks call it.
         """
         return full_state_dict(self.module, self.schedule.buckets, self.collectives)
 

@@ -14,11 +14,13 @@ from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from omegaconf.errors import OmegaConfBaseException
 
+from zerotrain.comm.environment import RankEnvironment
+from zerotrain.config.compose import first_line
 from zerotrain.config.explain import composition_problems
-from zerotrain.errors import ZeroTrainError
+from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.launching import exits, sweep
-from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.signals import end_with_parent
 from zerotrain.launching.terminal import outlast_readers
 
@@ -37,7 +39,11 @@ def dispatch(main: Callable[[], None]) -> NoReturn:
     sys.path.append(os.getcwd())
     # Hydra then passes its exceptions on instead of printing them in its own way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    ranks = RankEnvironment.read()
+    try:
+        ranks = RankEnvironment.read()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(exits.CONFIG_PROBLEM)
     if ranks is None:
         sys.exit(_run_hydra(main))
     # Torchrun ends its ranks, but not when it is killed itself.
@@ -46,15 +52,22 @@ def dispatch(main: Callable[[], None]) -> NoReturn:
 
 
 def _run_as_rank(main: Callable[[], None], ranks: RankEnvironment) -> int:
-    from zerotrain.launching.torchrun import JobExchange, run_here
+    from zerotrain.launching.torchrun import job_exchange, run_here
 
-    exchange = JobExchange()
+    try:
+        exchange = job_exchange(ranks)
+        job = None if ranks.rank == 0 else exchange.receive()
+    except ZeroTrainError as error:
+        if ranks.local_rank == 0 or not isinstance(error, ConfigError):
+            print(error, file=sys.stderr)
+        return exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED
+    except KeyboardInterrupt:
+        return exits.of_signal(signal.SIGINT)
     if ranks.rank == 0:
         try:
             return _run_hydra(main)
         finally:
             exchange.withdraw()
-    job = exchange.receive()
     if job is not None:
         run_here(job, ranks)
     return exits.COMPLETED
@@ -87,7 +100,7 @@ def _run_hydra(main: Callable[[], None]) -> int:
     except ZeroTrainError:  # of a job of a sweep, and said when it happened
         code = exits.FAILED
     except Exception as error:  # jobs raise nothing else
-        problems = _composition_problems(main)
+        problems = _composition_problems(main) or _unresolved(error)
         for problem in problems or traceback.format_exception(error):
             print(problem, file=sys.stderr)
         code = exits.CONFIG_PROBLEM if problems else exits.FAILED
@@ -100,6 +113,14 @@ def _code_of(ending: SystemExit) -> int:
         print(ending.code, file=sys.stderr)
         return exits.FAILED
     return ending.code or exits.COMPLETED
+
+
+def _unresolved(error: Exception) -> list[str]:
+    """What is wrong with an interpolation in Hydra's own settings, such as hydra.run.dir; nothing where it is another
+    error."""
+    if not isinstance(error, OmegaConfBaseException) or not error.full_key:
+        return []
+    return [f"{error.full_key}: {first_line(error)}; `${{` begins an interpolation, such as ${{now:%Y-%m-%d}}"]
 
 
 def _composition_problems(main: Callable[[], None]) -> list[str]:

@@ -6,7 +6,8 @@ import math
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,14 +15,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zerotrain.errors import CommError, ConfigError, DisagreementError, ZeroTrainError
 from zerotrain.launching import exits
-from zerotrain.launching.presence import RankState, read_states
+from zerotrain.launching.presence import RankState, clock_error, read_states
 
 _SIGNS_OF_LOST_PEERS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")
 """In the messages of the collectives that a user's own code calls; ours raise CommError."""
 _TOLD_TO_STOP = (-signal.SIGTERM, exits.of_signal(signal.SIGTERM), exits.of_signal(signal.SIGINT))
 """Exit codes of ranks that torch's agent has ended because another rank had failed."""
-
-
+_OF_WAITS = ("unheard", "where", "waited_s")
+"""What a CommError says of a wait in vain."""
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "kill -9, or the machine ran out of memory",
     signal.SIGABRT: "by itself: on GPUs NCCL does so when ranks wait for each other longer than launch.timeout_s",
@@ -44,12 +45,17 @@ class Failure:
     problems: tuple[str, ...] | None = None
     """The lines of a ConfigError, which are all that a user needs of it."""
     time_s: float = 0.0
-    """Since the epoch."""
-    saw_alive: tuple[int, ...] = ()
-    """The other ranks whose processes were there then: what has ended them later is no cause of this."""
+    """Since the epoch; once written, by the clock of the folder's file system."""
+    saw_alive: Mapping[int, str] = field(default_factory=dict)
+    """The other ranks whose processes were there then, and where: what has ended them later is no cause of this."""
+    unheard: tuple[int, ...] = ()
+    """The ranks that this one has waited for in vain, and of which nothing was heard."""
+    where: str = ""
+    """What it waited for them in."""
+    waited_s: float = 0.0
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, saw_alive: tuple[int, ...] = ()) -> "Failure":
+    def of(cls, error: BaseException, rank: int, saw_alive: Mapping[int, str] | None = None) -> "Failure":
         """What an exception says, on the rank that caught it."""
         from_peers = _comes_from_peers(error)
         said = str(error) if isinstance(error, CommError) and from_peers else f"{type(error).__name__}: {error}"
@@ -61,21 +67,24 @@ class Failure:
             from_peers=from_peers,
             problems=error.problems if isinstance(error, ConfigError) else None,
             time_s=time.time(),
-            saw_alive=saw_alive,
+            saw_alive=saw_alive or {},
+            **({name: getattr(error, name) for name in _OF_WAITS} if isinstance(error, CommError) else {}),
         )
 
     def write(self, ranks_dir: Path) -> None:
         """Leave it in the folder of the ranks' logs, for `first_failure`, which another rank may call meanwhile."""
         path = ranks_dir / f"{self.rank}.error.json"
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self)))
+        temporary.write_text("")
+        temporary.write_text(json.dumps(asdict(replace(self, time_s=self.time_s + clock_error(temporary)))))
         os.replace(temporary, path)
 
     @classmethod
     def read(cls, path: Path) -> "Failure":
         """Read what `write` has left."""
         values = json.loads(path.read_text())
-        return cls(**values | {"saw_alive": tuple(values["saw_alive"])})
+        saw_alive = {int(rank): phase for rank, phase in values["saw_alive"].items()}
+        return cls(**values | {"saw_alive": saw_alive, "unheard": tuple(values["unheard"])})
 
     def describe(self, ranks_dir: Path) -> str:
         """Two lines for the user: the cause and the rank's log."""
@@ -89,8 +98,8 @@ class Failure:
 def first_failure(ranks_dir: Path, ended: dict[int, ProcessFailure] | None = None) -> Failure | None:
     """The first cause of a run's end; None where no rank has failed.
 
-    A rank's own error comes before the death of a process, that before a signal that told one rank to stop, and that
-    before what the other ranks noticed of it. Within these the earliest.
+    A rank's own error comes before the death of a process, that before a signal that told one rank to stop, that before
+    a rank that is there and did not answer, and that before what the other ranks noticed. Within these the earliest.
 
     Args:
         ended: how the processes ended, by rank. One that was killed could not write what happened to it. None where
@@ -110,15 +119,22 @@ def first_failure(ranks_dir: Path, ended: dict[int, ProcessFailure] | None = Non
     noticed = [failure for failure in written if failure.from_peers and not _came_after(failure, stops)]
     noticed_s = min((failure.time_s for failure in noticed), default=math.inf)
     by_user = ended is None and not _stopped_alone(stops, noticed)
+    told = noticed if by_user else [failure for failure in written if failure.from_peers]
     ranked = (
         [failure for failure in written if not failure.from_peers],
         [process for rank, process in processes.items() if rank not in told_to_stop | outlived],
         # One that came later was sent because of what was noticed.
         [] if by_user else [_of_stop(state) for state in stops.values() if state.stopped_s <= noticed_s],
-        noticed if by_user else [failure for failure in written if failure.from_peers],
+        _unanswered(told),
+        told,
         list(processes.values()),
     )
     return next((min(failures, key=lambda failure: failure.time_s) for failures in ranked if failures), None)
+
+
+def lost_folder(run_dir: Path) -> RunError:
+    """What to say where the folder is gone, and with it all that the ranks have left there."""
+    return RunError(f"{run_dir}: the run's folder was deleted or moved before the run had ended; start the run again")
 
 
 def name_full_disk(error: BaseException, run_dir: Path) -> bool:
@@ -127,6 +143,22 @@ def name_full_disk(error: BaseException, run_dir: Path) -> bool:
     if isinstance(error, OSError) and is_full and error.filename is None:
         error.filename = str(run_dir)
     return is_full
+
+
+def _unanswered(told: list[Failure]) -> list[Failure]:
+    """The first rank that was there and said nothing while others waited for it: it was stopped, or slept."""
+    waited = sorted((failure for failure in told if failure.unheard), key=lambda failure: failure.time_s)
+    if not waited:
+        return []
+    first = waited[0]
+    ranks = [rank for rank in first.unheard if all(rank in failure.unheard for failure in waited)]
+    for rank in (rank for rank in ranks if rank in first.saw_alive):
+        cause = (
+            f"did not answer for {first.waited_s:.0f} s, last seen in {first.saw_alive[rank]}; "
+            f"rank {first.rank} waited in {first.where}"
+        )
+        return [Failure(rank=rank, cause=cause, time_s=first.time_s)]
+    return []
 
 
 def _stopped_alone(stops: dict[int, RankState], noticed: list[Failure]) -> bool:

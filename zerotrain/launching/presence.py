@@ -18,6 +18,9 @@ from pathlib import Path
 
 _NUM_BYTES = 1024
 """Of the file, written whole at once: on a disk that is full later, a change needs no room."""
+_AGREED_S = 1.0
+_STEP_NUM_BYTES = 16
+"""At the front, written in every step: 2 us."""
 
 
 @dataclass(frozen=True)
@@ -27,28 +30,40 @@ class RankState:
     rank: int
     phase: str
     """What it did, such as "building the engine"."""
+    step: int = 0
+    """Of the training; 0 before the first."""
     pid: int = 0
     host: str = ""
     stopped_by: str | None = None
     """The signal that told it to stop."""
     stopped_s: float = 0.0
-    """When that came, since the epoch."""
+    """When that came, since the epoch, by the clock of the folder's file system."""
     gone: tuple[int, ...] = ()
     """The ranks that had ended before it came."""
     failed: str | None = None
     """What went wrong, where there was no room on the disk for a file that says it."""
+
+    @property
+    def last_seen(self) -> str:
+        """Where it was."""
+        return f"{self.phase}, step {self.step}" if self.step else self.phase
 
 
 class Presence:
     """This process's own state."""
 
     def __init__(self, ranks_dir: Path, rank: int) -> None:
-        self._ranks_dir, self._state = ranks_dir, RankState(rank, "starting", os.getpid(), socket.gethostname())
+        self._ranks_dir, self._state = (
+            ranks_dir,
+            RankState(rank, "starting", pid=os.getpid(), host=socket.gethostname()),
+        )
         self._path = ranks_dir / f"{rank}.state"
         self._path.unlink(missing_ok=True)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._stop_noted = threading.Event()
         self._say()
+        self.begin(0)
+        self._clock_error_s = clock_error(self._path)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -62,6 +77,10 @@ class Presence:
         self._state = replace(self._state, phase=phase)
         self._say()
 
+    def begin(self, step: int) -> None:
+        """A step of the training, counted from 1, begins."""
+        os.pwrite(self._descriptor, b"%-*d" % (_STEP_NUM_BYTES, step), 0)
+
     def fail(self, cause: str) -> None:
         """Something went wrong that could be written nowhere else."""
         self._state = replace(self._state, failed=cause[: _NUM_BYTES // 2])
@@ -72,7 +91,7 @@ class Presence:
         if self._state.stopped_by is None:
             gone = tuple(state.rank for state, alive in read_states(self._ranks_dir) if not alive)
             name = signal.Signals(signum).name
-            self._state = replace(self._state, stopped_by=name, stopped_s=time.time(), gone=gone)
+            self._state = replace(self._state, stopped_by=name, stopped_s=time.time() + self._clock_error_s, gone=gone)
             self._say()
         self._stop_noted.set()
 
@@ -85,7 +104,8 @@ class Presence:
         self._path.unlink(missing_ok=True)
 
     def _say(self) -> None:
-        os.pwrite(self._descriptor, json.dumps(asdict(self._state)).ljust(_NUM_BYTES).encode(), 0)
+        said = json.dumps(asdict(self._state)).ljust(_NUM_BYTES)
+        os.pwrite(self._descriptor, said.encode(), _STEP_NUM_BYTES)
 
 
 def read_states(ranks_dir: Path) -> list[tuple[RankState, bool]]:
@@ -94,11 +114,22 @@ def read_states(ranks_dir: Path) -> list[tuple[RankState, bool]]:
     for path in sorted(ranks_dir.glob("*.state")):
         try:
             with path.open() as file:
-                said = json.loads(file.read())
-                found.append((RankState(**said | {"gone": tuple(said["gone"])}), _is_locked(file.fileno())))
+                step, said = int(file.read(_STEP_NUM_BYTES)), json.loads(file.read())
+                said |= {"gone": tuple(said["gone"]), "step": step}
+                found.append((RankState(**said), _is_locked(file.fileno())))
         except (FileNotFoundError, ValueError):  # its work is done, or it is about to write
             continue
     return found
+
+
+def clock_error(written: Path) -> float:
+    """Seconds to add to this machine's clock to have that of a file system, which all machines share that see a file
+    there; 0 where they agree to a second. By the path of a file written just now.
+
+    A machine whose clock was an hour late told of its own consequence as the first cause (2026-11-21).
+    """
+    error_s = written.stat().st_mtime - time.time()
+    return error_s if abs(error_s) > _AGREED_S else 0.0
 
 
 def _is_locked(descriptor: int) -> bool:
@@ -119,6 +150,6 @@ def continue_stopped(ranks_dir: Path) -> None:
                 os.kill(state.pid, signal.SIGCONT)
 
 
-def seen_alive(ranks_dir: Path, rank: int) -> tuple[int, ...]:
-    """The other ranks whose processes are there, seen from this one."""
-    return tuple(state.rank for state, alive in read_states(ranks_dir) if alive and state.rank != rank)
+def seen_alive(ranks_dir: Path, rank: int) -> dict[int, str]:
+    """The other ranks whose processes are there, seen from this one, and where they are."""
+    return {state.rank: state.last_seen for state, alive in read_states(ranks_dir) if alive and state.rank != rank}

@@ -12,18 +12,20 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain import preflight
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.checks import OPEN_GROUPS, checked_config, doubtful, without_effect
+from zerotrain.config.compose import first_line
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.launching import exits, sweep
-from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.folder_lock import locked
 from zerotrain.launching.job import Job, completed_in, write_ending, write_refusal
 from zerotrain.launching.spawn import run_ranks
-from zerotrain.launching.torchrun import JobExchange, run_here
+from zerotrain.launching.torchrun import job_exchange, run_here
 from zerotrain.training.result import RESULT_NAME
 
 
@@ -40,7 +42,7 @@ def run_job(composed: DictConfig) -> float:
     """
     hydra = HydraConfig.get()
     is_sweep = hydra.mode == RunMode.MULTIRUN
-    run_dir = Path(hydra.runtime.output_dir)
+    run_dir = _run_dir()
     try:
         if is_sweep:
             sweep.claim(run_dir, hydra.job.num)
@@ -59,11 +61,21 @@ def run_job(composed: DictConfig) -> float:
     return math.nan if loss is None else loss
 
 
+def _run_dir() -> Path:
+    try:
+        return Path(HydraConfig.get().runtime.output_dir)
+    except OmegaConfBaseException as error:  # Hydra has resolved the name, made the folder, and resolves the name again
+        print(f"hydra.run.dir: {first_line(error)}; a folder's name cannot hold `${{`", file=sys.stderr)
+        raise SystemExit(exits.CONFIG_PROBLEM) from error
+
+
 def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
     ranks = RankEnvironment.read()
     try:
         with exits.exits_raised():
             config = _checked(composed, run_dir, ranks)
+        if ranks is not None:
+            job_exchange(ranks).require_same_commands(config.launch.timeout_s)
     except Exception as error:
         with suppress(OSError):  # the cause matters more than a disk that is full
             write_refusal(run_dir, overrides, str(error))
@@ -78,7 +90,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     print(f"stage {config.zero.stage}, ranks: {num_ranks}, run folder: {shown_dir}", flush=True)
     if ranks is None:
         return _run_spawned(job, num_ranks)
-    JobExchange().publish(job)
+    job_exchange(ranks).publish(job)
     return run_here(job, ranks)
 
 

@@ -2,10 +2,13 @@
 
 import fcntl
 import functools
+import json
 import os
+import shlex
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,25 +16,66 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from zerotrain.comm.environment import RankEnvironment
+from zerotrain.comm.meeting import await_ranks, open_store
+from zerotrain.config.schema import LaunchConfig
+from zerotrain.config.words import words_of_config
+from zerotrain.errors import CommError, ConfigError
 from zerotrain.launching import exits
-from zerotrain.launching.environment import RankEnvironment
-from zerotrain.launching.failures import Failure, first_failure
+from zerotrain.launching.failures import Failure, first_failure, lost_folder
 from zerotrain.launching.job import Job, write_ending
 from zerotrain.launching.terminal import LastingStream
 from zerotrain.launching.worker import exit_now, run_rank
 
 _JOB_KEY = "job"
 _NO_JOB = "none"
+_REFUSED = "refused "
+_POLL_S = 0.1
+_MAX_TIMEOUT_S = 1e6
 _PEER_HEAD_START_S = 2.0
 _STOP_HEAD_START_S = 1.0
 
 
 class JobExchange:
-    """Passes the job from rank 0 to the others, through the store that torchrun runs for its ranks."""
+    """Passes the job from rank 0 to the others, through the store that torchrun runs for its ranks.
 
-    def __init__(self) -> None:
-        store, _, _ = next(dist.rendezvous("env://"))
-        self._store = dist.PrefixStore("zerotrain/launch", store)
+    What lies there is read as JSON, and never unpickled.
+    """
+
+    def __init__(self, ranks: RankEnvironment) -> None:
+        """Come, with the command line of this process.
+
+        Raises:
+            ConfigError, CommError: the store cannot be used, or nobody keeps it.
+        """
+        with words_of_config():
+            self._store = dist.PrefixStore("launch", open_store(ranks, _own_timeout_s()))
+        self._ranks = ranks
+        self._came = dist.PrefixStore("came", self._store)
+        self._came.set(str(ranks.rank), json.dumps(sys.argv[1:]))
+
+    def require_same_commands(self, timeout_s: float) -> None:
+        """Wait for all ranks, and refuse the job on all of them where one was started with another command line: it
+        would have been ignored.
+
+        Raises:
+            ConfigError: it was.
+            CommError: some ranks have not come.
+        """
+        with words_of_config():
+            await_ranks(self._came, self._ranks, range(self._ranks.world_size), timeout_s)
+        mine = Counter(sys.argv[1:])
+        for rank in range(1, self._ranks.world_size):
+            theirs = Counter(json.loads(self._came.get(str(rank))))
+            if theirs != mine:
+                differences = {"has": theirs - mine, "lacks": mine - theirs}
+                said = (f"{verb} {shlex.join(each.elements())}" for verb, each in differences.items() if each)
+                problem = (
+                    f"rank {rank}: its command line is not that of rank 0, which counts for all: it "
+                    f"{' and '.join(said)}; give every machine the same"
+                )
+                self._store.set(_JOB_KEY, _REFUSED + problem)
+                raise ConfigError(problem)
 
     def publish(self, job: Job) -> None:
         """Hand the job to the other ranks."""
@@ -43,9 +87,38 @@ class JobExchange:
             self._store.set(_JOB_KEY, _NO_JOB)
 
     def receive(self) -> Job | None:
-        """Wait for the job of rank 0; None where it has none."""
-        message = self._store.get(_JOB_KEY).decode()
+        """Wait for the job of rank 0, which may prepare the data for long; None where it has none.
+
+        Raises:
+            ConfigError: it has refused the job since a command line differs.
+            CommError: rank 0 has not come.
+        """
+        try:
+            with words_of_config():
+                await_ranks(self._came, self._ranks, [0], _own_timeout_s())
+            while not self._store.check([_JOB_KEY]):
+                time.sleep(_POLL_S)
+            message = self._store.get(_JOB_KEY).decode()
+        except dist.DistError as error:
+            raise CommError("rank 0 has ended, and the store with it, before it had a job for the others") from error
+        if message.startswith(_REFUSED):
+            raise ConfigError(message.removeprefix(_REFUSED))
         return None if message == _NO_JOB else Job.from_json(message)
+
+
+@functools.cache
+def job_exchange(ranks: RankEnvironment) -> JobExchange:
+    """The one of this process."""
+    return JobExchange(ranks)
+
+
+def _own_timeout_s() -> float:
+    """How long to wait for rank 0, which knows the config: what this rank's own command line says of it."""
+    given = [argument.partition("=")[2] for argument in sys.argv[1:] if argument.startswith("launch.timeout_s=")]
+    with suppress(ValueError, IndexError):
+        if 0 < float(given[-1]) <= _MAX_TIMEOUT_S:  # rank 0 refuses what is no number of seconds
+            return float(given[-1])
+    return LaunchConfig().timeout_s
 
 
 def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
@@ -81,6 +154,10 @@ def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
     Every rank does, one at a time, since only the last to end has seen all causes. Without the lock one that had read
     before the cause was there wrote "stopped" behind the one that had told it (2026-11-21).
     """
+    if not job.ranks_dir.is_dir():
+        if ranks.rank == 0:
+            print(lost_folder(job.run_dir), file=terminal, flush=True)
+        return
     with (job.ranks_dir / "ending.lock").open("w") as file:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from zerotrain import factory
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.launching import exits
-from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.failures import Failure, name_full_disk
 from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.launching.presence import Presence, continue_stopped, seen_alive
@@ -46,7 +46,9 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
     torchrun_report.initialize()
     try:
         with exits.exits_raised():
-            result = factory.run(job.config, job.run_dir, job.overrides, job.config_hash, presence.enter)
+            result = factory.run(
+                job.config, job.run_dir, job.overrides, job.config_hash, presence.enter, presence.begin
+            )
     except KeyboardInterrupt:
         presence.wait_for_note()
         raise
@@ -58,9 +60,8 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
             traceback.print_exc(file=log)
         except OSError:  # a full disk has room for the cause where it was taken before
             presence.fail(failure.cause)
-        if failure.from_peers:
-            continue_stopped(job.ranks_dir)
-        else:
+        continue_stopped(job.ranks_dir)
+        if not failure.from_peers:
             torchrun_report.record_exception(error)
         raise
     presence.leave()

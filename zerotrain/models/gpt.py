@@ -27,6 +27,9 @@ class GPT(nn.Module):
         ValueError: an argument is out of range, or `num_heads` does not divide `hidden_size`.
     """
 
+    next_token_labels = True
+    """labels[t] is the token after ids[t]; data whose labels equal its ids is refused."""
+
     def __init__(
         self,
         *,
@@ -46,7 +49,7 @@ class GPT(nn.Module):
                 f"model.num_heads={num_heads} does not divide model.hidden_size={hidden_size}; "
                 f"choose a number of heads that does, such as {_nearest_divisor(hidden_size, num_heads)}"
             )
-        self.max_seq_len = max_seq_len
+        self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
         self.wte = nn.Embedding(vocab_size, hidden_size)
         self.wpe = nn.Embedding(max_seq_len, hidden_size)
         self.dropout = nn.Dropout(dropout)

@@ -15,6 +15,7 @@ from zerotrain.models.loss import mean_cross_entropy
 
 NO_ADAPTERS: dict[str, Any] = {"rank": 0, "alpha": 16, "dropout": 0.0, "targets": None}
 """The argument `lora`, where nothing is said of it."""
+BALANCING_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -35,6 +36,9 @@ class HuggingFaceModel(nn.Module):
         ImportError: transformers, or for adapters peft, is not installed.
         ValueError: an argument is out of range, a pattern matches nothing, or there is no such model.
     """
+
+    next_token_labels = True
+    """labels[t] is the token after ids[t]; data whose labels equal its ids is refused."""
 
     def __init__(
         self,
@@ -63,6 +67,8 @@ class HuggingFaceModel(nn.Module):
         positions = getattr(text_config, "max_position_embeddings", None)
         self.max_seq_len: int | None = positions if isinstance(positions, int) and positions > 0 else None
         _freeze(model, freeze)
+        self._added_loss = _AddedLoss()
+        model.loss_function = self._added_loss
         self.model = _with_adapters(model, **adapters) if adapters["rank"] else model
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,7 +79,9 @@ class HuggingFaceModel(nn.Module):
             labels: (B, T) int64, labels[:, t] the token after ids[:, t], or -100 where there is none to learn.
 
         Returns:
-            The mean cross entropy over the labels (0-dim, fp32), or the logits (B, T, vocab_size).
+            The mean cross entropy over the labels (0-dim, fp32), in training with what the model itself adds to its
+            loss, such as the balancing loss of a mixture of experts that `output_router_logits` asks for; or the
+            logits (B, T, vocab_size).
 
         Raises:
             ValueError: a sequence is longer than `max_seq_len`, the positions that the model's config has.
@@ -82,8 +90,33 @@ class HuggingFaceModel(nn.Module):
             raise ValueError(
                 f"a sequence of {ids.shape[1]} tokens is longer than the model's {self.max_seq_len} positions"
             )
-        logits = self.model(input_ids=ids).logits
-        return logits if labels is None else mean_cross_entropy(logits, labels)
+        if labels is None:
+            return self.model(input_ids=ids).logits
+        given = {"labels": labels.contiguous()} if self.training and self._added_loss.may_come else {}
+        outputs = self.model(input_ids=ids, **given)
+        return mean_cross_entropy(outputs.logits, labels) + self._added_loss.take(outputs)
+
+
+class _AddedLoss:
+    """Stands for the loss function of a model of transformers, and gives it 0: what the model makes of that is what it
+    adds. The models compute balancing losses and their like in lines of their own, with coefficients of many names."""
+
+    may_come = True
+    """False once a model has computed its loss without it: a few old ones, which add nothing."""
+
+    def __init__(self) -> None:
+        self._is_called = False
+
+    def __call__(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        self._is_called = True
+        return torch.zeros((), device=logits.device)
+
+    def take(self, outputs: Any) -> torch.Tensor | float:
+        """What the model has added in the forward that gave `outputs`."""
+        if outputs.loss is None:
+            return 0.0
+        self.may_come = self._is_called
+        return outputs.loss if self._is_called else 0.0
 
 
 def _from_scratch(fields: dict[str, Any], vocab_size: int | None) -> Any:
@@ -100,6 +133,7 @@ def _from_scratch(fields: dict[str, Any], vocab_size: int | None) -> Any:
         fields.setdefault("vocab_size", vocab_size)
     config = transformers.AutoConfig.for_model(model_type)
     _require_known(fields, config)
+    _require_balancing(fields, config)
     for token in SPECIAL_TOKENS:  # of the tokenizer the type is known for, and unknown to a smaller vocabulary
         if fields.get("vocab_size") is not None and (getattr(config, token, None) or 0) >= fields["vocab_size"]:
             fields.setdefault(token, None)
@@ -124,6 +158,7 @@ def _pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
     _require_known(fields, config)
     for name, value in fields.items():
         setattr(config, name, value)
+    _require_balancing(fields, config)
     model = _build(config)
     if fields and files is not None:
         require_shapes(model, files)
@@ -157,6 +192,17 @@ def _require_known(fields: dict[str, Any], config: Any) -> None:
             near = difflib.get_close_matches(name, config.to_dict(), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"model.config.{name}: a model of type {config.model_type} has no such field{hint}")
+
+
+def _require_balancing(fields: dict[str, Any], config: Any) -> None:
+    """Refuse the coefficient of a loss that is not computed."""
+    computed = fields.get("output_router_logits", getattr(config, "output_router_logits", True))
+    for name in BALANCING_COEFFICIENTS:
+        if fields.get(name) and not computed:
+            raise ValueError(
+                f"model.config.{name}={fields[name]} has no effect without +model.config.output_router_logits=true, "
+                "which computes the balancing loss"
+            )
 
 
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:

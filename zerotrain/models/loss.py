@@ -15,8 +15,7 @@ def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
         labels: (B, T) int64, the token that follows each position, or `IGNORED_LABEL`.
 
     Returns:
-        0-dim fp32 tensor. Zero where every label is ignored: torch's own mean is nan there, and nan times the weight
-        zero of such a micro-batch would still spoil the step.
+        0-dim fp32 tensor. Zero where every label is ignored; torch's own mean is nan there.
     """
     total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
     return total / (labels != IGNORED_LABEL).sum().clamp(min=1)

@@ -21,10 +21,13 @@ class MLP(nn.Module):
         ValueError: an argument is below 1.
     """
 
+    next_token_labels = True
+    """labels[t] is the token after ids[t]; data whose labels equal its ids is refused."""
+
     def __init__(self, *, vocab_size: int, context: int, hidden_size: int, num_layers: int) -> None:
         super().__init__()
         require_at_least(1, vocab_size=vocab_size, context=context, hidden_size=hidden_size, num_layers=num_layers)
-        self.context = context
+        self.vocab_size, self.context = vocab_size, context
         self.wte = nn.Embedding(vocab_size, hidden_size)
         self.in_proj = nn.Linear(context * hidden_size, hidden_size)
         self.blocks = nn.ModuleList(HiddenLayer(hidden_size) for _ in range(num_layers))

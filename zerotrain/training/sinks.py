@@ -1,6 +1,8 @@
 """Where what is measured along the way goes."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,10 +28,17 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
+        self._path = path
         self._file = open(path, "a" if append else "w", buffering=1)  # noqa: SIM115 - closed by `close`
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Append one line; a number that is nan or infinite becomes null."""
+        """Append one line; a number that is nan or infinite becomes null.
+
+        Raises:
+            FileNotFoundError: the file was deleted meanwhile. Nobody could read what is written to it.
+        """
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "Deleted while it was written", str(self._path))
         self._file.write(json.dumps({"step": step} | without_non_finite(metrics)) + "\n")
 
     def close(self) -> None:

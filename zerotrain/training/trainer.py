@@ -1,5 +1,6 @@
 """The training loop."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -66,6 +67,8 @@ class Trainer:
     """Where rank 0 shows its progress."""
     sinks: Sequence[MetricSink] = ()
     """Where rank 0 sends metrics beside metrics.jsonl and the console; `run` closes them."""
+    begin: Callable[[int], None] = lambda step: None
+    """Told the number of each step, from 1, as it begins."""
     first_step: int = 0
     """Global batches that the engine was trained on before; metrics.jsonl is gone on with where it is there."""
     skipped_before: int = 0
@@ -90,6 +93,7 @@ class Trainer:
             world_size=self.world.size, steps=self.first_step, skipped_steps=self.skipped_before, **self.run_facts
         )
         self.clock = StepClock()
+        self._warned = False
         if self.world.rank > 0:
             self.console, self.sinks = Console(quiet=True), ()
 
@@ -137,10 +141,11 @@ class Trainer:
                 log(self._evaluate())
             batches = self._micro_batches()
             for step in range(self.first_step, self.max_steps):
+                self.begin(step + 1)
                 self._set_learning_rate(step - self.result.skipped_steps)
                 with self.clock:
-                    micro_batches = next(batches)
-                    weights, num_tokens = self._loss_weights(micro_batches)
+                    micro_batches, num_labels = next(batches)
+                    weights, num_tokens = self._loss_weights(num_labels)
                     outcome = self.engine.train_step(micro_batches, weights=weights)
                 # Read only now: the step has waited for the device anyway.
                 self.clock.count(float(num_tokens))
@@ -163,33 +168,45 @@ class Trainer:
         """Whether something to be done every so many steps comes now; 0: only after the last."""
         return self.result.steps == self.max_steps or (every > 0 and self.result.steps % every == 0)
 
-    def _micro_batches(self) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches of each step, on its device."""
+    def _micro_batches(self) -> Iterator[tuple[list[MicroBatch], list[int]]]:
+        """This rank's micro-batches of each step, on its device; and the labels that count in each, unless all
+        sequences have the same number: counted where the labels are made, so that no device is waited for."""
         device = self.world.device
         loader = DataLoader(self.dataset.train, batch_sampler=self.sampler, pin_memory=device.type == "cuda")
+        counts = self._tokens_per_sequence is None
         for rows in loader:
+            labels = rows[1].split(self.micro_batch_size)
+            num_labels = [int((each != IGNORED_LABEL).sum()) for each in labels] if counts else []
             ids, labels = (part.to(device, non_blocking=True).split(self.micro_batch_size) for part in rows)
-            yield list(zip(ids, labels, strict=True))
+            yield list(zip(ids, labels, strict=True)), num_labels
 
     def _set_learning_rate(self, num_updates: int) -> None:
         factor = self.schedule(num_updates, self.max_steps)
         for group in self.engine.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
-    def _loss_weights(self, micro_batches: list[MicroBatch]) -> tuple[list[torch.Tensor] | None, float | torch.Tensor]:
+    @property
+    def _tokens_per_sequence(self) -> int | None:
+        """Labels that count in each sequence, where all have the same number."""
+        return getattr(self.dataset.train, "tokens_per_sequence", None)
+
+    def _loss_weights(self, num_labels: list[int]) -> tuple[list[float | torch.Tensor] | None, float | torch.Tensor]:
         """The weight of each micro-batch's mean loss in the mean over all tokens, and the number of those tokens.
 
         The engine takes the mean over ranks, so a micro-batch with n of the global batch's tokens weighs
         n * num_ranks / total. Where all sequences have the same number of tokens that is 1 / len, the engine's
         default; else the ranks must add up their counts. That is not done needlessly: the sum would wait behind the
         parameters still being gathered after the last step, which the engine hides behind the forward.
+
+        A micro-batch without any label weighs 0, and says so as a number: the engine then lets nothing of it through,
+        also where its loss is nan.
         """
-        tokens_per_sequence = getattr(self.dataset.train, "tokens_per_sequence", None)
-        if tokens_per_sequence is not None:
-            return None, float(self.sampler.global_batch_size * tokens_per_sequence)
-        counts = torch.stack([(labels != IGNORED_LABEL).sum() for _, labels in micro_batches]).double()
-        total = self.world.sum(counts.sum())
-        return list((counts * self.world.size / total.clamp(min=1)).float()), total
+        if self._tokens_per_sequence is not None:
+            return None, float(self.sampler.global_batch_size * self._tokens_per_sequence)
+        mine = torch.tensor(sum(num_labels), dtype=torch.float64).to(self.world.device, non_blocking=True)
+        total = self.world.sum(mine)
+        per_label = total.clamp(min=1)
+        return [(num * self.world.size / per_label).float() if num else 0.0 for num in num_labels], total
 
     def _measure_step(self, outcome: TrainStepResult) -> dict[str, Any]:
         """What a step of training came to, for the sinks. Collective."""
@@ -233,6 +250,12 @@ class Trainer:
             num_sequences=self.eval_batches * self.sampler.global_batch_size,
             micro_batch_size=self.micro_batch_size,
         )
+        if math.isnan(self.result.final_val_loss) and not self._warned:
+            self._warned = True
+            self.console.print(
+                "warning: the validation loss is nan: no label of the validation counts, or the model's loss is nan",
+                highlight=False,
+            )
         return {"val_loss": self.result.final_val_loss}
 
     def _show_sample(self) -> None:

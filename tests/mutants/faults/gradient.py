@@ -30,6 +30,13 @@ FAULTS = {
         "every backward that breaks off keeps a buffer",
         UNIT,
     ),
+    "what-weighs-nothing-is-kept": Fault(
+        FILE,
+        "get_grad(p) if counts else None",
+        "get_grad(p)",
+        "the nan of a micro-batch without labels reaches the gradient",
+        ("unit/engine/test_losses.py",),
+    ),
     "zeros-not-filled": Fault(
         FILE,
         "if len(grads) < len(present):",

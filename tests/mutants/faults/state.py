@@ -82,8 +82,8 @@ FAULTS = {
     ),
     "tied-under-one-name": Fault(
         "engine/state/full_weights.py",
-        "dict.fromkeys(managed.names, _as_fp32(value))",
-        "dict.fromkeys(managed.names[:1], _as_fp32(value))",
+        "for owner, name in managed.owners\n",
+        "for owner, name in managed.owners[:1]\n",
         "of a tied weight a state dict has one name, and the other as it was built",
         OF_BUILD,
     ),

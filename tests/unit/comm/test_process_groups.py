@@ -1,6 +1,8 @@
 """The collectives of real ranks: each way to send, on two and three processes that are started once."""
 
+import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.scratch import ScratchPool
 from zerotrain.comm.world import World
+from zerotrain.errors import EngineStateError
 from zerotrain.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -140,6 +143,22 @@ def small_ones(mine: OnARank) -> None:
     assert values.tolist() == [0, 7]
 
 
+class RunsCode:
+    """As a process that only pretends to be a rank might send."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.putenv, ("ZEROTRAIN_WAS_HERE", "1")
+
+
+def what_runs_code(mine: OnARank) -> None:
+    for value in ({"step": torch.tensor(3.0), "of": (torch.float32, 1.5, "a")}, [mine.rank] * 1000 * mine.rank):
+        said = mine.collectives.gather_objects(value, name="state")
+        assert len(said) == mine.size
+        assert said[mine.rank] == value
+    with pytest.raises(EngineStateError, match="numbers, texts, tensors and collections of these alone"):
+        mine.collectives.gather_objects(RunsCode() if mine.rank else 1, name="state")
+
+
 def counted(mine: OnARank) -> None:
     """Each byte once to each other rank; twice in gloo's own reduce-scatter, which is an all-reduce."""
     share = 4 * NUMEL * (mine.size - 1)
@@ -176,6 +195,7 @@ CHECKS: list[Callable[[OnARank], None]] = [
     withdrawn,
     exchanged,
     small_ones,
+    what_runs_code,
     counted,
     without_overlap,
 ]

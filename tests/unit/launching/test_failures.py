@@ -100,7 +100,8 @@ def test_a_cause_is_read_whole_or_not_at_all_while_it_is_written(tmp_path: Path)
 
 def leave_state(ranks_dir: Path, rank: int, **said: object) -> None:
     """What a rank that is gone has left."""
-    (ranks_dir / f"{rank}.state").write_text(json.dumps(asdict(RankState(rank, "training")) | said))
+    said = asdict(RankState(rank, "training")) | said
+    (ranks_dir / f"{rank}.state").write_text(f"{0:<16}" + json.dumps(said))
 
 
 def test_a_rank_that_is_gone_without_a_word_comes_before_the_stop_of_the_others(tmp_path: Path):
@@ -128,9 +129,40 @@ def test_a_signal_to_one_rank_is_the_cause_of_what_the_others_noticed(tmp_path: 
 
 
 def test_a_rank_that_another_saw_alive_when_it_failed_was_ended_because_of_that(tmp_path: Path):
-    Failure.of(CommError("timed out"), 0, saw_alive=(1,)).write(tmp_path)
+    Failure.of(CommError("timed out"), 0, saw_alive={1: "training"}).write(tmp_path)
     leave_state(tmp_path, 1)
     assert first_failure(tmp_path, {1: ended(1, -signal.SIGKILL)}).rank == 0
+
+
+def test_a_rank_that_is_there_and_does_not_answer_is_named_however_it_was_ended(tmp_path: Path):
+    asleep = {1: "training, step 3", 3: "training, step 2"}
+    waits = {0: (1, 3), 2: (0, 1)}  # rank 3 spoke late
+    for rank, unheard in waits.items():
+        error = CommError("timed out", unheard=unheard, where="gather of blocks.0 (step 3, forward)", waited_s=12.04)
+        Failure.of(error, rank, asleep).write(tmp_path)
+    Failure.of(LOST_PEER, 1).write(tmp_path)
+    leave_state(tmp_path, 1)
+    cause = (
+        "did not answer for 12 s, last seen in training, step 3; rank 0 waited in gather of blocks.0 (step 3, forward)"
+    )
+    for end in (None, {0: ended(0, 1), 1: ended(1, -signal.SIGKILL)}):
+        failure = first_failure(tmp_path, end)
+        assert (failure.rank, failure.cause) == (1, cause)
+    Failure.of(ValueError("mine"), 2).write(tmp_path)
+    assert first_failure(tmp_path).rank == 2
+
+
+def test_the_clock_of_a_machine_does_not_decide_what_came_first(tmp_path: Path, monkeypatch):
+    Failure.of(ValueError("first"), 1).write(tmp_path)
+    late = time.time() - 3600.0
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: late)
+        Failure.of(ValueError("second"), 0).write(tmp_path)
+        stopped = Presence(tmp_path, 2)
+        stopped.note_stop(signal.SIGTERM)
+    assert first_failure(tmp_path).cause == "failed: ValueError: first"
+    [state] = [state for state, _ in read_states(tmp_path)]
+    assert abs(state.stopped_s - time.time()) < 600.0
 
 
 def test_a_rank_at_work_is_seen_alive_until_it_is_done(tmp_path: Path):
@@ -138,12 +170,14 @@ def test_a_rank_at_work_is_seen_alive_until_it_is_done(tmp_path: Path):
     presence.enter("training")
     assert first_failure(tmp_path) is None
     assert [(state.phase, alive) for state, alive in read_states(tmp_path)] == [("training", True)]
+    presence.begin(12)
+    assert [state.last_seen for state, _ in read_states(tmp_path)] == ["training, step 12"]
     presence.leave()
     assert read_states(tmp_path) == []
 
 
 @pytest.mark.parametrize("ends", [None, {0: ended(0, 1), 1: ended(1, 130)}], ids=["torchrun", "by hand"])
 def test_a_rank_that_was_told_to_stop_since_another_missed_it_is_not_the_cause(tmp_path: Path, ends):
-    Failure.of(CommError("timed out"), 0, saw_alive=(1,)).write(tmp_path)
+    Failure.of(CommError("timed out"), 0, saw_alive={1: "training"}).write(tmp_path)
     leave_state(tmp_path, 1, stopped_by="SIGTERM", stopped_s=time.time() + 1.0, gone=[0])
     assert first_failure(tmp_path, ends).rank == 0

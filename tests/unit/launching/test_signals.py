@@ -26,6 +26,8 @@ def before():
 def test_signals_are_handled_after_a_job_as_before_it(tmp_path: Path, monkeypatch, before, module: str, fails: bool):
     """torch's agent leaves handlers of its own, after which Ctrl-C between two jobs of a sweep would not end it."""
     monkeypatch.setattr(spawn, "RANK_MODULE", module)  # what a rank runs: a second less than a training
-    with pytest.raises(RunError) if fails else nullcontext():
-        spawn.run_ranks(Job(config=Config(), run_dir=tmp_path, overrides=[]), 1)
+    job = Job(config=Config(), run_dir=tmp_path, overrides=[])
+    job.open_folder()
+    with pytest.raises(RunError, match="ended with exit code 1") if fails else nullcontext():
+        spawn.run_ranks(job, 1)
     assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} == before

@@ -1,4 +1,4 @@
-"""How a rank that torchrun has started ends if its job does not complete."""
+"""What ranks that torchrun has started tell each other, and how one ends if its job does not complete."""
 
 import json
 from collections.abc import Callable
@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
-from zerotrain.errors import CommError
+from zerotrain.errors import CommError, ConfigError
 from zerotrain.launching import torchrun
-from zerotrain.launching.environment import RankEnvironment
 from zerotrain.launching.failures import Failure
 from zerotrain.launching.job import Job
+from zerotrain.launching.torchrun import JobExchange
 
 RANK_1 = RankEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
 
@@ -64,3 +65,53 @@ def test_a_rank_that_lost_another_lets_that_one_end_first(end_of, tmp_path: Path
     """Torchrun takes the first process to end for the root cause."""
     assert end_of(CommError("rank 0 is gone")) == ["sleep", "exit 1"]
     assert result_in(tmp_path) == ("failed", "rank 1 lost another rank: rank 0 is gone")
+
+
+@pytest.fixture
+def exchange(tmp_path: Path, monkeypatch):
+    """(rank, arguments of its command line) -> a rank that has come; there are two."""
+
+    def come(rank: int, *arguments: str) -> JobExchange:
+        monkeypatch.setattr("sys.argv", ["launch.py", *arguments])
+        return JobExchange(RankEnvironment(rank, 2, 0, 1, store_file=str(tmp_path / "store")))
+
+    return come
+
+
+def test_a_job_passes_to_a_rank_of_the_same_command_line_in_whatever_order(exchange, tmp_path: Path):
+    second = exchange(1, "seed=1", "zero.stage=3")
+    first = exchange(0, "zero.stage=3", "seed=1")
+    first.require_same_commands(10.0)
+    first.publish(Job(config=Config(seed=1), run_dir=tmp_path, overrides=["seed=1"]))
+    first.withdraw()
+    job = second.receive()
+    assert job is not None
+    assert (job.config, job.run_dir, job.overrides) == (Config(seed=1), tmp_path, ["seed=1"])
+
+
+def test_a_rank_of_another_command_line_refuses_the_job_on_all(exchange):
+    second = exchange(1, "seed=1", "zero.stge=3", "data.path=a b")
+    first = exchange(0, "seed=1", "zero.stage=3", "train.max_steps=2")
+    said = []
+    for call in (lambda: first.require_same_commands(10.0), second.receive):
+        with pytest.raises(ConfigError) as refused:
+            call()
+        said.append(str(refused.value))
+    told = (
+        "rank 1: its command line is not that of rank 0, which counts for all: it has zero.stge=3 'data.path=a b' "
+        "and lacks zero.stage=3 train.max_steps=2; give every machine the same"
+    )
+    assert said == [told, told]
+
+
+def test_without_a_job_there_is_none_and_without_rank_0_the_wait_ends(exchange, tmp_path: Path):
+    second = exchange(1, "launch.timeout_s=0.2")
+    with pytest.raises(CommError, match=r"rank 0 did not come within 0\.2 s \(launch\.timeout_s\); start all ranks"):
+        second.receive()
+    exchange(0, "--help").withdraw()
+    assert second.receive() is None
+
+
+@pytest.mark.parametrize("given", ["abc", "-1", "nan", "inf", "1e300"])
+def test_a_timeout_that_rank_0_will_refuse_is_not_waited_for(exchange, given: str):
+    exchange(1, f"launch.timeout_s={given}")

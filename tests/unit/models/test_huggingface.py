@@ -40,6 +40,39 @@ def test_a_model_from_scratch_gives_logits_and_the_mean_loss() -> None:
     torch.testing.assert_close(model(ids, labels), F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
+@pytest.mark.parametrize(
+    ("fields", "adds"),
+    [
+        (MIXTRAL | {"output_router_logits": True, "router_aux_loss_coef": 5.0}, True),
+        (MIXTRAL, False),
+        ({"model_type": "jetmoe", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+         | {"num_key_value_heads": 2, "kv_channels": 8, "output_router_logits": True, "aux_loss_coef": 2.0}, True),
+        ({"model_type": "bart", "d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2}
+         | {"decoder_ffn_dim": 32, "dropout": 0.0}, False),
+        (GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, False),
+    ],
+    ids=["mixtral", "mixtral without it", "jetmoe", "bart, whose loss is its own", "gpt2"],
+)  # fmt: skip
+def test_in_training_the_loss_is_the_models_own_with_what_it_adds_and_in_evaluation_the_cross_entropy(
+    fields: dict[str, Any], adds: bool
+) -> None:
+    torch.manual_seed(0)
+    model = HuggingFaceModel(config=fields, vocab_size=60)
+    tokens = torch.randint(0, 60, (2, 9))
+    ids, labels = tokens[:, :-1], tokens[:, 1:].clone()
+    labels[:, -1] = -100  # transformers shifts labels itself, and has none for the last
+    entropy = F.cross_entropy(model.eval()(ids).flatten(0, 1), labels.flatten())
+    own = transformers.AutoModelForCausalLM.from_config(model.model.config)
+    own.load_state_dict(model.model.state_dict())
+    expected = own.train()(input_ids=ids, labels=ids.contiguous()).loss
+    if fields["model_type"] == "bart":  # which does not shift, and adds nothing
+        expected = entropy
+    torch.testing.assert_close(model(ids, labels), entropy)
+    for _ in range(2):
+        torch.testing.assert_close(model.train()(ids, labels), expected)
+    assert adds == (abs(expected - entropy) > 0.1)
+
+
 def test_a_pretrained_model_has_the_weights_of_its_folder(folder: Path) -> None:
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     got = HuggingFaceModel(name_or_path=str(folder)).model.state_dict()
@@ -112,6 +145,10 @@ def test_with_adapters_nothing_else_is_trained(targets: list[str] | None) -> Non
         ({"config": GPT2, "lora": {"rank": 2, "alpha": 0}}, r"model\.lora\.alpha=0 is out of range"),
         ({"config": GPT2, "lora": {"rank": 2, "targets": "c_attn"}}, r"targets=c_attn is no list .*targets=\[c_attn\]"),
         ({"config": GPT2, "freeze": "*.wte.*"}, r"model\.freeze=\*\.wte\.\* is no list of names"),
+        (
+            {"config": MIXTRAL | {"router_aux_loss_coef": 5.0}},
+            r"model\.config\.router_aux_loss_coef=5\.0 has no effect without \+model\.config\.output_router",
+        ),
         ({"config": 5}, r"model\.config=5 is no group of fields"),
         ({"config": GPT2 | {"n_layer": "x"}}, r"model\.config: Field 'n_layer' expected int, got str"),
         (

@@ -1,9 +1,11 @@
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 import zerotrain
-from zerotrain.models import GPT
+from zerotrain.models import GPT, HuggingFaceModel
 from zerotrain.training.evaluation import evaluate, validation_rows
 
 
@@ -58,3 +60,62 @@ def test_the_sequences_read_are_spread_over_the_validation_set():
     assert validation_rows(100, 4) == [0, 25, 50, 75]
     assert validation_rows(3, 10) == [0, 1, 2]
     assert validation_rows(5, 3) == [0, 1, 3]
+
+
+def test_a_validation_without_any_label_that_counts_is_nan_and_the_run_says_so(make_trainer, dataset, screen):
+    dataset.validation = [
+        (ids, torch.full_like(labels, -100)) for ids, labels in map(dataset.validation.__getitem__, (0, 1))
+    ]
+    assert make_trainer(dataset=dataset, max_steps=2, eval_every=1).run()["final_val_loss"] is None
+    assert screen.getvalue().count("no label of the validation counts") == 1
+
+
+class DrawsEverywhere(torch.nn.Module):
+    """Dropout in training, and random numbers in evaluation too."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt = GPT(vocab_size=32, max_seq_len=16, num_layers=1, num_heads=2, hidden_size=16, dropout=0.3)
+
+    def forward(self, ids, labels=None):
+        return self.gpt(ids, labels) + 0.01 * torch.randn(())
+
+
+GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 32}
+
+
+def from_a_folder_without_safetensors(folder):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, resid_pdrop=0.3))
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    return HuggingFaceModel(name_or_path=str(folder))
+
+
+class OwnPretrained(torch.nn.Module):
+    """What a user writes around `from_pretrained`, which gives evaluation mode."""
+
+    def __init__(self, folder):
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, resid_pdrop=0.3)).save_pretrained(folder)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+    def forward(self, ids, labels=None):
+        logits = self.model(input_ids=ids).logits
+        return logits if labels is None else torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("make", [lambda _: DrawsEverywhere().eval(), from_a_folder_without_safetensors, OwnPretrained])
+def test_how_often_one_evaluates_changes_no_weight_of_a_model_that_draws_random_numbers(make, make_trainer, tmp_path):
+    def weights(eval_every, dropout=True):
+        torch.manual_seed(0)
+        model = make(tmp_path)
+        if not dropout:
+            for module in model.modules():
+                module.p = 0.0
+        torch.manual_seed(1)
+        engine = zerotrain.build_engine(model, optimizer=partial(torch.optim.SGD, lr=0.1))
+        return make_trainer(engine=engine, max_steps=6, eval_every=eval_every).run()["weights_sha256"]
+
+    assert weights(0) == weights(1) == weights(3) != weights(0, dropout=False)

@@ -1,6 +1,8 @@
 import json
 import math
 
+import pytest
+
 from zerotrain.training.sinks import MetricsFile
 
 
@@ -20,3 +22,12 @@ def test_a_file_already_there_is_written_anew_or_gone_on_with(tmp_path):
         metrics.log({}, step)
         metrics.close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_file_that_was_deleted_is_not_written_to_in_silence(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=f"Deleted while it was written: '{path}'"):
+        metrics.log({}, 1)
+    metrics.close()

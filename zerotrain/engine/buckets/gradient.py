@@ -137,12 +137,15 @@ class BucketGradient:
         elif self._accumulator is None:
             self._accumulator = self._without_garbage(self._subtrees.take())
 
-    def fill(self, segment: Segment) -> None:
+    def fill(self, segment: Segment, *, counts: bool = True) -> None:
         """Move the gradients of a segment's parameters into the bucket, or add them to what it holds. A parameter
-        without a gradient counts as zeros."""
+        without a gradient counts as zeros, and so do all of them where they do not count."""
         buffer = self._accumulator if self._accumulates else self._unreduced
         views = _cut(_begun(buffer), self.layout)[1]
-        present = [(views[slot], get_grad(p)) for slot, p in zip(segment.slots, segment.parameters, strict=True)]
+        present = [
+            (views[slot], get_grad(p) if counts else None)
+            for slot, p in zip(segment.slots, segment.parameters, strict=True)
+        ]
         targets = [target for target, grad in present if grad is not None]
         grads = [grad for _, grad in present if grad is not None]
         if segment.holds_values:

@@ -3,15 +3,20 @@
 Norms and routers are the usual ones: few bytes, and sensitive. PyTorch's modules refuse inputs of another dtype than
 their weights, so a module all of whose parameters are kept gets its floating-point inputs in fp32 and gives its
 outputs in the compute dtype. Where a module keeps a part of its parameters alone, its own forward must cast.
+
+Batch norms are kept without being named: their running statistics are fp32 buffers, beside which PyTorch refuses
+weights of 16 bits ("expected scalar type BFloat16 but found Float").
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from zerotrain.engine.precision.policy import Precision
 from zerotrain.engine.precision.structures import cast_floating
@@ -20,14 +25,16 @@ from zerotrain.sharding.units import ModelParameter
 
 
 def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dict[nn.Parameter, torch.dtype]:
-    """The dtype that each parameter is held in: the compute dtype, or the master's for those kept.
+    """The dtype that each parameter is held in: the compute dtype, or the master's for those kept and batch norms.
 
     A pattern names a parameter, or a module with all the parameters in it. A tied parameter has several names.
 
     Raises:
         ConfigError: a pattern that matches nothing, or patterns that keep everything.
     """
-    dtypes = {each.parameter: precision.compute for each in parameters}
+    dtypes = {
+        each.parameter: precision.master if _is_of_batch_norms(each) else precision.compute for each in parameters
+    }
     for pattern in precision.keep_fp32:
         kept = [each.parameter for each in parameters if any(_matches(name, pattern) for name in each.names)]
         dtypes |= dict.fromkeys(kept, precision.master)
@@ -37,9 +44,14 @@ def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dic
             raise ConfigError(
                 f"precision.keep_fp32: no module or parameter matches {pattern!r}; there are {', '.join(known)}"
             )
-    if precision.separate_master and all(dtype == precision.master for dtype in dtypes.values()):
+    keeps_all = all(dtype == precision.master for dtype in dtypes.values())
+    if precision.keep_fp32 and precision.separate_master and keeps_all:
         raise ConfigError("precision.keep_fp32: keeps every parameter; use precision='fp32', or name fewer")
     return dtypes
+
+
+def _is_of_batch_norms(each: ModelParameter) -> bool:
+    return all(isinstance(owner, _NormBase) for owner, _ in each.owners)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -48,32 +60,46 @@ def _matches(name: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))
 
 
+def _of_batch_norms(module: nn.Module) -> set[nn.Parameter]:
+    return {parameter for part in module.modules() if isinstance(part, _NormBase) for parameter in part.parameters()}
+
+
 def cast_around_kept(model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dtype], precision: Precision) -> None:
-    """Hook the modules whose parameters are all kept: inputs in the master dtype, outputs in the compute dtype.
+    """Hook the modules whose parameters are all kept, and batch norms: inputs in the master dtype, outputs in the
+    compute dtype.
 
     Args:
         dtypes: from `dtypes_of`.
     """
-    kept = {parameter for parameter, dtype in dtypes.items() if dtype != precision.compute}
-    if not kept:
+    if not precision.separate_master:
         return
+    kept = {parameter for parameter, dtype in dtypes.items() if dtype != precision.compute}
+    modules = [model] if isinstance(model, _NormBase) else dict.fromkeys(_outermost_within(model, kept))
 
-    def widen(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return cast_floating(inputs, precision.master), cast_floating(named, precision.master)
+    for module in modules:
+        module.register_forward_pre_hook(partial(_widen, precision.master), with_kwargs=True)
+        module.register_forward_hook(partial(_narrow, precision.compute))
 
-    def narrow(_module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
-        return cast_floating(output, precision.compute)
 
-    for module in dict.fromkeys(_outermost_within(model, kept)):
-        module.register_forward_pre_hook(widen, with_kwargs=True)
-        module.register_forward_hook(narrow)
+# Not functions within a function, which a model that is pickled could not take along.
+def _widen(
+    dtype: torch.dtype, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    return cast_floating(inputs, dtype), cast_floating(named, dtype)
+
+
+def _narrow(dtype: torch.dtype, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+    return cast_floating(output, dtype)
 
 
 def _outermost_within(module: nn.Module, kept: set[nn.Parameter]) -> Iterator[nn.Module]:
-    """The largest modules that can be called, a ModuleList cannot, and have parameters in `kept` alone."""
+    """The largest modules that can be called, a ModuleList cannot, and have parameters in `kept` alone; of batch norms,
+    which nobody has named, none but themselves."""
     for child in module.children():
         held = {parameter for parameter in child.parameters() if parameter.is_floating_point()}
-        if held and held <= kept and type(child).forward is not nn.Module.forward:
+        is_named = not held <= _of_batch_norms(child)
+        is_kept = is_named and held <= kept and type(child).forward is not nn.Module.forward
+        if is_kept or isinstance(child, _NormBase):
             yield child
         else:
             yield from _outermost_within(child, kept)

@@ -43,6 +43,8 @@ class Reductions:
         """Whether no further leaf of this rank follows."""
         self.loss_scale = 1.0
         """What the loss of the backward under way is multiplied with."""
+        self.counts = True
+        """Whether its loss weighs anything. If not, zeros are moved in place of its gradients, which may be nan."""
         self._units_of = units_of
         largest = max((bucket.layout.padded_numel for bucket in trained), default=0)
         self._max_numel_in_flight = MAX_LARGEST_BUCKETS_IN_FLIGHT * largest
@@ -67,11 +69,11 @@ class Reductions:
 
     # ---- a backward
 
-    def begin(self, *, more_to_come: bool, in_last_leaf: bool, loss_scale: float) -> int:
+    def begin(self, *, more_to_come: bool, in_last_leaf: bool, loss_scale: float, counts: bool) -> int:
         """A backward starts; return its number."""
         self.finish()  # what an earlier backward of the same step has issued
         self.more_to_come, self.in_last_leaf = more_to_come or not in_last_leaf, in_last_leaf
-        self.loss_scale = loss_scale
+        self.loss_scale, self.counts = loss_scale, counts
         self._open_segments = {bucket: set(bucket.gradient.segments) for bucket in self.trained}
         self._closed_short.clear()
         self._backward += 1
@@ -91,7 +93,7 @@ class Reductions:
                 "call torch.utils.checkpoint.checkpoint with use_reentrant=False"
             )
         self._begin_filling(bucket)
-        bucket.gradient.fill(segment)
+        bucket.gradient.fill(segment, counts=self.counts)
         open_segments.remove(segment)
         return not open_segments
 
@@ -203,7 +205,7 @@ class Reductions:
             arrived = any(get_grad(parameter) is not None for parameter in segment.parameters)
             if arrived or not (self.more_to_come or segment.holds_values):
                 self._begin_filling(bucket)
-                bucket.gradient.fill(segment)
+                bucket.gradient.fill(segment, counts=self.counts)
 
     # ---- room on the wire
 

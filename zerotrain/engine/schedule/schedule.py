@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.life import Phase
@@ -84,6 +85,15 @@ class Schedule:
             for bucket in unit.buckets:
                 bucket.stays_full = True
 
+    def complete_ahead(self, module: nn.Module) -> None:
+        """The parameters of a module are about to be asked for, and then the module is called."""
+        if self.plan.shards_parameters and self.phase is Phase.IDLE:
+            return  # the call itself will say what is wrong
+        inside = set(module.modules())
+        for unit in self.units:
+            if inside.intersection(unit.modules):
+                self.gathers.complete(unit.buckets, unit.ahead_in_forward)
+
     def touch(self, bucket: Bucket) -> None:
         """A parameter was read that no hook announced: complete its bucket."""
         self._refuse_idle(bucket.spec.parameters[0].names[0], "or a parameter beside it was read")
@@ -93,7 +103,9 @@ class Schedule:
 
     # ---- backward
 
-    def begin_backward(self, *, more_to_come: bool, in_last_leaf: bool, loss_scale: float, frees_graph: bool) -> None:
+    def begin_backward(
+        self, *, more_to_come: bool, in_last_leaf: bool, loss_scale: float, frees_graph: bool, counts: bool
+    ) -> None:
         """A backward starts.
 
         Args:
@@ -101,12 +113,13 @@ class Schedule:
             in_last_leaf: no further leaf of this rank follows; otherwise nothing is reduced either.
             loss_scale: what the loss is multiplied with.
             frees_graph: no other backward can come through the same graph.
+            counts: False for a loss that weighs nothing: its gradients are taken as zeros.
         """
         require_unchanged(self._frozen, trains=False)
         self._frees_graph = frees_graph
         self.gathers.begin_backward()
         self._backward = self.reductions.begin(
-            more_to_come=more_to_come, in_last_leaf=in_last_leaf, loss_scale=loss_scale
+            more_to_come=more_to_come, in_last_leaf=in_last_leaf, loss_scale=loss_scale, counts=counts
         )
 
     def before_backward(self, unit: LiveUnit, call: Call, position: int) -> None:

@@ -1,7 +1,9 @@
 """Full weights out of the shards: one bucket at a time, on rank 0."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,24 +11,47 @@ from torch import nn
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.state.named import full_weights
+from zerotrain.sharding.units import ManagedParameter
 
 
-def full_state_dict(model: nn.Module, buckets: Iterable[Bucket], collectives: Collectives) -> dict[str, torch.Tensor]:
-    """Name -> full tensor in the order of `model.state_dict()`: parameters in fp32, the rest as it is. Collective."""
-    weights: dict[str, torch.Tensor] = {}
+def full_state_dict(model: nn.Module, buckets: Iterable[Bucket], collectives: Collectives) -> dict[str, Any]:
+    """What `model.state_dict()` gives of the model with full parameters in fp32, on the CPU. Collective.
+
+    Hooks that rename, add or drop keys, and what modules add as extra state, meet a whole model.
+    """
+    whole: dict[ManagedParameter, nn.Parameter] = {}
     is_asked = collectives.world.rank == 0
     for bucket in buckets:
         for managed, value in full_weights(bucket, collectives):
             if is_asked:
-                weights |= dict.fromkeys(managed.names, _as_fp32(value))
+                whole[managed] = nn.Parameter(_as_fp32(value), requires_grad=managed.parameter.requires_grad)
     if not is_asked:
         return {}
-    state = model.state_dict(keep_vars=True)  # without detaching them: that would read sharded parameters
-    return {
-        name: weights[name] if name in weights else value.detach().to("cpu", copy=True)
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }
+    with _in_place(whole):
+        state: dict[str, Any] = model.state_dict()
+    copied = {parameter.untyped_storage()._cdata for parameter in whole.values()}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in copied:
+            state[name] = value.detach().to("cpu", copy=True)
+    return state
+
+
+@contextmanager
+def _in_place(whole: Mapping[ManagedParameter, nn.Parameter]) -> Iterator[None]:
+    """In here modules hold these in place of their parameters, where they still have those."""
+    places = [
+        (owner._parameters, name, managed.parameter, parameter)
+        for managed, parameter in whole.items()
+        for owner, name in managed.owners
+        if owner._parameters.get(name) is managed.parameter
+    ]
+    try:
+        for held, name, _, parameter in places:
+            held[name] = parameter
+        yield
+    finally:
+        for held, name, parameter, _ in places:
+            held[name] = parameter
 
 
 def weights_sha256(buckets: Iterable[Bucket], collectives: Collectives) -> str:

@@ -6,7 +6,6 @@ bucket: while it lasts a rank holds what it holds at rest twice, old and new, an
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,8 +38,9 @@ class Transfer:
         self._state = self._described_state(buckets)
 
     def _described_state(self, buckets: Sequence[Bucket]) -> dict[SpanKey, dict[str, Any]]:
-        """What the optimizer keeps for parameters of each span key, by name: a dtype for a number per element, the
-        value itself for what is kept once. A rank whose shards hold nothing of a key learns of it from the others.
+        """What the optimizer keeps for parameters of each span key, by name: a dtype for a number per element, and for
+        what is kept once the value, and whether it lies on the device. A rank whose shards hold nothing of a key learns
+        of it from the others.
         """
         mine: dict[SpanKey, dict[str, Any]] = {}
         for bucket in (each for each in buckets if isinstance(each, TrainedBucket)):
@@ -106,24 +106,18 @@ def _described(name: str, value: Any, span: Span) -> Any:
         EngineStateError: it is neither one number per element nor one for all.
     """
     if not isinstance(value, torch.Tensor):
-        return value
+        return value, False
     if per_element(span.target, {name: value}):
         return value.dtype
     if value.ndim == 0:
-        return value.cpu() if value.is_cpu else _OnDevice(value.cpu())
+        return value.cpu(), not value.is_cpu
     raise EngineStateError(
         f"the optimizer keeps {name!r} of shape {tuple(value.shape)} for {span.target.numel()} elements: what trains "
         "cannot change with it; freeze before build_engine instead"
     )
 
 
-@dataclass(frozen=True)
-class _OnDevice:
-    """A 0-dim tensor that the optimizer keeps beside the weights, on its way through the CPU."""
-
-    value: torch.Tensor
-
-
-def _placed(value: Any, device: torch.device) -> Any:
+def _placed(described: tuple[Any, bool], device: torch.device) -> Any:
     """A copy of a described piece of state for one span."""
-    return value.value.to(device, copy=True) if isinstance(value, _OnDevice) else deepcopy(value)
+    value, on_device = described
+    return value.to(device, copy=True) if on_device else deepcopy(value)

@@ -1,0 +1,82 @@
+"""Several machines, or ranks that were started one by one: who is missing, or was told something else, is named."""
+
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+from commands import REPOSITORY, TINY, Command, by_hand, by_torchrun, result_of
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_machine_that_was_given_something_else_is_named_on_all_and_nothing_runs(tmp_path: Path):
+    rendezvous = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}")
+    options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=job", *rendezvous)
+    stages = (1, 3)
+    commands = [
+        by_torchrun(*TINY, f"zero.stage={stage}", f"hydra.run.dir={tmp_path / 'run'}", folder=tmp_path, options=options)
+        for stage in stages
+    ]
+    assert [command.wait() for command in commands] == [1, 1]
+    # Torchrun decides which of the two is rank 0.
+    lines = {
+        f"rank 1: its command line is not that of rank 0, which counts for all: it has zero.stage={has} and lacks "
+        f"zero.stage={lacks}; give every machine the same"
+        for has, lacks in (stages, stages[::-1])
+    }
+    [told] = lines & set(commands[0].stderr.splitlines())
+    assert told in commands[1].stderr.splitlines()
+    assert result_of(tmp_path / "run")["error"] == told
+    assert not (tmp_path / "run/ranks").exists()
+
+
+def test_ranks_started_one_by_one_say_who_is_missing_until_their_time_is_up(tmp_path: Path):
+    port, nobodys = free_port(), free_port()
+    alone = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    arguments = (*TINY, "launch.timeout_s=11", "hydra.run.dir=run")
+    first = by_hand(*arguments, folder=tmp_path, RANK="0", MASTER_PORT=str(port), **alone)
+    second = by_hand(*arguments, folder=tmp_path, RANK="1", MASTER_PORT=str(nobodys), **alone)
+    wrong = by_hand(*arguments, folder=tmp_path, RANK="2", MASTER_PORT=str(port), **alone)
+    assert wrong.wait() == 2
+    [line] = wrong.stderr.splitlines()
+    assert line.startswith("RANK: got 2; it must be below WORLD_SIZE=2; torchrun sets all of them")
+    first.wait_for_text(first.error_path, "rank 0 waits for rank 1 (10 of 11 s)")
+    assert listening(first) <= {"127.0.0.1", "::1"}
+    assert (first.wait(), second.wait()) == (1, 1)
+    assert first.stderr.splitlines() == [
+        "rank 0 waits for rank 1 (10 of 11 s)",
+        "rank 1 did not come within 11 s (launch.timeout_s); start all ranks, with the same WORLD_SIZE, MASTER_ADDR "
+        "and MASTER_PORT",
+    ]
+    keeper = f"rank 0 at 127.0.0.1:{nobodys}"
+    assert second.stderr.splitlines() == [
+        f"rank 1 waits for {keeper} (10 of 11 s)",
+        f"{keeper} did not come within 11 s (launch.timeout_s); start it, with the same MASTER_ADDR and MASTER_PORT",
+    ]
+
+
+def listening(command: Command) -> set[str]:
+    """The addresses that its processes can be reached at."""
+    sockets = [each for process in command.processes() for each in process.net_connections("tcp")]
+    return {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+
+
+def test_ranks_of_one_machine_cannot_be_reached_from_others_and_their_files_be_read_by_nobody_else(tmp_path: Path):
+    launch = " ".join([str(REPOSITORY / "launch.py"), *TINY, "model._target_=misbehaving.MisbehavingMLP"])
+    options = "+model.action=sleep train.profile=true launch.nproc_per_node=2 hydra.run.dir=run"
+    command = Command(["sh", "-c", f'umask 077; exec "$0" {launch} {options}', sys.executable], tmp_path)
+    command.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
+    assert listening(command) <= {"127.0.0.1", "::1"}
+    command.send_signal_as_terminal(signal.SIGINT)
+    assert command.wait() == 130
+    modes = {str(path.relative_to(tmp_path)): path.stat().st_mode & 0o077 for path in (tmp_path / "run").rglob("*")}
+    assert {"run/result.json", "run/config.yaml", "run/.lock", "run/.hydra/config.yaml", "run/ranks/0.log"} <= set(
+        modes
+    )
+    assert {path for path, mode in modes.items() if mode} == set()
+    assert command.wait_until_gone() == []

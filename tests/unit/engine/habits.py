@@ -1,0 +1,108 @@
+"""The same training in plain PyTorch and with an engine on each of some threads."""
+
+import functools
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import zerotrain
+from zerotrain.testing.fake_wire import run_threads
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+LOSS_SCALE = 256.0
+"""In fp16."""
+ALONE = threading.Lock()
+"""The random number generator is one for all threads."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MicroBatches = Callable[[int, int], list[tuple[tuple[torch.Tensor, ...], float]]]
+"""(step, rank) -> the inputs of the model, which returns the loss, and the weight of each micro-batch."""
+EVERYWHERE = pytest.mark.parametrize(
+    ("stage", "size", "precision"),
+    [(stage, size, precision) for stage in range(4) for size in (2, 3) for precision in ("fp32", "bf16")],
+)
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    with ALONE:
+        torch.manual_seed(0)
+        return make()
+
+
+def build(world: zerotrain.World, stage: int, precision: str, model: nn.Module) -> zerotrain.ZeroEngine:
+    zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=0.0005, reduction="ordered")
+    given = zerotrain.PrecisionConfig(precision, initial_scale=LOSS_SCALE)
+    return zerotrain.build_engine(model, optimizer=SGD, zero=zero, precision=given, world=world)
+
+
+def in_plain_pytorch(
+    make: Callable[[], nn.Module],
+    micro_batches: MicroBatches,
+    size: int,
+    precision: str,
+    cast: Callable[[nn.Module], object] = lambda model: None,
+    steps: int = 2,
+) -> dict[str, torch.Tensor]:
+    """Name -> fp32 weight after training in one process: each rank's gradient apart, what weighs 0 left out.
+
+    Args:
+        cast: brings what is not computed in `precision` back to fp32.
+    """
+    model = seeded(make)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[precision])
+    cast(model)
+    copy_into(model, weights)
+    wire = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    optimizer, scale = SGD(weights.values()), LOSS_SCALE if precision == "fp16" else 1.0
+    for step in range(steps):
+        total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        for rank in range(size):
+            mine = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+            for inputs, factor in micro_batches(step, rank):
+                model.zero_grad()
+                floats = [each.to(DTYPES[precision]) if each.is_floating_point() else each for each in inputs]
+                loss = model(*floats)
+                if factor:
+                    (loss * (factor * scale)).backward()
+                for name, parameter in model.named_parameters():
+                    mine[name] += 0 if parameter.grad is None else parameter.grad.float()
+            for name, value in mine.items():
+                total[name] += value.to(wire[name]).float()
+        for name, weight in weights.items():
+            weight.grad = (total[name] / size).to(wire[name]).float() / scale
+        optimizer.step()
+        copy_into(model, weights)
+    return weights
+
+
+def copy_into(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+
+
+def on_ranks(
+    make: Callable[[], nn.Module], micro_batches: MicroBatches, size: int, stage: int, precision: str, steps: int = 2
+) -> dict[str, torch.Tensor]:
+    """The same with an engine on each rank, the last of which is late; and what each returned is a number."""
+
+    def train(world: zerotrain.World) -> dict[str, torch.Tensor]:
+        engine = build(world, stage, precision, seeded(make))
+        for step in range(steps):
+            inputs, weights = zip(*micro_batches(step, world.rank), strict=True)
+            result = engine.train_step(inputs, weights=weights)
+            assert not result.skipped
+            assert result.loss.isfinite()
+        return engine.full_state_dict()
+
+    return run_threads(train, size, late_rank=size - 1)[0][0]
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() <= got.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name

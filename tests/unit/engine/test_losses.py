@@ -1,0 +1,131 @@
+"""What a loss weighs, and what a model adds to it: as in plain PyTorch at every stage. With threads as ranks."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zerotrain
+from tests.unit.engine.habits import EVERYWHERE, SGD, assert_same, in_plain_pytorch, on_ranks
+
+# ---- what weighs nothing
+
+
+class Labelled(nn.Module):
+    """The mean over the labels that are not -100, as three people write it. Of none it is nan, or its gradient is."""
+
+    def __init__(self, mean: str) -> None:
+        super().__init__()
+        self.mean = mean
+        self.embedding = nn.Embedding(7, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 7)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden).tanh()
+        logits = self.head(hidden).float().flatten(0, 1)
+        labels = labels.flatten()
+        if self.mean == "torch's":
+            return F.cross_entropy(logits, labels)
+        if self.mean == "of those chosen":
+            return F.cross_entropy(logits[labels >= 0], labels[labels >= 0])
+        losses = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+        return (losses * (labels >= 0)).sum() / (labels >= 0).sum()
+
+
+def half_of_them_without_labels(step: int, rank: int) -> list[tuple[tuple[torch.Tensor, ...], float]]:
+    """Two micro-batches; of rank 0 none has a label in step 0, of the others the second has none."""
+    tokens = torch.randint(7, (2, 2, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+    weights = [float(rank > 0 or step > 0), 0.5 * (rank == 0 and step > 0)]
+    ids, labels = tokens[:, :, :-1], tokens[:, :, 1:].clone()
+    return [
+        ((ids[i], labels[i] if weight else torch.full_like(labels[i], -100)), weight)
+        for i, weight in enumerate(weights)
+    ]
+
+
+@EVERYWHERE
+def test_a_micro_batch_of_weight_0_reaches_no_gradient_and_no_sum_though_its_loss_is_nan(
+    stage: int, size: int, precision: str
+) -> None:
+    for mean in ("torch's", "of those chosen", "summed"):
+        make = functools.partial(Labelled, mean)
+        expected = in_plain_pytorch(make, half_of_them_without_labels, size, precision)
+        assert_same(on_ranks(make, half_of_them_without_labels, size, stage, precision), expected)
+
+
+# ---- what a model adds to its loss
+
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+MIXTRAL |= {"num_key_value_heads": 1, "intermediate_size": 8, "num_local_experts": 4, "max_position_embeddings": 8}
+MIXTRAL |= {"output_router_logits": True, "router_aux_loss_coef": 5.0}
+
+
+class OwnLoss(nn.Module):
+    """Mixtral with the loss that transformers computes, of unshifted labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.AutoConfig.for_model(**MIXTRAL, vocab_size=30)
+        self.model = transformers.AutoModelForCausalLM.from_config(config).train()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, labels=ids.contiguous()).loss
+
+
+def mixtral() -> nn.Module:
+    from zerotrain.models import HuggingFaceModel
+
+    return HuggingFaceModel(config=MIXTRAL, vocab_size=30)
+
+
+def rows_of_text(step: int, rank: int) -> list[tuple[tuple[torch.Tensor, ...], float]]:
+    ids = torch.randint(30, (2, 2, 7), generator=torch.Generator().manual_seed(10 * step + rank))
+    return [((each, F.pad(each[:, 1:], (0, 1), value=-100)), 0.5) for each in ids]
+
+
+@EVERYWHERE
+def test_the_balancing_loss_of_a_mixture_of_experts_is_trained_as_transformers_weighs_it(
+    stage: int, size: int, precision: str
+) -> None:
+    pytest.importorskip("transformers")
+    expected = in_plain_pytorch(OwnLoss, rows_of_text, size, precision)
+    got = on_ranks(mixtral, rows_of_text, size, stage, precision)
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=2e-2, atol=2e-3 if precision == "bf16" else 1e-6)
+
+
+# ---- what train_step takes
+
+
+def test_train_step_takes_named_inputs_and_weights_in_a_tensor() -> None:
+    ids, labels = torch.randint(7, (2, 2, 6), generator=torch.Generator().manual_seed(0)).unbind()
+    norms = []
+    for micro_batch in ((ids, labels), {"ids": ids, "labels": labels}):
+        torch.manual_seed(0)
+        engine = zerotrain.build_engine(Labelled("torch's"), optimizer=SGD)
+        norms.append(engine.train_step([micro_batch] * 2, weights=torch.tensor([0.25, 0.75])).grad_norm)
+    assert norms[0] == norms[1] > 0
+
+
+class GivesADict(Labelled):
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"loss": super().forward(ids, labels)}
+
+
+def test_what_train_step_cannot_take_is_said() -> None:
+    ids = torch.randint(7, (2, 6))
+    engine = zerotrain.build_engine(Labelled("torch's"), optimizer=SGD)
+    with pytest.raises(zerotrain.EngineStateError, match=r"got a tensor for a micro-batch; give it as a sequence"):
+        engine.train_step((ids, ids))
+    engine = zerotrain.build_engine(GivesADict("torch's"), optimizer=SGD)
+    with pytest.raises(zerotrain.EngineStateError, match="backward got a dict; give it the loss"):
+        engine.train_step([(ids, ids)])
+    engine.backward(engine(ids, ids)["loss"])
+    assert engine.step().grad_norm > 0

@@ -1,0 +1,101 @@
+"""What users build into a model that would be trained otherwise than it says: refused at the build, with a sentence."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import zerotrain
+from tests.unit.engine.habits import SGD
+
+
+def of_one_memory(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        change(model)
+        return model
+
+    return make
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a whole model in fp64": (
+        lambda: nn.Linear(2, 2).double(),
+        r"^weight, bias are fp64, and the engine trains fp32 weights at most; call model\.float\(\) before ",
+    ),
+    "one parameter in fp64, frozen": (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False).double().requires_grad_(False)),
+        r"^1\.weight is fp64, ",
+    ),
+    "embedding that renormalises": (
+        lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.5)),
+        r"^0 is a Embedding with max_norm=1\.5, which changes its weight in the forward by this rank's inputs alone; ",
+    ),
+    "bag of such": (lambda: nn.EmbeddingBag(4, 2, max_norm=2), "^the model is a EmbeddingBag with max_norm=2, "),
+    "two parameters over one memory": (
+        of_one_memory(lambda m: setattr(m[1], "weight", nn.Parameter(m[0].weight))),
+        r"^0\.weight and 1\.weight are two parameters over one memory, .*"
+        r"assign the parameter itself \(model\.1\.weight = model\.0\.weight\)",
+    ),
+    "a parameter of a part of another": (
+        of_one_memory(lambda m: setattr(m[1], "weight", nn.Parameter(m[0].weight.detach()[1:, 1:]))),
+        r"^0\.weight and 1\.weight are two parameters over one memory",
+    ),
+    "a buffer over a weight": (
+        of_one_memory(lambda m: m.register_buffer("table", m[0].weight.detach().T)),
+        r"^table is a tensor over the memory of the parameter 0\.weight, and would keep its old values in training; ",
+    ),
+    "an attribute over a weight": (
+        of_one_memory(lambda m: setattr(m[1], "first", [m[0].weight.data[0]])),
+        r"^1\.first is a tensor over the memory of the parameter 0\.weight",
+    ),
+    "a weight that was expanded": (
+        lambda: nn.ParameterList([torch.ones(1, 3).expand(4, 3)]),
+        r"^0 has several elements at one place, as expand\(\) gives them; clone\(\) it$",
+    ),
+}
+
+
+ALSO_AS_A_FUNCTION = ("a whole model in fp64", "two parameters over one memory", "a buffer over a weight")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_would_be_trained_otherwise_than_it_says_is_refused_and_left_as_it_was(name: str) -> None:
+    make, answer = REFUSED[name]
+    model = make()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    functions = [(make, zerotrain.ZeroConfig(stage=3))] * (name in ALSO_AS_A_FUNCTION)  # looks at all live objects
+    for given, zero in ((model, None), *functions):
+        with pytest.raises(zerotrain.ConfigError, match=answer):
+            zerotrain.build_engine(given, optimizer=SGD, zero=zero)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert {value.dtype for value in model.state_dict().values()} == {value.dtype for value in before.values()}
+
+
+def flat_parts() -> nn.Module:
+    """Parts of one memory, as cuDNN has the weights of an LSTM: one behind the other, and columns of a matrix."""
+    flat = torch.arange(32.0)
+    columns = torch.arange(24.0).view(4, 6)
+    return nn.ParameterList([flat[:16].view(4, 4), flat[16:], columns[:, :2], columns[:, 2:]])
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    model[1].kept = [model[0].weight]
+    return model
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.utils.weight_norm(nn.Linear(4, 4)))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_parts_of_one_memory_and_tied_parameters_are_taken() -> None:
+    makers = [flat_parts, tied, normalised, lambda: nn.LSTM(4, 4, num_layers=2)]
+    for make in makers:
+        zerotrain.build_engine(make(), optimizer=SGD)
+    zerotrain.build_engine(
+        lambda: nn.ModuleList(make() for make in makers), optimizer=SGD, zero=zerotrain.ZeroConfig(stage=3)
+    )
