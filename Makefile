@@ -15,7 +15,7 @@ train: $(INSTALLED) ## install, then train a small GPT on real text: 2 ranks, st
 	$(BIN)/python launch.py launch.nproc_per_node=2
 
 test: $(INSTALLED) ## install, then run the tests
-	$(BIN)/python -m pytest -n 3
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 attack: $(INSTALLED) ## wrong commands, yamls, folders and environments, and what a user reads of each
 	$(BIN)/python -m pytest -n 2 tests/attack

@@ -25,6 +25,7 @@ def build_engine(
     precision: str | PrecisionConfig = "fp32",
     max_grad_norm: float | None = None,
     max_skipped_steps: int = 20,
+    virtual_ranks: int | None = None,
     decay_all: bool = True,
     param_groups: Sequence[dict[str, Any]] | None = None,
     compile: bool = False,
@@ -42,8 +43,9 @@ def build_engine(
         precision: fp32, bf16 or fp16; `PrecisionConfig` has more to set.
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
         max_skipped_steps: so many in a row, skipped since their gradient is not finite, raise `TrainingError`.
-        decay_all: weight decay is the optimizer's own, for every parameter. False: for matrices alone (two or more
-            dimensions), as the launcher has it.
+        virtual_ranks: a power of two times the number of ranks, by default that number: any number of ranks that runs
+            as many (`ZeroEngine.each_virtual_rank`) comes to the same bits.
+        decay_all: weight decay is for every parameter; False: for matrices alone, as the launcher has it.
         param_groups: dicts of "params" (names, patterns such as "*.bias", parameters) and what differs from the
             optimizer's own settings; default: one group of all. See docs/cases.md.
         compile: torch.compile each unit's forward.
@@ -61,6 +63,7 @@ def build_engine(
         precision=PrecisionConfig(precision) if isinstance(precision, str) else precision,
         max_grad_norm=max_grad_norm,
         max_skipped_steps=max_skipped_steps,
+        virtual_ranks=virtual_ranks,
     )
     if problems := problems_in(given):
         raise ConfigError(*problems)

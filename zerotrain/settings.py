@@ -197,3 +197,6 @@ class EngineConfig:
     """Clip the global L2 norm of the gradient to this; None for no clipping."""
     max_skipped_steps: int = setting(20, STEPS)
     """As many steps skipped in a row, since their gradient is not finite, stop the training."""
+    virtual_ranks: int | None = setting(None, or_null(at_least(1, "virtual ranks"), " for as many as ranks"))
+    """Leaves of the sum over ranks: as many times the number of ranks as a power of two. Runs with as many virtual
+    ranks come to the same bits, on whatever number of ranks."""

@@ -170,7 +170,7 @@ def reference_run(case: Case, num_ranks: int, device: str = "cpu") -> tuple[dict
     optimizer = OPTIMIZERS[case.optimizer]([matrices, others])
     for step in range(case.num_steps):
         tokens = batch(step, num_ranks, case.num_micro_batches).to(device)
-        sums: dict[str, torch.Tensor] = {}
+        leaves: list[dict[str, torch.Tensor]] = []
         for rank in range(num_ranks):
             mine: dict[str, torch.Tensor] = {}
             for inputs in micro_batches(tokens, rank):
@@ -178,9 +178,9 @@ def reference_run(case: Case, num_ranks: int, device: str = "cpu") -> tuple[dict
                 loss = model(*inputs) * case.factor(step, rank)
                 scaler.scale(loss * (1 / case.num_micro_batches)).backward()
                 add_to(mine, {name: parameter.grad.float() for name, parameter in model.named_parameters()})
-            add_to(sums, {name: value.to(wire[name]).float() for name, value in mine.items()})
+            leaves.append({name: value.to(wire[name]).float() for name, value in mine.items()})
         for name, weight in weights.items():
-            weight.grad = (sums[name] / num_ranks).to(wire[name]).float()
+            weight.grad = (sum_by_tree([leaf[name] for leaf in leaves]) / num_ranks).to(wire[name]).float()
         scaler.unscale_(optimizer)
         norm = torch.cat([weight.grad.double().flatten() for weight in weights.values()]).norm()
         limit = float("inf") if case.max_grad_norm is None else case.max_grad_norm
@@ -201,6 +201,13 @@ def copy_into(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 def forward_in_fp32(forward: Any, module: nn.Module, compute: torch.dtype, inputs: torch.Tensor) -> torch.Tensor:
     return forward(module, inputs.float()).to(compute)
+
+
+def sum_by_tree(leaves: list[torch.Tensor]) -> torch.Tensor:
+    """Neighbours in pairs, then the sums in pairs, and so on."""
+    while len(leaves) > 1:
+        leaves = [sum(leaves[index : index + 2]) for index in range(0, len(leaves), 2)]
+    return leaves[0]
 
 
 def add_to(sums: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:

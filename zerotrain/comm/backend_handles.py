@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, mean_in_rank_order
+from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, mean_by_tree
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.scratch import Scratch, ScratchPool
 
@@ -57,26 +57,48 @@ class NativeGather(Works, Gather):
 class NativeReduction(Works, Reduction):
     """The backend's own reduce-scatter, which adds in an order of its own."""
 
-    def __init__(self, name: str, journal: Journal, out: torch.Tensor, group: dist.ProcessGroup, is_gloo: bool) -> None:
-        super().__init__(name, journal, out)
-        self._group, self._is_gloo = group, is_gloo
+    def __init__(
+        self,
+        name: str,
+        journal: Journal,
+        out: torch.Tensor,
+        pool: ScratchPool,
+        num_leaves: int,
+        group: dist.ProcessGroup,
+        is_gloo: bool,
+    ) -> None:
+        super().__init__(name, journal, out, num_leaves)
+        self._pool, self._group, self._is_gloo = pool, group, is_gloo
+        self._wide: Scratch | None = None
+        """What the backend leaves its result in, where that is of another dtype than `out`."""
+        # gloo has no mean of its own.
+        self._operation, num_averaged = (dist.ReduceOp.SUM, 1) if is_gloo else (dist.ReduceOp.AVG, group.size())
+        self._divisor = num_leaves // num_averaged
         # gloo builds its reduce-scatter from a whole all-reduce, which sends every byte twice.
         passes = 2 if is_gloo else 1
-        self.sent_nbytes = out.nbytes * (group.size() - 1) * passes
+        self.sent_nbytes = out.numel() * pool.dtype.itemsize * (group.size() - 1) * passes
 
     def _issue(self) -> None:
-        operation = dist.ReduceOp.SUM if self._is_gloo else dist.ReduceOp.AVG
+        result = self.out
+        if self._pool.dtype != self.out.dtype:
+            self._wide = self._pool.take(self.out.numel())
+            result = self._wide.storage[: self.out.numel()]
         with unseen_by_profiler(self._is_gloo):
-            self._works = [reduce_scatter(self.out, self._full, op=operation, group=self._group, async_op=True)]
+            work = reduce_scatter(result, self._full, op=self._operation, group=self._group, async_op=True)
+        self._works = [work]
 
     def _complete(self) -> None:
-        if self._is_gloo:  # which has no mean of its own
-            self.out.div_(self._group.size())
+        if self._wide is not None:
+            mean_by_tree([self._wide.storage[: self.out.numel()]], self.out, self._divisor)
+            self._pool.give_back(self._wide)
+            self._wide = None
+        elif self._divisor > 1:
+            self.out.div_(self._divisor)
         super()._complete()
 
 
 class OrderedReduction(Works, Reduction):
-    """An all-to-all of the parts, then their mean, added in rank order in fp32."""
+    """An all-to-all of the parts, then their mean, added by a tree in fp32."""
 
     def __init__(
         self,
@@ -84,14 +106,15 @@ class OrderedReduction(Works, Reduction):
         journal: Journal,
         out: torch.Tensor,
         pool: ScratchPool,
+        num_leaves: int,
         group: dist.ProcessGroup,
         is_gloo: bool,
     ) -> None:
-        super().__init__(name, journal, out)
+        super().__init__(name, journal, out, num_leaves)
         self._pool, self._group, self._is_gloo = pool, group, is_gloo
         self._received: Scratch | None = None
         self._num_ranks = group.size()
-        self.sent_nbytes = out.nbytes * (self._num_ranks - 1)
+        self.sent_nbytes = out.numel() * pool.dtype.itemsize * (self._num_ranks - 1)
 
     def _parts(self) -> torch.Tensor:
         """(ranks, shard_numel) what was received, this rank's own part included."""
@@ -105,7 +128,7 @@ class OrderedReduction(Works, Reduction):
             self._works = [dist.all_to_all_single(received, self._full, group=self._group, async_op=True)]
 
     def _complete(self) -> None:
-        mean_in_rank_order(self._parts(), self.out)
+        mean_by_tree(self._parts(), self.out, self.num_leaves)
         assert self._received is not None
         self._pool.give_back(self._received)
         self._received = None

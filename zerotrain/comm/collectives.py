@@ -51,9 +51,10 @@ class Collectives:
         gather.issue()
         gather.finish()
 
-    def reduction(self, name: str, out: torch.Tensor, pool: ScratchPool) -> Reduction:
-        """A handle on the mean over ranks, of which `out` gets this rank's part."""
-        return self._wire.reduction(name, self._journal, out, pool)
+    def reduction(self, name: str, out: torch.Tensor, pool: ScratchPool, *, leaves_per_rank: int = 1) -> Reduction:
+        """A handle on the mean over all leaves, of which `out` gets this rank's part. What is sent is of the dtype of
+        `pool`."""
+        return self._wire.reduction(name, self._journal, out, pool, leaves_per_rank * self.shards.size)
 
     def exchange(
         self,

@@ -14,8 +14,6 @@ import torch
 
 from zerotrain.comm.journal import Journal
 
-NUM_ROWS_WIDENED = 64
-"""Ranks' parts of 16 bits that are in fp32 at a time."""
 CHUNK_NUMEL = 2**18
 """Elements averaged at a time on a CPU, where their sum in fp32 (1 MiB) stays in the cache: measured in bf16, 3.2
 million elements of two ranks took 14 ms at once and 2 ms in chunks."""
@@ -158,18 +156,20 @@ class Gather(Handle):
 
 
 class Reduction(Handle):
-    """A reduce-scatter: the mean over ranks of each rank's `full` (numel) into `out` (numel / ranks), this rank's part.
+    """A reduce-scatter: the mean over all leaves, of which each rank's `full` (numel) is a sum of equally many, into
+    `out` (numel / ranks), this rank's part.
 
     Args:
-        out: as long as the handle lives, of the dtype of `full`. It may lie inside `full`, at this rank's place.
+        out: as long as the handle lives. It may lie inside `full`, at this rank's place, and be of another dtype.
+        num_leaves: of all ranks.
     """
 
     kind = "reduction"
     ledger_kind = "reduce"
 
-    def __init__(self, name: str, journal: Journal, out: torch.Tensor) -> None:
+    def __init__(self, name: str, journal: Journal, out: torch.Tensor, num_leaves: int) -> None:
         super().__init__(name, journal)
-        self.out = out
+        self.out, self.num_leaves = out, num_leaves
         self._full: torch.Tensor | None = None
 
     def issue(self, full: torch.Tensor) -> None:
@@ -192,37 +192,54 @@ class Exchange(Handle):
         self._issue_noted()
 
 
-def mean_in_rank_order(parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor) -> None:
-    """Leave the mean of `parts`, (ranks, n) or one tensor for each rank, in `out` (n): added in rank order in fp32,
-    divided by their number, then rounded to the dtype of `out`, which may be one of them.
+def mean_by_tree(parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor, num_leaves: int) -> None:
+    """Leave the mean of `num_leaves` leaves in `out` (n), of which `parts`, (ranks, n) or one tensor for each rank, are
+    sums of equally many each.
+
+    Neighbours are added in pairs in fp32, then the sums in pairs, and so on; the last of an odd number goes up as it
+    is. The sum is divided by the number of leaves, then rounded to the dtype of `out`, which may be one of the parts.
     """
-    step = CHUNK_NUMEL if out.is_cpu else out.numel()
-    on_the_way = torch.empty(min(step, out.numel()), dtype=torch.float32, device=out.device)
+    pairs = (len(parts) + 1) // 2
+    step = max(1, CHUNK_NUMEL // pairs) if out.is_cpu else out.numel()
+    sums = torch.empty(pairs, min(step, out.numel()), dtype=torch.float32, device=out.device)
     for start in range(0, out.numel(), step):
         where = slice(start, start + step)
         mean = out[where]
-        total = on_the_way[: mean.numel()]
+        into = sums[:, : mean.numel()]
         if isinstance(parts, torch.Tensor):
-            _add_rows(parts[:, where], total)
+            total = _sum_of_rows(parts[:, where], into)
         else:
-            first = parts[0][where] if parts[0].dtype == total.dtype else total.copy_(parts[0][where])
-            torch.add(first, parts[1][where], out=total)
-            for part in parts[2:]:
-                total.add_(part[where])
+            total = _sum([part[where] for part in parts], into)
         # Not before: `out` may be one of the parts.
         if mean.dtype == total.dtype:
-            torch.div(total, len(parts), out=mean)
+            torch.div(total, num_leaves, out=mean)
         else:
-            mean.copy_(total.div_(len(parts)))
+            mean.copy_(total.div_(num_leaves))
 
 
-def _add_rows(rows: torch.Tensor, total: torch.Tensor) -> None:
-    """(ranks, n) into (n,) fp32: added row by row, within torch. A loop over 1,024 rows takes three times as long, and
-    `sum` adds in an order of its own."""
-    total.copy_(rows[0])
-    if not rows.is_cpu:
-        for row in rows[1:]:
-            total.add_(row)
-        return
-    for some in rows[1:].split(NUM_ROWS_WIDENED):
-        total.unsqueeze(0).index_add_(0, torch.zeros(len(some), dtype=torch.int64), some.float().contiguous())
+def _sum(parts: Sequence[torch.Tensor], into: torch.Tensor) -> torch.Tensor:
+    """(n,) fp32 within `into`, (pairs, n): the tree's sum of some parts."""
+    if len(parts) == 1:
+        return into[0].copy_(parts[0])
+    while len(parts) > 1:
+        paired = [_add(a, b, total) for a, b, total in zip(parts[::2], parts[1::2], into, strict=False)]
+        parts = [*paired, parts[-1]] if len(parts) % 2 else paired
+    return parts[0]
+
+
+def _sum_of_rows(rows: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """The same of (ranks, n), without a call for each of a thousand ranks."""
+    num_pairs = len(rows) // 2
+    _add(rows[: 2 * num_pairs : 2], rows[1 : 2 * num_pairs : 2], into[:num_pairs])
+    into[num_pairs:].copy_(rows[2 * num_pairs :])  # of an odd number the last
+    while (num_pairs := len(into) // 2) > 0:
+        into[: 2 * num_pairs : 2].add_(into[1 : 2 * num_pairs : 2])
+        into = into[::2]
+    return into[0]
+
+
+def _add(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """In fp32. `torch.add` of two tensors of 16 bits adds in 16 bits, whatever it is to leave the sum in."""
+    if a.dtype == b.dtype != total.dtype:
+        return total.copy_(a).add_(b)
+    return torch.add(a, b, out=total)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from zerotrain.comm.backend_handles import Works, ring_nbytes, unseen_by_profiler
-from zerotrain.comm.handles import Gather, Reduction, mean_in_rank_order
+from zerotrain.comm.handles import Gather, Reduction, mean_by_tree
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.scratch import Scratch, ScratchPool
 
@@ -77,7 +77,7 @@ class PostedGather(_Posted, Gather):
 
 
 class PostedReduction(_Posted, Reduction):
-    """Every part to the rank it belongs to, which takes their mean, added in rank order in fp32."""
+    """Every part to the rank it belongs to, which takes their mean, added by a tree in fp32."""
 
     def __init__(
         self,
@@ -85,14 +85,15 @@ class PostedReduction(_Posted, Reduction):
         journal: Journal,
         out: torch.Tensor,
         pool: ScratchPool,
+        num_leaves: int,
         group: dist.ProcessGroup,
         tag: int,
     ) -> None:
-        super().__init__(name, journal, out)
+        super().__init__(name, journal, out, num_leaves)
         self._send_over(group, tag)
         self._pool = pool
         self._received: Scratch | None = None
-        self.sent_nbytes = out.nbytes * (self._size - 1)
+        self.sent_nbytes = out.numel() * pool.dtype.itemsize * (self._size - 1)
 
     def _parts(self, own: torch.Tensor) -> list[torch.Tensor]:
         """One part for each rank, in rank order: what was received, and `own`."""
@@ -116,13 +117,13 @@ class PostedReduction(_Posted, Reduction):
         assert self._full is not None
         assert self._received is not None
         own = self._full.view(self._size, -1)[self._rank]
-        mean_in_rank_order(self._parts(own), self.out)
+        mean_by_tree(self._parts(own), self.out, self.num_leaves)
         self._pool.give_back(self._received)
         self._received = None
         super()._complete()
 
     def _withdraw(self) -> None:
-        self._end_receives(self.out)
         assert self._received is not None
+        self._end_receives(self._received.storage.new_zeros(self.out.numel()))
         self._pool.give_back(self._received)
         self._received = None

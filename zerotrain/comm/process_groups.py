@@ -57,12 +57,15 @@ class ProcessGroups(Wire):
             return PostedGather(name, journal, full, shard, self._gathers, next(self._shards.tags))
         return NativeGather(name, journal, full, shard, self._gathers, self._is_gloo)
 
-    def reduction(self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool) -> Reduction:
+    def reduction(
+        self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool, num_leaves: int
+    ) -> Reduction:
         if not self._ordered:
-            return NativeReduction(name, journal, out, self._reductions, self._is_gloo)
+            return NativeReduction(name, journal, out, pool, num_leaves, self._reductions, self._is_gloo)
         if self._posts:
-            return PostedReduction(name, journal, out, pool, self._reductions, next(self._shards.tags))
-        return OrderedReduction(name, journal, out, pool, self._reductions, self._is_gloo)
+            tag = next(self._shards.tags)
+            return PostedReduction(name, journal, out, pool, num_leaves, self._reductions, tag)
+        return OrderedReduction(name, journal, out, pool, num_leaves, self._reductions, self._is_gloo)
 
     def exchange(
         self,

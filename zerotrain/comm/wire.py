@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from zerotrain.comm.handles import Exchange, Gather, Reduction
+from zerotrain.comm.handles import Exchange, Gather, Reduction, mean_by_tree
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.scratch import ScratchPool
 
@@ -18,8 +18,10 @@ class Wire(ABC):
         """See `Gather`."""
 
     @abstractmethod
-    def reduction(self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool) -> Reduction:
-        """See `Reduction`. What is received on the way lies in a buffer of `pool`."""
+    def reduction(
+        self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool, num_leaves: int
+    ) -> Reduction:
+        """See `Reduction`. What is sent is of the dtype of `pool`, and what is received lies in its buffers."""
 
     @abstractmethod
     def exchange(
@@ -52,8 +54,10 @@ class Alone(Wire):
     def gather(self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor) -> Gather:
         return _CopiedGather(name, journal, full, shard)
 
-    def reduction(self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool) -> Reduction:
-        return _CopiedReduction(name, journal, out)
+    def reduction(
+        self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool, num_leaves: int
+    ) -> Reduction:
+        return _CopiedReduction(name, journal, out, num_leaves)
 
     def exchange(
         self,
@@ -96,5 +100,7 @@ class _CopiedGather(_Copied, Gather):
 class _CopiedReduction(_Copied, Reduction):
     def _issue(self) -> None:
         assert self._full is not None
-        if self.out.data_ptr() != self._full.data_ptr():
+        if self.num_leaves > 1:
+            mean_by_tree([self._full], self.out, self.num_leaves)
+        elif self.out.data_ptr() != self._full.data_ptr():
             self.out.copy_(self._full)

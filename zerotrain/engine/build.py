@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from zerotrain.comm.collectives import Collectives
@@ -123,7 +124,12 @@ class Builder:
         bucket = Bucket(weights)
         if spec.trainable:
             gradient = BucketGradient(
-                spec, layout, options=self._options, collectives=self._collectives, pool=self._pools.of(spec.dtype)
+                spec,
+                layout,
+                options=self._options,
+                collectives=self._collectives,
+                pool=self._pools.of(spec.dtype),
+                wire_pool=self._pools.of(spec.dtype if self._options.leaves_per_rank == 1 else precision.master),
             )
             weights.when_asked_for_gradient = gradient.holds_any
             update = BucketUpdate(
@@ -229,6 +235,20 @@ def require_plain(model: nn.Module) -> None:
             f"{', '.join(double[:3])}{', ...' * (len(double) > 3)} {'is' if len(double) == 1 else 'are'} fp64, and the "
             "engine trains fp32 weights at most; call model.float() before build_engine"
         )
+
+
+def require_leaves(model: nn.Module, leaves_per_rank: int) -> None:
+    """Make sure that what a module keeps from one forward to the next does not depend on which rank runs it.
+
+    Raises:
+        ConfigError: a batch norm, of whose running statistics each virtual rank would have its own.
+    """
+    for name, module in model.named_modules():
+        if leaves_per_rank > 1 and isinstance(module, _NormBase) and module.track_running_stats:
+            raise ConfigError(
+                f"virtual_ranks: {name or 'the model'} is a {type(module).__name__}, whose running statistics follow "
+                "the ranks; take as many ranks as virtual ranks, another norm, or track_running_stats=False"
+            )
 
 
 def require_values(model: nn.Module) -> None:

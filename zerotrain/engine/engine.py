@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ class ZeroEngine(ShardedModel):
         self.loss_scaler = loss_scaler
         self.stamps = StepStamps(self.collectives)
         self._syncs = True
+        leaves = self.options.leaves_per_rank
+        self.virtual_ranks = range(self.world.shards.rank * leaves, (self.world.shards.rank + 1) * leaves)
+        """Those that this rank runs."""
+        self._in_last_leaf = leaves == 1
         self._losses: list[torch.Tensor] = []
         self._optimizer_step = OptimizerStep(model, self.options, self.collectives, self.stamps, loss_scaler)
 
@@ -109,6 +114,7 @@ class ZeroEngine(ShardedModel):
         with self._phase(Phase.BACKWARD), self._clean_after_error():
             self.schedule.begin_backward(
                 more_to_come=not self._syncs,
+                in_last_leaf=self._in_last_leaf,
                 loss_scale=self.loss_scale,
                 frees_graph=not retain_graph,
                 counts=counts,
@@ -125,8 +131,25 @@ class ZeroEngine(ShardedModel):
         finally:
             self._syncs = before
 
+    def each_virtual_rank(self) -> Iterator[int]:
+        """This rank's virtual ranks, one after the other: what is between two is one leaf of the sum over all.
+
+            for number in engine.each_virtual_rank():
+                engine.backward(engine(*batch_of(number)))
+            engine.step()
+
+        Each may have several micro-batches, all but its last in `no_sync`. Of one virtual rank for each rank, which is
+        the default, this may be left out.
+        """
+        for number in self.virtual_ranks:
+            self._in_last_leaf = number == self.virtual_ranks[-1]
+            yield number
+            if not self._in_last_leaf:
+                self.schedule.reductions.close_leaf()
+
     def zero_grad(self) -> None:
         """Forget the gradients since the last step; what was reduced is waited for. All ranks call it."""
+        self._in_last_leaf = self.options.leaves_per_rank == 1
         self.schedule.drop_gradients()
         self.ledger.drop_step()
         self._losses.clear()
@@ -164,13 +187,16 @@ class ZeroEngine(ShardedModel):
             TrainingError: too many steps in a row were skipped, on every rank alike, or no smaller loss scale is left.
         """
         if not all(bucket.gradient.is_reduced for bucket in self.schedule.trained):
+            leaves = len(self.virtual_ranks)
             raise EngineStateError(
                 "step came before a backward outside no_sync(): call engine.backward(loss) first, the last "
                 "micro-batch of a step outside `with engine.no_sync()`"
+                + (f", and this rank's {leaves} virtual ranks in engine.each_virtual_rank()" if leaves > 1 else "")
             )
         with self._phase(Phase.UPDATE), self._clean_after_error():
             result, reason_to_stop = self._optimizer_step.run(self.schedule, self.param_groups, self._losses)
         self._losses.clear()
+        self._in_last_leaf = self.options.leaves_per_rank == 1
         if not result.skipped:
             self._first_node_after_update = next_node()
         self.stamps.close_step()
@@ -192,26 +218,37 @@ class ZeroEngine(ShardedModel):
 
         Args:
             micro_batches: the model's inputs, one sequence for each, or a dict of named ones; it returns the loss.
-            weights: factor on the loss of each, as for `backward`; default 1 / number of micro-batches.
+            weights: factor on the loss of each, as for `backward`; default 1 / number of those of a virtual rank.
 
         An exception in the data, the model or a backward forgets the gradients of all micro-batches.
+
+        Raises:
+            EngineStateError: the virtual ranks of this rank cannot share the micro-batches evenly.
         """
+        per_leaf, left_over = divmod(len(micro_batches), len(self.virtual_ranks))
+        if left_over:
+            raise EngineStateError(
+                f"train_step got {len(micro_batches)} micro-batches, which this rank's {len(self.virtual_ranks)} "
+                "virtual ranks cannot share; give each as many"
+            )
         if weights is None:
-            weights = [1.0 / max(1, len(micro_batches))] * len(micro_batches)
+            weights = [1.0 / max(1, per_leaf)] * len(micro_batches)
+        weighted = iter(zip(micro_batches, weights, strict=True))
         total = torch.zeros((), dtype=torch.float32, device=self.world.device)
         with self._clean_after_error():
-            for index, (inputs, weight) in enumerate(zip(micro_batches, weights, strict=True)):
-                if isinstance(inputs, torch.Tensor):
-                    raise EngineStateError(
-                        "train_step got a tensor for a micro-batch; give it as a sequence: (tensor,)"
-                    )
-                loss = self(**inputs) if isinstance(inputs, Mapping) else self(*inputs)
-                with nullcontext() if index == len(micro_batches) - 1 else self.no_sync():
-                    self.backward(loss, weight=weight)
-                if not weighs_nothing(weight):  # a loss that is nan would spoil the sum
-                    total += weight * loss.detach().float()
-                del loss
-        return TrainStepResult(**vars(self.step()), loss=total)
+            for _ in self.each_virtual_rank():
+                for index, (inputs, weight) in enumerate(islice(weighted, per_leaf)):
+                    if isinstance(inputs, torch.Tensor):
+                        raise EngineStateError(
+                            "train_step got a tensor for a micro-batch; give it as a sequence: (tensor,)"
+                        )
+                    loss = self(**inputs) if isinstance(inputs, Mapping) else self(*inputs)
+                    with nullcontext() if index == per_leaf - 1 else self.no_sync():
+                        self.backward(loss, weight=weight)
+                    if not weighs_nothing(weight):  # a loss that is nan would spoil the sum
+                        total += weight * loss.detach().float()
+                    del loss
+        return TrainStepResult(**vars(self.step()), loss=total / len(self.virtual_ranks))
 
     def train(self) -> "ZeroEngine":
         """Put the model into training mode."""

@@ -7,6 +7,7 @@ from typing import Any
 from zerotrain.comm.world import World
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.precision.policy import Precision, precision_named
+from zerotrain.errors import ConfigError
 from zerotrain.settings import EngineConfig, ZeroConfig
 from zerotrain.sharding.plan import STAGES, Plan
 
@@ -23,17 +24,24 @@ class EngineOptions:
     plan: Plan
     precision: Precision
     ordered: bool
-    """Reduce in rank order in fp32; False: by the backend's reduce-scatter."""
+    """Reduce by one tree over all leaves in fp32; False: by the backend's reduce-scatter."""
+    leaves_per_rank: int
+    """Virtual ranks that a rank runs one after the other: a power of two."""
 
     @classmethod
     def resolve(cls, given: EngineConfig, world: World) -> "EngineOptions":
-        """Decide what `given`, whose values are in range, leaves to the world. Later changes of it change nothing."""
+        """Decide what `given`, whose values are in range, leaves to the world. Later changes of it change nothing.
+
+        Raises:
+            ConfigError: virtual ranks that the ranks cannot share.
+        """
         zero, precision = given.zero, given.precision
         return cls(
             given=deepcopy(given),
             plan=STAGES[zero.stage],
             precision=precision_named(precision.name, tuple(precision.keep_fp32)),
             ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and world.device.type == "cpu"),
+            leaves_per_rank=_leaves_per_rank(given.virtual_ranks, world.shards.size),
         )
 
     @property
@@ -85,6 +93,16 @@ class EngineOptions:
             "zero.reduction": "ordered" if self.ordered else "native",
         }
         return _dotted(asdict(self.given)) | decided
+
+
+def _leaves_per_rank(virtual_ranks: int | None, num_ranks: int) -> int:
+    leaves, left_over = divmod(virtual_ranks or num_ranks, num_ranks)
+    if left_over or leaves < 1 or leaves & (leaves - 1):
+        raise ConfigError(
+            f"virtual_ranks={virtual_ranks}: {num_ranks} ranks cannot share them; it must be their number times a "
+            f"power of two, such as {num_ranks} or {2 * num_ranks}"
+        )
+    return leaves
 
 
 def _dotted(values: dict[str, Any], prefix: str = "") -> dict[str, object]:

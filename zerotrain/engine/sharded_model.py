@@ -11,7 +11,7 @@ from zerotrain.comm.scratch import ScratchPools
 from zerotrain.comm.world import World
 from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.agreement import require_same
-from zerotrain.engine.build import Builder, require_plain, require_values, share_unmanaged
+from zerotrain.engine.build import Builder, require_leaves, require_plain, require_values, share_unmanaged
 from zerotrain.engine.fast_path import complete_before_encoders
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
@@ -61,6 +61,7 @@ class ShardedModel:
         require_plain(model)
         require_values(model)
         require_no_engine(model)
+        require_leaves(model, options.leaves_per_rank)
         require_own_memory(model)
         self.module = model
         self.world = world

@@ -12,11 +12,16 @@ from zerotrain.sharding.plan import Volume
 
 
 def volume_of(schedule: Schedule, num_shards: int) -> Volume:
-    """The bytes of all parameters, each in the dtype it is held in."""
+    """The bytes of all parameters, each in the dtype it is held in, and of gradients in that they are reduced in."""
     nbytes = {True: 0, False: 0}
     for bucket in schedule.buckets:
         nbytes[bucket.spec.trainable] += bucket.layout.numel * bucket.spec.dtype.itemsize
-    return Volume(trainable_nbytes=nbytes[True], frozen_nbytes=nbytes[False], num_shards=num_shards)
+    return Volume(
+        trainable_nbytes=nbytes[True],
+        frozen_nbytes=nbytes[False],
+        num_shards=num_shards,
+        reduced_nbytes=sum(bucket.layout.numel * bucket.gradient.wire_itemsize for bucket in schedule.trained),
+    )
 
 
 def memory_bytes(schedule: Schedule, factory: OptimizerFactory, pools: ScratchPools, num_shards: int) -> dict[str, Any]:

@@ -55,6 +55,8 @@ class Volume:
     trainable_nbytes: int
     frozen_nbytes: int
     num_shards: int
+    reduced_nbytes: int | None = None
+    """Of all gradients as they are reduced; None: as many as `trainable_nbytes`."""
 
     def memory_nbytes(self, plan: Plan, optimizer_nbytes: int) -> dict[str, int]:
         """Bytes one rank holds at rest, by kind.
@@ -84,4 +86,5 @@ class Volume:
         if plan.shards_parameters and reshard_after_forward:
             gathers = 2 * num_micro_batches
         frozen = self.frozen_nbytes * gathers if plan.shards_parameters else 0
-        return round(share * (self.trainable_nbytes * (1 + gathers) + frozen))
+        reduced = self.trainable_nbytes if self.reduced_nbytes is None else self.reduced_nbytes
+        return round(share * (reduced + self.trainable_nbytes * gathers + frozen))

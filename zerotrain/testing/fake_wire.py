@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, mean_in_rank_order
+from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, mean_by_tree
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.scratch import ScratchPool
 from zerotrain.comm.wire import Wire
@@ -86,8 +86,10 @@ class FakeWire(Wire):
     def gather(self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor) -> Gather:
         return _FakeGather(self, name, journal, full, shard)
 
-    def reduction(self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool) -> Reduction:
-        return _FakeReduction(self, name, journal, out)
+    def reduction(
+        self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool, num_leaves: int
+    ) -> Reduction:
+        return _FakeReduction(self, pool.dtype, name, journal, out, num_leaves)
 
     def exchange(
         self,
@@ -153,9 +155,9 @@ class _FakeGather(_Fake, Gather):
 
 
 class _FakeReduction(_Fake, Reduction):
-    def __init__(self, wire: FakeWire, *args: Any) -> None:
+    def __init__(self, wire: FakeWire, dtype: torch.dtype, *args: Any) -> None:
         super().__init__(wire, *args)
-        self.sent_nbytes = self.out.nbytes * (wire.board.size - 1)
+        self.sent_nbytes = self.out.numel() * dtype.itemsize * (wire.board.size - 1)
 
     def _issue(self) -> None:
         assert self._full is not None
@@ -169,7 +171,8 @@ class _FakeReduction(_Fake, Reduction):
         if self._full.untyped_storage().data_ptr() != self.out.untyped_storage().data_ptr():
             self._full.fill_(float("nan"))  # a buffer that is given back now
         start = self._wire.rank * self.out.numel()
-        mean_in_rank_order(torch.stack([part[start : start + self.out.numel()] for part in self._arrived]), self.out)
+        parts = torch.stack([part[start : start + self.out.numel()] for part in self._arrived])
+        mean_by_tree(parts, self.out, self.num_leaves)
         super()._complete()
 
 

@@ -3,14 +3,16 @@
 from tests.mutants.fault import Fault
 
 FILE, NORM = "engine/buckets/gradient.py", "engine/buckets/norm.py"
+OF_LEAVES = ("unit/engine/test_virtual_ranks.py",)
+SUBTREES = "engine/buckets/subtrees.py"
 UNIT = ("unit/engine/buckets/test_gradient.py",)
 OF_NORM = ("unit/engine/buckets/test_norm.py",)
 
 FAULTS = {
     "drop-keeps-the-earlier-sum": Fault(
         FILE,
-        "        self._end_filling()\n        self._earlier = None\n        if",
-        "        self._end_filling()\n        if",
+        "        self._subtrees.clear()\n        self._earlier = None\n        if",
+        "        self._subtrees.clear()\n        if",
         "a gradient that was given up is added to the next step",
         UNIT,
     ),
@@ -93,11 +95,39 @@ FAULTS = {
     ),
     "loan-given-back-when-sent": Fault(
         FILE,
-        "            self._reduction.issue(_cut(_begun(self._unreduced), self.layout)[0])",
-        "            self._reduction.issue(_cut(_begun(self._unreduced), self.layout)[0])\n"
+        "            self._reduction.issue(self._subtrees.add_last(_cut(_begun(self._unreduced), self.layout)[0]))",
+        "            self._reduction.issue(self._subtrees.add_last(_cut(_begun(self._unreduced), self.layout)[0]))\n"
         "            self._pool._free.append(_begun(self._unreduced))",
         "the next bucket is filled into what is on the wire",
         ("unit/engine/test_engine.py",),
+    ),
+    "leaf-not-rounded": Fault(
+        FILE,
+        "            leaf.storage.copy_(leaf.storage.to(self.precision.compute))\n",
+        "            pass\n",
+        "in 16 bits a leaf has other bits where its rank runs another",
+        OF_LEAVES,
+    ),
+    "leaf-with-garbage": Fault(
+        FILE,
+        "            if not segment.holds_values:\n",
+        "            if False:\n",
+        "what a leaf did not use counts with what the buffer held before",
+        OF_LEAVES,
+    ),
+    "leaves-in-a-row": Fault(
+        SUBTREES,
+        "            leaf, level = neighbour, level + 1\n",
+        "            leaf = neighbour\n",
+        "leaves of a rank are not added by the tree",
+        OF_LEAVES,
+    ),
+    "leaves-kept": Fault(
+        SUBTREES,
+        "        self._waiting.clear()\n",
+        "        pass\n",
+        "leaves of a step that was given up are added to the next",
+        OF_LEAVES,
     ),
     "loan-not-given-back": Fault(
         FILE,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerotrain.comm.handles import Gather, Handle, Reduction, mean_in_rank_order
+from zerotrain.comm.handles import Gather, Handle, Reduction, mean_by_tree
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.whereabouts import Whereabouts
@@ -154,7 +154,7 @@ def test_a_reduction_that_is_finished_holds_its_input_no_longer() -> None:
         def _done(self) -> bool:
             return True
 
-    reduction = Kept("unit", journal(), torch.zeros(2))
+    reduction = Kept("unit", journal(), torch.zeros(2), 2)
     full = torch.zeros(4)
     reduction.issue(full)
     assert reduction._full is full
@@ -171,10 +171,10 @@ def parts_of(num_ranks: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def mean_one_by_one(parts: torch.Tensor) -> torch.Tensor:
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return (total / len(parts)).to(parts.dtype)
+    level = [part.float() for part in parts]
+    while len(level) > 1:
+        level = [sum(level[index : index + 2]) for index in range(0, len(level), 2)]
+    return (level[0] / len(parts)).to(parts.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -182,7 +182,7 @@ def mean_one_by_one(parts: torch.Tensor) -> torch.Tensor:
 def test_the_mean_of_a_matrix_of_parts_is_added_row_by_row(num_ranks: int, dtype: torch.dtype) -> None:
     parts = parts_of(num_ranks, dtype)
     out = torch.empty(67, dtype=dtype)
-    mean_in_rank_order(parts, out)
+    mean_by_tree(parts, out, num_ranks)
     assert torch.equal(out, mean_one_by_one(parts))
 
 
@@ -197,5 +197,5 @@ def test_parts_of_which_one_is_the_result_itself_are_added_in_rank_order(
     out = parts[rank].clone()  # as where gradients are replicated: the own part is what the sum goes over
     scattered = list(received.view(num_ranks - 1, -1))
     scattered.insert(rank, out)
-    mean_in_rank_order(scattered, out)
+    mean_by_tree(scattered, out, num_ranks)
     assert torch.equal(out, expected)

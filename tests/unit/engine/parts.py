@@ -73,7 +73,12 @@ class OneBucket:
         for parameter in self.parameters:
             parameter.data = parameter.data.to(self.spec.dtype)
         return BucketGradient(
-            self.spec, self.layout, options=self.options, collectives=self.collectives, pool=self.pool
+            self.spec,
+            self.layout,
+            options=self.options,
+            collectives=self.collectives,
+            pool=self.pool,
+            wire_pool=self.pool,
         )
 
     def flat(self, values: Sequence[torch.Tensor | float | None]) -> torch.Tensor:
@@ -127,8 +132,15 @@ def train(engine: zerotrain.ZeroEngine, *steps: int) -> None:
         engine.step()
 
 
+def sum_by_tree(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Neighbours in pairs, then the sums in pairs, and so on."""
+    while len(leaves) > 1:
+        leaves = [sum(leaves[index : index + 2]) for index in range(0, len(leaves), 2)]
+    return leaves[0]
+
+
 class Plain:
-    """The same training in plain PyTorch: the mean of each rank's own gradient, added in rank order."""
+    """The same training in plain PyTorch: the mean of each rank's own gradient, added by a tree."""
 
     def __init__(self, size: int, make: Callable[[], nn.Module] = Linears, optimizer: Any = SGD) -> None:
         self.size, self.model = size, seeded(make)
@@ -136,13 +148,13 @@ class Plain:
         self.optimizer = optimizer(list(self.parameters.values()))
 
     def gradients(self, step: int) -> dict[str, torch.Tensor]:
-        sums = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
+        leaves: dict[str, list[torch.Tensor]] = {name: [] for name in self.parameters}
         for rank in range(self.size):
             self.model.zero_grad()
             self.model(inputs(step, rank)).backward()
             for name, parameter in self.parameters.items():
-                sums[name] += 0 if parameter.grad is None else parameter.grad
-        return {name: total / self.size for name, total in sums.items()}
+                leaves[name].append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        return {name: sum_by_tree(each) / self.size for name, each in leaves.items()}
 
     def train(self, *steps: int) -> dict[str, torch.Tensor]:
         for step in steps:

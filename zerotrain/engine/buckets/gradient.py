@@ -1,7 +1,5 @@
 """The gradient of one bucket: filled parameter by parameter, reduced over ranks, then handed to the update."""
 
-from dataclasses import dataclass
-
 import torch
 
 from zerotrain.comm.collectives import Collectives
@@ -9,6 +7,8 @@ from zerotrain.comm.scratch import Scratch, ScratchPool
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, GradientState, Life
 from zerotrain.engine.buckets.live_parameter import get_grad, set_grad
 from zerotrain.engine.buckets.norm import block_squares, digit_sums
+from zerotrain.engine.buckets.segments import Segment, cut_segments
+from zerotrain.engine.buckets.subtrees import Subtrees
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.ranges import named_range
 from zerotrain.errors import EngineStateError
@@ -16,30 +16,17 @@ from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.flat_buffer import slot_view
 from zerotrain.sharding.layout import BucketLayout
 
-SEGMENT_NBYTES = 2**18
-"""Gradients are moved into the bucket in steps of at least this much: small ones together, a large one alone and
-while it is still in the cache."""
-
-
-@dataclass(eq=False)
-class Segment:
-    """Neighbouring parameters of a bucket whose gradients are moved together."""
-
-    slots: range
-    parameters: list[torch.nn.Parameter]
-    holds_values: bool = False
-    """Whether this step's buffer already holds gradients of this segment, so that further ones are added."""
-
 
 class BucketGradient:
     """Owns the gradient storage of a bucket.
 
-    Unreduced gradients fill one flat buffer in the wire dtype: the bucket's own where gradients are replicated, one on
-    loan from `pool` where they are sharded. Over several micro-batches with a lower wire precision they are first
-    summed in the master dtype.
+    Unreduced gradients fill one flat buffer in the compute dtype: the bucket's own where gradients are replicated, one
+    on loan from `pool` where they are sharded. Over several micro-batches with a lower precision they are first summed
+    in the master dtype; over several leaves the sums of those before the last lie in `Subtrees`.
 
     Args:
         pool: lends buffers of the bucket's dtype.
+        wire_pool: of the dtype that is sent.
     """
 
     shard: torch.Tensor
@@ -55,13 +42,14 @@ class BucketGradient:
         options: EngineOptions,
         collectives: Collectives,
         pool: ScratchPool,
+        wire_pool: ScratchPool,
     ) -> None:
         self.spec = spec
         self.layout = layout
         self.plan = plan = options.plan
         self.precision = options.precision.of_bucket(spec.dtype)
         self.life = Life(f"gradient of {spec.name}", GradientState.EMPTY, GRADIENT_TRANSITIONS)
-        self.segments = _cut_segments(spec)
+        self.segments = cut_segments(spec)
         self._pool = pool
         self._exact_norm = options.max_grad_norm is not None
         self._device = collectives.world.device
@@ -80,7 +68,12 @@ class BucketGradient:
         else:
             self._own = Scratch(self._zeros(layout.padded_numel, self.precision.compute))
             self.shard = self._own.storage[layout.shard(collectives.shards.rank)]
-        self._reduction = collectives.reduction(spec.name, self.shard, pool)
+        self._subtrees = Subtrees(layout.padded_numel, dtype=self.precision.master, device=self._device)
+        self.wire_itemsize = wire_pool.dtype.itemsize
+        """Bytes of an element while it is reduced."""
+        self._reduction = collectives.reduction(
+            spec.name, self.shard, wire_pool, leaves_per_rank=options.leaves_per_rank
+        )
         self._gather = None
         if self._own is not None and not plan.shards_optimizer:
             self._gather = collectives.gather(f"the gradient of {spec.name}", self._own.storage, self.shard)
@@ -95,8 +88,8 @@ class BucketGradient:
 
     @property
     def accumulator_nbytes(self) -> int:
-        """Bytes of the sum over micro-batches in the master dtype, where one was needed."""
-        return 0 if self._accumulator is None else self._accumulator.storage.nbytes
+        """Bytes of sums over micro-batches and over leaves in the master dtype, where they were needed."""
+        return self._subtrees.held_nbytes + (0 if self._accumulator is None else self._accumulator.storage.nbytes)
 
     @property
     def ends_with_gather(self) -> bool:
@@ -111,7 +104,7 @@ class BucketGradient:
     @property
     def is_empty(self) -> bool:
         """Whether it holds nothing of this step."""
-        return self.life.state is GradientState.EMPTY
+        return self.life.state is GradientState.EMPTY and not self._subtrees
 
     def holds_any(self) -> bool:
         """Whether gradients of this step have come."""
@@ -125,11 +118,12 @@ class BucketGradient:
 
     # ---- filling
 
-    def begin_filling(self, *, more_to_come: bool) -> None:
+    def begin_filling(self, *, more_to_come: bool, in_last_leaf: bool = True) -> None:
         """The first gradient of a backward comes: choose what it goes into, unless an earlier backward has.
 
         Args:
             more_to_come: further micro-batches follow before the reduction.
+            in_last_leaf: no further leaf does.
         """
         if self.life.state is GradientState.FILLING:
             return
@@ -137,11 +131,11 @@ class BucketGradient:
             self._finish_gather()
             self._earlier = self.shard.to(self.precision.master, copy=True)
         self.life.become(GradientState.FILLING)
-        self._accumulates = more_to_come and self.precision.separate_master
+        self._accumulates = not in_last_leaf or (more_to_come and self.precision.separate_master)
         if not self._accumulates:
             self._unreduced = self._wire_buffer()
         elif self._accumulator is None:
-            self._accumulator = Scratch(self._zeros(self.layout.padded_numel, self.precision.master))
+            self._accumulator = self._without_garbage(self._subtrees.take())
 
     def fill(self, segment: Segment, *, counts: bool = True) -> None:
         """Move the gradients of a segment's parameters into the bucket, or add them to what it holds. A parameter
@@ -169,12 +163,28 @@ class BucketGradient:
     def _wire_buffer(self) -> Scratch:
         if self._own is not None:
             return self._own
-        scratch = self._pool.take(self.layout.padded_numel, self.layout)
+        return self._without_garbage(self._pool.take(self.layout.padded_numel, self.layout))
+
+    def _without_garbage(self, scratch: Scratch) -> Scratch:
         flat, _ = _cut(scratch, self.layout)
         last = self.layout.slots[-1].end
         # What lies between slots must be zero: it is summed, squared and updated with the rest.
         (flat[last:] if self.layout.is_dense else flat).zero_()
         return scratch
+
+    def close_leaf(self) -> None:
+        """A leaf before the last is complete: zeros where no gradient came. See [Note: leaves] in `subtrees`."""
+        self.begin_filling(more_to_come=True, in_last_leaf=False)
+        for segment in self.segments:
+            if not segment.holds_values:
+                self.fill(segment)
+        leaf = _begun(self._accumulator)
+        if self.precision.separate_master:  # as it would travel if each rank had one leaf
+            leaf.storage.copy_(leaf.storage.to(self.precision.compute))
+        self._subtrees.add(leaf)
+        self._accumulator = None
+        self._end_filling()
+        self.life.become(GradientState.EMPTY)
 
     # ---- the reduction
 
@@ -188,7 +198,7 @@ class BucketGradient:
             self._unreduced = self._wire_buffer()
             _cut(self._unreduced, self.layout)[0].copy_(_begun(self._accumulator).storage)
         with named_range("reduce", self.spec.name):
-            self._reduction.issue(_cut(_begun(self._unreduced), self.layout)[0])
+            self._reduction.issue(self._subtrees.add_last(_cut(_begun(self._unreduced), self.layout)[0]))
         # Behind the call: where it failed, nothing is under way that a clean-up could wait for.
         self.life.become(GradientState.REDUCING)
 
@@ -209,6 +219,7 @@ class BucketGradient:
             self._reduction.wait()
         with named_range("sum", self.spec.name):
             self._reduction.finish()
+        self._subtrees.clear()
         if self._earlier is not None:
             self.shard.copy_(self._earlier.add_(self.shard))
             self._earlier = None
@@ -249,6 +260,7 @@ class BucketGradient:
         if self.life.state is GradientState.FILLING and self._unreduced is not None and self._own is None:
             self._pool.give_back(self._unreduced)
         self._end_filling()
+        self._subtrees.clear()
         self._earlier = None
         if self.life.state is not GradientState.EMPTY:
             self.life.become(GradientState.EMPTY)
@@ -267,18 +279,6 @@ class BucketGradient:
         self._accumulates = False
         for segment in self.segments:
             segment.holds_values = False
-
-
-def _cut_segments(spec: BucketSpec) -> list[Segment]:
-    segments: list[Segment] = []
-    start = nbytes = 0
-    parameters = [managed.parameter for managed in spec.parameters]
-    for index, parameter in enumerate(parameters):
-        nbytes += parameter.nbytes
-        if nbytes >= SEGMENT_NBYTES or index == len(parameters) - 1:
-            segments.append(Segment(range(start, index + 1), parameters[start : index + 1]))
-            start, nbytes = index + 1, 0
-    return segments
 
 
 def _begun(buffer: Scratch | None) -> Scratch:

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from zerotrain.engine.buckets.bucket import TrainedBucket, require_unchanged
-from zerotrain.engine.buckets.gradient import Segment
 from zerotrain.engine.buckets.live_parameter import LEFT_ITS_UNIT, get_grad
+from zerotrain.engine.buckets.segments import Segment
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.errors import EngineStateError
 
@@ -39,6 +39,8 @@ class Reductions:
         self.trained = trained
         self.more_to_come = False
         """Whether the backward under way is not the last before the step: nothing is reduced then."""
+        self.in_last_leaf = True
+        """Whether no further leaf of this rank follows."""
         self.loss_scale = 1.0
         """What the loss of the backward under way is multiplied with."""
         self.counts = True
@@ -67,10 +69,11 @@ class Reductions:
 
     # ---- a backward
 
-    def begin(self, *, more_to_come: bool, loss_scale: float, counts: bool = True) -> int:
+    def begin(self, *, more_to_come: bool, in_last_leaf: bool, loss_scale: float, counts: bool) -> int:
         """A backward starts; return its number."""
         self.finish()  # what an earlier backward of the same step has issued
-        self.more_to_come, self.loss_scale, self.counts = more_to_come, loss_scale, counts
+        self.more_to_come, self.in_last_leaf = more_to_come or not in_last_leaf, in_last_leaf
+        self.loss_scale, self.counts = loss_scale, counts
         self._open_segments = {bucket: set(bucket.gradient.segments) for bucket in self.trained}
         self._closed_short.clear()
         self._backward += 1
@@ -138,6 +141,11 @@ class Reductions:
         while self._waiting:
             self._close(self._waiting[0])
             self._reduce_next()
+
+    def close_leaf(self) -> None:
+        """A leaf of this rank before the last is complete."""
+        for bucket in self.trained:
+            bucket.gradient.close_leaf()
 
     def drop(self) -> None:
         """Forget the gradients since the last step, also those of a backward that broke off.
@@ -234,7 +242,7 @@ class Reductions:
     def _begin_filling(self, bucket: TrainedBucket) -> None:
         if bucket.gradient.borrows:
             self._make_room(bucket)
-        bucket.gradient.begin_filling(more_to_come=self.more_to_come)
+        bucket.gradient.begin_filling(more_to_come=self.more_to_come, in_last_leaf=self.in_last_leaf)
 
     def _make_room(self, bucket: TrainedBucket) -> None:
         """Finish the oldest reductions until one more bucket may be in flight."""

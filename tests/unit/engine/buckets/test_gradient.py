@@ -6,8 +6,9 @@ from torch import nn
 
 from tests.unit.engine.parts import OneBucket, alone
 from zerotrain.comm.world import World
-from zerotrain.engine.buckets.gradient import SEGMENT_NBYTES, BucketGradient
+from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.norm import norm_of_digit_sums
+from zerotrain.engine.buckets.segments import SEGMENT_NBYTES
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 

@@ -1,0 +1,192 @@
+"""The same bits on any number of ranks: each runs its share of the virtual ranks, one after the other."""
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+import zerotrain
+from tests.unit.engine.parts import Linears, engine_on, inputs, seeded, sum_by_tree
+from zerotrain.comm.world import World
+from zerotrain.testing.fake_wire import run_threads
+
+ADAMW: Any = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=False)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NUM_STEPS, NUM_MICRO_BATCHES = 3, 2
+RANKS = {8: (1, 2, 4, 8), 6: (3, 6)}
+"""Virtual ranks -> numbers of ranks that can share them."""
+
+
+class PartlyUnused(Linears):
+    """Of which a leaf with an odd number does not use the third block."""
+
+    def forward(self, x: torch.Tensor, number: int = 0) -> torch.Tensor:
+        x = self.input(x)
+        for index, block in enumerate(self.blocks):
+            x = x if index == 2 and number % 2 else block(x).tanh()
+        return self.output(x).float().square().mean()
+
+
+def batch(step: int, number: int, micro_batch: int) -> torch.Tensor:
+    return inputs(100 * step + micro_batch, number)
+
+
+def train(engine: zerotrain.ZeroEngine) -> None:
+    for step in range(NUM_STEPS):
+        for number in engine.each_virtual_rank():
+            for index in range(NUM_MICRO_BATCHES):
+                with nullcontext() if index == NUM_MICRO_BATCHES - 1 else engine.no_sync():
+                    loss = engine(batch(step, number, index), number=number)
+                    engine.backward(loss, weight=1 / NUM_MICRO_BATCHES)
+        engine.step()
+
+
+@functools.cache
+def weights_of_plain_pytorch(virtual_ranks: int, precision: str, max_norm: float) -> dict[str, torch.Tensor]:
+    """From the definition: the leaf of each virtual rank, rounded to what is sent; their tree; the mean, rounded."""
+    dtype, model = DTYPES[precision], seeded(PartlyUnused)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    matrices = {"params": [weight for weight in weights.values() if weight.ndim >= 2]}
+    others = {"params": [weight for weight in weights.values() if weight.ndim < 2], "weight_decay": 0.0}
+    optimizer = ADAMW([matrices, others])
+    scale = 1024.0 if precision == "fp16" else 1.0
+    model.to(dtype)
+    for step in range(NUM_STEPS):
+        leaves: dict[str, list[torch.Tensor]] = {name: [] for name in weights}
+        for number in range(virtual_ranks):
+            leaf = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+            for index in range(NUM_MICRO_BATCHES):
+                model.zero_grad()
+                loss = model(batch(step, number, index).to(dtype), number=number)
+                (loss * (scale / NUM_MICRO_BATCHES)).backward()
+                for name, parameter in model.named_parameters():
+                    leaf[name] += 0 if parameter.grad is None else parameter.grad
+            for name, values in leaf.items():
+                leaves[name].append(values.to(dtype).float())
+        for name, weight in weights.items():
+            weight.grad = (sum_by_tree(leaves[name]) / virtual_ranks).to(dtype).float()
+        norm = torch.cat([weight.grad.double().flatten() for weight in weights.values()]).norm() / scale
+        for weight in weights.values():
+            weight.grad *= (torch.clamp(max_norm / (norm + 1e-6), max=1.0) / scale).float()
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+    return weights
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("virtual_ranks", RANKS)
+def test_any_number_of_ranks_comes_to_the_bits_of_plain_pytorch(virtual_ranks: int, precision: str, stage: int) -> None:
+    def on_a_rank(world: World) -> dict[str, torch.Tensor]:
+        engine = engine_on(
+            world,
+            PartlyUnused,
+            optimizer=ADAMW,
+            zero={"stage": stage, "reduction": "ordered"},
+            precision=zerotrain.PrecisionConfig(precision, initial_scale=1024.0),
+            virtual_ranks=virtual_ranks,
+            max_grad_norm=0.1,
+        )
+        train(engine)
+        assert engine._pools.lent_nbytes == 0
+        return engine.full_state_dict()
+
+    expected = weights_of_plain_pytorch(virtual_ranks, precision, 0.1)
+    for num_ranks in RANKS[virtual_ranks]:
+        got = run_threads(on_a_rank, num_ranks, late_rank=num_ranks - 1)[0][0]
+        for name, weight in expected.items():
+            assert torch.equal(got[name], weight), (num_ranks, name)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_given_up_between_two_leaves_leaves_nothing_behind(precision: str, stage: int) -> None:
+    def on_a_rank(world: World, gives_up: bool) -> dict[str, torch.Tensor]:
+        zero = {"stage": stage}
+        engine = engine_on(world, PartlyUnused, optimizer=ADAMW, zero=zero, precision=precision, virtual_ranks=8)
+        if gives_up:
+            for number in engine.each_virtual_rank():
+                engine.backward(engine(batch(7, number, 0), number=number))
+                if number % 4 == 2:
+                    break
+            with pytest.raises(zerotrain.EngineStateError, match=r"4 virtual ranks in engine\.each_virtual_rank"):
+                engine.step()
+            engine.zero_grad()
+        train(engine)
+        return engine.full_state_dict()
+
+    given_up = run_threads(lambda world: on_a_rank(world, True), 2)[0][0]
+    for name, weight in run_threads(lambda world: on_a_rank(world, False), 2)[0][0].items():
+        assert torch.equal(given_up[name], weight)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_virtual_rank_for_each_rank_takes_no_buffer_and_sends_no_byte_more(precision: str) -> None:
+    def on_a_rank(world: World, virtual_ranks: int | None) -> tuple[Any, ...]:
+        zero = {"stage": 2, "reduction": "ordered"}
+        engine = engine_on(world, zero=zero, precision=precision, virtual_ranks=virtual_ranks)
+        for step in range(2):
+            engine.train_step([(inputs(step, number),) for number in engine.virtual_ranks])
+        held = sum(bucket.gradient.accumulator_nbytes for bucket in engine.schedule.trained)
+        numel = sum(bucket.layout.padded_numel for bucket in engine.schedule.trained)
+        return engine.ledger.last_step, engine.memory_bytes()["scratch"], held, numel
+
+    (plain, *_), orders = run_threads(lambda world: on_a_rank(world, None), 2)
+    (same, *_), same_orders = run_threads(lambda world: on_a_rank(world, 2), 2)
+    assert (plain, orders.orders) == (same, same_orders.orders)
+    assert plain[2] == 0
+    for leaves in (2, 4, 8):
+        many = run_threads(lambda world, leaves=leaves: on_a_rank(world, 2 * leaves), 2)[0][0]
+        buffers = 1 + leaves.bit_length() - 1  # 1 + log2(leaves)
+        assert many[2] <= 4 * many[3] * buffers
+
+
+def test_ranks_that_cannot_share_the_virtual_ranks_are_refused() -> None:
+    def on_a_rank(world: World) -> None:
+        for virtual_ranks in (3, 6, 1, 10):
+            with pytest.raises(
+                zerotrain.ConfigError, match=rf"virtual_ranks={virtual_ranks}: 2 ranks cannot share them"
+            ):
+                engine_on(world, virtual_ranks=virtual_ranks)
+        engine = engine_on(world, virtual_ranks=4)
+        with pytest.raises(zerotrain.EngineStateError, match="train_step got 3 micro-batches"):
+            engine.train_step([(inputs(0, index),) for index in range(3)])
+
+    run_threads(on_a_rank, 2)
+
+
+def test_a_batch_norm_is_refused_where_a_rank_runs_several_virtual_ranks() -> None:
+    def on_a_rank(world: World) -> None:
+        def make() -> torch.nn.Module:
+            return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+        engine_on(world, make, virtual_ranks=2)
+        with pytest.raises(
+            zerotrain.ConfigError, match="1 is a BatchNorm1d, whose running statistics follow the ranks"
+        ):
+            engine_on(world, make, virtual_ranks=4)
+
+    run_threads(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_in_16_bits_a_rank_with_several_leaves_sends_their_sum_in_fp32(stage: int) -> None:
+    def on_a_rank(world: World, virtual_ranks: int) -> tuple[int, int, int]:
+        zero = {"stage": stage, "reduction": "ordered", "bucket_mb": 25}
+        engine = engine_on(world, zero=zero, precision="bf16", virtual_ranks=virtual_ranks)
+        engine.train_step([(inputs(0, number),) for number in engine.virtual_ranks])
+        padded = sum(bucket.layout.padded_numel for bucket in engine.schedule.trained)
+        theory = engine.theoretical_sent_nbytes(len(engine.virtual_ranks))
+        return engine.ledger.last_step.sent_nbytes, theory, padded
+
+    numel = sum(parameter.numel() for parameter in seeded(Linears).parameters())
+    (sent, theory, padded), *_ = run_threads(lambda world: on_a_rank(world, 2), 2)[0]
+    (wide, wide_theory, _), *_ = run_threads(lambda world: on_a_rank(world, 4), 2)[0]
+    gathers = 2 * numel // 2 * (2 if stage == 3 else 0)  # of the second micro-batch
+    assert wide_theory - theory == 2 * numel // 2 + gathers
+    if stage < 3:
+        assert wide - sent == 2 * padded // 2
