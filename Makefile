@@ -30,9 +30,9 @@ format: $(INSTALLED) ## put the code into the one format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-sweep: $(INSTALLED) ## the parity sweep: all stages, two bucket sizes, overlap on and off: 16 runs, one sha256
-	$(BIN)/python launch.py -m zero.stage=0,1,2,3 zero.bucket_mb=0.25,25 zero.overlap=true,false \
-	    launch.nproc_per_node=2 train.max_steps=20
+sweep: $(INSTALLED) ## the parity sweep: all stages, two bucket sizes, one rank and two: 16 runs, one sha256
+	$(BIN)/python launch.py -m zero.stage=0,1,2,3 zero.bucket_mb=0.25,25 launch.nproc_per_node=1,2 \
+	    train.virtual_ranks=2 launch.threads_per_rank=1 train.max_steps=20
 
 bench: $(INSTALLED_BENCH) ## our engine beside DDP, FSDP2 and DeepSpeed: 5 rounds, under 10 minutes on 2 quiet cores
 	$(BIN)/python -m benchmarks --out outputs/bench/loopback

@@ -22,7 +22,7 @@ from zerotrain.training import Trainer
 from zerotrain.training.flops import ModelFlops, count_flops
 from zerotrain.training.metrics import device_peak_flops
 
-ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps")
+ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
 """Of the `train` settings, those that the engine gets and the Trainer does not."""
 
 
@@ -82,6 +82,7 @@ def _engine(config: Config, world: World) -> ZeroEngine:
         precision=config.precision,
         max_grad_norm=train.max_grad_norm,
         max_skipped_steps=1 if train.on_nonfinite == "stop" else train.max_skipped_steps,
+        virtual_ranks=train.virtual_ranks,
     )
     return assemble_engine(
         lambda: build("model", config.model_target),

@@ -19,6 +19,7 @@ from zerotrain.engine.build import require_plain, require_trainable
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
 from zerotrain.engine.groups.trial import Trials
 from zerotrain.engine.one_memory import require_own_memory
+from zerotrain.engine.options import leaves_per_rank
 from zerotrain.engine.precision.kept_fp32 import dtypes_of
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.engine.unit_forward import replace_forwards
@@ -31,7 +32,7 @@ MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
 
 
-def check(config: Config, num_local_ranks: int = 1) -> None:
+def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> None:
     """Build what can be built without ranks: the model without memory, the dataset, the optimizer of one element.
 
     Called once, before any rank starts; it also fills the dataset's cache, so that the ranks find it there.
@@ -39,6 +40,7 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
     Args:
         config: gets what the dataset alone knows: `model.vocab_size`, where it is null.
         num_local_ranks: ranks this machine is to run.
+        num_ranks: of all machines.
 
     Raises:
         ConfigError: with every problem found.
@@ -62,6 +64,7 @@ def check(config: Config, num_local_ranks: int = 1) -> None:
             problems.append(ended_in(group, ending, getattr(config, group)))
 
     device = attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
+    attempt("train", lambda config: leaves_per_rank(config.train.virtual_ranks, num_ranks))
     data = attempt("data", _dataset)
     items = None if data is None else attempt("data", lambda _: [first_items(data, name) for name in SETS])
     model = None

@@ -157,7 +157,7 @@ class ZeroConfig:
     prefetch: int = setting(1, at_least(0, "units"), STAGE_3)
     """Stage 3: how many units ahead of the running one are gathered. 0 gathers a unit when it is needed."""
     reduction: str = setting("auto", one_of("auto", "ordered", "native"), SENT)
-    """ordered: all-to-all, then a sum in rank order in fp32 (same bits at any bucket size);
+    """ordered: all-to-all, then a sum by one tree in fp32 (same bits at any bucket size);
     native: the backend's own reduce-scatter; auto: ordered on gloo, native on NCCL."""
     units: Any = setting("auto", UNITS)
     """auto: the repeated blocks of the model; or a list of module name patterns, such as ["blocks.*"]."""
@@ -198,5 +198,5 @@ class EngineConfig:
     max_skipped_steps: int = setting(20, STEPS)
     """As many steps skipped in a row, since their gradient is not finite, stop the training."""
     virtual_ranks: int | None = setting(None, or_null(at_least(1, "virtual ranks"), " for as many as ranks"))
-    """Leaves of the sum over ranks: as many times the number of ranks as a power of two. Runs with as many virtual
-    ranks come to the same bits, on whatever number of ranks."""
+    """Leaves of the sum over ranks, a power of two times their number. Runs with as many come to the same bits, on
+    whatever number of ranks."""

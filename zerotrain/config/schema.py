@@ -47,9 +47,13 @@ class TrainConfig:
     max_steps: int = setting(400, STEPS)
     """Optimizer steps to run, each on one global batch. A skipped one counts here, but not for the schedule."""
     micro_batch_size: int = setting(8, at_least(1, "sequences"))
-    """Sequences per rank in one forward and backward."""
+    """Sequences of one forward and backward; the global batch has micro_batch_size x gradient_accumulation_steps x
+    virtual_ranks."""
     gradient_accumulation_steps: int = setting(1, at_least(1, "micro-batches"))
-    """Micro-batches per rank in one optimizer step."""
+    """Micro-batches per virtual rank in one optimizer step."""
+    virtual_ranks: int | None = setting(None, or_null(at_least(1, "virtual ranks"), " for as many as ranks"))
+    """Shares of the global batch, a power of two times the number of ranks: each rank runs as many one after the other,
+    and any number of ranks comes to the same weights. null: one for each rank."""
     max_grad_norm: float | None = setting(1.0, CLIPPING)
     """Clip the global L2 norm of the gradient to this; null for no clipping."""
     on_nonfinite: str = setting("skip", one_of("skip", "stop"))

@@ -18,6 +18,7 @@ SETTINGS = {
     "activation_checkpointing": "model.activation_checkpointing",
     "max_grad_norm": "train.max_grad_norm",
     "max_skipped_steps": "train.max_skipped_steps",
+    "virtual_ranks": "train.virtual_ranks",
     "World.from_environment(device)": "launch.device",
     "World.from_environment(timeout_s)": "launch.timeout_s",
     "MuonWithAdamW(matrices)": "optimizer.matrices",

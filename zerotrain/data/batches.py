@@ -20,7 +20,8 @@ IGNORED_LABEL = -100
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """Batch sampler that yields, for each step, the rows of one rank: its micro-batches one after another.
+    """Batch sampler that yields, for each step, the rows of one rank: its virtual ranks one after another, and of each
+    the micro-batches.
 
     The batches run through one permutation of the dataset after another, so every sequence is read once before any is
     read again. Endless; `next_step` is the step whose rows come next.
@@ -28,9 +29,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
     Args:
         num_sequences: items of the dataset.
         micro_batch_size: sequences of one rank's forward.
-        num_micro_batches: forwards of one rank in a step.
+        num_micro_batches: forwards of one virtual rank in a step.
         rank: which rank's rows to yield.
         num_ranks: ranks that share each global batch.
+        leaves_per_rank: virtual ranks of each.
         seed: at least 0; another seed is another order.
 
     Raises:
@@ -46,6 +48,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         rank: int,
         num_ranks: int,
         seed: int,
+        leaves_per_rank: int = 1,
     ) -> None:
         if min(num_sequences, micro_batch_size, num_micro_batches, num_ranks) < 1:
             raise ValueError(
@@ -59,6 +62,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.num_micro_batches = num_micro_batches
         self.rank = rank
         self.num_ranks = num_ranks
+        self.leaves_per_rank = leaves_per_rank
         self.seed = seed
         self.next_step = 0
         self._epoch = -1
@@ -67,19 +71,25 @@ class GlobalBatchSampler(Sampler[list[int]]):
     @property
     def global_batch_size(self) -> int:
         """Sequences of one step over all ranks."""
-        return self.num_ranks * self.num_micro_batches * self.micro_batch_size
+        return self.num_virtual_ranks * self.num_micro_batches * self.micro_batch_size
+
+    @property
+    def num_virtual_ranks(self) -> int:
+        """Of all ranks."""
+        return self.num_ranks * self.leaves_per_rank
 
     def global_batch(self, step: int) -> list[int]:
         """The `global_batch_size` sequences of a step, in row order. A batch may reach over the end of an epoch."""
         return self._sequences_at(step * self.global_batch_size + np.arange(self.global_batch_size))
 
     def rank_rows(self, step: int) -> list[int]:
-        """This rank's sequences of a step: micro-batch j is `[j * micro_batch_size:][:micro_batch_size]` of them.
+        """This rank's sequences of a step, virtual rank by virtual rank: `micro_batch_size` for each micro-batch.
 
         Only these are computed: a thousand ranks would each list a thousand times what they read.
         """
-        blocks = np.arange(self.num_micro_batches) * self.num_ranks + self.rank  # in the global batch, (micro-batches,)
-        rows = blocks[:, None] * self.micro_batch_size + np.arange(self.micro_batch_size)
+        virtual_ranks = self.rank * self.leaves_per_rank + np.arange(self.leaves_per_rank)
+        blocks = np.arange(self.num_micro_batches) * self.num_virtual_ranks + virtual_ranks[:, None]
+        rows = blocks.reshape(-1, 1) * self.micro_batch_size + np.arange(self.micro_batch_size)
         return self._sequences_at(step * self.global_batch_size + rows.flatten())
 
     def __iter__(self) -> Iterator[list[int]]:

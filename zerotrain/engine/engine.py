@@ -1,6 +1,6 @@
 """The facade: runs forward, backward and step of a sharded model."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import islice
@@ -213,12 +213,16 @@ class ZeroEngine(ShardedModel):
         micro_batches: Sequence[Sequence[Any] | Mapping[str, Any]],
         *,
         weights: Sequence[float | torch.Tensor] | None = None,
+        before_each: Callable[[int, int], object] = lambda virtual_rank, micro_batch: None,
     ) -> TrainStepResult:
         """Forward and backward of each micro-batch, then one step.
 
         Args:
             micro_batches: the model's inputs, one sequence for each, or a dict of named ones; it returns the loss.
             weights: factor on the loss of each, as for `backward`; default 1 / number of those of a virtual rank.
+
+            before_each: called before each forward with the number of the virtual rank, and that of the micro-batch in
+                it: the place to seed what the model draws.
 
         An exception in the data, the model or a backward forgets the gradients of all micro-batches.
 
@@ -236,8 +240,9 @@ class ZeroEngine(ShardedModel):
         weighted = iter(zip(micro_batches, weights, strict=True))
         total = torch.zeros((), dtype=torch.float32, device=self.world.device)
         with self._clean_after_error():
-            for _ in self.each_virtual_rank():
+            for number in self.each_virtual_rank():
                 for index, (inputs, weight) in enumerate(islice(weighted, per_leaf)):
+                    before_each(number, index)
                     if isinstance(inputs, torch.Tensor):
                         raise EngineStateError(
                             "train_step got a tensor for a micro-batch; give it as a sequence: (tensor,)"

@@ -41,7 +41,7 @@ class EngineOptions:
             plan=STAGES[zero.stage],
             precision=precision_named(precision.name, tuple(precision.keep_fp32)),
             ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and world.device.type == "cpu"),
-            leaves_per_rank=_leaves_per_rank(given.virtual_ranks, world.shards.size),
+            leaves_per_rank=leaves_per_rank(given.virtual_ranks, world.shards.size),
         )
 
     @property
@@ -95,7 +95,12 @@ class EngineOptions:
         return _dotted(asdict(self.given)) | decided
 
 
-def _leaves_per_rank(virtual_ranks: int | None, num_ranks: int) -> int:
+def leaves_per_rank(virtual_ranks: int | None, num_ranks: int) -> int:
+    """Virtual ranks that each rank runs.
+
+    Raises:
+        ConfigError: they cannot share them.
+    """
     leaves, left_over = divmod(virtual_ranks or num_ranks, num_ranks)
     if left_over or leaves < 1 or leaves & (leaves - 1):
         raise ConfigError(

@@ -167,7 +167,7 @@ def _checked(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None)
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, "launch")) for problem in problems):
         try:
-            preflight.check(config, num_local)
+            preflight.check(config, num_local, num_local if ranks is None else ranks.world_size)
         except ConfigError as error:
             problems += error.problems
     if problems:

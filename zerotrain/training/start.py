@@ -65,7 +65,15 @@ def _ranks(engine: ZeroEngine) -> str:
         where = torch.cuda.get_device_name(device)
     else:
         where = f"CPU, threads of each: {torch.get_num_threads()}"
-    return f"{engine.world.size} on {where}; {engine.precision.name}"
+    return f"{engine.world.size} on {where}; {engine.precision.name}{_leaves(engine)}"
+
+
+def _leaves(engine: ZeroEngine) -> str:
+    leaves = len(engine.virtual_ranks)
+    if leaves == 1:
+        return ""
+    sent = "; gradients are sent in fp32" if engine.precision.separate_master else ""
+    return f"; virtual ranks: {leaves * engine.world.size}, {leaves} on each{sent}"
 
 
 def _memory(engine: ZeroEngine, plan_name: str) -> Iterator[str]:

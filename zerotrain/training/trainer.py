@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from zerotrain.training.progress import ProgressDisplay
 from zerotrain.training.report import RankUsage, gather_usages, measure_usage, print_report
 from zerotrain.training.result import RunResult
 from zerotrain.training.sample import show_sample
+from zerotrain.training.seeds import seed_leaf
 from zerotrain.training.sinks import MetricsFile, MetricSink
 from zerotrain.training.start import print_start
 from zerotrain.training.stop import interrupt_on_sigterm
@@ -87,6 +89,7 @@ class Trainer:
             rank=self.world.rank,
             num_ranks=self.world.size,
             seed=self.seed,
+            leaves_per_rank=len(self.engine.virtual_ranks),
         )
         self.sampler.next_step = self.first_step
         self.result = RunResult(
@@ -164,7 +167,8 @@ class Trainer:
                 with self.clock:
                     micro_batches, num_labels = next(batches)
                     weights, num_tokens = self._loss_weights(num_labels)
-                    outcome = self.engine.train_step(micro_batches, weights=weights)
+                    seed_each = partial(seed_leaf, self.seed, step)
+                    outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each)
                 # Read only now: the step has waited for the device anyway.
                 self.clock.count(float(num_tokens))
                 self.result.skipped_steps += outcome.skipped
@@ -211,8 +215,8 @@ class Trainer:
     def _loss_weights(self, num_labels: list[int]) -> tuple[list[float | torch.Tensor] | None, float | torch.Tensor]:
         """The weight of each micro-batch's mean loss in the mean over all tokens, and the number of those tokens.
 
-        The engine takes the mean over ranks, so a micro-batch with n of the global batch's tokens weighs
-        n * num_ranks / total. Where all sequences have the same number of tokens that is 1 / len, the engine's
+        The engine takes the mean over virtual ranks, so a micro-batch with n of the global batch's tokens weighs
+        n * num_virtual_ranks / total. Where all sequences have the same number of tokens that is 1 / len, the engine's
         default; else the ranks must add up their counts. That is not done needlessly: the sum would wait behind the
         parameters still being gathered after the last step, which the engine hides behind the forward.
 
@@ -224,7 +228,8 @@ class Trainer:
         mine = torch.tensor(sum(num_labels), dtype=torch.float64).to(self.world.device, non_blocking=True)
         total = self.world.sum(mine)
         per_label = total.clamp(min=1)
-        return [(num * self.world.size / per_label).float() if num else 0.0 for num in num_labels], total
+        size = self.sampler.num_virtual_ranks
+        return [(num * size / per_label).float() if num else 0.0 for num in num_labels], total
 
     def _measure_step(self, outcome: TrainStepResult) -> dict[str, Any]:
         """What a step of training came to, for the sinks. Collective."""
@@ -279,7 +284,9 @@ class Trainer:
     def _measure(self) -> list[RankUsage]:
         """Fill in what is known at the end only; return the usage of all ranks. Collective."""
         usage = measure_usage(
-            engine=self.engine, device=self.world.device, num_micro_batches=self.gradient_accumulation_steps
+            engine=self.engine,
+            device=self.world.device,
+            num_micro_batches=self.gradient_accumulation_steps * len(self.engine.virtual_ranks),
         )
         self.result.weights_sha256 = self.engine.weights_sha256()
         self.result.comm_bytes_per_step = {"sent": usage.sent_nbytes, "theory": usage.theory_sent_nbytes}

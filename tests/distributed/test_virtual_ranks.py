@@ -1,0 +1,91 @@
+"""A run of the Trainer ends with the same weights on any number of ranks that share as many virtual ranks."""
+
+import functools
+import io
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from test_training import SEQ_LEN, TEXT, RaggedLabels
+
+import zerotrain
+from zerotrain.data import TextDataset
+from zerotrain.models import GPT
+from zerotrain.testing import run_ranks
+from zerotrain.training import Trainer, warmup_cosine
+
+VIRTUAL_RANKS = 4
+MUON = zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=0.01)
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
+KINDS = list(product(("fp32", "bf16"), (False, True)))
+"""(precision, whether Muon updates the matrices)"""
+
+
+def run_kinds(folder: Path, stages: tuple[int, ...]) -> list[list[str]]:
+    """The hash of the weights of each kind, by stage."""
+    return [[run(folder, stage, *kind) for kind in KINDS] for stage in stages]
+
+
+def run(folder: Path, stage: int, precision: str, muon: bool) -> str:
+    """With dropout, two micro-batches for each virtual rank, and sequences in which few labels count."""
+    world = zerotrain.World.current(torch.device("cpu"))
+    torch.manual_seed(world.rank)  # what was drawn before must not matter
+    dataset = TextDataset(str(folder / "text.txt"), seq_len=SEQ_LEN, cache_dir=str(folder))
+    dataset.train = RaggedLabels(dataset.train)
+    engine = zerotrain.build_engine(
+        GPT(vocab_size=256, max_seq_len=SEQ_LEN, num_layers=2, num_heads=2, hidden_size=32, dropout=0.1),
+        optimizer=MUON if muon else ADAMW,
+        zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.1),
+        precision=precision,
+        max_grad_norm=0.5,
+        virtual_ranks=VIRTUAL_RANKS,
+        activation_checkpointing=stage == 3,
+        world=world,
+    )
+    with torch.no_grad():
+        torch.manual_seed(0)
+        weights = {name: torch.randn(p.shape) / 30 for name, p in engine.module.named_parameters()}
+    engine.load_state_dict(weights, strict=False)
+    run_dir = folder / f"{world.size}-{world.rank}-{stage}-{precision}-{muon}"
+    run_dir.mkdir()
+    body = Trainer(
+        engine=engine,
+        world=world,
+        dataset=dataset,
+        schedule=functools.partial(warmup_cosine, warmup_steps=1),
+        seed=0,
+        max_steps=4,
+        micro_batch_size=2,
+        gradient_accumulation_steps=2,
+        eval_every=3 - world.size % 2,
+        eval_batches=1,
+        log_every=1,
+        sample_tokens=0,
+        run_dir=run_dir,
+        run_facts={"stage": stage, "overrides": [], "config_hash": ""},
+        console=Console(file=io.StringIO(), width=80),
+    ).run()
+    return body["weights_sha256"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """One rank, all four virtual ranks."""
+    return runs_on(1, (2,), tmp_path_factory.mktemp("alone"))[0]
+
+
+def runs_on(num_ranks: int, stages: tuple[int, ...], folder: Path) -> list[list[str]]:
+    (folder / "text.txt").write_text(TEXT)
+    by_rank = run_ranks(run_kinds, num_ranks, folder, stages)
+    assert all(each == by_rank[0] for each in by_rank)
+    return by_rank[0]
+
+
+@pytest.mark.parametrize(("num_ranks", "stages"), [(1, (0,)), (2, (1, 3)), (4, (0, 2, 3))])
+def test_any_number_of_ranks_ends_with_the_same_weights(
+    num_ranks: int, stages: tuple[int, ...], alone: list[str], tmp_path: Path
+) -> None:
+    assert len(set(alone)) == len(KINDS)
+    assert runs_on(num_ranks, stages, tmp_path) == [alone] * len(stages)
