@@ -17,8 +17,8 @@ train: $(INSTALLED) ## install, then train a small GPT on real text: 2 ranks, st
 test: $(INSTALLED) ## install, then run the tests
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
-attack: $(INSTALLED) ## wrong commands, yamls, folders and environments, and what a user reads of each
-	$(BIN)/python -m pytest -n 2 tests/attack
+attack: $(INSTALLED) ## wrong commands, folders and machines, ranks that end or stop, and what a user reads of each
+	$(BIN)/python -m pytest -n 4 --dist worksteal tests/attack
 
 check: $(INSTALLED) ## lint, types and import layers
 	$(BIN)/ruff check .

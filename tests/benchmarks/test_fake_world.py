@@ -37,12 +37,12 @@ def calls_of_the_engine(stage: int, num_parameters: int) -> int:
     for _ in range(6):
         step()
     # The most of some steps: parameters that a fake group never sent may be no numbers, and their step is skipped.
-    most = max(python_calls(step) for _ in range(5))
+    most = max(python_calls(step) for _ in range(3))
     return most - python_calls(bare_step(Blocks(num_parameters)))
 
 
 def test_a_thousand_times_the_parameters_do_not_double_the_python_calls_of_a_step() -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
         for stage in range(4):
-            few, many = processes.map(calls_of_the_engine, [stage, stage], [4, 4_000])
+            few, many = processes.map(calls_of_the_engine, [stage, stage], [10, 10_000])
             assert 0 < few < many < 2 * few

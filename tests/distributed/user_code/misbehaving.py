@@ -20,12 +20,14 @@ class MisbehavingMLP(MLP):
         self.action = action
         self.rank = rank
         self.num_forwards = 0
+        self.is_poisoned = False
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         self.num_forwards += 1
         if self.num_forwards == 3 and int(os.environ["RANK"]) == self.rank:
             self._misbehave()
-        return super().forward(ids, labels)
+        output = super().forward(ids, labels)
+        return output * float("nan") if self.is_poisoned else output
 
     def _misbehave(self) -> None:
         if self.action == "raise":
@@ -50,7 +52,7 @@ class MisbehavingMLP(MLP):
             print("asleep", flush=True)
             time.sleep(600)
         if self.action == "poison":
-            torch.nn.init.constant_(self.head.bias, float("nan"))
+            self.is_poisoned = True
 
 
 class EndingMLP(MLP):

@@ -48,9 +48,7 @@ def weights_of_plain_pytorch(virtual_ranks: int, precision: str, max_norm: float
     """From the definition: the leaf of each virtual rank, rounded to what is sent; their tree; the mean, rounded."""
     dtype, model = DTYPES[precision], seeded(PartlyUnused)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    matrices = {"params": [weight for weight in weights.values() if weight.ndim >= 2]}
-    others = {"params": [weight for weight in weights.values() if weight.ndim < 2], "weight_decay": 0.0}
-    optimizer = ADAMW([matrices, others])
+    optimizer = ADAMW(list(weights.values()))
     scale = 1024.0 if precision == "fp16" else 1.0
     model.to(dtype)
     for step in range(NUM_STEPS):
