@@ -56,6 +56,7 @@ OPTIONS = """
     train.max_steps
     train.micro_batch_size
     train.gradient_accumulation_steps
+    train.virtual_ranks
     train.max_grad_norm
     train.on_nonfinite
     train.max_skipped_steps

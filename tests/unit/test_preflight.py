@@ -243,3 +243,9 @@ def test_a_hugging_face_model_from_scratch_knows_the_tokens_of_the_tokenizer() -
     assert factory.build_on_meta(tried).model.get_input_embeddings().weight.shape[0] == 256
     preflight.check(own := config(model=model | {"config": model["config"] | {"vocab_size": 320}, "vocab_size": None}))
     assert factory.build_on_meta(own).vocab_size == 320
+
+
+def test_virtual_ranks_that_the_ranks_cannot_share_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^train\.virtual_ranks=3: 2 ranks cannot share them; .* such as 2 or 4$"):
+        preflight.check(config(train=TrainConfig(virtual_ranks=3)), 2, 2)
+    preflight.check(config(train=TrainConfig(virtual_ranks=4)), 1, 2)

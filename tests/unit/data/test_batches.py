@@ -142,3 +142,15 @@ def test_an_empty_dimension_is_refused(name):
 def test_a_rank_or_seed_out_of_range_is_refused(wrong):
     with pytest.raises(ValueError, match="must be in"):
         make_sampler(**wrong)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_virtual_rank_reads_the_same_sequences_whichever_rank_runs_it(num_ranks):
+    as_many = [make_sampler(num_ranks=4, num_micro_batches=3, rank=rank) for rank in range(4)]
+    leaves = 4 // num_ranks
+    for step in (0, 7):
+        read = [sampler.rank_rows(step) for sampler in as_many]
+        for rank in range(num_ranks):
+            several = make_sampler(num_ranks=num_ranks, num_micro_batches=3, rank=rank, leaves_per_rank=leaves)
+            assert several.global_batch_size == as_many[0].global_batch_size
+            assert several.rank_rows(step) == sum(read[rank * leaves : (rank + 1) * leaves], [])

@@ -206,11 +206,11 @@ def overflow_at(trainer, steps):
     """Make the loss of these steps infinite."""
     train_step, number = trainer.engine.train_step, 0
 
-    def with_overflow(micro_batches, *, weights):
+    def with_overflow(micro_batches, *, weights, **others):
         nonlocal number
         number += 1
         weights = [float("inf")] * len(micro_batches) if number in steps else weights
-        return train_step(micro_batches, weights=weights)
+        return train_step(micro_batches, weights=weights, **others)
 
     trainer.engine.train_step = with_overflow
 
