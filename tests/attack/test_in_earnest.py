@@ -54,7 +54,7 @@ def test_a_folder_that_is_gone_is_said(tmp_path: Path):
 
 
 def test_too_few_open_files_are_no_traceback(tmp_path: Path):
-    few = ("sh", "-c", 'ulimit -n 20; exec "$@"', "sh")
+    few = ("sh", "-c", 'ulimit -n 8; exec "$@"', "sh")
     command = Command([*few, sys.executable, str(REPOSITORY / "launch.py"), *TINY, "hydra.run.dir=run"], tmp_path)
     assert command.wait() != 0
     assert "Traceback" not in command.stderr
