@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from torch.autograd import profiler
 
 from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, mean_by_tree
 from zerotrain.comm.journal import Journal
-from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.comm.scratch import ScratchPool
 
 # torch 2.13 renames these two and warns about the old names; torch 2.11 has only those.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,8 +55,8 @@ class NativeGather(Works, Gather):
             self._works = [all_gather(self.full, self.shard, group=self._group, async_op=True)]
 
 
-class NativeReduction(Works, Reduction):
-    """The backend's own reduce-scatter, which adds in an order of its own."""
+class _BackendReduction(Works, Reduction):
+    """A reduction by one of the backend's own collectives."""
 
     def __init__(
         self,
@@ -67,71 +68,48 @@ class NativeReduction(Works, Reduction):
         group: dist.ProcessGroup,
         is_gloo: bool,
     ) -> None:
-        super().__init__(name, journal, out, num_leaves)
-        self._pool, self._group, self._is_gloo = pool, group, is_gloo
-        self._wide: Scratch | None = None
-        """What the backend leaves its result in, where that is of another dtype than `out`."""
+        super().__init__(name, journal, out, pool, num_leaves)
+        self._group, self._is_gloo = group, is_gloo
+        self.sent_nbytes = self._part_nbytes * (group.size() - 1)
+
+
+class NativeReduction(_BackendReduction):
+    """The backend's own reduce-scatter, which adds in an order of its own."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         # gloo has no mean of its own.
-        self._operation, num_averaged = (dist.ReduceOp.SUM, 1) if is_gloo else (dist.ReduceOp.AVG, group.size())
-        self._divisor = num_leaves // num_averaged
-        # gloo builds its reduce-scatter from a whole all-reduce, which sends every byte twice.
-        passes = 2 if is_gloo else 1
-        self.sent_nbytes = out.numel() * pool.dtype.itemsize * (group.size() - 1) * passes
+        self._operation = dist.ReduceOp.SUM if self._is_gloo else dist.ReduceOp.AVG
+        self._divisor = self.num_leaves if self._is_gloo else self.num_leaves // self._group.size()
+        if self._is_gloo:  # which builds its reduce-scatter from a whole all-reduce, and sends every byte twice
+            self.sent_nbytes *= 2
 
     def _issue(self) -> None:
-        result = self.out
-        if self._pool.dtype != self.out.dtype:
-            self._wide = self._pool.take(self.out.numel())
-            result = self._wide.storage[: self.out.numel()]
+        result = self.out if self._pool.dtype == self.out.dtype else self._borrow(1)[0]
         with unseen_by_profiler(self._is_gloo):
             work = reduce_scatter(result, self._full, op=self._operation, group=self._group, async_op=True)
         self._works = [work]
 
     def _complete(self) -> None:
-        if self._wide is not None:
-            mean_by_tree([self._wide.storage[: self.out.numel()]], self.out, self._divisor)
-            self._pool.give_back(self._wide)
-            self._wide = None
+        if self._received is not None:
+            mean_by_tree(self._received_parts(1), self.out, self._divisor)
+            self._give_back()
         elif self._divisor > 1:
             self.out.div_(self._divisor)
         super()._complete()
 
 
-class OrderedReduction(Works, Reduction):
+class OrderedReduction(_BackendReduction):
     """An all-to-all of the parts, then their mean, added by a tree in fp32."""
 
-    def __init__(
-        self,
-        name: str,
-        journal: Journal,
-        out: torch.Tensor,
-        pool: ScratchPool,
-        num_leaves: int,
-        group: dist.ProcessGroup,
-        is_gloo: bool,
-    ) -> None:
-        super().__init__(name, journal, out, num_leaves)
-        self._pool, self._group, self._is_gloo = pool, group, is_gloo
-        self._received: Scratch | None = None
-        self._num_ranks = group.size()
-        self.sent_nbytes = out.numel() * pool.dtype.itemsize * (self._num_ranks - 1)
-
-    def _parts(self) -> torch.Tensor:
-        """(ranks, shard_numel) what was received, this rank's own part included."""
-        assert self._received is not None
-        return self._received.storage[: self._num_ranks * self.out.numel()].view(self._num_ranks, -1)
-
     def _issue(self) -> None:
-        self._received = self._pool.take(self._num_ranks * self.out.numel())
+        received = self._borrow(self._group.size()).view(-1)  # this rank's own part included
         with unseen_by_profiler(self._is_gloo):
-            received = self._parts().view(-1)
             self._works = [dist.all_to_all_single(received, self._full, group=self._group, async_op=True)]
 
     def _complete(self) -> None:
-        mean_by_tree(self._parts(), self.out, self.num_leaves)
-        assert self._received is not None
-        self._pool.give_back(self._received)
-        self._received = None
+        mean_by_tree(self._received_parts(self._group.size()), self.out, self.num_leaves)
+        self._give_back()
         super()._complete()
 
 

@@ -24,7 +24,7 @@ class Collectives:
 
     Args:
         ledger: counts calls and bytes.
-        ordered: reduce by adding in rank order in fp32, whose bits do not depend on where a bucket's borders lie;
+        ordered: reduce by adding along one tree in fp32, whose bits do not depend on where a bucket's borders lie;
             otherwise by the backend's own reduce-scatter.
         overlap: False waits for each collective as soon as it is issued.
     """

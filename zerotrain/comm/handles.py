@@ -13,6 +13,7 @@ from typing import ClassVar, NoReturn
 import torch
 
 from zerotrain.comm.journal import Journal
+from zerotrain.comm.scratch import Scratch, ScratchPool
 
 CHUNK_NUMEL = 2**18
 """Elements averaged at a time on a CPU, where their sum in fp32 (1 MiB) stays in the cache: measured in bf16, 3.2
@@ -161,16 +162,38 @@ class Reduction(Handle):
 
     Args:
         out: as long as the handle lives. It may lie inside `full`, at this rank's place, and be of another dtype.
+        pool: lends buffers of the dtype of `full`, for what is received on the way.
         num_leaves: of all ranks.
     """
 
     kind = "reduction"
     ledger_kind = "reduce"
 
-    def __init__(self, name: str, journal: Journal, out: torch.Tensor, num_leaves: int) -> None:
+    def __init__(self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool, num_leaves: int) -> None:
         super().__init__(name, journal)
         self.out, self.num_leaves = out, num_leaves
         self._full: torch.Tensor | None = None
+        self._pool = pool
+        self._received: Scratch | None = None
+
+    @property
+    def _part_nbytes(self) -> int:
+        """Bytes of one rank's part on the wire."""
+        return self.out.numel() * self._pool.dtype.itemsize
+
+    def _borrow(self, num_parts: int) -> torch.Tensor:
+        """(num_parts, numel / ranks) to receive into, until `_give_back`."""
+        self._received = self._pool.take(num_parts * self.out.numel())
+        return self._received_parts(num_parts)
+
+    def _received_parts(self, num_parts: int) -> torch.Tensor:
+        assert self._received is not None
+        return self._received.storage[: num_parts * self.out.numel()].view(num_parts, -1)
+
+    def _give_back(self) -> None:
+        assert self._received is not None
+        self._pool.give_back(self._received)
+        self._received = None
 
     def issue(self, full: torch.Tensor) -> None:
         """Start. `full`, this rank's part of the mean, is the handle's own until finished."""

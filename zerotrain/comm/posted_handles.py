@@ -8,7 +8,7 @@ import torch.distributed as dist
 from zerotrain.comm.backend_handles import Works, ring_nbytes, unseen_by_profiler
 from zerotrain.comm.handles import Gather, Reduction, mean_by_tree
 from zerotrain.comm.journal import Journal
-from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.comm.scratch import ScratchPool
 
 
 class _Posted(Works):
@@ -89,23 +89,18 @@ class PostedReduction(_Posted, Reduction):
         group: dist.ProcessGroup,
         tag: int,
     ) -> None:
-        super().__init__(name, journal, out, num_leaves)
+        super().__init__(name, journal, out, pool, num_leaves)
         self._send_over(group, tag)
-        self._pool = pool
-        self._received: Scratch | None = None
-        self.sent_nbytes = out.numel() * pool.dtype.itemsize * (self._size - 1)
+        self.sent_nbytes = self._part_nbytes * (self._size - 1)
 
-    def _parts(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """One part for each rank, in rank order: what was received, and `own`."""
-        assert self._received is not None
-        num_peers = self._size - 1
-        parts = list(self._received.storage[: num_peers * self.out.numel()].view(num_peers, -1))
+    def _parts(self, received: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
+        """One part for each rank, in rank order."""
+        parts = list(received)
         parts.insert(self._rank, own)
         return parts
 
     def _prepare(self) -> None:
-        self._received = self._pool.take((self._size - 1) * self.out.numel())
-        self._post(self._parts(self.out))
+        self._post(self._parts(self._borrow(self._size - 1), self.out))
 
     def _issue(self) -> None:
         if not self.is_prepared:
@@ -115,15 +110,11 @@ class PostedReduction(_Posted, Reduction):
 
     def _complete(self) -> None:
         assert self._full is not None
-        assert self._received is not None
         own = self._full.view(self._size, -1)[self._rank]
-        mean_by_tree(self._parts(own), self.out, self.num_leaves)
-        self._pool.give_back(self._received)
-        self._received = None
+        mean_by_tree(self._parts(self._received_parts(self._size - 1), own), self.out, self.num_leaves)
+        self._give_back()
         super()._complete()
 
     def _withdraw(self) -> None:
-        assert self._received is not None
-        self._end_receives(self._received.storage.new_zeros(self.out.numel()))
-        self._pool.give_back(self._received)
-        self._received = None
+        self._end_receives(self.out.new_zeros(self.out.numel(), dtype=self._pool.dtype))
+        self._give_back()

@@ -40,7 +40,7 @@ class ProcessGroups(Wire):
 
     Args:
         device: where the tensors are; a group may have a backend for each kind of device.
-        ordered: reduce by adding in rank order in fp32, whose bits do not depend on where a bucket's borders lie;
+        ordered: reduce by adding along one tree in fp32, whose bits do not depend on where a bucket's borders lie;
             otherwise by the backend's own reduce-scatter.
     """
 

@@ -57,7 +57,7 @@ class Alone(Wire):
     def reduction(
         self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool, num_leaves: int
     ) -> Reduction:
-        return _CopiedReduction(name, journal, out, num_leaves)
+        return _CopiedReduction(name, journal, out, pool, num_leaves)
 
     def exchange(
         self,

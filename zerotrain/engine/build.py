@@ -131,7 +131,7 @@ class Builder:
                 pool=self._pools.of(spec.dtype),
                 wire_pool=self._pools.of(spec.dtype if self._options.leaves_per_rank == 1 else precision.master),
             )
-            weights.when_asked_for_gradient = gradient.holds_any
+            weights.when_asked_for_gradient = lambda: not gradient.is_empty
             update = BucketUpdate(
                 layout,
                 weights,

@@ -89,7 +89,7 @@ class FakeWire(Wire):
     def reduction(
         self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool, num_leaves: int
     ) -> Reduction:
-        return _FakeReduction(self, pool.dtype, name, journal, out, num_leaves)
+        return _FakeReduction(self, name, journal, out, pool, num_leaves)
 
     def exchange(
         self,
@@ -155,9 +155,9 @@ class _FakeGather(_Fake, Gather):
 
 
 class _FakeReduction(_Fake, Reduction):
-    def __init__(self, wire: FakeWire, dtype: torch.dtype, *args: Any) -> None:
+    def __init__(self, wire: FakeWire, *args: Any) -> None:
         super().__init__(wire, *args)
-        self.sent_nbytes = self.out.numel() * dtype.itemsize * (wire.board.size - 1)
+        self.sent_nbytes = self._part_nbytes * (wire.board.size - 1)
 
     def _issue(self) -> None:
         assert self._full is not None

@@ -82,8 +82,8 @@ FAULTS = {
     ),
     "withdraw-keeps-loan": Fault(
         POSTED,
-        "new_zeros(self.out.numel()))\n        self._pool.give_back(self._received)\n",
-        "new_zeros(self.out.numel()))\n",
+        "dtype=self._pool.dtype))\n        self._give_back()\n",
+        "dtype=self._pool.dtype))\n",
         "every step that is given up keeps a buffer",
         REAL,
     ),
@@ -119,7 +119,11 @@ FAULTS = {
         GROUPS, "group_src=0", "group_src=1", "another rank's initial weights are used", REAL
     ),
     "native-counted-once": Fault(
-        BACKEND, "2 if is_gloo else 1", "1", "half of what gloo's own reduce-scatter sends is not counted", REAL
+        BACKEND,
+        "            self.sent_nbytes *= 2\n",
+        "            pass\n",
+        "half of what gloo's own reduce-scatter sends is not counted",
+        REAL,
     ),
     "withdraws-what-is-under-way": Fault(
         HANDLES,

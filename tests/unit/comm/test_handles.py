@@ -6,6 +6,7 @@ import torch
 from zerotrain.comm.handles import Gather, Handle, Reduction, mean_by_tree
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.scratch import ScratchPool
 from zerotrain.comm.whereabouts import Whereabouts
 from zerotrain.errors import CommError
 
@@ -154,7 +155,7 @@ def test_a_reduction_that_is_finished_holds_its_input_no_longer() -> None:
         def _done(self) -> bool:
             return True
 
-    reduction = Kept("unit", journal(), torch.zeros(2), 2)
+    reduction = Kept("unit", journal(), torch.zeros(2), ScratchPool(dtype=torch.float32, device=torch.device("cpu")), 2)
     full = torch.zeros(4)
     reduction.issue(full)
     assert reduction._full is full

@@ -106,10 +106,6 @@ class BucketGradient:
         """Whether it holds nothing of this step."""
         return self.life.state is GradientState.EMPTY and not self._subtrees
 
-    def holds_any(self) -> bool:
-        """Whether gradients of this step have come."""
-        return not self.is_empty
-
     @property
     def borrows(self) -> bool:
         """Whether filling takes a buffer on loan, of which there are only as many as reductions may be in flight."""
