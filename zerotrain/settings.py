@@ -134,6 +134,10 @@ SHARES = Effect(lambda _, num_ranks: num_ranks > 1, "on memory with one rank; la
 """Of sharding: the shard of one rank is the whole."""
 STAGE_3 = Effect(lambda run, _: run.zero.stage == 3, "at zero.stage={zero.stage}; it has at 3")
 """Of sharded parameters on their way."""
+ACCUMULATES = Effect(
+    lambda run, _: run.train.gradient_accumulation_steps > 1,
+    "with train.gradient_accumulation_steps={train.gradient_accumulation_steps}; it has with 2 or more",
+)
 IN_16_BITS = Effect(
     lambda run, _: run.precision.name in ("bf16", "fp16"),
     "with precision={precision.name}; it has with bf16 or fp16",
@@ -156,9 +160,14 @@ class ZeroConfig:
     """Run collectives beside compute. False issues the same collectives and waits for each at once."""
     prefetch: int = setting(1, at_least(0, "units"), STAGE_3)
     """Stage 3: how many units ahead of the running one are gathered. 0 gathers a unit when it is needed."""
-    reduction: str = setting("auto", one_of("auto", "ordered", "native"), SENT)
-    """ordered: all-to-all, then a sum by one tree in fp32 (same bits at any bucket size);
-    native: the backend's own reduce-scatter; auto: ordered on gloo, native on NCCL."""
+    reduction: str = setting("auto", one_of("auto", "ordered", "native", "fp32"), SENT)
+    """ordered: all-to-all, then a sum by one tree in fp32 (same bits at any bucket size); native: the backend's own
+    reduce-scatter; fp32: the same of gradients widened to fp32, in bf16 and fp16 twice the bytes; auto: ordered on
+    gloo, native on NCCL."""
+    accumulate: str = setting("local", one_of("local", "reduced"), ACCUMULATES)
+    """What the micro-batches of a step are added up in. local: a sum on each rank (in 16 bits an fp32 one of the whole
+    model), reduced once. reduced: each is reduced, and its mean over ranks added to an fp32 shard; as many times the
+    gradients' bytes as there are micro-batches, and other bits."""
     units: Any = setting("auto", UNITS)
     """auto: the repeated blocks of the model; or a list of module name patterns, such as ["blocks.*"]."""
     reshard_after_forward: bool = setting(True, TRUE_OR_FALSE, STAGE_3)

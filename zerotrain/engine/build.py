@@ -129,7 +129,7 @@ class Builder:
                 options=self._options,
                 collectives=self._collectives,
                 pool=self._pools.of(spec.dtype),
-                wire_pool=self._pools.of(spec.dtype if self._options.leaves_per_rank == 1 else precision.master),
+                wire_pool=self._pools.of(precision.master if self._options.sends_masters else spec.dtype),
             )
             weights.when_asked_for_gradient = lambda: not gradient.is_empty
             update = BucketUpdate(

@@ -1,7 +1,7 @@
 """The facade: runs forward, backward and step of a sharded model."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from zerotrain.engine.agreement import StepStamps
+from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.live_parameter import LEFT_ITS_UNIT, reads_freed_memory
+from zerotrain.engine.leaves import BeforeEach, MicroBatch, Weight, equal_weights, run_leaf, weighs_nothing
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.results import StepResult, TrainStepResult
 from zerotrain.engine.schedule.hooks import next_node, require_graph
@@ -19,12 +21,6 @@ from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.torch_optimizer import EngineOptimizer
 from zerotrain.engine.update.optimizer_step import OptimizerStep
 from zerotrain.errors import CommError, EngineStateError, TrainingError
-
-
-def weighs_nothing(weight: float | torch.Tensor) -> bool:
-    """Whether a loss of this weight counts for nothing, as far as the host can know without waiting for the device."""
-    is_known = not isinstance(weight, torch.Tensor) or weight.device.type == "cpu"
-    return is_known and bool(weight == 0)
 
 
 class ZeroEngine(ShardedModel):
@@ -112,19 +108,24 @@ class ZeroEngine(ShardedModel):
         scale = torch.ones_like(loss).mul_(weight * self.loss_scale)
         self.stamps.num_backwards += 1
         with self._phase(Phase.BACKWARD), self._clean_after_error():
+            completes = self._syncs and self._in_last_leaf
             self.schedule.begin_backward(
-                more_to_come=not self._syncs,
-                in_last_leaf=self._in_last_leaf,
-                loss_scale=self.loss_scale,
-                frees_graph=not retain_graph,
-                counts=counts,
+                Backward(
+                    reduces=completes or (self.options.reduces_each and self._in_last_leaf),
+                    completes=completes,
+                    in_last_leaf=self._in_last_leaf,
+                    counts=counts,
+                    frees_graph=not retain_graph,
+                    loss_scale=self.loss_scale,
+                )
             )
             loss.backward(gradient=scale, retain_graph=retain_graph)
             self.schedule.end_backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here only add up gradients on this rank. For all but the last micro-batch of a step."""
+        """Backwards in here do not complete the step's gradient: they add it up, on this rank alone unless
+        zero.accumulate='reduced'. For all but the last micro-batch of a step."""
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -210,17 +211,16 @@ class ZeroEngine(ShardedModel):
 
     def train_step(
         self,
-        micro_batches: Sequence[Sequence[Any] | Mapping[str, Any]],
+        micro_batches: Sequence[MicroBatch],
         *,
-        weights: Sequence[float | torch.Tensor] | None = None,
-        before_each: Callable[[int, int], object] = lambda virtual_rank, micro_batch: None,
+        weights: Sequence[Weight] | None = None,
+        before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
     ) -> TrainStepResult:
         """Forward and backward of each micro-batch, then one step.
 
         Args:
             micro_batches: the model's inputs, one sequence for each, or a dict of named ones; it returns the loss.
             weights: factor on the loss of each, as for `backward`; default 1 / number of those of a virtual rank.
-
             before_each: called before each forward with the number of the virtual rank, and that of the micro-batch in
                 it: the place to seed what the model draws.
 
@@ -236,24 +236,53 @@ class ZeroEngine(ShardedModel):
                 "virtual ranks cannot share; give each as many"
             )
         if weights is None:
-            weights = [1.0 / max(1, per_leaf)] * len(micro_batches)
+            weights = equal_weights(per_leaf) * len(self.virtual_ranks)
         weighted = iter(zip(micro_batches, weights, strict=True))
         total = torch.zeros((), dtype=torch.float32, device=self.world.device)
         with self._clean_after_error():
             for number in self.each_virtual_rank():
-                for index, (inputs, weight) in enumerate(islice(weighted, per_leaf)):
-                    before_each(number, index)
-                    if isinstance(inputs, torch.Tensor):
-                        raise EngineStateError(
-                            "train_step got a tensor for a micro-batch; give it as a sequence: (tensor,)"
-                        )
-                    loss = self(**inputs) if isinstance(inputs, Mapping) else self(*inputs)
-                    with nullcontext() if index == per_leaf - 1 else self.no_sync():
-                        self.backward(loss, weight=weight)
-                    if not weighs_nothing(weight):  # a loss that is nan would spoil the sum
-                        total += weight * loss.detach().float()
-                    del loss
+                total += run_leaf(self, number, list(islice(weighted, per_leaf)), before_each)
         return TrainStepResult(**vars(self.step()), loss=total / len(self.virtual_ranks))
+
+    def leaf(
+        self,
+        virtual_rank: int,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        weights: Sequence[Weight] | None = None,
+        before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
+    ) -> dict[str, torch.Tensor]:
+        """The gradient that a virtual rank puts into the sum over all, computed alone, whichever rank runs it in a
+        step: the same bits wherever the same weights, micro-batches and seeds are. Trains nothing. At stage 3 all ranks
+        call it together, each for a leaf of its choice.
+
+        Args:
+            virtual_rank: passed to `before_each`.
+            micro_batches, weights, before_each: of this virtual rank, as for `train_step`.
+
+        Returns:
+            By the name of each parameter that trains, of its shape: in the dtype that leaves are added in, rounded as
+            it would travel, and in fp16 times `loss_scale`.
+
+        Raises:
+            EngineStateError: gradients of a step are waiting.
+        """
+        self._require_no_gradient("a leaf cannot be computed")
+        if weights is None:
+            weights = equal_weights(len(micro_batches))
+        self._in_last_leaf = False
+        num_backwards = self.stamps.num_backwards
+        try:
+            with self._clean_after_error():
+                run_leaf(self, virtual_rank, list(zip(micro_batches, weights, strict=True)), before_each)
+                return {
+                    managed.names[0]: gradient
+                    for bucket in self.schedule.trained
+                    for managed, gradient in zip(bucket.spec.parameters, bucket.gradient.leaf_alone(), strict=True)
+                }
+        finally:
+            self.zero_grad()
+            self.stamps.num_backwards = num_backwards
 
     def train(self) -> "ZeroEngine":
         """Put the model into training mode."""

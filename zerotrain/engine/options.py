@@ -33,15 +33,21 @@ class EngineOptions:
         """Decide what `given`, whose values are in range, leaves to the world. Later changes of it change nothing.
 
         Raises:
-            ConfigError: virtual ranks that the ranks cannot share.
+            ConfigError: virtual ranks that the ranks cannot share, or whose micro-batches are to be reduced one by one.
         """
         zero, precision = given.zero, given.precision
+        leaves = leaves_per_rank(given.virtual_ranks, world.shards.size)
+        if leaves > 1 and zero.accumulate == "reduced":
+            raise ConfigError(
+                f"zero.accumulate='reduced' adds micro-batches up over ranks; with virtual_ranks={given.virtual_ranks} "
+                f"each rank adds up {leaves} leaves first; take zero.accumulate='local', or as many ranks"
+            )
         return cls(
             given=deepcopy(given),
             plan=STAGES[zero.stage],
             precision=precision_named(precision.name, tuple(precision.keep_fp32)),
             ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and world.device.type == "cpu"),
-            leaves_per_rank=leaves_per_rank(given.virtual_ranks, world.shards.size),
+            leaves_per_rank=leaves,
         )
 
     @property
@@ -59,6 +65,21 @@ class EngineOptions:
     @property
     def prefetch(self) -> int:
         return self.zero.prefetch
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether each micro-batch is reduced."""
+        return self.zero.accumulate == "reduced"
+
+    @property
+    def widens(self) -> bool:
+        """Whether a leaf travels in the master dtype, and is not rounded to the compute dtype before."""
+        return self.zero.reduction == "fp32"
+
+    @property
+    def sends_masters(self) -> bool:
+        """Whether what travels, a leaf or a sum of leaves, is of the master dtype."""
+        return self.widens or self.leaves_per_rank > 1
 
     @property
     def units(self) -> list[str] | None:
@@ -90,7 +111,7 @@ class EngineOptions:
         # As decided: auto is another reduction on a CPU than on a GPU.
         decided = {
             "zero.stage": f"{self.zero.stage}: {placements}",
-            "zero.reduction": "ordered" if self.ordered else "native",
+            "zero.reduction": "ordered" if self.ordered else self.zero.reduction.replace("auto", "native"),
         }
         return _dotted(asdict(self.given)) | decided
 

@@ -200,7 +200,8 @@ class ShardedModel:
         those of tensors that are updated whole, on their way to their owners and back."""
         volume, reshards = volume_of(self.schedule, self.world.shards.size), self.options.reshard_after_forward
         whole_tensors = sum(bucket.update.sent_nbytes for bucket in self.schedule.trained)
-        return volume.sent_nbytes(self.plan, num_micro_batches, reshards) + whole_tensors
+        num_reductions = num_micro_batches if self.options.reduces_each else 1
+        return volume.sent_nbytes(self.plan, num_micro_batches, reshards, num_reductions) + whole_tensors
 
     # ---- weights out
 

@@ -74,8 +74,10 @@ class Volume:
             "optimizer": held(plan.optimizer, optimizer_nbytes),
         }
 
-    def sent_nbytes(self, plan: Plan, num_micro_batches: int, reshard_after_forward: bool) -> int:
-        """Bytes one rank sends in one optimizer step: one reduce-scatter, and the gathers the plan asks for.
+    def sent_nbytes(
+        self, plan: Plan, num_micro_batches: int, reshard_after_forward: bool, num_reductions: int = 1
+    ) -> int:
+        """Bytes one rank sends in one optimizer step: its reduce-scatters, and the gathers the plan asks for.
 
         Replicated parameters: one gather (of gradients where the optimizer is replicated, of updated parameters
         where it is sharded). Sharded parameters: one for each forward and one for each backward, or one a step
@@ -87,4 +89,4 @@ class Volume:
             gathers = 2 * num_micro_batches
         frozen = self.frozen_nbytes * gathers if plan.shards_parameters else 0
         reduced = self.trainable_nbytes if self.reduced_nbytes is None else self.reduced_nbytes
-        return round(share * (reduced + self.trainable_nbytes * gathers + frozen))
+        return round(share * (reduced * num_reductions + self.trainable_nbytes * gathers + frozen))

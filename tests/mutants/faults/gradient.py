@@ -3,6 +3,7 @@
 from tests.mutants.fault import Fault
 
 FILE, NORM = "engine/buckets/gradient.py", "engine/buckets/norm.py"
+SEGMENTS = "engine/buckets/segments.py"
 OF_LEAVES = ("unit/engine/test_virtual_ranks.py",)
 SUBTREES = "engine/buckets/subtrees.py"
 UNIT = ("unit/engine/buckets/test_gradient.py",)
@@ -11,7 +12,7 @@ OF_NORM = ("unit/engine/buckets/test_norm.py",)
 FAULTS = {
     "drop-keeps-the-earlier-sum": Fault(
         FILE,
-        "        self._subtrees.clear()\n        self._earlier = None\n        if",
+        "        self._subtrees.clear()\n        self._sum = None\n        if",
         "        self._subtrees.clear()\n        if",
         "a gradient that was given up is added to the next step",
         UNIT,
@@ -31,14 +32,14 @@ FAULTS = {
         UNIT,
     ),
     "what-weighs-nothing-is-kept": Fault(
-        FILE,
+        SEGMENTS,
         "get_grad(p) if counts else None",
         "get_grad(p)",
         "the nan of a micro-batch without labels reaches the gradient",
         ("unit/engine/test_losses.py",),
     ),
     "zeros-not-filled": Fault(
-        FILE,
+        SEGMENTS,
         "if len(grads) < len(present):",
         "if False:",
         "an unused parameter gets what the buffer held before",
@@ -67,14 +68,14 @@ FAULTS = {
     ),
     "accumulated-in-16-bits": Fault(
         FILE,
-        "more_to_come and self.precision.separate_master",
+        "not backward.reduces and self.precision.separate_master",
         "False",
         "micro-batches are added with eight bits",
         UNIT,
     ),
     "earlier-sum-lost": Fault(
         FILE,
-        "            self.shard.copy_(self._earlier.add_(self.shard))\n",
+        "            self.shard.copy_(self._sum.add_(self.shard))\n",
         "",
         "the first of two reduced backwards is forgotten",
         UNIT,
@@ -87,17 +88,16 @@ FAULTS = {
         UNIT,
     ),
     "gradient-stays-with-its-parameter": Fault(
-        FILE,
-        "        for parameter in segment.parameters:\n            set_grad(parameter, None)\n\n    def _wire_buffer",
-        "\n    def _wire_buffer",
+        SEGMENTS,
+        "            self.holds_values = True\n        self.forget()\n",
+        "            self.holds_values = True\n",
         "the next backward adds to a gradient that was moved already",
         UNIT,
     ),
     "loan-given-back-when-sent": Fault(
         FILE,
-        "            self._reduction.issue(self._subtrees.add_last(_cut(_begun(self._unreduced), self.layout)[0]))",
-        "            self._reduction.issue(self._subtrees.add_last(_cut(_begun(self._unreduced), self.layout)[0]))\n"
-        "            self._pool._free.append(_begun(self._unreduced))",
+        "            self._reduction.issue(root)\n",
+        "            self._reduction.issue(root)\n            self._pool._free.append(_begun(self._unreduced))\n",
         "the next bucket is filled into what is on the wire",
         ("unit/engine/test_engine.py",),
     ),
@@ -110,8 +110,8 @@ FAULTS = {
     ),
     "leaf-with-garbage": Fault(
         FILE,
-        "            if not segment.holds_values:\n",
-        "            if False:\n",
+        "[each for each in self.segments if not each.holds_values]",
+        "[]",
         "what a leaf did not use counts with what the buffer held before",
         OF_LEAVES,
     ),
@@ -131,8 +131,8 @@ FAULTS = {
     ),
     "loan-not-given-back": Fault(
         FILE,
-        "            self._pool.give_back(_begun(self._unreduced))\n",
-        "            pass\n",
+        "        self._give_back()\n        if self._gather",
+        "        if self._gather",
         "every step holds more memory",
         ("unit/engine/test_engine.py", "unit/engine/buckets/test_gradient.py"),
     ),

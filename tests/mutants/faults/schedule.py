@@ -131,7 +131,7 @@ FAULTS = {
     ),
     "micro-batches-reduced": Fault(
         REDUCTIONS,
-        "        if not more_to_come:\n            self._waiting",
+        "        if backward.reduces:\n            self._waiting",
         "        if True:\n            self._waiting",
         "the backwards within no_sync get ready to reduce",
         ENGINE,

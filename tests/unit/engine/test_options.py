@@ -13,6 +13,7 @@ GIVEN = EngineConfig(precision=PrecisionConfig("fp16"))
 CHANGED = {
     "zero.stage": 1,
     "zero.reduction": "native",
+    "zero.accumulate": "reduced",
     "zero.units": ["blocks.*"],
     "precision.name": "bf16",
     "precision.keep_fp32": ["*norm*"],

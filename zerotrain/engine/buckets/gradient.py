@@ -4,8 +4,9 @@ import torch
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.engine.buckets.backward import Backward
+from zerotrain.engine.buckets.cuts import cut
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, GradientState, Life
-from zerotrain.engine.buckets.live_parameter import get_grad, set_grad
 from zerotrain.engine.buckets.norm import block_squares, digit_sums
 from zerotrain.engine.buckets.segments import Segment, cut_segments
 from zerotrain.engine.buckets.subtrees import Subtrees
@@ -13,7 +14,6 @@ from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.ranges import named_range
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
-from zerotrain.sharding.flat_buffer import slot_view
 from zerotrain.sharding.layout import BucketLayout
 
 
@@ -22,7 +22,8 @@ class BucketGradient:
 
     Unreduced gradients fill one flat buffer in the compute dtype: the bucket's own where gradients are replicated, one
     on loan from `pool` where they are sharded. Over several micro-batches with a lower precision they are first summed
-    in the master dtype; over several leaves the sums of those before the last lie in `Subtrees`.
+    in the master dtype; over several leaves the sums of those before the last lie in `Subtrees`; over several backwards
+    that are reduced each, the sum of what this rank gets of them is a shard in the master dtype.
 
     Args:
         pool: lends buffers of the bucket's dtype.
@@ -50,7 +51,8 @@ class BucketGradient:
         self.precision = options.precision.of_bucket(spec.dtype)
         self.life = Life(f"gradient of {spec.name}", GradientState.EMPTY, GRADIENT_TRANSITIONS)
         self.segments = cut_segments(spec)
-        self._pool = pool
+        self._pool, self._wire_pool = pool, wire_pool
+        self._widens = options.widens
         self._exact_norm = options.max_grad_norm is not None
         self._device = collectives.world.device
         self._own: Scratch | None = None
@@ -61,16 +63,18 @@ class BucketGradient:
         """(padded_numel,) master dtype: the sum over micro-batches, once one was needed."""
         self._accumulates = False
         """Whether this step's gradients go into the accumulator."""
-        self._earlier: torch.Tensor | None = None
-        """(shard_numel,) master dtype: what an earlier backward of this step has reduced."""
+        self._widened: Scratch | None = None
+        """The same in the dtype of the wire, where that is another, while it is reduced."""
+        self._sum: torch.Tensor | None = None
+        """(shard_numel,) master dtype: what the backwards of this step have reduced, from the second on."""
+        self._completes = True
+        """Whether the reduction under way, or the last, was that of the step's last backward."""
         if plan.shards_gradients:
             self.shard = self._zeros(layout.shard_numel, self.precision.compute)
         else:
             self._own = Scratch(self._zeros(layout.padded_numel, self.precision.compute))
             self.shard = self._own.storage[layout.shard(collectives.shards.rank)]
         self._subtrees = Subtrees(layout.padded_numel, dtype=self.precision.master, device=self._device)
-        self.wire_itemsize = wire_pool.dtype.itemsize
-        """Bytes of an element while it is reduced."""
         self._reduction = collectives.reduction(
             spec.name, self.shard, wire_pool, leaves_per_rank=options.leaves_per_rank
         )
@@ -92,14 +96,19 @@ class BucketGradient:
         return self._subtrees.held_nbytes + (0 if self._accumulator is None else self._accumulator.storage.nbytes)
 
     @property
+    def wire_itemsize(self) -> int:
+        """Bytes of an element while it is reduced."""
+        return self._wire_pool.dtype.itemsize
+
+    @property
     def ends_with_gather(self) -> bool:
         """Whether `finish_reduce` issues a gather of what was reduced."""
-        return self._gather is not None
+        return self._gather is not None and self._completes
 
     @property
     def is_reduced(self) -> bool:
-        """Whether a backward has reduced it, or is about to be waited for."""
-        return self.life.state in (GradientState.REDUCING, GradientState.REDUCED)
+        """Whether the last backward of a step has reduced it, or is about to be waited for."""
+        return self._completes and self.life.state in (GradientState.REDUCING, GradientState.REDUCED)
 
     @property
     def is_empty(self) -> bool:
@@ -109,52 +118,30 @@ class BucketGradient:
     @property
     def borrows(self) -> bool:
         """Whether filling takes a buffer on loan, of which there are only as many as reductions may be in flight."""
-        begins = self.life.state in (GradientState.EMPTY, GradientState.REDUCED)
-        return begins and self._own is None
+        return self._own is None and self.life.state in (GradientState.EMPTY, GradientState.REDUCED)
 
     # ---- filling
 
-    def begin_filling(self, *, more_to_come: bool, in_last_leaf: bool = True) -> None:
-        """The first gradient of a backward comes: choose what it goes into, unless an earlier backward has.
-
-        Args:
-            more_to_come: further micro-batches follow before the reduction.
-            in_last_leaf: no further leaf does.
-        """
+    def begin_filling(self, backward: Backward) -> None:
+        """The first gradient of a backward comes: choose what it goes into, unless an earlier backward has."""
         if self.life.state is GradientState.FILLING:
             return
         if self.life.state is GradientState.REDUCED:
             self._finish_gather()
-            self._earlier = self.shard.to(self.precision.master, copy=True)
+            if self._sum is None:
+                self._sum = self.shard.to(self.precision.master, copy=True)
         self.life.become(GradientState.FILLING)
-        self._accumulates = not in_last_leaf or (more_to_come and self.precision.separate_master)
+        adds_up = not backward.reduces and self.precision.separate_master
+        self._accumulates = not backward.in_last_leaf or adds_up
         if not self._accumulates:
             self._unreduced = self._wire_buffer()
         elif self._accumulator is None:
             self._accumulator = self._without_garbage(self._subtrees.take())
 
     def fill(self, segment: Segment, *, counts: bool = True) -> None:
-        """Move the gradients of a segment's parameters into the bucket, or add them to what it holds. A parameter
-        without a gradient counts as zeros, and so do all of them where they do not count."""
+        """See `Segment.move_into`."""
         buffer = self._accumulator if self._accumulates else self._unreduced
-        views = _cut(_begun(buffer), self.layout)[1]
-        present = [
-            (views[slot], get_grad(p) if counts else None)
-            for slot, p in zip(segment.slots, segment.parameters, strict=True)
-        ]
-        targets = [target for target, grad in present if grad is not None]
-        grads = [grad for _, grad in present if grad is not None]
-        if segment.holds_values:
-            if grads:
-                torch._foreach_add_(targets, grads)
-        else:
-            if len(grads) < len(present):
-                torch._foreach_zero_([target for target, grad in present if grad is None])
-            if grads:
-                torch._foreach_copy_(targets, grads)
-            segment.holds_values = True
-        for parameter in segment.parameters:
-            set_grad(parameter, None)
+        segment.move_into(cut(_begun(buffer), self.layout)[1], counts=counts)
 
     def _wire_buffer(self) -> Scratch:
         if self._own is not None:
@@ -162,25 +149,32 @@ class BucketGradient:
         return self._without_garbage(self._pool.take(self.layout.padded_numel, self.layout))
 
     def _without_garbage(self, scratch: Scratch) -> Scratch:
-        flat, _ = _cut(scratch, self.layout)
+        flat, _ = cut(scratch, self.layout)
         last = self.layout.slots[-1].end
         # What lies between slots must be zero: it is summed, squared and updated with the rest.
         (flat[last:] if self.layout.is_dense else flat).zero_()
         return scratch
 
-    def close_leaf(self) -> None:
-        """A leaf before the last is complete: zeros where no gradient came. See [Note: leaves] in `subtrees`."""
-        self.begin_filling(more_to_come=True, in_last_leaf=False)
-        for segment in self.segments:
-            if not segment.holds_values:
-                self.fill(segment)
-        leaf = _begun(self._accumulator)
-        if self.precision.separate_master:  # as it would travel if each rank had one leaf
+    def close_leaf(self) -> Scratch:
+        """A leaf before the last is complete: zeros where no gradient came, and as it would travel if each rank had one
+        leaf. The buffer is no longer this bucket's. See [Note: leaves] in `subtrees`."""
+        self.begin_filling(Backward(reduces=False, completes=False, in_last_leaf=False))
+        for segment in [each for each in self.segments if not each.holds_values]:
+            self.fill(segment)
+        leaf, self._accumulator = _begun(self._accumulator), None
+        if self.precision.separate_master and not self._widens:
             leaf.storage.copy_(leaf.storage.to(self.precision.compute))
-        self._subtrees.add(leaf)
-        self._accumulator = None
         self._end_filling()
         self.life.become(GradientState.EMPTY)
+        return leaf
+
+    def add_leaf(self) -> None:
+        """The same, added to the leaves before it."""
+        self._subtrees.add(self.close_leaf())
+
+    def leaf_alone(self) -> list[torch.Tensor]:
+        """The same for its own sake, a tensor for each parameter."""
+        return cut(self.close_leaf(), self.layout)[1]
 
     # ---- the reduction
 
@@ -188,13 +182,19 @@ class BucketGradient:
         """Be ready for what the other ranks send to the reduction, which may come before this rank's own part."""
         self._reduction.prepare()
 
-    def reduce(self) -> None:
-        """Issue the reduction. Every segment has been filled (with zeros where no gradient came)."""
-        if self._accumulates:
+    def reduce(self, *, completes: bool = True) -> None:
+        """Issue the reduction, and say whether it is the step's last. Every segment has been filled."""
+        if self._accumulates and not self._widens:
             self._unreduced = self._wire_buffer()
-            _cut(self._unreduced, self.layout)[0].copy_(_begun(self._accumulator).storage)
+            cut(self._unreduced, self.layout)[0].copy_(_begun(self._accumulator).storage)
+        leaf = _begun(self._unreduced or self._accumulator)
+        root = self._subtrees.add_last(cut(leaf, self.layout)[0])
+        if root.dtype != self._wire_pool.dtype:
+            self._widened = self._wire_pool.take(root.numel())
+            root = self._widened.storage[: root.numel()].copy_(root)
+        self._completes = completes
         with named_range("reduce", self.spec.name):
-            self._reduction.issue(self._subtrees.add_last(_cut(_begun(self._unreduced), self.layout)[0]))
+            self._reduction.issue(root)
         # Behind the call: where it failed, nothing is under way that a clean-up could wait for.
         self.life.become(GradientState.REDUCING)
 
@@ -216,14 +216,14 @@ class BucketGradient:
         with named_range("sum", self.spec.name):
             self._reduction.finish()
         self._subtrees.clear()
-        if self._earlier is not None:
-            self.shard.copy_(self._earlier.add_(self.shard))
-            self._earlier = None
+        if self._sum is not None:
+            self.shard.copy_(self._sum.add_(self.shard))
+            if self._sum.dtype == self.shard.dtype:
+                self._sum = None
         # The part of the norm is taken now, beside the reductions under way, and while the shard is in the cache.
         self.take_norm(loss_scale, exact=self._exact_norm)
-        if self._own is None:
-            self._pool.give_back(_begun(self._unreduced))
-        elif self._gather is not None:
+        self._give_back()
+        if self._gather is not None and self._completes:
             with named_range("gather gradient", self.spec.name):
                 self._gather.issue()
         self._end_filling()
@@ -253,11 +253,11 @@ class BucketGradient:
         """Forget this step's gradient; the buffers stay. A reduction that was prepared will not come, on any rank."""
         self._finish_gather()
         self._reduction.withdraw()
-        if self.life.state is GradientState.FILLING and self._unreduced is not None and self._own is None:
-            self._pool.give_back(self._unreduced)
+        if self.life.state is GradientState.FILLING:
+            self._give_back()
         self._end_filling()
         self._subtrees.clear()
-        self._earlier = None
+        self._sum = None
         if self.life.state is not GradientState.EMPTY:
             self.life.become(GradientState.EMPTY)
 
@@ -266,8 +266,17 @@ class BucketGradient:
         # Of parameters that are not ready each would be a call into Python: 20,000 of them where a step was skipped.
         with torch._C.DisableTorchFunctionSubclass():
             for segment in self.segments:
-                for parameter in segment.parameters:
-                    set_grad(parameter, None)
+                segment.forget()
+
+    def _give_back(self) -> None:
+        if self._unreduced is not None and self._own is None:
+            self._pool.give_back(self._unreduced)
+        if self._widened is not None:
+            self._wire_pool.give_back(self._widened)
+            self._widened = None
+        if self._accumulator is not None and self._widens:  # which was sent as it was
+            self._subtrees.give_back(self._accumulator)
+            self._accumulator = None
 
     def _end_filling(self) -> None:
         """What was filled is reduced or dropped: the next gradient to arrive begins anew."""
@@ -282,12 +291,3 @@ def _begun(buffer: Scratch | None) -> Scratch:
     if buffer is None:
         raise EngineStateError("a gradient was used that had not been filled; this is a fault of zerotrain itself")
     return buffer
-
-
-def _cut(scratch: Scratch, layout: BucketLayout) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(the first padded_numel elements of a buffer on loan, one view for each slot of a layout)"""
-    if layout not in scratch.cuts:
-        flat = scratch.storage[: layout.padded_numel]
-        scratch.cuts[layout] = (flat, [slot_view(flat, slot) for slot in layout.slots])
-    views: tuple[torch.Tensor, list[torch.Tensor]] = scratch.cuts[layout]
-    return views

@@ -42,6 +42,10 @@ class Subtrees:
             return self._free.pop()
         return Scratch(torch.zeros(self._numel, dtype=self._dtype, device=self._device))
 
+    def give_back(self, scratch: Scratch) -> None:
+        """What was taken is needed no more."""
+        self._free.append(scratch)
+
     def add(self, leaf: Scratch) -> None:
         """One more leaf; the buffer is no longer the caller's."""
         level = 0

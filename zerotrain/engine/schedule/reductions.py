@@ -14,6 +14,7 @@ backward has passed: [Note: positions in a backward].)
 from collections import deque
 from collections.abc import Sequence
 
+from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.live_parameter import LEFT_ITS_UNIT, get_grad
 from zerotrain.engine.buckets.segments import Segment
@@ -37,14 +38,8 @@ class Reductions:
 
     def __init__(self, trained: Sequence[TrainedBucket], units_of: dict[TrainedBucket, list[LiveUnit]]) -> None:
         self.trained = trained
-        self.more_to_come = False
-        """Whether the backward under way is not the last before the step: nothing is reduced then."""
-        self.in_last_leaf = True
-        """Whether no further leaf of this rank follows."""
-        self.loss_scale = 1.0
-        """What the loss of the backward under way is multiplied with."""
-        self.counts = True
-        """Whether its loss weighs anything. If not, zeros are moved in place of its gradients, which may be nan."""
+        self._under_way = Backward()
+        """The backward under way, or the last."""
         self._units_of = units_of
         largest = max((bucket.layout.padded_numel for bucket in trained), default=0)
         self._max_numel_in_flight = MAX_LARGEST_BUCKETS_IN_FLIGHT * largest
@@ -60,8 +55,8 @@ class Reductions:
         """What has not come yet in this backward, by bucket; an empty set once a bucket is complete."""
         self._closed_short: list[TrainedBucket] = []
         """Closed in this backward before all their gradients had come."""
-        self._backward = 0
-        """Number of the backward under way."""
+        self._number = 0
+        """Its number."""
         self._reached: LiveUnit | None = None
         """The unit that the backward reached last."""
         self._position = _BEFORE_ALL_NODES
@@ -69,19 +64,18 @@ class Reductions:
 
     # ---- a backward
 
-    def begin(self, *, more_to_come: bool, in_last_leaf: bool, loss_scale: float, counts: bool) -> int:
+    def begin(self, backward: Backward) -> int:
         """A backward starts; return its number."""
         self.finish()  # what an earlier backward of the same step has issued
-        self.more_to_come, self.in_last_leaf = more_to_come or not in_last_leaf, in_last_leaf
-        self.loss_scale, self.counts = loss_scale, counts
+        self._under_way = backward
         self._open_segments = {bucket: set(bucket.gradient.segments) for bucket in self.trained}
         self._closed_short.clear()
-        self._backward += 1
+        self._number += 1
         self._reached = None
-        if not more_to_come:
+        if backward.reduces:
             self._waiting = deque(reversed(self.trained))
             self._prepare()
-        return self._backward
+        return self._number
 
     def arrived(self, bucket: TrainedBucket, segment: Segment) -> bool:
         """All gradients of a segment are there: move them into the bucket; returns whether it was the last one."""
@@ -93,13 +87,13 @@ class Reductions:
                 "call torch.utils.checkpoint.checkpoint with use_reentrant=False"
             )
         self._begin_filling(bucket)
-        bucket.gradient.fill(segment, counts=self.counts)
+        bucket.gradient.fill(segment, counts=self._under_way.counts)
         open_segments.remove(segment)
         return not open_segments
 
     def reduce_complete(self) -> None:
         """A bucket is complete: reduce what is, as far as this place of the backward allows."""
-        if self.more_to_come:
+        if not self._under_way.reduces:
             return
         while self._waiting and not self._open_segments[self._waiting[0]] and self.may_go(self._waiting[0]):
             self._reduce_next()
@@ -111,7 +105,7 @@ class Reductions:
 
     def close_passed(self, position: int) -> None:
         """The backward comes to another unit, at node `position`: close and reduce what it has passed."""
-        if self.more_to_come:
+        if not self._under_way.reduces:
             return
         while self._waiting and self._is_passed(self._waiting[0], position):
             self._close(self._waiting[0])
@@ -134,7 +128,7 @@ class Reductions:
             late = [each.names[0] for each in bucket.spec.parameters if get_grad(each.parameter) is not None]
             if late:
                 raise EngineStateError(LEFT_ITS_UNIT.format(f"{bucket.spec.name} (the gradient of {late[0]} was late)"))
-        if self.more_to_come:
+        if not self._under_way.reduces:
             for bucket in reversed(self.trained):
                 self._move_unmoved(bucket)
             return
@@ -145,7 +139,7 @@ class Reductions:
     def close_leaf(self) -> None:
         """A leaf of this rank before the last is complete."""
         for bucket in self.trained:
-            bucket.gradient.close_leaf()
+            bucket.gradient.add_leaf()
 
     def drop(self) -> None:
         """Forget the gradients since the last step, also those of a backward that broke off.
@@ -175,9 +169,9 @@ class Reductions:
         if bucket.is_read_unannounced or self._reached is None:
             return False
         return all(
-            unit.passes_next(self._position, self._backward)
+            unit.passes_next(self._position, self._number)
             if unit is self._reached
-            else unit.is_passed(self._position, self._backward)
+            else unit.is_passed(self._position, self._number)
             for unit in units
         )
 
@@ -186,7 +180,7 @@ class Reductions:
         units = self._units_of.get(bucket)
         if not units or bucket.is_read_unannounced:
             return False
-        return all(unit.is_passed(position, self._backward) for unit in units)
+        return all(unit.is_passed(position, self._number) for unit in units)
 
     def _close(self, bucket: TrainedBucket) -> None:
         """Fill with zeros what has not come."""
@@ -203,16 +197,16 @@ class Reductions:
             if segment not in self._open_segments[bucket]:
                 continue
             arrived = any(get_grad(parameter) is not None for parameter in segment.parameters)
-            if arrived or not (self.more_to_come or segment.holds_values):
+            if arrived or (self._under_way.reduces and not segment.holds_values):
                 self._begin_filling(bucket)
-                bucket.gradient.fill(segment, counts=self.counts)
+                bucket.gradient.fill(segment, counts=self._under_way.counts)
 
     # ---- room on the wire
 
     def _reduce_next(self) -> None:
         bucket = self._next()
         self._make_room(bucket)
-        bucket.gradient.reduce()
+        bucket.gradient.reduce(completes=self._under_way.completes)
         self._in_flight.append(bucket)
         self._in_flight_numel += bucket.layout.padded_numel
         self._prepare()
@@ -226,7 +220,7 @@ class Reductions:
     def _finish_oldest(self) -> None:
         bucket = self._in_flight.popleft()
         self._in_flight_numel -= bucket.layout.padded_numel
-        bucket.gradient.finish_reduce(self.loss_scale)
+        bucket.gradient.finish_reduce(self._under_way.loss_scale)
 
     def _prepare(self) -> None:
         """Be ready to receive for the next reduction, and for more while there is room."""
@@ -242,7 +236,7 @@ class Reductions:
     def _begin_filling(self, bucket: TrainedBucket) -> None:
         if bucket.gradient.borrows:
             self._make_room(bucket)
-        bucket.gradient.begin_filling(more_to_come=self.more_to_come, in_last_leaf=self.in_last_leaf)
+        bucket.gradient.begin_filling(self._under_way)
 
     def _make_room(self, bucket: TrainedBucket) -> None:
         """Finish the oldest reductions until one more bucket may be in flight."""

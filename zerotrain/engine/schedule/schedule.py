@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.live_parameter import LEFT_ITS_UNIT
@@ -103,24 +104,12 @@ class Schedule:
 
     # ---- backward
 
-    def begin_backward(
-        self, *, more_to_come: bool, in_last_leaf: bool, loss_scale: float, frees_graph: bool, counts: bool
-    ) -> None:
-        """A backward starts.
-
-        Args:
-            more_to_come: it is not the last before the step; nothing is reduced.
-            in_last_leaf: no further leaf of this rank follows; otherwise nothing is reduced either.
-            loss_scale: what the loss is multiplied with.
-            frees_graph: no other backward can come through the same graph.
-            counts: False for a loss that weighs nothing: its gradients are taken as zeros.
-        """
+    def begin_backward(self, backward: Backward) -> None:
+        """A backward starts."""
         require_unchanged(self._frozen, trains=False)
-        self._frees_graph = frees_graph
+        self._frees_graph = backward.frees_graph
         self.gathers.begin_backward()
-        self._backward = self.reductions.begin(
-            more_to_come=more_to_come, in_last_leaf=in_last_leaf, loss_scale=loss_scale, counts=counts
-        )
+        self._backward = self.reductions.begin(backward)
 
     def before_backward(self, unit: LiveUnit, call: Call, position: int) -> None:
         """A backward has come to node `position`, the first of what a call of the unit has made."""

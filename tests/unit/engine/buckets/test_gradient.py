@@ -6,6 +6,7 @@ from torch import nn
 
 from tests.unit.engine.parts import OneBucket, alone
 from zerotrain.comm.world import World
+from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.norm import norm_of_digit_sums
 from zerotrain.engine.buckets.segments import SEGMENT_NBYTES
@@ -21,7 +22,7 @@ def give(bucket: OneBucket, *values: float | None) -> None:
 
 def fill(bucket: OneBucket, gradient: BucketGradient, *values: float | None, more_to_come: bool = False) -> None:
     give(bucket, *values)
-    gradient.begin_filling(more_to_come=more_to_come)
+    gradient.begin_filling(Backward(reduces=not more_to_come))
     for segment in gradient.segments:
         gradient.fill(segment)
 
@@ -186,11 +187,11 @@ def test_each_segment_is_filled_and_added_to_by_itself() -> None:
     bucket = OneBucket(alone(), (large, large))
     gradient = bucket.gradient()
     give(bucket, 1, 2)
-    gradient.begin_filling(more_to_come=True)
+    gradient.begin_filling(Backward(reduces=False))
     gradient.fill(gradient.segments[0])
     bucket.parameters[1].grad = None
     give(bucket, 10, 20)
-    gradient.begin_filling(more_to_come=False)
+    gradient.begin_filling(Backward())
     for segment in gradient.segments:
         gradient.fill(segment)
     reduce(gradient)
