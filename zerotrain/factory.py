@@ -1,7 +1,7 @@
 """The one place where config becomes objects: one rank of a run, from joining the others to its result."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,20 @@ from torch.overrides import TorchFunctionMode
 
 from zerotrain.api import assemble_engine
 from zerotrain.comm.world import World
-from zerotrain.config.schema import Config
+from zerotrain.config.schema import Config, TrainConfig
 from zerotrain.config.words import words_of_config
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError, printable
 from zerotrain.settings import EngineConfig
 from zerotrain.training import Trainer
+from zerotrain.training.deterministic import make_deterministic
 from zerotrain.training.flops import ModelFlops, count_flops
 from zerotrain.training.metrics import device_peak_flops
 
 ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
-"""Of the `train` settings, those that the engine gets and the Trainer does not."""
+"""Of the `train` settings, those that the engine gets."""
+LOOP_SETTINGS = tuple(each.name for each in fields(TrainConfig) if each.name not in (*ENGINE_SETTINGS, "deterministic"))
+"""Those that the Trainer gets."""
 
 
 def run(
@@ -43,6 +46,8 @@ def run(
         enter: told what is done from then on, such as "training".
         begin: told the number of each step, from 1, as it begins.
     """
+    if config.train.deterministic:
+        make_deterministic()
     enter("joining the other ranks")
     facts = {"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash}
     with words_of_config(), World.from_environment(config.launch.device, config.launch.timeout_s) as world:
@@ -60,7 +65,7 @@ def _trainer(
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
     torch.manual_seed(config.seed + 1 + world.rank)
     dataset = build("data", config.data)
-    loop = {key: value for key, value in asdict(config.train).items() if key not in ENGINE_SETTINGS}
+    loop = {name: getattr(config.train, name) for name in LOOP_SETTINGS}
     return Trainer(
         engine=engine,
         world=world,

@@ -64,7 +64,7 @@ def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> None:
             problems.append(ended_in(group, ending, getattr(config, group)))
 
     device = attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
-    attempt("train", lambda config: leaves_per_rank(config.train.virtual_ranks, num_ranks))
+    attempt("train", lambda config: leaves_per_rank(config.train.virtual_ranks, num_ranks, config.zero.accumulate))
     data = attempt("data", _dataset)
     items = None if data is None else attempt("data", lambda _: [first_items(data, name) for name in SETS])
     model = None

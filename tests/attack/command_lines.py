@@ -74,7 +74,7 @@ FORMS = [
     Attack(["data.path='\x1b[31m'"], "data.path=\\x1b[31m matches no file"),
     Attack(["data.path='a\udcffb'"], "data.path="),
     Attack(["seed='a\nb'"], "seed: got 'a\\nb'; it must be between 0"),
-    Attack(["zero.reduction='x\x07'"], "zero.reduction: got x\\x07; it must be auto, ordered or native"),
+    Attack(["zero.reduction='x\x07'"], "zero.reduction: got x\\x07; it must be auto, ordered, native or fp32"),
     Attack(["zero.reduction='" + "x" * 100_000 + "'"], "zero.reduction: got xxx"),
     Attack(["model._target_=a\nb.C"], "model._target_=a\\nb.C: cannot be read"),
     Attack(["zero.stage=3", "zero.stage=4"], "zero.stage: got 4; it must be"),

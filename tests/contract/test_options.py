@@ -20,6 +20,7 @@ OPTIONS = """
     zero.overlap
     zero.prefetch
     zero.reduction
+    zero.accumulate
     zero.units
     zero.reshard_after_forward
     precision.name
@@ -64,6 +65,7 @@ OPTIONS = """
     train.eval_batches
     train.log_every
     train.sample_tokens
+    train.deterministic
     train.profile
     train.memory_snapshot
     launch.nproc_per_node

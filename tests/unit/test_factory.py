@@ -1,5 +1,6 @@
 """One rank of a run, in a process of its own: from a config to result.json."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,30 @@ def test_what_training_ends_with_is_said_in_words_of_the_config(
     settings.train.max_skipped_steps, settings.train.eval_batches = 2, 1
     with pytest.raises(TrainingError, match=r"train\.on_nonfinite=skip, train\.max_skipped_steps"):
         factory.run(settings, tmp_path, overrides=[], config_hash="abc")
+
+
+class Unordered(Poisoned):
+    """A model with an operation that has no deterministic variant."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        torch.zeros(4).put_(ids.flatten() % 4, torch.arange(float(ids.numel())))
+        return self.weight.sum()
+
+
+def test_what_has_no_deterministic_variant_stops_a_deterministic_run_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zerotrain.models.Unordered", Unordered, raising=False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    model = {"_target_": "zerotrain.models.Unordered"}
+    assert run(tmp_path / "any", model=model)["status"] == "completed"
+    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    settings = config(model=model)
+    settings.train.deterministic = True
+    try:
+        with pytest.raises(RuntimeError, match="put_"):
+            factory.run(settings, tmp_path, overrides=[], config_hash="abc")
+        assert not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -68,6 +68,9 @@ class TrainConfig:
     """Optimizer steps between lines of metrics.jsonl."""
     sample_tokens: int = setting(200, at_least(0, "tokens"))
     """Tokens of text generated at the end of the run; 0 for none. Needs a dataset that can decode."""
+    deterministic: bool = setting(False, TRUE_OR_FALSE)
+    """Let torch run only what has the same bits each time, without TF32; slower on GPUs. What has no such variant stops
+    the run, by name."""
     profile: bool = setting(False, TRUE_OR_FALSE)
     """Write a chrome trace of three steps, after three others, to profile/rank<r>.json of the run folder."""
     memory_snapshot: bool = setting(False, TRUE_OR_FALSE)

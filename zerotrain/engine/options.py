@@ -36,18 +36,12 @@ class EngineOptions:
             ConfigError: virtual ranks that the ranks cannot share, or whose micro-batches are to be reduced one by one.
         """
         zero, precision = given.zero, given.precision
-        leaves = leaves_per_rank(given.virtual_ranks, world.shards.size)
-        if leaves > 1 and zero.accumulate == "reduced":
-            raise ConfigError(
-                f"zero.accumulate='reduced' adds micro-batches up over ranks; with virtual_ranks={given.virtual_ranks} "
-                f"each rank adds up {leaves} leaves first; take zero.accumulate='local', or as many ranks"
-            )
         return cls(
             given=deepcopy(given),
             plan=STAGES[zero.stage],
             precision=precision_named(precision.name, tuple(precision.keep_fp32)),
             ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and world.device.type == "cpu"),
-            leaves_per_rank=leaves,
+            leaves_per_rank=leaves_per_rank(given.virtual_ranks, world.shards.size, zero.accumulate),
         )
 
     @property
@@ -116,17 +110,22 @@ class EngineOptions:
         return _dotted(asdict(self.given)) | decided
 
 
-def leaves_per_rank(virtual_ranks: int | None, num_ranks: int) -> int:
+def leaves_per_rank(virtual_ranks: int | None, num_ranks: int, accumulate: str) -> int:
     """Virtual ranks that each rank runs.
 
     Raises:
-        ConfigError: they cannot share them.
+        ConfigError: they cannot share them, or what is reduced would be less than a virtual rank.
     """
     leaves, left_over = divmod(virtual_ranks or num_ranks, num_ranks)
     if left_over or leaves < 1 or leaves & (leaves - 1):
         raise ConfigError(
             f"virtual_ranks={virtual_ranks}: {num_ranks} ranks cannot share them; it must be their number times a "
             f"power of two, such as {num_ranks} or {2 * num_ranks}"
+        )
+    if leaves > 1 and accumulate == "reduced":
+        raise ConfigError(
+            f"zero.accumulate='reduced' adds micro-batches up over ranks, and with virtual_ranks={virtual_ranks} each "
+            f"rank adds up {leaves} virtual ranks first; take zero.accumulate='local', or as many ranks"
         )
     return leaves
 

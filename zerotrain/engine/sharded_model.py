@@ -24,7 +24,7 @@ from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.full_weights import full_state_dict, weights_sha256
 from zerotrain.engine.state.load import load_state_dict
 from zerotrain.engine.state.transfer import Transfer
-from zerotrain.engine.usage import memory_bytes, planned_nbytes, volume_of
+from zerotrain.engine.usage import memory_bytes, planned_nbytes, sums_nbytes, volume_of
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.units import model_parameters
 
@@ -187,6 +187,18 @@ class ShardedModel:
         """Bytes a rank is to hold at rest by ZeRO's formulas: {parameters, gradients, optimizer}. Known before the
         first step, from a step of the optimizer on a sample, and to no byte where it keeps factors of a matrix."""
         return planned_nbytes(self.schedule, self._groups.factory, self.world.shards.size)
+
+    def sums_nbytes(self, num_micro_batches: int) -> int:
+        """Bytes that a rank holds beside those, while a step adds up micro-batches and virtual ranks.
+
+        Of P elements, with L virtual ranks on each rank, log2(L) sums of P in fp32. With several micro-batches one more
+        (of fp32 at stages 0 and 1 none, where it is the gradient itself), or with zero.accumulate='reduced' a shard of
+        it (of fp32 none).
+
+        Args:
+            num_micro_batches: of a virtual rank.
+        """
+        return sums_nbytes(self.schedule, self.options, num_micro_batches)
 
     def memory_bytes(self) -> dict[str, Any]:
         """Bytes this rank holds now, by kind, and under "theory" what ZeRO's formulas give without padding.

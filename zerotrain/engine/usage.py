@@ -7,6 +7,7 @@ import torch
 from zerotrain.comm.scratch import ScratchPools
 from zerotrain.engine.buckets.update import tensors_of_state
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, build_optimizer
+from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.sharding.plan import Volume
 
@@ -63,6 +64,21 @@ def planned_nbytes(schedule: Schedule, factory: OptimizerFactory, num_shards: in
         if numel:
             state += numel * _sampled_nbytes(factory, name) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
     return volume_of(schedule, num_shards).memory_nbytes(schedule.plan, state + copies)
+
+
+def sums_nbytes(schedule: Schedule, options: EngineOptions, num_micro_batches: int) -> int:
+    """See `ZeroEngine.sums_nbytes`."""
+    leaves = of_micro_batches = shards = 0
+    for bucket in schedule.trained:
+        numel, precision = bucket.layout.padded_numel, bucket.gradient.precision
+        leaves += numel * precision.master.itemsize * (options.leaves_per_rank.bit_length() - 1)
+        if precision.separate_master or options.plan.shards_gradients:
+            of_micro_batches += numel * precision.master.itemsize
+        if precision.separate_master:
+            shards += bucket.layout.shard_numel * precision.master.itemsize
+    if num_micro_batches == 1:
+        return leaves
+    return leaves + (shards if options.reduces_each else of_micro_batches)
 
 
 def _sampled_nbytes(factory: OptimizerFactory, name: str = "whole matrices") -> int:

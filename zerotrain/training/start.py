@@ -35,7 +35,7 @@ def print_start(
         "model": _model(engine),
         "data": ", ".join(_data(dataset)),
         "ranks": _ranks(engine),
-        "memory": ", ".join(_memory(engine, plan_name)),
+        "memory": ", ".join(_memory(engine, plan_name, sampler.num_micro_batches)),
         "steps": _steps(sampler, dataset, num_steps),
         "decay": ", ".join(_decay(engine)),
     }
@@ -76,13 +76,17 @@ def _leaves(engine: ZeroEngine) -> str:
     return f"; virtual ranks: {leaves * engine.world.size}, {leaves} on each{sent}"
 
 
-def _memory(engine: ZeroEngine, plan_name: str) -> Iterator[str]:
-    """By ZeRO's formulas: the optimizer's state is not there yet."""
+def _memory(engine: ZeroEngine, plan_name: str, num_micro_batches: int) -> Iterator[str]:
+    """By formulas: the optimizer's state is not there yet."""
     held = engine.planned_nbytes()
     unit, unit_nbytes = next((unit for unit in UNITS if max(held.values()) >= unit[1]), UNITS[-1])
     of_each = ", ".join(f"{nbytes / unit_nbytes:.4g} {kind}" for kind, nbytes in held.items())
     yield plan_name
     yield f"{unit} of a rank: {of_each}"
+    if sums := engine.sums_nbytes(num_micro_batches):
+        is_large = sums > sum(held.values()) and len(engine.virtual_ranks) == 1
+        instead = "; zero.accumulate=reduced would shard them" if is_large and engine.world.size > 1 else ""
+        yield f"{sums / unit_nbytes:.4g} for sums of micro-batches{instead}"
 
 
 def _steps(sampler: GlobalBatchSampler, dataset: Any, num_steps: int) -> str:

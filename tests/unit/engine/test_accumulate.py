@@ -124,7 +124,7 @@ def test_a_step_of_micro_batches_that_are_all_in_no_sync_is_refused_though_each_
 
 def test_reduced_is_refused_where_a_rank_runs_several_virtual_ranks() -> None:
     def on_a_rank(world: World) -> None:
-        with pytest.raises(zerotrain.ConfigError, match="zero.accumulate='reduced' adds micro-batches up over ranks"):
+        with pytest.raises(zerotrain.ConfigError, match=r"zero\.accumulate='reduced' adds micro-batches up over ranks"):
             engine_on(world, zero={"accumulate": "reduced"}, virtual_ranks=4)
 
     run_threads(on_a_rank, 2)
@@ -171,3 +171,29 @@ def test_a_leaf_is_refused_while_a_gradient_waits() -> None:
         engine.step()
 
     run_threads(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulate", ["local", "reduced"])
+def test_the_sums_of_a_step_hold_what_the_formula_says(accumulate: str, precision: str, stage: int) -> None:
+    def on_a_rank(world: World, virtual_ranks: int) -> tuple[int, int]:
+        zero = {"stage": stage, "accumulate": accumulate if virtual_ranks == 2 else "local"}
+        engine = engine_on(world, Linears, optimizer=ADAMW, zero=zero, precision=precision, virtual_ranks=virtual_ranks)
+        buckets = [bucket.gradient for bucket in engine.schedule.trained]
+        held = 0
+        for number in engine.each_virtual_rank():
+            for index in range(NUM_MICRO_BATCHES):
+                with nullcontext() if index == NUM_MICRO_BATCHES - 1 else engine.no_sync():
+                    engine.backward(engine(batch(0, number, index)))
+                engine.schedule.reductions.finish()
+                sums = sum(each._sum.nbytes for each in buckets if each._sum is not None)
+                if index < NUM_MICRO_BATCHES - 1:
+                    sums += engine._pools.lent_nbytes
+                held = max(held, sums + sum(each.accumulator_nbytes for each in buckets))
+        engine.step()
+        return held, engine.sums_nbytes(NUM_MICRO_BATCHES)
+
+    for virtual_ranks in (2, 4, 8) if accumulate == "local" else (2,):
+        held, formula = run_threads(lambda world, number=virtual_ranks: on_a_rank(world, number), 2)[0][0]
+        assert held == formula, virtual_ranks

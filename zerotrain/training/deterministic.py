@@ -1,0 +1,20 @@
+"""Equal bits from equal runs, as far as torch can promise them."""
+
+import os
+
+import torch
+
+
+def make_deterministic() -> None:
+    """Let torch, in this process and from now on, run what has the same bits each time. To be called before the first
+    use of a GPU.
+
+    Algorithms without such a variant raise torch's own RuntimeError, which names them. Matrix products do without TF32;
+    cuBLAS gets a workspace of fixed size, unless the environment has set one; cuDNN does not choose algorithms by their
+    speed. (torch's notes on reproducibility.)
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
