@@ -170,17 +170,17 @@ def reference_run(case: Case, num_ranks: int, device: str = "cpu") -> tuple[dict
     optimizer = OPTIMIZERS[case.optimizer]([matrices, others])
     for step in range(case.num_steps):
         tokens = batch(step, num_ranks, case.num_micro_batches).to(device)
-        leaves: list[dict[str, torch.Tensor]] = []
+        gradients: dict[str, list[list[torch.Tensor]]] = {name: [] for name in weights}  # of each rank and micro-batch
         for rank in range(num_ranks):
-            mine: dict[str, torch.Tensor] = {}
-            for inputs in micro_batches(tokens, rank):
+            for index, inputs in enumerate(micro_batches(tokens, rank)):
                 model.zero_grad()
                 loss = model(*inputs) * case.factor(step, rank)
                 scaler.scale(loss * (1 / case.num_micro_batches)).backward()
-                add_to(mine, {name: parameter.grad.float() for name, parameter in model.named_parameters()})
-            leaves.append({name: value.to(wire[name]).float() for name, value in mine.items()})
+                for name, parameter in model.named_parameters():
+                    gradients[name] += [[]] if index == 0 else []
+                    gradients[name][-1].append(parameter.grad.float())
         for name, weight in weights.items():
-            weight.grad = (sum_by_tree([leaf[name] for leaf in leaves]) / num_ranks).to(wire[name]).float()
+            weight.grad = reduced(case, gradients[name], wire[name])
         scaler.unscale_(optimizer)
         norm = torch.cat([weight.grad.double().flatten() for weight in weights.values()]).norm()
         limit = float("inf") if case.max_grad_norm is None else case.max_grad_norm
@@ -191,6 +191,16 @@ def reference_run(case: Case, num_ranks: int, device: str = "cpu") -> tuple[dict
         scaler.update()
         copy_into(model, weights)
     return weights, scales
+
+
+def reduced(case: Case, gradients: list[list[torch.Tensor]], wire: torch.dtype) -> torch.Tensor:
+    """The gradient of a step, from those of each rank and micro-batch."""
+    if case.zero.accumulate == "reduced":
+        means = [(sum_by_tree(ranks) / len(ranks)).to(wire).float() for ranks in zip(*gradients, strict=True)]
+        return functools.reduce(torch.add, means).to(wire).float()
+    sent = torch.float32 if case.zero.reduction == "fp32" else wire
+    leaves = [functools.reduce(torch.add, micro_batches).to(sent).float() for micro_batches in gradients]
+    return (sum_by_tree(leaves) / len(leaves)).to(wire).float()
 
 
 def copy_into(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
@@ -208,11 +218,6 @@ def sum_by_tree(leaves: list[torch.Tensor]) -> torch.Tensor:
     while len(leaves) > 1:
         leaves = [sum(leaves[index : index + 2]) for index in range(0, len(leaves), 2)]
     return leaves[0]
-
-
-def add_to(sums: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
-    for name, value in values.items():
-        sums[name] = sums[name] + value if name in sums else value.clone()
 
 
 def sha256(weights: dict[str, torch.Tensor]) -> str:

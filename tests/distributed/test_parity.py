@@ -56,6 +56,14 @@ def test_every_setting_gives_the_bits_of_plain_pytorch(name: str, num_ranks: int
     assert not wrong
 
 
+def test_micro_batches_that_are_reduced_one_by_one_give_the_bits_of_their_definition() -> None:
+    zero = ZeroConfig(reduction="ordered", accumulate="reduced", bucket_mb=0.02)
+    references = [Case(zero, precision=precision, num_micro_batches=3, num_steps=2) for precision in ("fp32", "bf16")]
+    cases = [case.with_zero(stage=stage) for case in references for stage in STAGES]
+    expected = [sha256(reference_weights(case, 3)) for case in references for _ in STAGES]
+    assert hashes_over_ranks(cases, 3) == expected
+
+
 def test_prefetch_units_and_resharding_change_no_bit() -> None:
     case = Case(ZeroConfig(stage=3, reduction="ordered", bucket_mb=0.02), num_micro_batches=2)
     settings = [
@@ -98,6 +106,8 @@ def test_the_native_reduction_of_two_ranks_gives_the_bits_of_plain_pytorch() -> 
         Case(NATIVE, precision="bf16", num_micro_batches=2),
         Case(NATIVE, precision="bf16", max_grad_norm=None, optimizer="sgd"),
         Case(NATIVE, precision="fp16", num_micro_batches=2),
+        Case(NATIVE, precision="bf16", num_micro_batches=2).with_zero(reduction="fp32"),
+        Case(NATIVE, precision="bf16", num_micro_batches=3).with_zero(accumulate="reduced", reduction="fp32"),
     ]
     cases = [case.with_zero(stage=stage) for case in references for stage in STAGES]
     expected = [sha256(reference_weights(case, 2)) for case in references for _ in STAGES]

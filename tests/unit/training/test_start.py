@@ -57,7 +57,7 @@ def test_it_is_the_same_in_colour_in_a_pipe_and_in_a_dumb_terminal(make_trainer,
 
 def test_the_sums_of_micro_batches_are_said(make_trainer):
     trainer = make_trainer(gradient_accumulation_steps=2)
-    assert re.search(r"216\.1 optimizer, 108\.\d for sums of micro-batches\n", shown(trainer, width=120))
+    assert re.search(r"216\.1 optimizer, 110\.\d for sums of micro-batches\n", shown(trainer, width=120))
 
 
 def test_frozen_parameters_are_counted_apart(make_trainer, model):
