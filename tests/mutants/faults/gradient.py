@@ -7,6 +7,7 @@ SEGMENTS = "engine/buckets/segments.py"
 OF_LEAVES = ("unit/engine/test_virtual_ranks.py",)
 SUBTREES = "engine/buckets/subtrees.py"
 UNIT = ("unit/engine/buckets/test_gradient.py",)
+OF_SUMS = ("unit/engine/test_accumulate.py",)
 OF_NORM = ("unit/engine/buckets/test_norm.py",)
 
 FAULTS = {
@@ -86,6 +87,34 @@ FAULTS = {
         "self.shard.to(self.precision.master)",
         "the first of two reduced backwards is overwritten by the second",
         UNIT,
+    ),
+    "sum-of-micro-batches-rounded": Fault(
+        FILE,
+        "            if self._sum.dtype == self.shard.dtype:\n",
+        "            if True:\n",
+        "in 16 bits micro-batches that are reduced one by one are added with eight bits",
+        OF_SUMS,
+    ),
+    "gathered-for-each-micro-batch": Fault(
+        FILE,
+        "        if self._gather is not None and self._completes:\n",
+        "        if self._gather is not None:\n",
+        "stage 0 gathers the gradient of every micro-batch",
+        OF_SUMS,
+    ),
+    "complete-without-the-last": Fault(
+        FILE,
+        "        return self._completes and self.life.state in",
+        "        return self.life.state in",
+        "a step is made of a gradient to which nobody added the last micro-batch",
+        OF_SUMS,
+    ),
+    "leaf-rounded-though-it-travels-wide": Fault(
+        FILE,
+        "        if self._accumulates and not self._widens:\n",
+        "        if self._accumulates:\n",
+        "a sum of micro-batches is rounded before it is widened",
+        OF_SUMS,
     ),
     "gradient-stays-with-its-parameter": Fault(
         SEGMENTS,

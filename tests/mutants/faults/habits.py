@@ -55,7 +55,7 @@ FAULTS = {
     ),
     "other-writes-not-told": Fault(
         WRITES,
-        "            self.digest = (31 * self.digest + _digest(weights) + 1) % _MODULUS\n",
+        "            self._digest = (31 * self._digest + _digest(weights) + 1) % _MODULUS\n",
         "            pass\n",
         "ranks that write other weights go on",
         OF_WEIGHTS,

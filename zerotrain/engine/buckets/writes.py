@@ -20,12 +20,10 @@ class Writes:
     """Whether somebody got hold of a parameter's `data` since the last look: what is written there counts nothing."""
     are_new = False
     """Whether a look found any that the master weight does not have yet."""
-    digest = 0
-    """Of the weights as they were written since the last step, a whole number below 2**50: all ranks must have written
-    the same. 0 if nobody has, or through `p.data` alone."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
+        self._digest = 0
         self._num_versions = self._count()
 
     def _count(self) -> int:
@@ -44,15 +42,21 @@ class Writes:
             return False
         self._num_versions, self.may_be_uncounted, self.are_new = num_versions, False, True
         if counted:
-            self.digest = (31 * self.digest + _digest(weights) + 1) % _MODULUS
+            self._digest = (31 * self._digest + _digest(weights) + 1) % _MODULUS
         return True
+
+    def take_digest(self) -> int:
+        """Of the weights as they were written since it was last taken, a whole number below 2**50: all ranks must have
+        written the same. 0 if nobody has, or through `p.data` alone."""
+        digest, self._digest = self._digest, 0
+        return digest
 
     def start_anew(self) -> None:
         """The engine has replaced the weights; what was written before is gone."""
         self.count_update()
         self._num_versions = self._count()
         self.may_be_uncounted = self.are_new = False
-        self.digest = 0
+        self._digest = 0
 
     def count_update(self) -> None:
         """The engine has changed the weights: PyTorch must refuse a graph from before, which would compute its

@@ -94,6 +94,11 @@ def _sample(factory: OptimizerFactory) -> torch.optim.Optimizer:
 
 def _made(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     try:
-        return factory(groups)
+        made = factory(groups)
     except ValueError as error:
         raise ConfigError(f"optimizer: {error}") from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer: makes a {type(made).__name__} of its groups; it must make a torch.optim.Optimizer"
+        )
+    return made

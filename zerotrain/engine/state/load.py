@@ -50,9 +50,23 @@ def load_state_dict(
                 slot_view(whole, slot).copy_(state[given[id(managed.parameter)]])
         collectives.broadcast(whole, name=bucket.spec.name)
         bucket.load(whole)
-    rest = {name: state[name] for name in own if is_source and name in state and own[name] not in in_buckets}
+    rest = {name: value for name, value in own.items() if value not in in_buckets}
     # By PyTorch itself: buffers, and what modules keep beside their tensors.
-    model.load_state_dict(collectives.gather_objects(rest, name="buffers")[0], strict=False)
+    model.load_state_dict(_from_rank_0(rest, state if is_source else {}, collectives), strict=False)
+
+
+def _from_rank_0(own: Mapping[str, Any], state: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
+    """What rank 0 has in `state` of what a model has itself."""
+    said = {name: None if isinstance(own[name], torch.Tensor) else state[name] for name in own if name in state}
+    received: dict[str, Any] = collectives.gather_objects(said, name="buffers")[0]
+    for name in [name for name in received if isinstance(own[name], torch.Tensor)]:
+        received[name] = own[name].detach().clone()
+        if name in state:
+            received[name].copy_(state[name])
+        if received[name].numel() > 0:
+            # As bytes: backends do not send every dtype.
+            collectives.broadcast(received[name].view(-1).view(torch.uint8), name="buffers")
+    return received
 
 
 def _problems(

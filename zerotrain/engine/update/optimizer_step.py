@@ -94,8 +94,7 @@ def take_writes(buckets: Sequence[Bucket]) -> int:
     written = 0
     for bucket in buckets:
         bucket.weights.take_writes()
-        written ^= bucket.weights.writes.digest
-        bucket.weights.writes.digest = 0
+        written ^= bucket.weights.writes.take_digest()
     return written
 
 

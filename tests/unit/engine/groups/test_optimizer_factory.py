@@ -122,3 +122,10 @@ def test_a_setting_out_of_range_is_refused_in_python_as_on_the_command_line(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         zerotrain.build_engine(model(), optimizer=torch.optim.SGD, zero=zero)
+
+
+def test_what_makes_no_optimizer_is_refused_with_what_it_makes() -> None:
+    with pytest.raises(
+        zerotrain.ConfigError, match=r"optimizer: makes a dict of its groups; it must make a torch\.optim"
+    ):
+        zerotrain.build_engine(model(), optimizer=lambda groups: dict(enumerate(groups)))
