@@ -58,14 +58,16 @@ def load_state_dict(
 def _from_rank_0(own: Mapping[str, Any], state: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
     """What rank 0 has in `state` of what a model has itself."""
     said = {name: None if isinstance(own[name], torch.Tensor) else state[name] for name in own if name in state}
-    received: dict[str, Any] = collectives.gather_objects(said, name="buffers")[0]
-    for name in [name for name in received if isinstance(own[name], torch.Tensor)]:
-        received[name] = own[name].detach().clone()
-        if name in state:
-            received[name].copy_(state[name])
-        if received[name].numel() > 0:
-            # As bytes: backends do not send every dtype.
-            collectives.broadcast(received[name].view(-1).view(torch.uint8), name="buffers")
+    received: dict[str, Any] = {}
+    for name, value in collectives.gather_objects(said, name="buffers")[0].items():
+        received[name] = value
+        if isinstance(own[name], torch.Tensor):
+            tensor = received[name] = own[name].detach().clone()
+            if name in state:
+                tensor.copy_(state[name])
+            if tensor.numel() > 0:
+                # As bytes: backends do not send every dtype.
+                collectives.broadcast(tensor.view(-1).view(torch.uint8), name="buffers")
     return received
 
 
