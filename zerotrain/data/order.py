@@ -49,13 +49,8 @@ def permuted(indices: ArrayLike, *, seed: int, epoch: int, num_rows: int) -> NDA
         raise ValueError(f"indices={indices!r} must all be in 0..{num_rows - 1}, below num_rows")
     if not (0 <= seed < 1 << 64 and 0 <= epoch < 1 << 64):
         raise ValueError(f"seed={seed} and epoch={epoch} must be in 0..2**64 - 1")
-    # An even number of left halves: with two odd ones no round could make an odd permutation.
-    num_left = 2 * math.ceil((math.isqrt(num_rows - 1) + 1) / 2)
-    num_right = -(-num_rows // num_left)
-    rows = _shuffled_pairs(places.flatten().astype(np.uint64), num_left, num_right, _keys(seed, epoch))
-    while len(beyond := np.flatnonzero(rows >= num_rows)):
-        rows[beyond] = _shuffled_pairs(rows[beyond], num_left, num_right, _keys(seed, epoch))
-    return rows.astype(np.int64).reshape(places.shape)
+    rows = _sent_to(places.flatten(), _keys(seed, epoch)[:, None], num_rows)
+    return rows.reshape(places.shape)
 
 
 def rows_at(positions: ArrayLike, *, seed: int, num_rows: int) -> NDArray[np.int64]:
@@ -66,11 +61,21 @@ def rows_at(positions: ArrayLike, *, seed: int, num_rows: int) -> NDArray[np.int
         seed, num_rows: as `permuted` takes them.
     """
     epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), num_rows)
-    rows = np.empty_like(places)
-    for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        rows[here] = permuted(places[here], seed=seed, epoch=epoch, num_rows=num_rows)
-    return rows
+    each, of_position = np.unique(epochs, return_inverse=True)
+    keys = np.stack([_keys(seed, epoch) for epoch in each.tolist()], axis=1)
+    return _sent_to(places.flatten(), keys[:, of_position.flatten()], num_rows).reshape(places.shape)
+
+
+def _sent_to(places: NDArray[np.int64], keys: NDArray[np.uint64], num_rows: int) -> NDArray[np.int64]:
+    """Args: places: (n,); keys: (_NUM_ROUNDS, n), of each place, or (_NUM_ROUNDS, 1)."""
+    # An even number of left halves: with two odd ones no round could make an odd permutation.
+    num_left = 2 * math.ceil((math.isqrt(num_rows - 1) + 1) / 2)
+    num_right = -(-num_rows // num_left)
+    keys = np.broadcast_to(keys, (_NUM_ROUNDS, len(places)))
+    rows = _shuffled_pairs(places.astype(np.uint64), num_left, num_right, keys)
+    while len(beyond := np.flatnonzero(rows >= num_rows)):
+        rows[beyond] = _shuffled_pairs(rows[beyond], num_left, num_right, keys[:, beyond])
+    return rows.astype(np.int64)
 
 
 def _shuffled_pairs(
@@ -78,7 +83,7 @@ def _shuffled_pairs(
 ) -> NDArray[np.uint64]:
     """The numbers left * num_right + right that some others are sent to."""
     left, right = np.divmod(pairs, np.uint64(num_right))
-    for left_key, right_key in keys.reshape(-1, 2):
+    for left_key, right_key in zip(keys[::2], keys[1::2], strict=True):
         left = (left + _hashed(right + left_key)) % np.uint64(num_left)
         right = (right + _hashed(left + right_key)) % np.uint64(num_right)
     return left * np.uint64(num_right) + right
