@@ -59,7 +59,7 @@ def _trainer(
     engine = _engine(config, world)
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
     torch.manual_seed(config.seed + 1 + world.rank)
-    dataset = build("data", config.data)
+    dataset = build("data", config.data_target)
     loop = {key: value for key, value in asdict(config.train).items() if key not in ENGINE_SETTINGS}
     return Trainer(
         engine=engine,
@@ -92,6 +92,16 @@ def _engine(config: Config, world: World) -> ZeroEngine:
         decay_all=False,
         **config.model_switches,
     )
+
+
+def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:
+    """The user's function that makes a batch of items; None for torch's.
+
+    Raises:
+        ConfigError: it cannot be found or refuses its arguments.
+    """
+    values = config.data_switches["collate_fn"]
+    return None if values is None else build("data.collate_fn", values)
 
 
 def build(group: str, values: dict[str, Any]) -> Any:

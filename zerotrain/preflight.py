@@ -123,7 +123,7 @@ def _dataset(config: Config) -> Any:
     Raises:
         ConfigError: it is no data at all.
     """
-    data, path = build("data", config.data), config.data.get("_target_")
+    data, path = build("data", config.data_target), config.data.get("_target_")
     for name in SETS:
         if getattr(data, name, None) is None:
             raise ConfigError(
