@@ -1,3 +1,4 @@
+import math
 from functools import partial
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 from torch.utils.data import Dataset
 
 import zerotrain
+from zerotrain.data.fetch import RowError
 from zerotrain.models import GPT, HuggingFaceModel
 from zerotrain.training.evaluation import evaluate, validation_rows
 
@@ -119,3 +121,58 @@ def test_how_often_one_evaluates_changes_no_weight_of_a_model_that_draws_random_
         return make_trainer(engine=engine, max_steps=6, eval_every=eval_every).run()["weights_sha256"]
 
     assert weights(0) == weights(1) == weights(3) != weights(0, dropout=False)
+
+
+class OnFrozenBackbone(torch.nn.Module):
+    """A head behind a frozen backbone, whose batch norm is to stay as it was learnt."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).requires_grad_(False)
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, pixels, labels):
+        return (self.head(self.backbone(pixels)).squeeze(-1) - labels).square().mean()
+
+
+def test_modules_that_the_user_put_into_evaluation_mode_stay_there(world):
+    engine = zerotrain.build_engine(OnFrozenBackbone(), optimizer=torch.optim.SGD, world=world)
+    engine.train()
+    engine.module.backbone.eval()
+    items = [{"pixels": torch.full((4,), float(row)), "labels": float(row)} for row in range(5)]
+    loss = evaluate(engine=engine, world=world, dataset=items, num_sequences=5, micro_batch_size=2)
+    assert math.isfinite(loss)
+    assert (engine.module.training, engine.module.head.training) == (True, True)
+    assert not any(module.training for module in engine.module.backbone.modules())
+
+
+class Augmenting(RaggedSequences):
+    """Draws a mask for each item from torch's global generator."""
+
+    def __getitem__(self, index):
+        ids, labels = super().__getitem__(index)
+        return ids, labels.masked_fill(torch.rand(labels.shape) < 0.5, -100)
+
+
+def test_what_validation_draws_depends_on_no_micro_batch_size_and_on_nothing_drawn_before(engine, world):
+    losses = set()
+    for micro_batch_size in (1, 2, 7):
+        torch.manual_seed(micro_batch_size)
+        arguments = {"num_sequences": 7, "micro_batch_size": micro_batch_size, "seed": 5}
+        losses.add(round(evaluate(engine=engine, world=world, dataset=Augmenting(), **arguments), 5))
+    assert len(losses) == 1
+
+
+def test_named_items_of_several_lengths_have_the_same_loss_as_pairs(engine, world):
+    def padded(items):
+        ids, labels = zip(*items, strict=True)
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {"labels": pad(labels, batch_first=True, padding_value=-100), "ids": pad(ids, batch_first=True)}
+
+    rows = [RaggedSequences()[row] for row in range(7)]
+    cut = [(ids[: row + 1], labels[: row + 1]) for row, (ids, labels) in enumerate(rows)]
+    arguments = {"engine": engine, "world": world, "num_sequences": 7, "micro_batch_size": 3}
+    loss = evaluate(dataset=rows, **arguments)
+    assert evaluate(dataset=cut, collate=padded, **arguments) == pytest.approx(loss, rel=1e-5)
+    with pytest.raises(RowError, match=r"^data\.validation: rows 0, 1, 2 \(epoch 0, step 0\) cannot be put together"):
+        evaluate(dataset=cut, **arguments)
