@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from zerotrain.data import SyntheticTokens
+from zerotrain.data import GlobalBatchSampler, SyntheticTokens
 from zerotrain.data.mix import MAX_PERIOD, Mix, MixedRows, parts_of, pattern
 
 SIZES = {"books": 7, "code": 30, "web": 101}
@@ -130,3 +130,42 @@ def test_a_source_of_weight_0_is_evaluated_alone() -> None:
     assert torch.equal(mix.train[3][0], synthetic().train[3][0])
     with pytest.raises(IndexError):
         mix.train[10]
+
+
+def stream(mix: MixedRows, *, num_ranks: int, micro_batch_size: int, num_micro_batches: int, start: int) -> list[int]:
+    """The rows that all ranks read in some steps from position `start` on, in the order of the positions."""
+    samplers = [
+        GlobalBatchSampler(
+            num_sequences=len(mix),
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+            rank=rank,
+            num_ranks=num_ranks,
+            seed=3,
+            order=mix.order,
+        )
+        for rank in range(num_ranks)
+    ]
+    size, rows = samplers[0].global_batch_size, []
+    for position in range(start, start + 5 * size, size):
+        read = [sampler.micro_batches(position) for sampler in samplers]
+        rows += [row for number in range(num_micro_batches) for each in read for row in each[number].rows]
+    return rows
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize(("micro_batch_size", "num_micro_batches"), [(1, 1), (4, 1), (3, 2)])
+def test_ranks_and_batches_share_the_same_rows_of_a_mix_also_when_it_is_resumed(
+    num_ranks: int, micro_batch_size: int, num_micro_batches: int
+) -> None:
+    mix = rows_of(SIZES, {"books": 5, "code": 2, "web": 1})
+    for start in (0, 17, 10**12 + 1):
+        expected = mix.order(start + np.arange(5 * num_ranks * micro_batch_size * num_micro_batches), seed=3)[0]
+        read = stream(
+            mix,
+            num_ranks=num_ranks,
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+            start=start,
+        )
+        assert read == expected.tolist()
