@@ -33,6 +33,8 @@ def first_batches(dataset: Any, name: str, *, seed: int = 0, collate: Collate | 
             cannot stand in one batch, or what the dataset says of itself is not so.
         RowError: the dataset or collate raised an exception.
     """
+    if sources := getattr(dataset, "sources", {}):
+        return _of_sources(sources, name, seed, collate)
     _require_map_style(dataset, name)
     rows = range(min(NUM_ITEMS, len(dataset)))
     if collate is None and not hasattr(dataset, "rows"):
@@ -48,10 +50,24 @@ def first_batches(dataset: Any, name: str, *, seed: int = 0, collate: Collate | 
             "is made in __getitem__"
         )
     if collate is None:
-        _require_one_shape(batches, name)
+        _require_one_shape(batches, [f"{name}[{row}]" for row in rows])
     fetch_rows(dataset, rows, **_first(seed, len(rows), name), collate=collate)
     _require_as_many_labels(dataset, batches, name)
     return batches
+
+
+def _of_sources(sources: Mapping[str, Any], name: str, seed: int, collate: Collate | None) -> list[Any]:
+    """The first items of each source of a mix, which must stand in one batch too."""
+    names = [source_name(name, source) for source in sources]
+    batches = [first_batches(each, names[at], seed=seed, collate=collate) for at, each in enumerate(sources.values())]
+    if collate is None:
+        _require_one_shape([each[0] for each in batches], [f"{each}[0]" for each in names])
+    return [batch for each in batches for batch in each]
+
+
+def source_name(name: str, source: str) -> str:
+    """What a source of a mix is called: "data.sources.code.data.train" of "data.train"."""
+    return name.replace("data.", f"data.sources.{source}.data.", 1)
 
 
 def _first(seed: int, num_rows: int, name: str) -> dict[str, Any]:
@@ -98,13 +114,13 @@ def _parts(value: Any, path: str) -> list[tuple[str, Any]]:
     return [(path, value)]
 
 
-def _require_one_shape(batches: Sequence[Any], name: str) -> None:
+def _require_one_shape(batches: Sequence[Any], names: Sequence[str]) -> None:
     shapes = [_shapes(batch) for batch in batches]
-    for index, each in enumerate(shapes):
+    for name, each in zip(names, shapes, strict=True):
         if each != shapes[0]:
             raise ValueError(
-                f"{name}[{index}] has {_said(each)} and {name}[0] {_said(shapes[0])}; all items must have the same: "
-                f"pad them, with {IGNORED_LABEL} for labels, or give data.collate_fn, which pads each micro-batch"
+                f"{name} has {_said(each)} and {names[0]} {_said(shapes[0])}; all items must have the same: pad them, "
+                f"with {IGNORED_LABEL} for labels, or give data.collate_fn, which pads each micro-batch"
             )
 
 

@@ -10,6 +10,7 @@ import torch
 from zerotrain.comm.world import World
 from zerotrain.data.fetch import Collate, fetch_rows
 from zerotrain.data.inputs import as_inputs, num_labels, to_device
+from zerotrain.data.items import source_name
 from zerotrain.engine.engine import ZeroEngine
 
 
@@ -32,16 +33,13 @@ def evaluate_sources(*, dataset: Any, num_sequences: int, **arguments: Any) -> t
         return evaluate(dataset=dataset, num_sequences=num_sequences, **arguments), {}
     total = sum(dataset.weights.values())
     shares = {name: weight / total for name, weight in dataset.weights.items()}
-    losses = {
-        name: evaluate(
-            dataset=source,
-            num_sequences=max(1, round(num_sequences * shares[name])),
-            name=f"{name} of data.validation",
-            **arguments,
-        )
-        for name, source in sources.items()
-    }
-    return sum(shares[name] * loss for name, loss in losses.items()), losses
+    losses = {}
+    for name, source in sources.items():
+        share = max(1, round(num_sequences * shares[name]))
+        called = source_name("data.validation", name)
+        losses[name] = evaluate(dataset=source, num_sequences=share, name=called, **arguments)
+    # A source that weighs nothing may have any loss, nan too.
+    return sum(shares[name] * loss for name, loss in losses.items() if shares[name]), losses
 
 
 def evaluate(

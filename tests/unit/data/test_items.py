@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from zerotrain.data.items import first_batches, require_next_tokens, require_taken
+from zerotrain.data.mix import MixedRows
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9])
 PAIR = (TOKENS[:-1], TOKENS[1:])
@@ -149,3 +150,16 @@ def test_labels_that_are_the_next_tokens_pass_masked_or_of_one_token_alone() -> 
 def test_items_that_the_model_would_learn_wrongly_are_refused(items: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(*items)
+
+
+def test_the_items_of_each_source_of_a_mix_are_looked_at() -> None:
+    def mixed(*others: Any) -> MixedRows:
+        return MixedRows({"a": [PAIR] * 9, "b": [*others]}, {"a": 1, "b": 1})
+
+    assert len(first_batches(mixed(PAIR), "data.train")) == 9
+    with pytest.raises(ValueError, match=r"^data\.sources\.b\.data\.train\[1\]\[0\] is of type str; "):
+        first_batches(mixed(PAIR, ("text", TOKENS)), "data.train")
+    with pytest.raises(
+        ValueError, match=r"^data\.sources\.b\.data\.train\[0\] has .* and data\.sources\.a\.data\.train\[0\]"
+    ):
+        first_batches(mixed((TOKENS, TOKENS)), "data.train")

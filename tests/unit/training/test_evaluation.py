@@ -6,9 +6,10 @@ import torch
 from torch.utils.data import Dataset
 
 import zerotrain
+from zerotrain.data import Mix, SyntheticTokens
 from zerotrain.data.fetch import RowError
 from zerotrain.models import GPT, HuggingFaceModel
-from zerotrain.training.evaluation import evaluate, validation_rows
+from zerotrain.training.evaluation import evaluate, evaluate_sources, validation_rows
 
 
 @pytest.fixture
@@ -176,3 +177,17 @@ def test_named_items_of_several_lengths_have_the_same_loss_as_pairs(engine, worl
     assert evaluate(dataset=cut, collate=padded, **arguments) == pytest.approx(loss, rel=1e-5)
     with pytest.raises(RowError, match=r"^data\.validation: rows 0, 1, 2 \(epoch 0, step 0\) cannot be put together"):
         evaluate(dataset=cut, **arguments)
+
+
+def test_each_source_of_a_mix_has_its_loss_and_their_mean_by_weights_is_that_of_the_mix(engine, world, dataset):
+    other = SyntheticTokens(seq_len=16, vocab_size=32, num_sequences=40)
+    mix = Mix(
+        {"a": {"data": dataset, "weight": 3}, "b": {"data": other, "weight": 1}, "c": {"data": other, "weight": 0}}
+    )
+    arguments = {"engine": engine, "world": world, "micro_batch_size": 4}
+    loss, by_source = evaluate_sources(dataset=mix.validation, num_sequences=16, **arguments)
+    alone = evaluate(dataset=dataset.validation, num_sequences=12, **arguments)
+    assert by_source["a"] == alone
+    assert by_source["b"] == evaluate(dataset=other.validation, num_sequences=4, **arguments) != alone
+    assert loss == pytest.approx((3 * by_source["a"] + by_source["b"]) / 4)
+    assert evaluate_sources(dataset=dataset.validation, num_sequences=12, **arguments) == (alone, {})
