@@ -26,12 +26,14 @@ def require_same_data(collectives: Collectives, mine: Mapping[str, Any], checked
     if len(set(numbers)) > 1:
         by_rank = collectives.gather_objects(dict(mine), name="data")
         advice = "give all machines the same files"
-        named = {f"rank {rank}": each for rank, each in enumerate(by_rank)}
+        named = {f"on rank {rank}": each for rank, each in enumerate(by_rank)}
         raise ConfigError(*_differences(named, "the ranks differ", advice))
     if checked is not None and dict(checked) != dict(mine):
         advice = "nothing may write to the data, or to a folder it is read from, while a run starts; start it again"
         raise ConfigError(
-            *_differences({"the check": checked, "all ranks": mine}, "it has changed since it was checked", advice)
+            *_differences(
+                {"when it was checked": checked, "on all ranks": mine}, "it has changed since it was checked", advice
+            )
         )
 
 
@@ -43,16 +45,15 @@ def _differences(by_holder: Mapping[str, Mapping[str, Any]], what: str, advice: 
         for holder, each in by_holder.items():
             holders.setdefault(each.get(name, "nothing"), []).append(holder)
         if len(holders) > 1:
-            said = ", ".join(f"{value} on {_listed(on)}" for value, on in holders.items())
+            said = ", ".join(f"{value} {_listed(on)}" for value, on in holders.items())
             lines.append(f"data: {what}: {name.replace('_', ' ')}: {said}; {advice}")
     return lines
 
 
 def _listed(holders: Sequence[str]) -> str:
-    """ "rank 0, rank 1" as "ranks 0, 1"."""
-    if len(holders) > 1 and all(holder.startswith("rank ") for holder in holders):
-        return f"ranks {', '.join(holder.removeprefix('rank ') for holder in holders)}"
-    return ", ".join(holders)
+    """Several ranks as "on ranks 0, 1"."""
+    first, *others = holders
+    return first.replace("rank", "ranks") + "".join(f", {each.split()[-1]}" for each in others) if others else first
 
 
 def _number(fingerprint: Mapping[str, Any]) -> int:
