@@ -15,6 +15,7 @@ from zerotrain.api import assemble_engine
 from zerotrain.comm.world import World
 from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
+from zerotrain.data.fetch import fetch_rows
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError, printable
 from zerotrain.settings import EngineConfig
@@ -172,7 +173,10 @@ def _model_flops(config: Config, engine: ZeroEngine, dataset: Any) -> ModelFlops
     """What MFU is computed from; None where the device's peak or the model's operations are not known."""
     peak = device_peak_flops(engine.world.device, engine.precision.compute)
     model = None if peak is None else build_on_meta(config)
-    per_sequence = None if model is None else count_flops(model, dataset.train[0])
+    if model is None:
+        return None
+    first = fetch_rows(dataset.train, [0], seed=config.seed, epochs=[0], step=1, collate=build_collate(config))
+    per_sequence = count_flops(model, first)
     if peak is None or per_sequence is None:
         return None
     return ModelFlops(per_sequence=per_sequence, peak_per_s=peak * engine.world.size)

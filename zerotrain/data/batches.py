@@ -11,10 +11,11 @@ rows are read:
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from zerotrain.data.order import ORDER_VERSION, rows_at
@@ -22,6 +23,7 @@ from zerotrain.data.order import ORDER_VERSION, rows_at
 IGNORED_LABEL = -100
 """A label that stands for "nothing to learn here"; torch's cross entropy skips it by default."""
 MAX_POSITION = 1 << 63
+Order = Callable[..., tuple[NDArray[np.int64], NDArray[np.int64]]]
 
 
 class RowsToRead(NamedTuple):
@@ -52,6 +54,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         leaves_per_rank: virtual ranks of each.
         seed: 0 to 2**63 - 1; another seed is another order.
         rows_consumed: sequences that all ranks have been trained on before.
+        order: (positions, seed=...) -> (rows, epochs), of a dataset that has an order of its own, such as a mix; None:
+            one permutation of all rows after another.
         fingerprint: what else must be the same for a row to be the same, such as {"tokens": 1000000}.
 
     Raises:
@@ -69,6 +73,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         seed: int,
         leaves_per_rank: int = 1,
         rows_consumed: int = 0,
+        order: Order | None = None,
         fingerprint: Mapping[str, Any] | None = None,
     ) -> None:
         if min(num_sequences, micro_batch_size, num_micro_batches, num_ranks) < 1:
@@ -88,6 +93,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.leaves_per_rank = leaves_per_rank
         self.seed = seed
         self.rows_consumed = rows_consumed
+        self._order = order
         self.fingerprint = {"rows": num_sequences} | dict(fingerprint or {})
 
     @property
@@ -104,7 +110,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """The sequences of global batch number `step`, where all are of this size, in row order. It may reach over the
         end of an epoch."""
         positions = step * self.global_batch_size + np.arange(self.global_batch_size)
-        rows: list[int] = rows_at(positions, seed=self.seed, num_rows=self.num_sequences).tolist()
+        rows: list[int] = self._rows_and_epochs(positions)[0].tolist()
         return rows
 
     def rank_rows(self, step: int) -> list[int]:
@@ -120,9 +126,13 @@ class GlobalBatchSampler(Sampler[list[int]]):
         virtual_ranks = self.rank * self.leaves_per_rank + np.arange(self.leaves_per_rank)
         blocks = np.arange(self.num_micro_batches) * self.num_virtual_ranks + virtual_ranks[:, None]
         places = blocks.reshape(-1, 1) * self.micro_batch_size + np.arange(self.micro_batch_size)
-        rows = rows_at(position + places, seed=self.seed, num_rows=self.num_sequences)
-        epochs = (position + places) // self.num_sequences
+        rows, epochs = self._rows_and_epochs(position + places)
         return [RowsToRead(*each) for each in zip(rows.tolist(), epochs.tolist(), strict=True)]
+
+    def _rows_and_epochs(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if self._order is not None:
+            return self._order(positions, seed=self.seed)
+        return rows_at(positions, seed=self.seed, num_rows=self.num_sequences), positions // self.num_sequences
 
     def __iter__(self) -> Iterator[list[int]]:
         for position in itertools.count(self.rows_consumed, self.global_batch_size):

@@ -11,6 +11,8 @@ from zerotrain.data.fetch import fetch_rows
 from zerotrain.data.inputs import as_inputs
 
 Fingerprint = dict[str, int | str]
+_NUM_ORDERED = 1000
+"""First rows of an order of the dataset's own, such as that of a mix, which its weights change."""
 
 
 def fingerprint_of(data: Any, *, seed: int = 0) -> Fingerprint:
@@ -25,6 +27,9 @@ def fingerprint_of(data: Any, *, seed: int = 0) -> Fingerprint:
         RowError: an item could not be read.
     """
     known: Fingerprint = {"rows": len(data.train), "validation_rows": len(data.validation)}
+    if hasattr(data.train, "order"):
+        first_rows, _ = data.train.order(np.arange(_NUM_ORDERED), seed=seed)
+        known["order"] = hashlib.sha256(first_rows.astype("<i8").tobytes()).hexdigest()[:16]
     if callable(getattr(data, "fingerprint", None)):
         return known | {str(name): value for name, value in data.fingerprint().items()}
     for name in ("train", "validation"):

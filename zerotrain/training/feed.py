@@ -51,6 +51,7 @@ class TrainingFeed:
             num_ranks=world.size,
             seed=seed,
             leaves_per_rank=len(engine.virtual_ranks),
+            order=getattr(dataset.train, "order", None),
         )
         self.sampler.rows_consumed = first_step * self.sampler.global_batch_size
 

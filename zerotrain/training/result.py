@@ -34,6 +34,8 @@ class RunResult:
     """Mean loss over the tokens of the last logged global batch, in nats."""
     final_val_loss: float | None = None
     """Mean loss over the tokens of the last evaluation, in nats."""
+    val_loss_by_source: dict[str, float] | None = None
+    """Likewise of each source of `data=mix`; null where there is one."""
     tokens_per_s: float | None = None
     """Tokens of all ranks per second of training, the first steps and evaluations left out."""
     step_ms_median: float | None = None

@@ -16,7 +16,7 @@ from zerotrain.data.fetch import Collate
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import printable
-from zerotrain.training.evaluation import evaluate
+from zerotrain.training.evaluation import evaluate_sources
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.flops import ModelFlops
 from zerotrain.training.metrics import StepClock
@@ -261,20 +261,24 @@ class Trainer:
         )
 
     def _evaluate(self) -> dict[str, Any]:
-        self.result.final_val_loss = evaluate(
+        loss, by_source = evaluate_sources(
             engine=self.engine,
             world=self.world,
             dataset=self.dataset.validation,
             num_sequences=self.eval_batches * ROWS_PER_EVAL_BATCH,
             micro_batch_size=self.micro_batch_size,
+            seed=self.seed,
+            step=self.result.steps,
+            collate=self.collate_fn,
         )
-        if math.isnan(self.result.final_val_loss) and not self._warned:
+        self.result.final_val_loss, self.result.val_loss_by_source = loss, by_source or None
+        if math.isnan(loss) and not self._warned:
             self._warned = True
             self.console.print(
                 "warning: the validation loss is nan: no label of the validation counts, or the model's loss is nan",
                 highlight=False,
             )
-        return {"val_loss": self.result.final_val_loss}
+        return {"val_loss": loss} | {f"val_loss_{name}": value for name, value in by_source.items()}
 
     def _measure(self) -> list[RankUsage]:
         """Fill in what is known at the end only; return the usage of all ranks. Collective."""

@@ -14,6 +14,7 @@ KEYS = [
     "world_size",
     "final_train_loss",
     "final_val_loss",
+    "val_loss_by_source",
     "steps",
     "skipped_steps",
     "tokens_per_s",
