@@ -1,6 +1,6 @@
 """The one place where config becomes objects: one rank of a run, from joining the others to its result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ def run(
     config_hash: str,
     enter: Callable[[str], None] = lambda phase: None,
     begin: Callable[[int], None] = lambda step: None,
+    data_checked: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
@@ -43,19 +44,18 @@ def run(
         overrides, config_hash: repeated in result.json.
         enter: told what is done from then on, such as "training".
         begin: told the number of each step, from 1, as it begins.
+        data_checked: what the data was for `zerotrain.preflight.check`.
     """
     enter("joining the other ranks")
     facts = {"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash}
     with words_of_config(), World.from_environment(config.launch.device, config.launch.timeout_s) as world:
         enter(f"building {config.model.get('_target_')}")
-        trainer = _trainer(config, world, run_dir, facts, begin)
+        trainer = _trainer(config, world, run_dir, run_facts=facts, begin=begin, data_checked=data_checked)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()
 
 
-def _trainer(
-    config: Config, world: World, run_dir: Path, run_facts: dict[str, Any], begin: Callable[[int], None]
-) -> Trainer:
+def _trainer(config: Config, world: World, run_dir: Path, **told: Any) -> Trainer:
     torch.manual_seed(config.seed)
     engine = _engine(config, world)
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
@@ -70,8 +70,9 @@ def _trainer(
         seed=config.seed,
         run_dir=run_dir,
         model_flops=_model_flops(config, engine, dataset),
-        run_facts=run_facts,
-        begin=begin,
+        num_workers=config.data_switches["num_workers"],
+        collate_fn=build_collate(config),
+        **told,
         **loop,
     )
 

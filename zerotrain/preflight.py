@@ -16,6 +16,7 @@ from zerotrain.config.schema import Config
 from zerotrain.config.targets import HYDRA_KEYS
 from zerotrain.config.words import word, words_of_config
 from zerotrain.data.fetch import RowError
+from zerotrain.data.fingerprint import Fingerprint, fingerprint_of
 from zerotrain.data.items import first_batches, ids_of, require_next_tokens, require_taken
 from zerotrain.engine.build import require_plain, require_trainable
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
@@ -34,7 +35,7 @@ MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
 
 
-def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> None:
+def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> Fingerprint:
     """Build what can be built without ranks: the model without memory, the dataset, the optimizer of one element.
 
     Called once, before any rank starts; it also fills the dataset's cache, so that the ranks find it there.
@@ -43,6 +44,9 @@ def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> None:
         config: gets what the dataset alone knows: `model.vocab_size`, where it is null.
         num_local_ranks: ranks this machine is to run.
         num_ranks: of all machines.
+
+    Returns:
+        What the data is, for the ranks to compare theirs with.
 
     Raises:
         ConfigError: with every problem found.
@@ -71,6 +75,7 @@ def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> None:
     attempt("train", lambda config: leaves_per_rank(config.train.virtual_ranks, num_ranks))
     data = attempt("data", _dataset)
     batches = None if data is None else attempt("data", lambda config: _first_batches(data, config))
+    fingerprint = None if batches is None else attempt("data", lambda config: fingerprint_of(data, seed=config.seed))
     model = None
     if _take_vocab_size(config, data):
         model = attempt("model", lambda config: _require_module(build_on_meta(config), config))
@@ -83,6 +88,7 @@ def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> None:
     attempt("scheduler", _naming_the_argument("scheduler", _try_schedule))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
+    return fingerprint or {}
 
 
 def _take_vocab_size(config: Config, data: Any) -> bool:

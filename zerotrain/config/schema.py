@@ -79,7 +79,8 @@ class TrainConfig:
     eval_every: int = setting(100, at_least(0, "steps"))
     """Optimizer steps between evaluations; there is one before the first step and after the last. 0: only the last."""
     eval_batches: int = setting(16, at_least(1, "batches"))
-    """Global batches (as large as those of training, or fewer if validation has no more) read in one evaluation."""
+    """Batches of 8 sequences, or fewer if validation has no more, read in one evaluation: the same sequences at any
+    batch size and number of ranks."""
     log_every: int = setting(10, STEPS)
     """Optimizer steps between lines of metrics.jsonl."""
     sample_tokens: int = setting(200, at_least(0, "tokens"))

@@ -173,5 +173,5 @@ class GlobalBatchSampler(Sampler[list[int]]):
 def _compared(state: Mapping[str, Any]) -> dict[str, Any]:
     """What must be equal."""
     return {"seed": state["seed"], "version of the order": state["order_version"]} | {
-        f"{name} of the data": value for name, value in state["fingerprint"].items()
+        f"{name.replace('_', ' ')} of the data": value for name, value in state["fingerprint"].items()
     }

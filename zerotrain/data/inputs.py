@@ -1,7 +1,7 @@
 """What a micro-batch is to a model: any structure of tensors, of which some may be labels."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,15 +41,20 @@ def num_labels(batch: Any, num_rows: int) -> int:
 
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
     """The same batch with its tensors on a device. A mapping of whatever class comes out as a dict."""
+    return with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+
+def with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same batch with another tensor in the place of each. A mapping of whatever class comes out as a dict."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=non_blocking)
+        return change(batch)
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device, non_blocking=non_blocking) for key, value in batch.items()}
+        return {key: with_tensors(value, change) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        parts = [to_device(part, device, non_blocking=non_blocking) for part in batch]
+        parts = [with_tensors(part, change) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if (fields := _fields(batch)) is not None:
-        return dataclasses.replace(batch, **to_device(fields, device, non_blocking=non_blocking))
+        return dataclasses.replace(batch, **with_tensors(fields, change))
     return batch
 
 

@@ -40,6 +40,8 @@ class RunResult:
     """Tokens of all ranks per second of training, the first steps and evaluations left out."""
     step_ms_median: float | None = None
     """Milliseconds of one optimizer step, the first steps left out."""
+    data_wait_ms: float | None = None
+    """Milliseconds of a step in which rank 0 waited for its rows, the mean, the first steps left out."""
     mfu: float | None = None
     """Model FLOPs utilization, 0 to 1, the first steps left out; null where the device's peak is not known."""
     weights_sha256: str | None = None

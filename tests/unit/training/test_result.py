@@ -19,6 +19,7 @@ KEYS = [
     "skipped_steps",
     "tokens_per_s",
     "step_ms_median",
+    "data_wait_ms",
     "mfu",
     "weights_sha256",
     "comm_bytes_per_step",
