@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from zerotrain.data.fetch import draws
+from zerotrain.data.fingerprint import Fingerprint, fingerprint_of
 from zerotrain.data.order import rows_at
 
 MAX_PERIOD = 100_000
@@ -61,6 +62,17 @@ class Mix:
             if hasattr(first, name):
                 setattr(self, name, getattr(first, name))
 
+    def fingerprint(self) -> Fingerprint:
+        """What each source is; see `zerotrain.data.fingerprint`."""
+        of_each = {name: fingerprint_of(data) for name, data in self.sources.items()}
+        return {f"{name}.{what}": value for name, known in of_each.items() for what, value in known.items()}
+
+    def summary(self) -> str:
+        """How much of what is read, for a line at the start."""
+        shares = self.train.shares
+        said = [f"{shares.get(name, 0):.3g} {name} ({len(data.train):,} rows)" for name, data in self.sources.items()]
+        return f"{', '.join(said)}; {len(self.validation):,} rows to validate"
+
 
 class MixedRows(Dataset[Any]):
     """The rows of several datasets, one dataset behind the other, and the order in which they are mixed.
@@ -80,6 +92,18 @@ class MixedRows(Dataset[Any]):
         self.draws = any(map(draws, self._datasets))
         counts = parts_of(list(self.weights.values()))
         self._counts, (self._source_at, self._number_at) = np.array(counts), pattern(counts)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Which part of the rows that are read is of each source."""
+        return dict(zip(self.sources, (self._counts / self._counts.sum()).tolist(), strict=True))
+
+    def times_read(self, num_rows: int) -> dict[str, float]:
+        """How often the rows of each source are read where so many rows are."""
+        lengths = map(len, self._datasets)
+        return {
+            name: num_rows * share / length for (name, share), length in zip(self.shares.items(), lengths, strict=True)
+        }
 
     def __len__(self) -> int:
         return self._ends[-1]

@@ -39,9 +39,9 @@ def print_start(
         "steps": _steps(sampler, dataset, num_steps),
         "decay": ", ".join(_decay(engine)),
     }
-    if (times := (sampler.rows_consumed + num_steps * sampler.global_batch_size) / sampler.num_sequences) > 1:
-        said = f"the run reads each row {times:.{1 if times < 100 else 0}f} times"
-        lines["warning"] = f"{said}; more data or fewer train.max_steps would do without"
+    num_rows = sampler.rows_consumed + num_steps * sampler.global_batch_size
+    if repeated := ", ".join(_repeated(dataset.train, num_rows)):
+        lines["warning"] = f"the run reads each row {repeated}; more data or fewer train.max_steps would do without"
     for name, line in lines.items():
         for number, part in enumerate(textwrap.wrap(line, max(20, console.width - INDENT))):
             label = "" if number else name
@@ -66,6 +66,14 @@ def _lengths(dataset: Any) -> Iterator[str]:
         tokens = getattr(part, "tokens_per_sequence", None)
         count = f"{len(part):,} sequences" if tokens is None else f"{len(part) * tokens:,} tokens"
         yield f"{count} {purpose}"
+
+
+def _repeated(train: Any, num_rows: int) -> Iterator[str]:
+    """How often the rows are read, of each source of a mix, where that is more than once."""
+    of_sources = hasattr(train, "times_read")
+    for name, times in (train.times_read(num_rows) if of_sources else {"": num_rows / len(train)}).items():
+        if times > 1:
+            yield f"{f'of {name} ' if of_sources else ''}{times:.{1 if times < 100 else 0}f} times"
 
 
 def _ranks(engine: ZeroEngine) -> str:

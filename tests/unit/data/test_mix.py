@@ -132,6 +132,13 @@ def test_a_source_of_weight_0_is_evaluated_alone() -> None:
         mix.train[10]
 
 
+def test_what_is_told_of_a_mix_names_its_sources() -> None:
+    mix = Mix({"a": {"data": synthetic(), "weight": 3}, "b": {"data": synthetic(num_sequences=40), "weight": 1}})
+    assert mix.summary() == "0.75 a (10 rows), 0.25 b (40 rows); 5 rows to validate"
+    assert mix.train.times_read(80) == {"a": 6.0, "b": 0.5}
+    assert (mix.fingerprint()["a.rows"], mix.fingerprint()["b.rows"]) == (10, 40)
+
+
 def stream(mix: MixedRows, *, num_ranks: int, micro_batch_size: int, num_micro_batches: int, start: int) -> list[int]:
     """The rows that all ranks read in some steps from position `start` on, in the order of the positions."""
     samplers = [
