@@ -1,6 +1,6 @@
 """The one place where config becomes objects: one rank of a run, from joining the others to its result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from zerotrain.api import assemble_engine
 from zerotrain.comm.world import World
 from zerotrain.config.schema import Config, TrainConfig
 from zerotrain.config.words import words_of_config
+from zerotrain.data.fetch import fetch_rows
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError, printable
 from zerotrain.settings import EngineConfig
@@ -36,6 +37,7 @@ def run(
     config_hash: str,
     enter: Callable[[str], None] = lambda phase: None,
     begin: Callable[[int], None] = lambda step: None,
+    data_checked: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
@@ -45,6 +47,7 @@ def run(
         overrides, config_hash: repeated in result.json.
         enter: told what is done from then on, such as "training".
         begin: told the number of each step, from 1, as it begins.
+        data_checked: what the data was for `zerotrain.preflight.check`.
     """
     if config.train.deterministic:
         make_deterministic()
@@ -52,19 +55,17 @@ def run(
     facts = {"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash}
     with words_of_config(), World.from_environment(config.launch.device, config.launch.timeout_s) as world:
         enter(f"building {config.model.get('_target_')}")
-        trainer = _trainer(config, world, run_dir, facts, begin)
+        trainer = _trainer(config, world, run_dir, run_facts=facts, begin=begin, data_checked=data_checked)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()
 
 
-def _trainer(
-    config: Config, world: World, run_dir: Path, run_facts: dict[str, Any], begin: Callable[[int], None]
-) -> Trainer:
+def _trainer(config: Config, world: World, run_dir: Path, **told: Any) -> Trainer:
     torch.manual_seed(config.seed)
     engine = _engine(config, world)
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
     torch.manual_seed(config.seed + 1 + world.rank)
-    dataset = build("data", config.data)
+    dataset = build("data", config.data_target)
     loop = {name: getattr(config.train, name) for name in LOOP_SETTINGS}
     return Trainer(
         engine=engine,
@@ -74,8 +75,9 @@ def _trainer(
         seed=config.seed,
         run_dir=run_dir,
         model_flops=_model_flops(config, engine, dataset),
-        run_facts=run_facts,
-        begin=begin,
+        num_workers=config.data_switches["num_workers"],
+        collate_fn=build_collate(config),
+        **told,
         **loop,
     )
 
@@ -97,6 +99,16 @@ def _engine(config: Config, world: World) -> ZeroEngine:
         decay_all=False,
         **config.model_switches,
     )
+
+
+def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:
+    """The user's function that makes a batch of items; None for torch's.
+
+    Raises:
+        ConfigError: it cannot be found or refuses its arguments.
+    """
+    values = config.data_switches["collate_fn"]
+    return None if values is None else build("data.collate_fn", values)
 
 
 def build(group: str, values: dict[str, Any]) -> Any:
@@ -166,7 +178,10 @@ def _model_flops(config: Config, engine: ZeroEngine, dataset: Any) -> ModelFlops
     """What MFU is computed from; None where the device's peak or the model's operations are not known."""
     peak = device_peak_flops(engine.world.device, engine.precision.compute)
     model = None if peak is None else build_on_meta(config)
-    per_sequence = None if model is None else count_flops(model, dataset.train[0])
+    if model is None:
+        return None
+    first = fetch_rows(dataset.train, [0], seed=config.seed, epochs=[0], step=1, collate=build_collate(config))
+    per_sequence = count_flops(model, first)
     if peak is None or per_sequence is None:
         return None
     return ModelFlops(per_sequence=per_sequence, peak_per_s=peak * engine.world.size)

@@ -1,6 +1,7 @@
 """All that can be tried of a config before any rank starts."""
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -14,7 +15,9 @@ from zerotrain.config.compose import first_line
 from zerotrain.config.schema import Config
 from zerotrain.config.targets import HYDRA_KEYS
 from zerotrain.config.words import word, words_of_config
-from zerotrain.data.items import Item, first_items, require_next_tokens
+from zerotrain.data.fetch import RowError
+from zerotrain.data.fingerprint import Fingerprint, fingerprint_of
+from zerotrain.data.items import first_batches, ids_of, require_next_tokens, require_taken
 from zerotrain.engine.build import require_plain, require_trainable
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
 from zerotrain.engine.groups.trial import Trials
@@ -24,7 +27,7 @@ from zerotrain.engine.precision.kept_fp32 import dtypes_of
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
-from zerotrain.factory import build, build_on_meta, ended_in, in_group
+from zerotrain.factory import build, build_collate, build_on_meta, ended_in, in_group
 from zerotrain.sharding.units import cut_units, model_parameters
 
 SETS = ("train", "validation")
@@ -32,7 +35,7 @@ MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
 
 
-def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> None:
+def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> Fingerprint:
     """Build what can be built without ranks: the model without memory, the dataset, the optimizer of one element.
 
     Called once, before any rank starts; it also fills the dataset's cache, so that the ranks find it there.
@@ -41,6 +44,9 @@ def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> None:
         config: gets what the dataset alone knows: `model.vocab_size`, where it is null.
         num_local_ranks: ranks this machine is to run.
         num_ranks: of all machines.
+
+    Returns:
+        What the data is, for the ranks to compare theirs with.
 
     Raises:
         ConfigError: with every problem found.
@@ -54,32 +60,35 @@ def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> None:
                 return attempted(config)
         except ConfigError as error:
             problems.extend(error.problems)
+        except RowError as error:
+            problems.append(_of_row(error))
         except (ValueError, TypeError, LookupError, OSError) as error:
             problems.append(in_group(group, error, getattr(config, group)))
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            if not _lacks_memory(error):
                 raise
-            problems.append(f"{group}: needs more memory than there is: {first_line(error)}; choose smaller values")
+            problems.append(_too_large(group, error))
         except SystemExit as ending:
             problems.append(ended_in(group, ending, getattr(config, group)))
 
     device = attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
     attempt("train", lambda config: leaves_per_rank(config.train.virtual_ranks, num_ranks, config.zero.accumulate))
     data = attempt("data", _dataset)
-    items = None if data is None else attempt("data", lambda _: [first_items(data, name) for name in SETS])
+    batches = None if data is None else attempt("data", lambda config: _first_batches(data, config))
+    fingerprint = None if batches is None else attempt("data", lambda config: fingerprint_of(data, seed=config.seed))
     model = None
     if _take_vocab_size(config, data):
         model = attempt("model", lambda config: _require_module(build_on_meta(config), config))
-    if model is not None:
-        attempt("model", lambda config: _try_model(model, config))
-    if model is not None and items is not None:
-        attempt("data", lambda _: _require_fit(model, data, items))
-    if items is not None:
+    can_train = model is not None and attempt("model", lambda config: _try_model(model, config))
+    if model is not None and can_train and batches is not None:
+        attempt("data", lambda _: _require_fit(model, data, batches))
+    if batches is not None:
         attempt("train", lambda config: _require_enough(data, config))
     attempt("optimizer", _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device)))
     attempt("scheduler", _naming_the_argument("scheduler", _try_schedule))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
+    return fingerprint or {}
 
 
 def _take_vocab_size(config: Config, data: Any) -> bool:
@@ -123,7 +132,7 @@ def _dataset(config: Config) -> Any:
     Raises:
         ConfigError: it is no data at all.
     """
-    data, path = build("data", config.data), config.data.get("_target_")
+    data, path = build("data", config.data_target), config.data.get("_target_")
     for name in SETS:
         if getattr(data, name, None) is None:
             raise ConfigError(
@@ -131,6 +140,29 @@ def _dataset(config: Config) -> Any:
                 "must make an object with train and validation, each with a length and (inputs, labels) by number"
             )
     return data
+
+
+def _first_batches(data: Any, config: Config) -> list[list[Any]]:
+    """The first items of each of `SETS`, as batches of one."""
+    collate = build_collate(config)
+    return [first_batches(getattr(data, name), f"data.{name}", seed=config.seed, collate=collate) for name in SETS]
+
+
+def _lacks_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)
+
+
+def _too_large(group: str, error: Exception) -> str:
+    return f"{group}: needs more memory than there is: {first_line(error)}; choose smaller values"
+
+
+def _of_row(error: RowError) -> str:
+    """What the user's class or function raised, and where in its code."""
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    if _lacks_memory(cause):
+        return _too_large("data", cause)
+    *_, frame = traceback.extract_tb(cause.__traceback__)
+    return f"{str(error).splitlines()[0]} ({frame.filename}, line {frame.lineno})"
 
 
 def _try_schedule(config: Config) -> None:
@@ -156,8 +188,8 @@ def _require_module(model: Any, config: Config) -> Any:
     return model
 
 
-def _try_model(model: nn.Module, config: Config) -> None:
-    """Look whether the switches and the patterns of the config can be followed in a model without memory."""
+def _try_model(model: nn.Module, config: Config) -> bool:
+    """Look whether the switches and the patterns of the config can be followed in a model without memory: True."""
     try:
         require_plain(model)
         require_own_memory(model)
@@ -167,6 +199,7 @@ def _try_model(model: nn.Module, config: Config) -> None:
     require_trainable(model, parameters)
     dtypes_of(parameters, precision_named(config.precision.name, tuple(config.precision.keep_fp32)))
     replace_forwards(model, units=config.zero.unit_patterns, **config.model_switches)
+    return True
 
 
 def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device | None) -> None:
@@ -207,12 +240,12 @@ def _optimizers_of_no_compiler() -> Iterator[None]:
         torch.optim.Optimizer.add_param_group = wrapped  # type: ignore[method-assign]
 
 
-def _require_fit(model: nn.Module, data: Any, items: Sequence[Sequence[Item]]) -> None:
-    """Check that the model knows all tokens and positions of the data, where both tell how many there are, and that its
-    labels are of the model's kind.
+def _require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -> None:
+    """Check that the model takes the items, knows all tokens and positions of the data, where both tell how many there
+    are, and that its labels are of the model's kind.
 
     Args:
-        items: the first ones of each of `SETS`.
+        batches: the first items of each of `SETS`.
 
     Raises:
         ConfigError: with the tokens or positions it does not know.
@@ -226,15 +259,17 @@ def _require_fit(model: nn.Module, data: Any, items: Sequence[Sequence[Item]]) -
             "data=tokenized, or a model with as many"
         )
     known = getattr(model, "max_seq_len", None)
-    if isinstance(known, int) and (given := items[0][0][0].shape[-1]) > known:
+    ids = ids_of(batches[0][0])
+    if isinstance(known, int) and ids is not None and ids.ndim and (given := ids.shape[-1]) > known:
         problems.append(
             f"data.seq_len={given}, but {kind} knows {known} positions; choose data.seq_len={known} or less or a "
             f"model with more (model.max_seq_len={given}; transformers: +model.config.max_position_embeddings={given})"
         )
     if problems:
         raise ConfigError(*problems)
-    if getattr(model, "next_token_labels", False):
-        for name, each in zip(SETS, items, strict=True):
+    for name, each in zip(SETS, batches, strict=True):
+        require_taken(each, f"data.{name}", model)
+        if getattr(model, "next_token_labels", False):
             require_next_tokens(each, f"data.{name}", model=kind, vocab_size=getattr(model, "vocab_size", None))
 
 

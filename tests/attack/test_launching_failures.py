@@ -101,7 +101,8 @@ def test_ctrl_c_stops_a_sweep_at_once(tmp_path: Path):
 
 
 def test_sigterm_stops_a_run_which_says_so_in_its_result(tmp_path: Path):
-    command = by_hand(*MISBEHAVING, "+model.action=sleep", TWO_RANKS, folder=tmp_path)
+    """It comes to all processes, also to those that read data."""
+    command = by_hand(*MISBEHAVING, "+model.action=sleep", "data.num_workers=1", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
     command.send_signal_as_terminal(signal.SIGTERM)
     assert command.wait(WITHIN_S) == 128 + signal.SIGTERM
@@ -111,7 +112,8 @@ def test_sigterm_stops_a_run_which_says_so_in_its_result(tmp_path: Path):
 
 
 def test_the_ranks_end_with_a_parent_that_was_killed(tmp_path: Path):
-    command = by_hand(*MISBEHAVING, "+model.action=sleep", TWO_RANKS, folder=tmp_path)
+    """And with them the processes that read data for them."""
+    command = by_hand(*MISBEHAVING, "+model.action=sleep", "data.num_workers=1", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
     command.kill()
     assert command.wait() == -signal.SIGKILL

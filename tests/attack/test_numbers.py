@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from attacks import Attack, Zygote, carry_out
 
-from zerotrain.config.schema import Config, ModelSwitches
+from zerotrain.config.schema import Config, DataSwitches, ModelSwitches
 from zerotrain.settings import settings_in
 
 VALUES: dict[str, Any] = {
@@ -20,7 +20,7 @@ VALUES: dict[str, Any] = {
     "[]": [],
     "null": None,
 }
-SETTINGS = [*settings_in(Config()), *settings_in(ModelSwitches(), "model.")]
+SETTINGS = [*settings_in(Config()), *settings_in(ModelSwitches(), "model."), *settings_in(DataSwitches(), "data.")]
 NUM_SETTINGS = len(SETTINGS)
 
 

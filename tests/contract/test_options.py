@@ -36,6 +36,8 @@ OPTIONS = """
     model.num_heads
     model.hidden_size
     model.dropout
+    data.num_workers
+    data.collate_fn
     data._target_
     data.path
     data.seq_len

@@ -11,14 +11,15 @@ from typing import Any
 from omegaconf import DictConfig
 
 from zerotrain.config.compose import to_config
-from zerotrain.config.schema import Config, ModelSwitches
+from zerotrain.config.schema import Config, DataSwitches, ModelSwitches
 from zerotrain.config.targets import makes_callables, target_problems
 from zerotrain.config.words import word
 from zerotrain.settings import Setting, settings_in
 
 OPEN_GROUPS = ("model", "data", "optimizer", "scheduler")
-PARTIAL_GROUPS = ("optimizer", "scheduler")
-"""Open groups whose target gets more arguments later: the parameters, the step."""
+COLLATE_FN = "data.collate_fn"
+PARTIAL_GROUPS = ("optimizer", "scheduler", COLLATE_FN)
+"""What is given more arguments later: the parameters, the step, the items."""
 
 
 def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
@@ -32,9 +33,12 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
     """
     config, problems = to_config(composed)
     problems += value_problems(config)
+    targets = {"model": config.model_target, "data": config.data_target}
     for group in OPEN_GROUPS:
-        values = config.model_target if group == "model" else getattr(config, group)
-        problems += _open_group_problems(values, group)
+        problems += _open_group_problems(targets.get(group, getattr(config, group)), group)
+    collate = config.data_switches["collate_fn"]
+    if isinstance(collate, dict) and "_target_" in collate:
+        problems += _open_group_problems(collate, COLLATE_FN)
     return config, problems
 
 
@@ -79,6 +83,7 @@ def _settings_of(config: Config) -> Iterator[tuple[str, Setting, Any]]:
     """(dotted name, setting, value) of all settings but the arguments of the open groups."""
     yield from settings_in(config)
     yield from settings_in(ModelSwitches(**config.model_switches), "model.")
+    yield from settings_in(DataSwitches(**config.data_switches), "data.")
 
 
 def _open_group_problems(values: dict[str, Any], group: str) -> Iterator[str]:

@@ -22,6 +22,10 @@ from zerotrain.settings import (
     setting,
 )
 
+COLLATE = Rule(
+    "null, or a function such as {_target_: my_components.pad, _partial_: true}",
+    lambda value: value is None or (isinstance(value, dict) and isinstance(value.get("_target_"), str)),
+)
 SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.on_nonfinite=stop; it has with skip")
 
 
@@ -37,7 +41,19 @@ class ModelSwitches:
     third more compute, and the same bits."""
 
 
+@dataclass
+class DataSwitches:
+    """Settings of every dataset, also of the user's own: keys of the group `data` that its class does not get."""
+
+    num_workers: int = setting(0, between(0, 1024, "processes"))
+    """Processes of each rank that read the training data ahead; the rows are the same. 0: none."""
+    collate_fn: dict[str, Any] | None = setting(None, COLLATE)
+    """Makes a batch of a list of items, in place of torch's default_collate: a function with `_partial_: true`, or a
+    class whose objects can be called. Each micro-batch is put together apart, so it may pad to its longest item."""
+
+
 MODEL_SWITCHES = tuple(switch.name for switch in fields(ModelSwitches))
+DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
 
 
 @dataclass
@@ -63,7 +79,8 @@ class TrainConfig:
     eval_every: int = setting(100, at_least(0, "steps"))
     """Optimizer steps between evaluations; there is one before the first step and after the last. 0: only the last."""
     eval_batches: int = setting(16, at_least(1, "batches"))
-    """Global batches (as large as those of training, or fewer if validation has no more) read in one evaluation."""
+    """Batches of 8 sequences, or fewer if validation has no more, read in one evaluation: the same sequences at any
+    batch size and number of ranks."""
     log_every: int = setting(10, STEPS)
     """Optimizer steps between lines of metrics.jsonl."""
     sample_tokens: int = setting(200, at_least(0, "tokens"))
@@ -108,8 +125,9 @@ class Config:
     model: dict[str, Any] = field(default_factory=lambda: asdict(ModelSwitches()))
     """An nn.Module: forward(inputs, labels) returns the mean loss over labels != -100; forward(inputs) the logits.
     Beside the arguments of its class it has the `ModelSwitches`."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """An object with map-style datasets `train` and `validation` of (inputs, labels) tensor pairs."""
+    data: dict[str, Any] = field(default_factory=lambda: asdict(DataSwitches()))
+    """An object with map-style datasets `train` and `validation`, of whatever the model takes: see `zerotrain.data`.
+    Beside the arguments of its class it has the `DataSwitches`."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """An element-wise torch.optim.Optimizer with `_partial_: true`."""
     scheduler: dict[str, Any] = field(default_factory=dict)
@@ -126,3 +144,13 @@ class Config:
     def model_switches(self) -> dict[str, Any]:
         """The value of each of the `ModelSwitches`."""
         return asdict(ModelSwitches()) | {key: self.model[key] for key in MODEL_SWITCHES if key in self.model}
+
+    @property
+    def data_target(self) -> dict[str, Any]:
+        """The dataset's class and its arguments, without the switches."""
+        return {key: value for key, value in self.data.items() if key not in DATA_SWITCHES}
+
+    @property
+    def data_switches(self) -> dict[str, Any]:
+        """The value of each of the `DataSwitches`."""
+        return asdict(DataSwitches()) | {key: self.data[key] for key in DATA_SWITCHES if key in self.data}

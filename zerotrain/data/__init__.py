@@ -10,8 +10,10 @@ two attributes. Three more make it better served:
 """
 
 from zerotrain.data.batches import GlobalBatchSampler
+from zerotrain.data.huggingface import HuggingFaceDataset
+from zerotrain.data.mix import Mix
 from zerotrain.data.synthetic import SyntheticTokens
 from zerotrain.data.text import TextDataset
 from zerotrain.data.tokens import TokenFiles
 
-__all__ = ["GlobalBatchSampler", "SyntheticTokens", "TextDataset", "TokenFiles"]
+__all__ = ["GlobalBatchSampler", "HuggingFaceDataset", "Mix", "SyntheticTokens", "TextDataset", "TokenFiles"]

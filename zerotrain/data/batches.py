@@ -1,22 +1,37 @@
 """Which sequences each rank reads in each step.
 
-The sequences of global batch k are a function of (seed, k, global batch size) alone. How many ranks and micro-batches
-share them changes who reads a row, never which rows are read:
+What is read at position k of a run is a function of the seed and k alone (`zerotrain.data.order`). A step reads the
+next `global_batch_size` positions. How many ranks and micro-batches share them changes who reads a row, never which
+rows are read:
 
-    global batch k, 8 rows        0   1 | 2   3 | 4   5 | 6   7      micro_batch_size 2
+    global batch, 8 rows          0   1 | 2   3 | 4   5 | 6   7      micro_batch_size 2
     1 rank,  4 micro-batches      r0 m0 | r0 m1 | r0 m2 | r0 m3
     2 ranks, 2 micro-batches      r0 m0 | r1 m0 | r0 m1 | r1 m1
     4 ranks, 1 micro-batch        r0 m0 | r1 m0 | r2 m0 | r3 m0
 """
 
-from collections.abc import Iterator
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Sampler
+
+from zerotrain.data.order import ORDER_VERSION, rows_at
 
 IGNORED_LABEL = -100
 """A label that stands for "nothing to learn here"; torch's cross entropy skips it by default."""
+MAX_POSITION = 1 << 63
+Order = Callable[..., tuple[NDArray[np.int64], NDArray[np.int64]]]
+
+
+class RowsToRead(NamedTuple):
+    """One micro-batch."""
+
+    rows: list[int]
+    epochs: list[int]
+    """In which pass over the dataset each of them is read, from 0."""
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
@@ -24,7 +39,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
     the micro-batches.
 
     The batches run through one permutation of the dataset after another, so every sequence is read once before any is
-    read again. Endless; `next_step` is the step whose rows come next.
+    read again. Endless.
+
+    `rows_consumed`, the sequences that all ranks have been trained on, is where the training is, and all that a resumed
+    run must know of it. Who trains sets it when a step is done. Iterating begins there and leaves it as it is, since
+    what iterates may read ahead.
 
     Args:
         num_sequences: items of the dataset.
@@ -33,7 +52,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         rank: which rank's rows to yield.
         num_ranks: ranks that share each global batch.
         leaves_per_rank: virtual ranks of each.
-        seed: at least 0; another seed is another order.
+        seed: 0 to 2**63 - 1; another seed is another order.
+        rows_consumed: sequences that all ranks have been trained on before.
+        order: (positions, seed=...) -> (rows, epochs), of a dataset that has an order of its own, such as a mix; None:
+            one permutation of all rows after another.
+        fingerprint: what else must be the same for a row to be the same, such as {"tokens": 1000000}.
 
     Raises:
         ValueError: an argument is out of range.
@@ -49,14 +72,19 @@ class GlobalBatchSampler(Sampler[list[int]]):
         num_ranks: int,
         seed: int,
         leaves_per_rank: int = 1,
+        rows_consumed: int = 0,
+        order: Order | None = None,
+        fingerprint: Mapping[str, Any] | None = None,
     ) -> None:
         if min(num_sequences, micro_batch_size, num_micro_batches, num_ranks) < 1:
             raise ValueError(
                 f"num_sequences={num_sequences}, micro_batch_size={micro_batch_size}, "
                 f"num_micro_batches={num_micro_batches} and num_ranks={num_ranks} must all be at least 1"
             )
-        if not 0 <= rank < num_ranks or seed < 0:
-            raise ValueError(f"rank={rank} must be in 0..{num_ranks - 1} and seed={seed} at least 0")
+        if not 0 <= rank < num_ranks or not 0 <= seed < 1 << 63:
+            raise ValueError(f"rank={rank} must be in 0..{num_ranks - 1} and seed={seed} in 0..2**63 - 1")
+        if not 0 <= rows_consumed < MAX_POSITION:
+            raise ValueError(f"rows_consumed={rows_consumed} must be in 0..2**63 - 1")
         self.num_sequences = num_sequences
         self.micro_batch_size = micro_batch_size
         self.num_micro_batches = num_micro_batches
@@ -64,9 +92,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.num_ranks = num_ranks
         self.leaves_per_rank = leaves_per_rank
         self.seed = seed
-        self.next_step = 0
-        self._epoch = -1
-        self._epoch_order = np.empty(0, dtype=np.int64)
+        self.rows_consumed = rows_consumed
+        self._order = order
+        self.fingerprint = {"rows": num_sequences} | dict(fingerprint or {})
 
     @property
     def global_batch_size(self) -> int:
@@ -79,63 +107,71 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self.num_ranks * self.leaves_per_rank
 
     def global_batch(self, step: int) -> list[int]:
-        """The `global_batch_size` sequences of a step, in row order. A batch may reach over the end of an epoch."""
-        return self._sequences_at(step * self.global_batch_size + np.arange(self.global_batch_size))
+        """The sequences of global batch number `step`, where all are of this size, in row order. It may reach over the
+        end of an epoch."""
+        positions = step * self.global_batch_size + np.arange(self.global_batch_size)
+        rows: list[int] = self._rows_and_epochs(positions)[0].tolist()
+        return rows
 
     def rank_rows(self, step: int) -> list[int]:
-        """This rank's sequences of a step, virtual rank by virtual rank: `micro_batch_size` for each micro-batch.
+        """This rank's sequences of that batch, micro-batch by micro-batch, as it runs them."""
+        return [row for each in self.micro_batches(step * self.global_batch_size) for row in each.rows]
+
+    def micro_batches(self, position: int) -> list[RowsToRead]:
+        """What this rank reads in the step before which `position` sequences were read by all ranks: its micro-batches
+        in the order in which it runs them.
 
         Only these are computed: a thousand ranks would each list a thousand times what they read.
         """
         virtual_ranks = self.rank * self.leaves_per_rank + np.arange(self.leaves_per_rank)
         blocks = np.arange(self.num_micro_batches) * self.num_virtual_ranks + virtual_ranks[:, None]
-        rows = blocks.reshape(-1, 1) * self.micro_batch_size + np.arange(self.micro_batch_size)
-        return self._sequences_at(step * self.global_batch_size + rows.flatten())
+        places = blocks.reshape(-1, 1) * self.micro_batch_size + np.arange(self.micro_batch_size)
+        rows, epochs = self._rows_and_epochs(position + places)
+        return [RowsToRead(*each) for each in zip(rows.tolist(), epochs.tolist(), strict=True)]
+
+    def _rows_and_epochs(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if self._order is not None:
+            return self._order(positions, seed=self.seed)
+        return rows_at(positions, seed=self.seed, num_rows=self.num_sequences), positions // self.num_sequences
 
     def __iter__(self) -> Iterator[list[int]]:
-        while True:
-            step = self.next_step
-            self.next_step += 1
-            yield self.rank_rows(step)
+        for position in itertools.count(self.rows_consumed, self.global_batch_size):
+            yield [row for each in self.micro_batches(position) for row in each.rows]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to read the same batches; the number of ranks may change, the rest may not."""
-        return {"next_step": self.next_step, "seed": self.seed, "global_batch_size": self.global_batch_size}
+        """What a resumed run needs to go on at the same row, with whatever ranks and batch size."""
+        return {
+            "rows_consumed": self.rows_consumed,
+            "seed": self.seed,
+            "order_version": ORDER_VERSION,
+            "fingerprint": dict(self.fingerprint),
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the run that gave `state` was.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the run was that gave `state`.
 
         Raises:
-            ValueError: the global batch size differs, so that "step" means something else.
+            ValueError: its rows would not be those of this one: of another seed, order or dataset. Or it is no state.
         """
-        if state["global_batch_size"] != self.global_batch_size:
+        try:
+            rows_consumed, theirs = int(state["rows_consumed"]), _compared(state)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the position in the data lacks {error}; give what state_dict() has given") from error
+        if not 0 <= rows_consumed < MAX_POSITION:
+            raise ValueError(f"rows_consumed={rows_consumed} must be in 0..2**63 - 1")
+        mine = _compared(self.state_dict())
+        different = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
+        if different:
+            said = "; ".join(f"{name}: {theirs.get(name)} there, {mine.get(name)} here" for name in different)
             raise ValueError(
-                f"the saved run had {state['global_batch_size']} sequences in a global batch, this one has "
-                f"{self.global_batch_size}; keep ranks x gradient_accumulation_steps x micro_batch_size equal"
+                f"the saved run read other rows, so this one cannot go on at its row {rows_consumed}: {said}; keep the "
+                "data and the seed, or start from the first row"
             )
-        self.next_step = state["next_step"]
-        self.seed = state["seed"]
-        self._epoch = -1
-
-    def _sequences_at(self, positions: np.ndarray) -> list[int]:
-        """What is read at these rising positions, counted from the start of the first epoch."""
-        epochs, indices = np.divmod(positions, self.num_sequences)
-        places = zip(epochs.tolist(), indices.tolist(), strict=True)
-        return [int(self._order_of(epoch)[index]) for epoch, index in places]
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        """The permutation of an epoch; the last one asked for is kept."""
-        if epoch != self._epoch:
-            self._epoch_order = epoch_order(seed=self.seed, epoch=epoch, num_sequences=self.num_sequences)
-            self._epoch = epoch
-        return self._epoch_order
+        self.rows_consumed = rows_consumed
 
 
-def epoch_order(*, seed: int, epoch: int, num_sequences: int) -> np.ndarray:
-    """A permutation of the dataset, (num_sequences,) int64.
-
-    Sorts raw bits of a counter-based generator: numpy promises these bits for all its versions, but not what its
-    `permutation` makes of them.
-    """
-    bits = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_sequences)
-    return np.argsort(bits, kind="stable")
+def _compared(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be equal."""
+    return {"seed": state["seed"], "version of the order": state["order_version"]} | {
+        f"{name.replace('_', ' ')} of the data": value for name, value in state["fingerprint"].items()
+    }

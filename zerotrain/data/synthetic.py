@@ -37,6 +37,8 @@ class SyntheticTokens:
 class CountingSequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """The `num_sequences` counting sequences from number `first` on."""
 
+    draws = False  # nothing of the global generators
+
     def __init__(self, first: int, num_sequences: int, *, seq_len: int, vocab_size: int) -> None:
         self.first = first
         self.num_sequences = num_sequences

@@ -1,7 +1,6 @@
 """TextDataset: text files as bytes, or as the tokens of a tokenizer."""
 
 import hashlib
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,10 @@ import numpy as np
 import torch
 
 from zerotrain.data.cache import kept_file
+from zerotrain.data.places import cache_folder
+from zerotrain.data.shards import Shard
 from zerotrain.data.sources import find_sources
+from zerotrain.data.store import TokenStore
 from zerotrain.data.tokenizer import TextTokenizer
 from zerotrain.data.windows import split
 
@@ -19,7 +21,7 @@ NUM_BYTE_VALUES = 256
 
 
 class TextDataset:
-    """Text, one token a byte or as a tokenizer cuts it, read through a memory map of all files joined in sorted order.
+    """Text, one token a byte or as a tokenizer cuts it, read from one file of all files joined in sorted order.
 
     The joined file is kept in `cache_dir` under a name that holds a fingerprint of the sources' paths, sizes and
     modification times, and of the tokenizer: a change of any of them makes a new one. One that does not hold what was
@@ -66,11 +68,10 @@ class TextDataset:
         self.vocab_size = needed if vocab_size is None else vocab_size
         if self.vocab_size < needed:
             raise ValueError(f"data.vocab_size={vocab_size} is too small; {needing} {needed}")
-        self.token_file = _token_file(find_sources(path), self.tokenizer, _cache_folder(cache_dir))
+        self.token_file = _token_file(find_sources(path), self.tokenizer, cache_folder(cache_dir))
+        dtype = np.dtype(np.uint8) if self.tokenizer is None else self.tokenizer.token_dtype
         self.train, self.validation = split(
-            np.memmap(
-                self.token_file, dtype=np.uint8 if self.tokenizer is None else self.tokenizer.token_dtype, mode="r"
-            ),
+            TokenStore([Shard(self.token_file, self.token_file.stat().st_size // dtype.itemsize)], dtype),
             seq_len=seq_len,
             vocab_size=self.vocab_size,
             validation_fraction=validation_fraction,
@@ -89,12 +90,6 @@ class TextDataset:
         if self.tokenizer is not None:
             return self.tokenizer.decode(value for value in values if value < self.tokenizer.vocab_size)
         return bytes(value for value in values if value < NUM_BYTE_VALUES).decode(errors="replace")
-
-
-def _cache_folder(cache_dir: str | None) -> Path:
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotrain"
 
 
 def _token_file(sources: list[Path], tokenizer: TextTokenizer | None, folder: Path) -> Path:

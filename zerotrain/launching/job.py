@@ -5,6 +5,7 @@ import os
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from zerotrain.config.compose import config_hash, from_values, save_config
 from zerotrain.config.schema import Config
@@ -22,6 +23,8 @@ class Job:
     """Absolute, and the same on all machines."""
     overrides: list[str]
     """The settings given on the command line."""
+    data_checked: dict[str, Any] | None = None
+    """What the data was when it was checked, which each rank compares with its own."""
 
     @cached_property
     def config_hash(self) -> str:
@@ -53,14 +56,21 @@ class Job:
 
     def to_json(self) -> str:
         """For ranks that another process starts."""
-        values = {"config": asdict(self.config), "run_dir": str(self.run_dir), "overrides": self.overrides}
+        values = {
+            "config": asdict(self.config),
+            "run_dir": str(self.run_dir),
+            "overrides": self.overrides,
+            "data_checked": self.data_checked,
+        }
         return json.dumps(values)
 
     @classmethod
     def from_json(cls, text: str) -> "Job":
         """Read what `to_json` wrote."""
         values = json.loads(text)
-        return cls(config=from_values(values["config"]), run_dir=Path(values["run_dir"]), overrides=values["overrides"])
+        return cls(
+            **values | {"config": from_values(values["config"]), "run_dir": Path(values["run_dir"])},
+        )
 
 
 def completed_in(run_dir: Path) -> bool:

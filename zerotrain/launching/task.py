@@ -88,7 +88,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     ranks = RankEnvironment.read()
     try:
         with exits.exits_raised():
-            config = _checked(composed, run_dir, ranks)
+            config, data_checked = _checked(composed, run_dir, ranks)
         if ranks is not None:
             job_exchange(ranks).require_same_commands(config.launch.timeout_s)
     except Exception as error:
@@ -98,7 +98,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     num_ranks = _num_local_ranks(config) if ranks is None else ranks.world_size
     for warning in without_effect(config, num_ranks) + doubtful(config):
         print(f"warning: {warning}", file=sys.stderr)
-    job = Job(config=config, run_dir=run_dir, overrides=overrides)
+    job = Job(config=config, run_dir=run_dir, overrides=overrides, data_checked=data_checked)
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
     shown = shown_from(Path.cwd(), run_dir)
@@ -145,8 +145,11 @@ def _run_spawned(job: Job, num_ranks: int) -> dict[str, Any]:
     return result
 
 
-def _checked(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None) -> Config:
-    """The config, after all that can be checked without ranks."""
+def _checked(
+    composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None
+) -> tuple[Config, dict[str, Any] | None]:
+    """The config, after all that can be checked without ranks; and what the data was then."""
+    data_checked = None
     config, problems = checked_config(composed)
     problems = [_placed(problem) for problem in problems]
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -167,12 +170,12 @@ def _checked(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None)
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, "launch")) for problem in problems):
         try:
-            preflight.check(config, num_local, num_local if ranks is None else ranks.world_size)
+            data_checked = preflight.check(config, num_local, num_local if ranks is None else ranks.world_size)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    return config
+    return config, data_checked
 
 
 def device_for(wanted: str, num_local_ranks: int, num_gpus: int) -> tuple[str, str | None]:

@@ -48,7 +48,13 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
     try:
         with exits.exits_raised():
             result = factory.run(
-                job.config, job.run_dir, job.overrides, job.config_hash, presence.enter, presence.begin
+                job.config,
+                job.run_dir,
+                job.overrides,
+                job.config_hash,
+                presence.enter,
+                presence.begin,
+                job.data_checked,
             )
     except KeyboardInterrupt:
         presence.wait_for_note()

@@ -1,41 +1,107 @@
 """The validation loss."""
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
 from zerotrain.comm.world import World
-from zerotrain.data.batches import IGNORED_LABEL
+from zerotrain.data.fetch import Collate, fetch_rows
+from zerotrain.data.inputs import as_inputs, num_labels, to_device
+from zerotrain.data.items import source_name
 from zerotrain.engine.engine import ZeroEngine
 
 
-def evaluate(*, engine: ZeroEngine, world: World, dataset: Any, num_sequences: int, micro_batch_size: int) -> float:
-    """Mean loss in nats over all tokens of the same validation sequences at any number of ranks. Collective.
+def evaluate_sources(*, dataset: Any, num_sequences: int, **arguments: Any) -> tuple[float, dict[str, float]]:
+    """Mean loss over a validation set, and over each source of one that has several. Collective.
 
     Args:
-        engine: called as engine(ids, labels) for the mean loss of a micro-batch.
+        dataset: the validation set. One with `sources`, {name: dataset}, and `weights`, {name: weight}, is evaluated
+            source by source; each reads its share of the sequences, at least one.
+        num_sequences: how many sequences are read, over all ranks and sources.
+        arguments: as for `evaluate`.
+
+    Returns:
+        (loss, loss of each source). The loss is the mean of those of the sources by their weights: that of the mix
+        which is trained on, also where a source has fewer sequences than its share. Of data without sources there are
+        none.
+    """
+    sources: dict[str, Any] = getattr(dataset, "sources", {})
+    if not sources:
+        return evaluate(dataset=dataset, num_sequences=num_sequences, **arguments), {}
+    total = sum(dataset.weights.values())
+    shares = {name: weight / total for name, weight in dataset.weights.items()}
+    losses = {}
+    for name, source in sources.items():
+        share = max(1, round(num_sequences * shares[name]))
+        called = source_name("data.validation", name)
+        losses[name] = evaluate(dataset=source, num_sequences=share, name=called, **arguments)
+    # A source that weighs nothing may have any loss, nan too.
+    return sum(shares[name] * loss for name, loss in losses.items() if shares[name]), losses
+
+
+def evaluate(
+    *,
+    engine: ZeroEngine,
+    world: World,
+    dataset: Any,
+    num_sequences: int,
+    micro_batch_size: int,
+    seed: int = 0,
+    step: int = 0,
+    collate: Collate | None = None,
+    name: str = "data.validation",
+) -> float:
+    """Mean loss in nats over all labels of the same validation sequences at any number of ranks. Collective.
+
+    Args:
+        engine: called with the items of a micro-batch for its mean loss.
         dataset: the validation set.
         num_sequences: how many of its sequences are read, over all ranks.
         micro_batch_size: sequences of one rank's forward.
+        seed: of the run, which follows what a dataset draws for its items: in every evaluation the same.
+        step: steps done, for messages.
+        collate: makes a batch of a list of items; None: torch's `default_collate`.
+        name: of the dataset, for messages.
 
     Returns:
-        nan where no label counts.
+        nan where no label counts. Where there are no labels at all, each sequence counts as one.
+
+    Raises:
+        RowError: an item could not be read.
 
     What it draws of random numbers (a dataset that augments, a model that samples) leaves the generators of this
     process as they were: how often one evaluates must change no training.
     """
     rows = validation_rows(len(dataset), num_sequences)
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # sum of losses, number of tokens
-    engine.eval()
-    with torch.no_grad(), torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # sum of losses, number of labels
+    cuda = [world.device] if world.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(cuda), in_evaluation_mode(engine):
         for first in range(0, len(rows), world.size * micro_batch_size):
             start = first + world.rank * micro_batch_size
-            totals += _loss_and_tokens(engine, world, dataset, rows[start : start + micro_batch_size])
-    engine.train()
-    loss_sum, num_tokens = world.sum(totals).tolist()
-    return loss_sum / num_tokens if num_tokens else math.nan
+            mine = rows[start : start + micro_batch_size]
+            # A rank that has no row left runs a forward all the same and counts nothing of it: where parameters are
+            # sharded, the others need its part of them.
+            read = mine or [0]
+            batch = fetch_rows(dataset, read, seed=seed, epochs=[0] * len(read), step=step, collate=collate, name=name)
+            totals += _loss_and_labels(engine, world, batch, num_labels(batch, len(mine)) if mine else 0)
+    loss_sum, total = world.sum(totals).tolist()
+    return loss_sum / total if total else math.nan
+
+
+@contextmanager
+def in_evaluation_mode(engine: ZeroEngine) -> Iterator[None]:
+    """Inside, all modules are in evaluation mode; afterwards each is in the mode in which it was: a user may have left
+    some in evaluation mode, such as the batch norms of a frozen backbone."""
+    modes = [(module, module.training) for module in engine.module.modules()]
+    engine.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def validation_rows(num_available: int, num_wanted: int) -> list[int]:
@@ -44,15 +110,11 @@ def validation_rows(num_available: int, num_wanted: int) -> list[int]:
     return [row * num_available // num_rows for row in range(num_rows)]
 
 
-def _loss_and_tokens(engine: ZeroEngine, world: World, dataset: Any, rows: list[int]) -> torch.Tensor:
-    """(sum of losses, number of tokens) of some sequences, (2,) fp64.
-
-    A rank that has no row left runs a forward all the same and counts nothing of it: where parameters are sharded,
-    the others need its part of them. Nor does a loss over no token count, whose mean is nan in many models.
-    """
-    ids, labels = default_collate([dataset[row] for row in rows or [0]])
-    num_tokens = int((labels != IGNORED_LABEL).sum()) if rows else 0
-    loss = engine(ids.to(world.device), labels.to(world.device)).double()
-    if num_tokens == 0:
+def _loss_and_labels(engine: ZeroEngine, world: World, batch: Any, count: int) -> torch.Tensor:
+    """(sum of losses, number of labels that count) of a micro-batch, (2,) fp64. A loss over no label counts nothing:
+    its mean is nan in many models."""
+    inputs = as_inputs(to_device(batch, world.device))
+    loss = (engine(**inputs) if isinstance(inputs, Mapping) else engine(*inputs)).double()
+    if count == 0:
         return loss.new_zeros(2)
-    return torch.stack([loss * num_tokens, torch.full_like(loss, num_tokens)])
+    return torch.stack([loss * count, torch.full_like(loss, count)])

@@ -3,6 +3,7 @@
 import torch
 
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.training.evaluation import in_evaluation_mode
 
 
 @torch.no_grad()
@@ -34,16 +35,15 @@ def generate(
     """
     generator = torch.Generator().manual_seed(seed)
     ids, num_left = prompt, num_tokens
-    engine.eval()
-    while engine.any_rank(num_left > 0):
-        # A rank that is done calls on: where parameters are sharded, the others need its part of them.
-        seen = ids[-max_seq_len:] if num_left > 0 else prompt[:1]
-        logits = engine(seen[None])[0, -1].float().cpu()  # (vocab_size,)
-        if num_left > 0:
-            top = (logits / temperature).topk(min(top_k, len(logits)))
-            choice = torch.multinomial(top.values.softmax(dim=0), num_samples=1, generator=generator)
-            token = top.indices[choice].to(ids.device)
-            ids = torch.cat([ids, token])
-            num_left = 0 if token.item() == stop_token else num_left - 1
-    engine.train()
+    with in_evaluation_mode(engine):
+        while engine.any_rank(num_left > 0):
+            # A rank that is done calls on: where parameters are sharded, the others need its part of them.
+            seen = ids[-max_seq_len:] if num_left > 0 else prompt[:1]
+            logits = engine(seen[None])[0, -1].float().cpu()  # (vocab_size,)
+            if num_left > 0:
+                top = (logits / temperature).topk(min(top_k, len(logits)))
+                choice = torch.multinomial(top.values.softmax(dim=0), num_samples=1, generator=generator)
+                token = top.indices[choice].to(ids.device)
+                ids = torch.cat([ids, token])
+                num_left = 0 if token.item() == stop_token else num_left - 1
     return ids

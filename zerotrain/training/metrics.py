@@ -47,6 +47,7 @@ class StepClock:
     def __init__(self) -> None:
         self._durations_s: list[float] = []
         self._num_tokens: list[float] = []
+        self._waits_s: list[float] = []
         self._started_s = 0.0
 
     def __enter__(self) -> "StepClock":
@@ -59,28 +60,42 @@ class StepClock:
         if error is None:
             self._durations_s.append(time.perf_counter() - self._started_s)
 
-    def count(self, num_tokens: float) -> None:
-        """Note the tokens of the step just timed, of all ranks together."""
+    def count(self, num_tokens: float, wait_s: float = 0.0) -> None:
+        """Note the tokens of the step just timed, of all ranks together, and how long of it was waiting for data."""
         self._num_tokens.append(num_tokens)
+        self._waits_s.append(wait_s)
 
     def tokens_per_s(self, last_steps: int | None = None) -> float:
         """Tokens per second over the last so many steps, or over the run without its first steps; nan before any."""
-        first = _num_warmup_steps(len(self._durations_s)) if last_steps is None else -last_steps
-        durations_s = self._durations_s[first:]
-        num_tokens = sum(self._num_tokens[first:])
-        return num_tokens / sum(durations_s) if durations_s else math.nan
+        return _ratio(*self._of(last_steps, self._num_tokens, self._durations_s))
 
     def steps_per_s(self, last_steps: int | None = None) -> float:
         """Steps per second, over the same steps as `tokens_per_s`; nan before any."""
-        first = _num_warmup_steps(len(self._durations_s)) if last_steps is None else -last_steps
-        durations_s = self._durations_s[first:]
-        return len(durations_s) / sum(durations_s) if durations_s else math.nan
+        [durations_s] = self._of(last_steps, self._durations_s)
+        return _ratio([1.0] * len(durations_s), durations_s)
 
     def step_ms_median(self, last_steps: int | None = None) -> float:
         """Median milliseconds of a step, over the same steps as `tokens_per_s`; nan before any."""
-        first = _num_warmup_steps(len(self._durations_s)) if last_steps is None else -last_steps
-        durations_s = self._durations_s[first:]
+        [durations_s] = self._of(last_steps, self._durations_s)
         return 1e3 * statistics.median(durations_s) if durations_s else math.nan
+
+    def data_wait_ms(self, last_steps: int | None = None) -> float:
+        """Mean milliseconds that a step waited for its data, over the same steps; nan before any."""
+        [waits_s] = self._of(last_steps, self._waits_s)
+        return 1e3 * _ratio(waits_s, [1.0] * len(waits_s))
+
+    def data_wait_share(self) -> float:
+        """Part of the run's steps that was waiting for data, 0 to 1, over the same steps; nan before any."""
+        return _ratio(*self._of(None, self._waits_s, self._durations_s))
+
+    def _of(self, last_steps: int | None, *values: list[float]) -> list[list[float]]:
+        """What belongs to the last so many steps, or to the run without its first steps."""
+        first = _num_warmup_steps(len(self._durations_s)) if last_steps is None else -last_steps
+        return [each[first:] for each in values]
+
+
+def _ratio(amounts: list[float], per: list[float]) -> float:
+    return sum(amounts) / sum(per) if per else math.nan
 
 
 def _num_warmup_steps(num_steps: int) -> int:

@@ -50,6 +50,8 @@ def _profiler(path: Path, device: torch.device, max_steps: int) -> torch.profile
     return torch.profiler.profile(
         activities=activities,
         schedule=torch.profiler.schedule(wait=num_before - num_warmup, warmup=num_warmup, active=num_traced, repeat=1),
+        # The thread that reads data ahead, too.
+        experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
     )
 

@@ -34,10 +34,14 @@ class RunResult:
     """Mean loss over the tokens of the last logged global batch, in nats."""
     final_val_loss: float | None = None
     """Mean loss over the tokens of the last evaluation, in nats."""
+    val_loss_by_source: dict[str, float] | None = None
+    """Likewise of each source of `data=mix`; null where there is one."""
     tokens_per_s: float | None = None
     """Tokens of all ranks per second of training, the first steps and evaluations left out."""
     step_ms_median: float | None = None
     """Milliseconds of one optimizer step, the first steps left out."""
+    data_wait_ms: float | None = None
+    """Milliseconds of a step in which rank 0 waited for its rows, the mean, the first steps left out."""
     mfu: float | None = None
     """Model FLOPs utilization, 0 to 1, the first steps left out; null where the device's peak is not known."""
     weights_sha256: str | None = None

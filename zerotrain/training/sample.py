@@ -4,6 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
+from zerotrain.data.items import ids_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import CommError, printable
 from zerotrain.training.generate import generate
@@ -23,7 +24,11 @@ def show_sample(console: Console, *, engine: ZeroEngine, dataset: Any, num_token
     if decode is None:
         console.print("No sample of text: the dataset has no decode().")
         return
-    ids = dataset.validation[0][0].to(engine.world.device)
+    ids = ids_of(dataset.validation[0])
+    if ids is None:
+        console.print("No sample of text: the items have no ids to begin with.")
+        return
+    ids = ids.to(engine.world.device)
     prompt = ids[:NUM_PROMPT_TOKENS]
     try:
         text = decode(generate(engine=engine, prompt=prompt, num_tokens=num_tokens, max_seq_len=len(ids), seed=seed))

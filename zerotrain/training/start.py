@@ -33,12 +33,15 @@ def print_start(
     """
     lines = {
         "model": _model(engine),
-        "data": ", ".join(_data(dataset)),
+        "data": _data(dataset),
         "ranks": _ranks(engine),
         "memory": ", ".join(_memory(engine, plan_name, sampler.num_micro_batches)),
         "steps": _steps(sampler, dataset, num_steps),
         "decay": ", ".join(_decay(engine)),
     }
+    num_rows = sampler.rows_consumed + num_steps * sampler.global_batch_size
+    if repeated := ", ".join(_repeated(dataset.train, num_rows)):
+        lines["warning"] = f"the run reads each row {repeated}; more data or fewer train.max_steps would do without"
     for name, line in lines.items():
         for number, part in enumerate(textwrap.wrap(line, max(20, console.width - INDENT))):
             label = "" if number else name
@@ -51,12 +54,26 @@ def _model(engine: ZeroEngine) -> str:
     return f"{type(engine.module).__name__}, {trained:,} parameters trained, {frozen:,} frozen"
 
 
-def _data(dataset: Any) -> Iterator[str]:
-    yield type(dataset).__name__
+def _data(dataset: Any) -> str:
+    name = type(dataset).__name__
+    if callable(getattr(dataset, "summary", None)):
+        return f"{name}: {dataset.summary()}"
+    return ", ".join([name, *_lengths(dataset)])
+
+
+def _lengths(dataset: Any) -> Iterator[str]:
     for part, purpose in ((dataset.train, "to train on"), (dataset.validation, "to validate")):
         tokens = getattr(part, "tokens_per_sequence", None)
         count = f"{len(part):,} sequences" if tokens is None else f"{len(part) * tokens:,} tokens"
         yield f"{count} {purpose}"
+
+
+def _repeated(train: Any, num_rows: int) -> Iterator[str]:
+    """How often the rows are read, of each source of a mix, where that is more than once."""
+    of_sources = hasattr(train, "times_read")
+    for name, times in (train.times_read(num_rows) if of_sources else {"": num_rows / len(train)}).items():
+        if times > 1:
+            yield f"{f'of {name} ' if of_sources else ''}{times:.{1 if times < 100 else 0}f} times"
 
 
 def _ranks(engine: ZeroEngine) -> str:
@@ -91,11 +108,12 @@ def _memory(engine: ZeroEngine, plan_name: str, num_micro_batches: int) -> Itera
 
 def _steps(sampler: GlobalBatchSampler, dataset: Any, num_steps: int) -> str:
     sequences, tokens = sampler.global_batch_size, getattr(dataset.train, "tokens_per_sequence", None)
-    share = num_steps * sequences / sampler.num_sequences
+    per_epoch = sampler.num_sequences / sequences
+    epoch = f"an epoch is {per_epoch:,.{0 if per_epoch >= 10 else 1}f} steps"
     if tokens is None:
-        return f"{num_steps:,} of {sequences:,} sequences; {share:.2g} times the data"
+        return f"{num_steps:,} of {sequences:,} sequences; {epoch}"
     each = sequences * tokens
-    return f"{num_steps:,} of {each:,} tokens, {num_steps * each:,} tokens to go: {share:.2g} times the data"
+    return f"{num_steps:,} of {each:,} tokens, {num_steps * each:,} tokens to go; {epoch}"
 
 
 def _decay(engine: ZeroEngine) -> Iterator[str]:

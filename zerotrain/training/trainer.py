@@ -1,7 +1,7 @@
 """The training loop."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch.utils.data import DataLoader
 
 from zerotrain.comm.world import World
-from zerotrain.data.batches import IGNORED_LABEL, GlobalBatchSampler
+from zerotrain.data.fetch import Collate
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import printable
-from zerotrain.training.evaluation import evaluate
+from zerotrain.training.evaluation import evaluate_sources
+from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.flops import ModelFlops
 from zerotrain.training.metrics import StepClock
 from zerotrain.training.profile import recorded_steps
@@ -30,7 +30,10 @@ from zerotrain.training.sinks import MetricsFile, MetricSink
 from zerotrain.training.start import print_start
 from zerotrain.training.stop import interrupt_on_sigterm
 
-MicroBatch = tuple[torch.Tensor, torch.Tensor]
+ROWS_PER_EVAL_BATCH = 8
+"""What `eval_batches` counts. A number, not the batch of training: what is validated must not depend on ranks."""
+DATA_WAIT_SHOWN = 0.05
+"""Share of the steps' time that a run may wait for its data without a word."""
 
 
 @dataclass(kw_only=True)
@@ -44,7 +47,7 @@ class Trainer:
     """Around a model with forward(ids, labels) -> mean loss and forward(ids) -> logits."""
     world: World
     dataset: Any
-    """Map-style datasets `train` and `validation` of (ids, labels); see `zerotrain.data`."""
+    """Map-style datasets `train` and `validation` of what the model takes; see `zerotrain.data`."""
     schedule: Callable[[int, int], float]
     """(updates done, max_steps) -> factor on the learning rate. A skipped step is no update."""
     seed: int
@@ -71,6 +74,16 @@ class Trainer:
     """Where rank 0 sends metrics beside metrics.jsonl and the console; `run` closes them."""
     begin: Callable[[int], None] = lambda step: None
     """Told the number of each step, from 1, as it begins."""
+    num_workers: int = 0
+    """Processes that read the training data ahead."""
+    collate_fn: Collate | None = None
+    """Makes a batch of items; None: torch's default_collate."""
+    data_checked: Mapping[str, Any] | None = None
+    """What the data was when it was checked, by `zerotrain.data.fingerprint`; None where nobody did."""
+    data_state: Mapping[str, Any] | None = None
+    """Where in the data the run is: {rows_consumed, seed, order_version, fingerprint}. As it is given, the run goes on
+    there, with whatever ranks and batch size; None: behind `first_step` batches of this size. From the first step on
+    it is where the run is, after each step the position behind it."""
     first_step: int = 0
     """Global batches that the engine was trained on before; metrics.jsonl is gone on with where it is there."""
     skipped_before: int = 0
@@ -82,16 +95,17 @@ class Trainer:
                 f"first_step={self.first_step} must be in 0..{self.max_steps - 1}, below max_steps, and "
                 f"skipped_before={self.skipped_before} in 0..first_step"
             )
-        self.sampler = GlobalBatchSampler(
-            num_sequences=len(self.dataset.train),
+        self.feed = TrainingFeed(
+            self.dataset,
+            engine=self.engine,
+            world=self.world,
+            seed=self.seed,
             micro_batch_size=self.micro_batch_size,
             num_micro_batches=self.gradient_accumulation_steps,
-            rank=self.world.rank,
-            num_ranks=self.world.size,
-            seed=self.seed,
-            leaves_per_rank=len(self.engine.virtual_ranks),
+            first_step=self.first_step,
+            num_workers=self.num_workers,
+            collate=self.collate_fn,
         )
-        self.sampler.next_step = self.first_step
         self.result = RunResult(
             world_size=self.world.size, steps=self.first_step, skipped_steps=self.skipped_before, **self.run_facts
         )
@@ -107,6 +121,8 @@ class Trainer:
         """
         with interrupt_on_sigterm() as stop:
             try:
+                self.feed.agree(self.data_state, self.data_checked)
+                self.data_state = self.feed.sampler.state_dict()
                 self._show_start()
                 self._train()
                 show_sample(
@@ -127,9 +143,13 @@ class Trainer:
                 self.result.tokens_per_s = self.clock.tokens_per_s()
                 self.result.step_ms_median = self.clock.step_ms_median()
                 self.result.mfu = self._utilization()
+                self.result.data_wait_ms = self.clock.data_wait_ms()
                 if self.world.rank == 0:
                     self.result.write(self.run_dir)
         print_report(self.console, result=self.result, usages=usages, device=self.world.device)
+        if (share := self.clock.data_wait_share()) > DATA_WAIT_SHOWN:
+            said = f"waited for data {share:.0%} of the time: {self.feed.advice_on_waiting()}"
+            self.console.print(said, highlight=False, markup=False)
         return self.result.body()
 
     def _show_start(self) -> None:
@@ -138,7 +158,7 @@ class Trainer:
                 self.console,
                 engine=self.engine,
                 dataset=self.dataset,
-                sampler=self.sampler,
+                sampler=self.feed.sampler,
                 plan_name=f"stage {self.result.stage}",
                 num_steps=self.max_steps - self.first_step,
             )
@@ -160,17 +180,18 @@ class Trainer:
             self.engine.train()
             if self.eval_every and self.first_step == 0:
                 log(self._evaluate())
-            batches = self._micro_batches()
+            loader = stack.enter_context(self.feed.loader(self.max_steps - self.first_step))
             for step in range(self.first_step, self.max_steps):
                 self.begin(step + 1)
                 self._set_learning_rate(step - self.result.skipped_steps)
                 with self.clock:
-                    micro_batches, num_labels = next(batches)
-                    weights, num_tokens = self._loss_weights(num_labels)
+                    micro_batches, weights, num_tokens = self.feed.next_step(loader)
                     seed_each = partial(seed_leaf, self.seed, step)
                     outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each)
                 # Read only now: the step has waited for the device anyway.
-                self.clock.count(float(num_tokens))
+                self.clock.count(float(num_tokens), loader.wait_s)
+                self.feed.step_done()
+                self.data_state = self.feed.sampler.state_dict()
                 self.result.skipped_steps += outcome.skipped
                 self.result.steps = step + 1
                 step_done()
@@ -190,50 +211,14 @@ class Trainer:
         """Whether something to be done every so many steps comes now; 0: only after the last."""
         return self.result.steps == self.max_steps or (every > 0 and self.result.steps % every == 0)
 
-    def _micro_batches(self) -> Iterator[tuple[list[MicroBatch], list[int]]]:
-        """This rank's micro-batches of each step, on its device; and the labels that count in each, unless all
-        sequences have the same number: counted where the labels are made, so that no device is waited for."""
-        device = self.world.device
-        loader = DataLoader(self.dataset.train, batch_sampler=self.sampler, pin_memory=device.type == "cuda")
-        counts = self._tokens_per_sequence is None
-        for rows in loader:
-            labels = rows[1].split(self.micro_batch_size)
-            num_labels = [int((each != IGNORED_LABEL).sum()) for each in labels] if counts else []
-            ids, labels = (part.to(device, non_blocking=True).split(self.micro_batch_size) for part in rows)
-            yield list(zip(ids, labels, strict=True)), num_labels
-
     def _set_learning_rate(self, num_updates: int) -> None:
         factor = self.schedule(num_updates, self.max_steps)
         for group in self.engine.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
-    @property
-    def _tokens_per_sequence(self) -> int | None:
-        """Labels that count in each sequence, where all have the same number."""
-        return getattr(self.dataset.train, "tokens_per_sequence", None)
-
-    def _loss_weights(self, num_labels: list[int]) -> tuple[list[float | torch.Tensor] | None, float | torch.Tensor]:
-        """The weight of each micro-batch's mean loss in the mean over all tokens, and the number of those tokens.
-
-        The engine takes the mean over virtual ranks, so a micro-batch with n of the global batch's tokens weighs
-        n * num_virtual_ranks / total. Where all sequences have the same number of tokens that is 1 / len, the engine's
-        default; else the ranks must add up their counts. That is not done needlessly: the sum would wait behind the
-        parameters still being gathered after the last step, which the engine hides behind the forward.
-
-        A micro-batch without any label weighs 0, and says so as a number: the engine then lets nothing of it through,
-        also where its loss is nan.
-        """
-        if self._tokens_per_sequence is not None:
-            return None, float(self.sampler.global_batch_size * self._tokens_per_sequence)
-        mine = torch.tensor(sum(num_labels), dtype=torch.float64).to(self.world.device, non_blocking=True)
-        total = self.world.sum(mine)
-        per_label = total.clamp(min=1)
-        size = self.sampler.num_virtual_ranks
-        return [(num * size / per_label).float() if num else 0.0 for num in num_labels], total
-
     def _measure_step(self, outcome: TrainStepResult) -> dict[str, Any]:
         """What a step of training came to, for the sinks. Collective."""
-        loss = self.world.sum(outcome.loss.double()).item() / self.world.size
+        loss, wait_ms = self._over_ranks(outcome.loss)
         self.result.final_train_loss = loss
         return {
             "train_loss": loss,
@@ -245,13 +230,23 @@ class Trainer:
             "tokens_per_s": self.clock.tokens_per_s(last_steps=self.log_every),
             "step_ms_median": self.clock.step_ms_median(last_steps=self.log_every),
             "mfu": self._utilization(last_steps=self.log_every),
+            "data_wait_ms": wait_ms,
+            "epoch": self.feed.epoch,
+            "tokens": self.feed.num_tokens,
         }
+
+    def _over_ranks(self, loss: torch.Tensor) -> tuple[float, float]:
+        """(mean loss, milliseconds that the last steps waited for their data on the rank that waited longest)."""
+        waits = loss.new_zeros(self.world.size, dtype=torch.float64)
+        waits[self.world.rank] = self.clock.data_wait_ms(last_steps=self.log_every)
+        total, *waits_ms = self.world.sum(torch.cat([loss.double().view(1), waits])).tolist()
+        return total / self.world.size, max(waits_ms)
 
     def _utilization(self, last_steps: int | None = None) -> float | None:
         """MFU over the last so many steps, or over the run without its first steps."""
         if self.model_flops is None:
             return None
-        return self.model_flops.utilization(self.sampler.global_batch_size * self.clock.steps_per_s(last_steps))
+        return self.model_flops.utilization(self.feed.sampler.global_batch_size * self.clock.steps_per_s(last_steps))
 
     def _recorded_steps(self) -> AbstractContextManager[Callable[[], None]]:
         if self.memory_snapshot and self.world.device.type != "cuda":
@@ -266,20 +261,24 @@ class Trainer:
         )
 
     def _evaluate(self) -> dict[str, Any]:
-        self.result.final_val_loss = evaluate(
+        loss, by_source = evaluate_sources(
             engine=self.engine,
             world=self.world,
             dataset=self.dataset.validation,
-            num_sequences=self.eval_batches * self.sampler.global_batch_size,
+            num_sequences=self.eval_batches * ROWS_PER_EVAL_BATCH,
             micro_batch_size=self.micro_batch_size,
+            seed=self.seed,
+            step=self.result.steps,
+            collate=self.collate_fn,
         )
-        if math.isnan(self.result.final_val_loss) and not self._warned:
+        self.result.final_val_loss, self.result.val_loss_by_source = loss, by_source or None
+        if math.isnan(loss) and not self._warned:
             self._warned = True
             self.console.print(
                 "warning: the validation loss is nan: no label of the validation counts, or the model's loss is nan",
                 highlight=False,
             )
-        return {"val_loss": self.result.final_val_loss}
+        return {"val_loss": loss} | {f"val_loss/{name}": value for name, value in by_source.items()}
 
     def _measure(self) -> list[RankUsage]:
         """Fill in what is known at the end only; return the usage of all ranks. Collective."""

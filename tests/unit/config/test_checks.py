@@ -5,7 +5,15 @@ from dataclasses import fields
 import pytest
 
 from zerotrain.config.checks import checked_config, doubtful, must_be, value_problems, without_effect
-from zerotrain.config.schema import Config, LaunchConfig, ModelSwitches, PrecisionConfig, TrainConfig, ZeroConfig
+from zerotrain.config.schema import (
+    Config,
+    DataSwitches,
+    LaunchConfig,
+    ModelSwitches,
+    PrecisionConfig,
+    TrainConfig,
+    ZeroConfig,
+)
 
 
 def problems_of(compose, *overrides):
@@ -90,6 +98,38 @@ def test_every_model_can_be_compiled_and_checkpointed(compose, group):
     assert problems == []
     assert config.model_switches == {"compile": True, "activation_checkpointing": True}
     assert not config.model_switches.keys() & config.model_target.keys()
+
+
+def test_every_dataset_can_be_read_by_workers_and_collated_by_a_function(compose):
+    collate = "data.collate_fn={_target_: torch.utils.data.default_collate, _partial_: true}"
+    config, problems = checked_config(compose(["data=synthetic", "data.num_workers=2", collate]))
+    assert problems == []
+    assert config.data_switches["num_workers"] == 2
+    assert not config.data_switches.keys() & config.data_target.keys()
+
+
+def test_a_dataset_of_ones_own_is_named_on_the_command_line_as_the_refusal_says(compose):
+    target = "data._target_=zerotrain.data.SyntheticTokens"
+    [line] = [line for line in problems_of(compose, target) if line.startswith("data.path: ")]
+    assert line.endswith("give data=own, which starts without arguments, or a data yaml without it")
+    assert problems_of(compose, "data=own", target, "+data.seq_len=16", "+data.vocab_size=13") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("my.pad", "data.collate_fn: got my.pad; it must be null, or a function such as {_target_: my_components.pad"),
+        ("{_target_: torch.utils.data.default_collate}", "data.collate_fn._partial_: got null; it must be true"),
+        ("{_target_: torch.nope, _partial_: true}", "data.collate_fn._target_: got torch.nope; torch has no nope"),
+        (
+            "{_target_: torch.utils.data.default_collate, _partial_: true, pad: 0}",
+            "data.collate_fn.pad: torch.utils.data.default_collate takes no such argument",
+        ),
+    ],
+)
+def test_a_collate_function_that_cannot_be_called_is_refused(compose, given, problem):
+    [line] = problems_of(compose, f"data.collate_fn={given}")
+    assert line.startswith(problem)
 
 
 def test_all_problems_are_reported_at_once(compose):
@@ -187,5 +227,6 @@ def test_every_setting_has_a_rule():
     groups = {"zero": ZeroConfig, "precision": PrecisionConfig, "train": TrainConfig, "launch": LaunchConfig}
     declared = {f"{group}.{each.name}" for group, kind in groups.items() for each in fields(kind)}
     declared |= {"seed", *(f"model.{each.name}" for each in fields(ModelSwitches))}
+    declared |= {f"data.{each.name}" for each in fields(DataSwitches)}
     refused = {name for name in declared if must_be(name, "?")}
     assert refused == declared

@@ -1,6 +1,5 @@
 """What is found in the first items of a dataset, before any rank starts."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from zerotrain.data.items import first_items, require_next_tokens
+from zerotrain.data.items import first_batches, require_next_tokens, require_taken
+from zerotrain.data.mix import MixedRows
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9])
 PAIR = (TOKENS[:-1], TOKENS[1:])
@@ -24,36 +24,102 @@ class WithoutLength(Dataset):
         return PAIR
 
 
+class Told(list[Any]):
+    """Items, and what their dataset says of itself."""
+
+    def __init__(self, items: list[Any], **told: Any) -> None:
+        super().__init__(items)
+        vars(self).update(told)
+
+
+class Drawing(Told):
+    def __getitem__(self, index: Any) -> Any:
+        torch.rand(1)
+        return super().__getitem__(index)
+
+
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        (None, r"^data\.train is missing: "),
         (Stream(), r"^data\.train is of type Stream, which cannot be read by number; it must be map-style, with len"),
         (WithoutLength(), r"^data\.train is of type WithoutLength, which cannot be read by number"),
         (iter([PAIR]), r"^data\.train is of type list_iterator, which"),
         ([], r"^data\.train is empty; it must have at least one item$"),
-        ([{"ids": TOKENS}], r"^data\.train\[0\] is a dict; it must be a pair of tensors \(ids, labels\)$"),
-        ([(*PAIR, TOKENS)], r"^data\.train\[0\] is a tuple of 3; it must be a pair"),
-        ([TOKENS], r"^data\.train\[0\] is a Tensor; "),
-        ([("text", TOKENS)], r"^the inputs of data\.train\[0\] are a str; they must be a tensor or numbers$"),
-        ([(TOKENS, [1, 2])], r"^the labels of data\.train\[0\] are a list; "),
-        ([PAIR, (TOKENS, TOKENS)], r"^data\.train\[1\] has shapes \(\(6,\), \(6,\)\) and data\.train\[0\] "),
+        (["text"], r"^data\.train\[0\] is of type str; a batch is made of tensors and numbers: make a tensor of it, "),
+        ([("text", TOKENS)], r"^data\.train\[0\]\[0\] is of type str; "),
+        ([{"ids": TOKENS, "text": None}], r"^data\.train\[0\]\['text'\] is of type NoneType; .* data\.collate_fn"),
+        ([(TOKENS, [1, 2])], r"^data\.train\[0\]\[1\] is a list of numbers; give torch\.tensor"),
+        ([[1, 2]], r"^data\.train\[0\] is a list of numbers; "),
+        ([(np.array(["a"]), 1)], r"^data\.train\[0\]\[0\] is an array of <U1; "),
+        ([PAIR, (TOKENS, TOKENS)], r"^data\.train\[1\] has shapes \[0\] \(6,\), \[1\] \(6,\) and data\.train\[0\] sha"),
+        (Told([PAIR], tokens_per_sequence=6), r"^data\.train\.tokens_per_sequence is 6, but .*\[0\] has 5 labels that"),
+        (Drawing([PAIR], draws=False), r"^data\.train draws random numbers though it has draws = False; "),
     ],
 )  # fmt: skip
 def test_a_dataset_that_cannot_be_read_says_what_it_must_be(train: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        first_items(SimpleNamespace(train=train), "train")
+        first_batches(train, "data.train")
 
 
 def test_tensors_arrays_and_numbers_of_any_kind_are_taken_and_no_more_items_read_than_are_looked_at() -> None:
     image = (np.ones((3, 4, 4), dtype=np.float32), 7)
-    items = first_items(SimpleNamespace(train=[image] * 8 + [None]), "train")
+    items = first_batches([image] * 8 + [None], "data.train")
     assert len(items) == 8
     assert [part.shape for part in items[0]] == [(1, 3, 4, 4), (1,)]
 
 
+class Model(torch.nn.Module):
+    def forward(self, ids: Any, labels: Any = None) -> Any: ...
+
+
+class ModelOfImages(torch.nn.Module):
+    def forward(self, pixels: Any, **more: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("item", "model"),
+    [
+        (PAIR, Model()),
+        ({"labels": TOKENS, "ids": TOKENS}, Model()),
+        (TOKENS, ModelOfImages()),
+        ({"pixels": TOKENS, "mask": TOKENS}, ModelOfImages()),
+    ],
+)
+def test_items_of_any_structure_are_taken_by_a_model_with_such_arguments(item: Any, model: torch.nn.Module) -> None:
+    require_taken(first_batches([item], "data.train"), "data.train", model)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (
+            (*PAIR, TOKENS),
+            r"^data\.train\[0\] gives 3 parts without names, but Model\.forward takes \(ids, labels\): too",
+        ),
+        (
+            TOKENS,
+            r"^data\.train\[0\] gives 1 part without names and no labels, but Model\.forward takes \(ids, labels\): ",
+        ),
+        ({"input_ids": TOKENS, "labels": TOKENS}, r"gives input_ids, labels, but Model.* (missing|unexpected)"),
+        ({"ids": TOKENS}, r"gives ids and no labels, but Model\.forward takes \(ids, labels\): it returns the loss"),
+    ],
+)
+def test_items_that_the_model_cannot_be_called_with_are_refused(item: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        require_taken(first_batches([item], "data.train"), "data.train", Model())
+
+
+def test_items_that_no_batch_can_be_made_of_may_have_a_collate_function() -> None:
+    def pad(items: list[str]) -> torch.Tensor:
+        longest = max(map(len, items))
+        return torch.tensor([list(text.ljust(longest).encode()) for text in items])
+
+    batches = first_batches(["a", "abc"], "data.train", collate=pad)
+    assert [tuple(batch.shape) for batch in batches] == [(1, 1), (1, 3)]
+
+
 def check(*items: tuple[Any, Any], vocab_size: int | None = 10) -> None:
-    batched = first_items(SimpleNamespace(train=list(items)), "train")
+    batched = first_batches(list(items), "data.train")
     require_next_tokens(batched, "data.train", model="GPT", vocab_size=vocab_size)
 
 
@@ -84,3 +150,16 @@ def test_labels_that_are_the_next_tokens_pass_masked_or_of_one_token_alone() -> 
 def test_items_that_the_model_would_learn_wrongly_are_refused(items: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(*items)
+
+
+def test_the_items_of_each_source_of_a_mix_are_looked_at() -> None:
+    def mixed(*others: Any) -> MixedRows:
+        return MixedRows({"a": [PAIR] * 9, "b": [*others]}, {"a": 1, "b": 1})
+
+    assert len(first_batches(mixed(PAIR), "data.train")) == 9
+    with pytest.raises(ValueError, match=r"^data\.sources\.b\.data\.train\[1\]\[0\] is of type str; "):
+        first_batches(mixed(PAIR, ("text", TOKENS)), "data.train")
+    with pytest.raises(
+        ValueError, match=r"^data\.sources\.b\.data\.train\[0\] has .* and data\.sources\.a\.data\.train\[0\]"
+    ):
+        first_batches(mixed((TOKENS, TOKENS)), "data.train")

@@ -131,7 +131,7 @@ def test_with_a_tokenizer_the_tokens_are_its_own(text_file, cache, tokenizer, mo
     assert dataset.decode(ids).split() == TEXT.split()[:9]
     assert dataset.decode(labels).split() == TEXT.split()[1:10]
     assert dataset.encode("lazy fox").tolist() == ids[[7, 3]].tolist()
-    assert len(dataset.train.tokens) == len(TEXT.split())
+    assert dataset.train.store.tokens == len(TEXT.split())
 
 
 def test_bytes_and_each_tokenizer_have_a_cached_file_of_their_own(text_file, cache, tokenizer):

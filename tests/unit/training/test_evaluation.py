@@ -1,3 +1,4 @@
+import math
 from functools import partial
 
 import pytest
@@ -5,8 +6,10 @@ import torch
 from torch.utils.data import Dataset
 
 import zerotrain
+from zerotrain.data import Mix, SyntheticTokens
+from zerotrain.data.fetch import RowError
 from zerotrain.models import GPT, HuggingFaceModel
-from zerotrain.training.evaluation import evaluate, validation_rows
+from zerotrain.training.evaluation import evaluate, evaluate_sources, validation_rows
 
 
 @pytest.fixture
@@ -119,3 +122,72 @@ def test_how_often_one_evaluates_changes_no_weight_of_a_model_that_draws_random_
         return make_trainer(engine=engine, max_steps=6, eval_every=eval_every).run()["weights_sha256"]
 
     assert weights(0) == weights(1) == weights(3) != weights(0, dropout=False)
+
+
+class OnFrozenBackbone(torch.nn.Module):
+    """A head behind a frozen backbone, whose batch norm is to stay as it was learnt."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).requires_grad_(False)
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, pixels, labels):
+        return (self.head(self.backbone(pixels)).squeeze(-1) - labels).square().mean()
+
+
+def test_modules_that_the_user_put_into_evaluation_mode_stay_there(world):
+    engine = zerotrain.build_engine(OnFrozenBackbone(), optimizer=torch.optim.SGD, world=world)
+    engine.train()
+    engine.module.backbone.eval()
+    items = [{"pixels": torch.full((4,), float(row)), "labels": float(row)} for row in range(5)]
+    loss = evaluate(engine=engine, world=world, dataset=items, num_sequences=5, micro_batch_size=2)
+    assert math.isfinite(loss)
+    assert (engine.module.training, engine.module.head.training) == (True, True)
+    assert not any(module.training for module in engine.module.backbone.modules())
+
+
+class Augmenting(RaggedSequences):
+    """Draws a mask for each item from torch's global generator."""
+
+    def __getitem__(self, index):
+        ids, labels = super().__getitem__(index)
+        return ids, labels.masked_fill(torch.rand(labels.shape) < 0.5, -100)
+
+
+def test_what_validation_draws_depends_on_no_micro_batch_size_and_on_nothing_drawn_before(engine, world):
+    losses = set()
+    for micro_batch_size in (1, 2, 7):
+        torch.manual_seed(micro_batch_size)
+        arguments = {"num_sequences": 7, "micro_batch_size": micro_batch_size, "seed": 5}
+        losses.add(round(evaluate(engine=engine, world=world, dataset=Augmenting(), **arguments), 5))
+    assert len(losses) == 1
+
+
+def test_named_items_of_several_lengths_have_the_same_loss_as_pairs(engine, world):
+    def padded(items):
+        ids, labels = zip(*items, strict=True)
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {"labels": pad(labels, batch_first=True, padding_value=-100), "ids": pad(ids, batch_first=True)}
+
+    rows = [RaggedSequences()[row] for row in range(7)]
+    cut = [(ids[: row + 1], labels[: row + 1]) for row, (ids, labels) in enumerate(rows)]
+    arguments = {"engine": engine, "world": world, "num_sequences": 7, "micro_batch_size": 3}
+    loss = evaluate(dataset=rows, **arguments)
+    assert evaluate(dataset=cut, collate=padded, **arguments) == pytest.approx(loss, rel=1e-5)
+    with pytest.raises(RowError, match=r"^data\.validation: rows 0, 1, 2 \(epoch 0, step 0\) cannot be put together"):
+        evaluate(dataset=cut, **arguments)
+
+
+def test_each_source_of_a_mix_has_its_loss_and_their_mean_by_weights_is_that_of_the_mix(engine, world, dataset):
+    other = SyntheticTokens(seq_len=16, vocab_size=32, num_sequences=40)
+    mix = Mix(
+        {"a": {"data": dataset, "weight": 3}, "b": {"data": other, "weight": 1}, "c": {"data": other, "weight": 0}}
+    )
+    arguments = {"engine": engine, "world": world, "micro_batch_size": 4}
+    loss, by_source = evaluate_sources(dataset=mix.validation, num_sequences=16, **arguments)
+    alone = evaluate(dataset=dataset.validation, num_sequences=12, **arguments)
+    assert by_source["a"] == alone
+    assert by_source["b"] == evaluate(dataset=other.validation, num_sequences=4, **arguments) != alone
+    assert loss == pytest.approx((3 * by_source["a"] + by_source["b"]) / 4)
+    assert evaluate_sources(dataset=dataset.validation, num_sequences=12, **arguments) == (alone, {})

@@ -8,7 +8,7 @@ from zerotrain.models import GPT, MLP
 from zerotrain.training.flops import ModelFlops, count_flops
 
 SEQ_LEN = 128
-SEQUENCE = (torch.zeros(SEQ_LEN, dtype=torch.int64), torch.zeros(SEQ_LEN, dtype=torch.int64))
+SEQUENCE = (torch.zeros(1, SEQ_LEN, dtype=torch.int64), torch.zeros(1, SEQ_LEN, dtype=torch.int64))
 NUM_LAYERS, HIDDEN_SIZE = 4, 128
 
 

@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 
@@ -12,6 +13,34 @@ def num_traced_steps(folder) -> int:
 def test_three_steps_are_traced_or_all_of_a_run_that_has_no_more(make_trainer, tmp_path, max_steps, num_traced):
     make_trainer(profile=True, max_steps=max_steps).run()
     assert num_traced_steps(tmp_path) == num_traced
+
+
+class Slow:
+    """Items that take a while to read, and draw nothing."""
+
+    draws = False
+
+    def __init__(self, items):
+        self.items, self.tokens_per_sequence = items, items.tokens_per_sequence
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return self.items[index]
+
+
+def test_rows_are_read_by_another_thread_while_a_step_computes(make_trainer, tmp_path, dataset):
+    """Seen in the trace: within a step's interval, beside its forward, on another thread."""
+    dataset.train = Slow(dataset.train)
+    make_trainer(profile=True, max_steps=8, dataset=dataset).run()
+    events = json.loads((tmp_path / "profile" / "rank0.json").read_text())["traceEvents"]
+    [step] = [event for event in events if event["name"] == "ProfilerStep#4" and event.get("cat") == "user_annotation"]
+    reads = [event for event in events if event["name"] == "zerotrain data: read rows"]
+    within = [read for read in reads if step["ts"] <= read["ts"] <= step["ts"] + step["dur"]]
+    assert within
+    assert all(read["tid"] != step["tid"] for read in reads)
 
 
 def test_without_being_asked_nothing_is_recorded(make_trainer, tmp_path, screen):

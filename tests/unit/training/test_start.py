@@ -18,7 +18,7 @@ data    SyntheticTokens, 3,200 tokens to train on, 320 tokens to
 ranks   1 on CPU, threads of each: 1; fp32
 memory  stage 2, kB of a rank: 108 parameters, 108 gradients, 216.1
         optimizer
-steps   4 of 64 tokens, 256 tokens to go: 0.08 times the data
+steps   4 of 64 tokens, 256 tokens to go; an epoch is 50 steps
 decay   0.01 on 10 matrices (26,112), 0 on 18 others (896)
 """
 
@@ -29,7 +29,7 @@ def shown(trainer, **terminal) -> str:
         Console(file=file, legacy_windows=False, **terminal),
         engine=trainer.engine,
         dataset=trainer.dataset,
-        sampler=trainer.sampler,
+        sampler=trainer.feed.sampler,
         plan_name="stage 2",
         num_steps=trainer.max_steps,
     )
@@ -84,7 +84,26 @@ def test_sequences_are_counted_where_nobody_knows_the_tokens(make_trainer, datas
     del dataset.train.tokens_per_sequence
     text = shown(make_trainer(), width=80)
     assert "200 sequences to train on" in text
-    assert "4 of 4 sequences; 0.08 times the data" in text
+    assert "4 of 4 sequences; an epoch is 50 steps" in text
+
+
+def test_a_dataset_tells_of_itself_where_it_can(make_trainer, dataset):
+    dataset.summary = lambda: "3 files, 9 tokens"
+    assert "data    SyntheticTokens: 3 files, 9 tokens\n" in shown(make_trainer(), width=80)
+
+
+def test_a_run_that_repeats_its_data_is_told_so(make_trainer):
+    """200 sequences, 4 of them in a step."""
+    assert "warning" not in shown(make_trainer(max_steps=50), width=80)
+    assert "warning the run reads each row 3.2 times; more data or" in shown(make_trainer(max_steps=160), width=80)
+    trainer = make_trainer(max_steps=40)
+    trainer.feed.sampler.rows_consumed = 340
+    assert "warning the run reads each row 2.5 times; more data or" in shown(trainer, width=80)
+
+
+def test_an_epoch_that_is_less_than_ten_steps_has_a_tenth(make_trainer):
+    text = shown(make_trainer(micro_batch_size=64), width=80)
+    assert "4 of 1,024 tokens, 4,096 tokens to go; an epoch is 3.1 steps" in text
 
 
 def test_each_rank_is_counted_and_each_group_named():

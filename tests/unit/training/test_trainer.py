@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from zerotrain import PrecisionConfig, TrainingError, build_engine
 from zerotrain.data import GlobalBatchSampler, SyntheticTokens, TextDataset
+from zerotrain.data.fetch import RowError
 from zerotrain.models import GPT
 from zerotrain.training import warmup_cosine
 
@@ -296,12 +297,16 @@ def test_a_dataset_that_cannot_decode_gets_a_word_instead_of_a_sample(make_train
 # ---- ends that are not the end
 
 
+ITEMS_COMPARED = 4
+"""Read before the first step, to tell the data of one rank from that of another: the first one twice."""
+
+
 def failing_at_read(number, failure):
     reads = []
 
     def change(index, ids, labels):
         reads.append(index)
-        if len(reads) == number:
+        if len(reads) == ITEMS_COMPARED + number:
             failure()
         return ids, labels
 
@@ -314,10 +319,13 @@ def raise_broken_disk():
 
 def test_a_failed_run_leaves_a_result_that_says_why(make_trainer, dataset, tmp_path):
     trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, raise_broken_disk)))
-    with pytest.raises(OSError, match="broken disk"):
+    with pytest.raises(RowError, match="broken disk"):
         trainer.run()
     result = read_result(tmp_path)
-    assert (result["status"], result["steps"], result["error"]) == ("failed", 2, "OSError: broken disk")
+    assert (result["status"], result["steps"]) == ("failed", 2)
+    row = trainer.feed.sampler.global_batch(2)[1]
+    said = f"RowError: data.train: row {row} (epoch 0, step 3) cannot be read: OSError: broken disk"
+    assert result["error"] == said
     assert result["final_train_loss"] == read_metrics(tmp_path)[-1]["train_loss"]
     assert result["weights_sha256"] is None
 

@@ -1,0 +1,207 @@
+"""What a run trains on: the same however it is read and wherever it goes on, compared over the ranks, and waited for
+as little as can be."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import zerotrain
+from zerotrain import ConfigError
+from zerotrain.comm.world import World
+from zerotrain.data.fingerprint import fingerprint_of
+from zerotrain.models import GPT
+from zerotrain.testing.fake_wire import run_threads
+from zerotrain.training.same_data import require_same_data
+
+
+class Recorded(Dataset):
+    """The items of another dataset; notes which are read."""
+
+    draws = False
+
+    def __init__(self, items, wait_s=0.0):
+        self.items, self.wait_s, self.read = items, wait_s, []
+        self.tokens_per_sequence = items.tokens_per_sequence
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, row):
+        time.sleep(self.wait_s)
+        self.read.append(row)
+        return self.items[row]
+
+
+class Masked(Recorded):
+    """A random part of the ids of each item is zero: drawn when the item is read."""
+
+    draws = True
+
+    def __getitem__(self, row):
+        ids, labels = super().__getitem__(row)
+        return ids * (torch.rand(ids.shape) < 0.8), labels
+
+
+def fresh_engine():
+    torch.manual_seed(0)
+    model = GPT(vocab_size=32, max_seq_len=16, num_layers=1, num_heads=1, hidden_size=16)
+    return zerotrain.build_engine(model, optimizer=torch.optim.AdamW)
+
+
+def train(make_trainer, dataset, **changes) -> str:
+    return make_trainer(engine=fresh_engine(), dataset=dataset, **changes).run()["weights_sha256"]
+
+
+def test_a_run_has_the_same_weights_whoever_reads_its_rows(make_trainer, dataset):
+    plain = dataset.train
+    dataset.train = Recorded(plain)
+    in_thread = train(make_trainer, dataset)
+    dataset.train.draws = True
+    assert {train(make_trainer, dataset), train(make_trainer, dataset, num_workers=2)} == {in_thread}
+    dataset.train = Masked(plain)
+    drawn = train(make_trainer, dataset)
+    assert train(make_trainer, dataset, num_workers=1) == drawn != in_thread
+
+
+def rows_trained(make_trainer, dataset, *, num_rows: int, **changes) -> list[int]:
+    recorded = Recorded(dataset.train)
+    dataset.train = recorded
+    trainer = make_trainer(engine=fresh_engine(), dataset=dataset, **changes)
+    trainer.run()
+    dataset.train = recorded.items
+    assert trainer.data_state["rows_consumed"] == num_rows
+    return recorded.read[4:]  # behind those that tell the data apart
+
+
+def test_a_run_goes_on_at_its_row_with_another_batch_size(make_trainer, dataset):
+    """200 rows; the second run reads over the end of the epoch."""
+    small = {"micro_batch_size": 3, "gradient_accumulation_steps": 5}
+    in_one_go = rows_trained(make_trainer, dataset, num_rows=240, micro_batch_size=60)
+    assert sorted(in_one_go[:200]) == list(range(200))
+    trainer = make_trainer(engine=fresh_engine(), dataset=dataset, max_steps=9, **small)
+    trainer.run()
+    first = rows_trained(make_trainer, dataset, num_rows=135, max_steps=9, **small)
+    goes_on = {"data_state": trainer.data_state, "first_step": 9, "max_steps": 12, "micro_batch_size": 35}
+    assert first + rows_trained(make_trainer, dataset, num_rows=240, **goes_on) == in_one_go
+
+
+def test_without_a_state_of_the_data_a_run_goes_on_behind_its_first_steps(make_trainer, dataset):
+    in_one_go = rows_trained(make_trainer, dataset, num_rows=16)
+    assert rows_trained(make_trainer, dataset, num_rows=16, first_step=2) == in_one_go[8:]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seed": 3}, "seed: 3 there, 0 here"),
+        ({"order_version": 1}, "version of the order: 1 there, 2 here"),
+        ({"fingerprint": {"rows": 1000}}, "rows of the data: 1000 there, 200 here"),
+    ],
+    ids=["seed", "order", "data"],
+)
+def test_a_run_goes_on_with_its_own_data_alone(make_trainer, tmp_path, change, said):
+    first = make_trainer(engine=fresh_engine())
+    first.run()
+    other = make_trainer(engine=fresh_engine(), data_state=first.data_state | change, first_step=1)
+    with pytest.raises(ConfigError, match="data: the saved run read other rows") as refused:
+        other.run()
+    assert said in str(refused.value)
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
+
+
+def test_metrics_tell_how_far_the_data_is_read(make_trainer, tmp_path):
+    make_trainer(max_steps=3, micro_batch_size=40).run()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    told = [(line["epoch"], line["tokens"]) for line in lines if "epoch" in line]
+    assert told == [(0.2, 640), (0.4, 1280), (0.6, 1920)]
+
+
+# ---- waiting
+
+
+def test_a_run_that_waits_for_its_rows_says_so_with_what_helps(make_trainer, dataset, tmp_path, screen):
+    dataset.train = Recorded(dataset.train, wait_s=0.02)
+    dataset.train.draws = True
+    body = make_trainer(dataset=dataset, max_steps=5).run()
+    assert body["data_wait_ms"] >= 4 * 20
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["data_wait_ms"] >= 4 * 20 for line in lines if "train_loss" in line)
+    said = " ".join(screen.getvalue().split())
+    assert "waited for data" in said
+    assert "% of the time: data.num_workers=2 reads with processes; or a dataset that draws no random numbers" in said
+
+
+def test_a_run_that_does_not_wait_does_not_speak_of_it(make_trainer, dataset, screen):
+    trainer = make_trainer(max_steps=8)
+    trainer.run()
+    share = trainer.clock.data_wait_share()
+    assert ("waited for data" in screen.getvalue()) == (share > 0.05)
+    assert 0 <= share < 1
+
+
+# ---- agreement
+
+
+def compared(by_rank: list[dict[str, Any]], checked: dict[str, Any] | None = None) -> list[str]:
+    """What each rank is told."""
+
+    def on_a_rank(world: World) -> str:
+        engine = zerotrain.build_engine(torch.nn.Linear(2, 2), optimizer=torch.optim.SGD, world=world)
+        try:
+            require_same_data(engine.collectives, by_rank[world.rank], checked)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return run_threads(on_a_rank, len(by_rank))[0]
+
+
+def test_ranks_with_other_data_are_told_what_differs_with_both_values():
+    """Seen: one machine's copy had 110 rows and the other's 100; of an epoch 33 rows were never read, and 27 twice."""
+    mine, other = {"rows": 100, "tokens": 5, "files": "ab"}, {"rows": 110, "tokens": 5, "files": "cd"}
+    said = compared([mine, other, mine])
+    assert len(set(said)) == 1
+    assert said[0].splitlines() == [
+        "data: the ranks differ: rows: 100 on ranks 0, 2, 110 on rank 1; give all machines the same files",
+        "data: the ranks differ: files: ab on ranks 0, 2, cd on rank 1; give all machines the same files",
+    ]
+    assert compared([mine, dict(reversed(mine.items()))]) == ["", ""]
+
+
+def test_ranks_with_other_kinds_of_data_are_told():
+    said = compared([{"rows": 100}, {"rows": 100, "split": "by chunk"}])
+    assert said[0] == (
+        "data: the ranks differ: split: nothing on rank 0, by chunk on rank 1; give all machines the same files"
+    )
+
+
+def test_data_that_has_changed_since_it_was_checked_is_told():
+    """Seen: the run's own config.yaml came into the corpus between the check and the ranks."""
+    assert compared([{"rows": 7}, {"rows": 7}], checked={"rows": 7}) == ["", ""]
+    [said, _] = compared([{"rows": 9}, {"rows": 9}], checked={"rows": 7})
+    assert said.startswith(
+        "data: it has changed since it was checked: rows: 7 when it was checked, 9 on all ranks; nothing"
+    )
+
+
+def test_a_trainer_compares_its_data_with_what_was_checked(make_trainer, dataset):
+    checked = fingerprint_of(dataset)
+    assert make_trainer(data_checked=checked).run()["status"] == "completed"
+    with pytest.raises(ConfigError, match="rows: 199 when it was checked, 200 on all ranks"):
+        make_trainer(engine=fresh_engine(), data_checked=checked | {"rows": 199}).run()
+
+
+# ---- validation
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (7, 1), (2, 5)], ids=str)
+def test_validation_reads_the_same_rows_at_any_batch_size(make_trainer, dataset, shape):
+    """Seen: 128 rows on one rank, and 256 others on two, with the settings as they come."""
+    dataset.validation = Recorded(dataset.train)
+    size, accumulation = shape
+    make_trainer(dataset=dataset, micro_batch_size=size, gradient_accumulation_steps=accumulation, eval_batches=3).run()
+    assert sorted(set(dataset.validation.read[4:])) == [row * 200 // 24 for row in range(24)]

@@ -1,0 +1,249 @@
+"""Several datasets mixed by weights, of which any row is found by its number.
+
+Position k of a run belongs to a source, as a pattern says that repeats itself: with weights 3 and 1 `a a b a`, over
+and over. It is that source's next row, in the source's own order: each has epochs of its own, and all its rows are read
+once before any is read twice. So the pattern's number and the place in it tell, without a look at what was read before,
+which source, which of its rows, and in which of its epochs.
+"""
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch.utils.data import Dataset
+
+from zerotrain.data.fetch import draws
+from zerotrain.data.fingerprint import Fingerprint, fingerprint_of
+from zerotrain.data.order import rows_at
+
+MAX_PERIOD = 100_000
+"""Rows after which a pattern begins anew, at most."""
+SETS = ("train", "validation")
+NEEDED = "{data: {_target_: ...}, weight: 1}"
+
+
+class Mix:
+    """Datasets read in turn, as often as their weights say.
+
+    Args:
+        sources: {name: {"data": a dataset with train and validation, "weight": a number}}. Of 10 rows that are trained
+            on, sources of weights 7, 2 and 1 give 7, 2 and 1, whatever their sizes. One of weight 0 is evaluated alone.
+        seq_len: tokens of a sequence, where all sources must have as many; None: nothing is compared.
+        vocab_size: tokens that all sources have; None: that of the sources.
+
+    Raises:
+        ValueError: a source or a weight is none, or the sources do not fit together.
+
+    An epoch of a mix is as many rows as its sources have together.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, Mapping[str, Any]], *, seq_len: int | None = None, vocab_size: int | None = None
+    ) -> None:
+        self.sources, weights = _sources(sources)
+        for name, data in self.sources.items():
+            _require_fit(name, data, seq_len)
+        self.vocab_size = _vocab_size(self.sources, vocab_size)
+        trained = [name for name in self.sources if weights[name] > 0]
+        self.train, self.validation = (
+            MixedRows(
+                {name: getattr(self.sources[name], each) for name in names}, {name: weights[name] for name in names}
+            )
+            for each, names in zip(SETS, (trained, list(self.sources)), strict=True)
+        )
+        first = self.sources[trained[0]]
+        for name in ("encode", "decode"):  # what has none must not seem to have one
+            if hasattr(first, name):
+                setattr(self, name, getattr(first, name))
+
+    def fingerprint(self) -> Fingerprint:
+        """What each source is; see `zerotrain.data.fingerprint`."""
+        of_each = {name: fingerprint_of(data) for name, data in self.sources.items()}
+        return {f"{name}.{what}": value for name, known in of_each.items() for what, value in known.items()}
+
+    def summary(self) -> str:
+        """How much of what is read, for a line at the start."""
+        shares = self.train.shares
+        said = [f"{shares.get(name, 0):.3g} {name} ({len(data.train):,} rows)" for name, data in self.sources.items()]
+        return f"{', '.join(said)}; {len(self.validation):,} rows to validate"
+
+
+class MixedRows(Dataset[Any]):
+    """The rows of several datasets, one dataset behind the other, and the order in which they are mixed.
+
+    Args:
+        sources: map-style, at least one.
+        weights: of each, above 0 where rows are mixed.
+    """
+
+    def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float]) -> None:
+        self.sources, self.weights = dict(sources), dict(weights)
+        self._datasets = list(self.sources.values())
+        self._ends = list(accumulate(len(each) for each in self._datasets))
+        tokens = {getattr(each, "tokens_per_sequence", None) for each in self._datasets}
+        self.tokens_per_sequence: int | None = tokens.pop() if len(tokens) == 1 else None
+        """Labels that count in each item, where all sources have the same number."""
+        self.draws = any(map(draws, self._datasets))
+        counts = parts_of(list(self.weights.values()))
+        self._counts, (self._source_at, self._number_at) = np.array(counts), pattern(counts)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Which part of the rows that are read is of each source."""
+        return dict(zip(self.sources, (self._counts / self._counts.sum()).tolist(), strict=True))
+
+    def times_read(self, num_rows: int) -> dict[str, float]:
+        """How often the rows of each source are read where so many rows are."""
+        lengths = map(len, self._datasets)
+        return {
+            name: num_rows * share / length for (name, share), length in zip(self.shares.items(), lengths, strict=True)
+        }
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, row: int) -> Any:
+        """Read a row.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        source = bisect_right(self._ends, row)
+        return self._datasets[source][row - self._start(source)]
+
+    def order(self, positions: ArrayLike, *, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """What is read at some positions of a run.
+
+        Args:
+            positions: at least 0, of any shape and in any order.
+            seed: of the run.
+
+        Returns:
+            (rows, in which epoch of its source each is read), int64 of the same shape.
+        """
+        patterns, places = np.divmod(np.asarray(positions, dtype=np.int64), len(self._source_at))
+        which = self._source_at[places]
+        numbers = patterns * self._counts[which] + self._number_at[places]  # rows of the source that were read before
+        rows, epochs = np.empty_like(numbers), np.empty_like(numbers)
+        names = list(self.sources)
+        for source in np.unique(which).tolist():
+            here = which == source
+            num_rows = len(self._datasets[source])
+            rows[here] = self._start(source) + rows_at(
+                numbers[here], seed=_seed_of(names[source], seed), num_rows=num_rows
+            )
+            epochs[here] = numbers[here] // num_rows
+        return rows, epochs
+
+    def _start(self, source: int) -> int:
+        return self._ends[source - 1] if source else 0
+
+
+def parts_of(weights: Sequence[float]) -> list[int]:
+    """How many rows of each source there are in a pattern: exactly as the weights say, as decimal numbers; where that
+    took a pattern of more than `MAX_PERIOD` rows, as nearly as one of so many can.
+
+    Raises:
+        ValueError: a weight that is not 0 is too small for that.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    common = math.lcm(*(each.denominator for each in exact))
+    counts = [int(each * common) for each in exact]
+    divisor = math.gcd(*counts) or 1
+    counts = [count // divisor for count in counts]
+    if sum(counts) <= MAX_PERIOD:
+        return counts
+    shares = [each * MAX_PERIOD / sum(exact) for each in exact]
+    counts = [int(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda index: counts[index] - shares[index])
+    for index in by_remainder[: MAX_PERIOD - sum(counts)]:
+        counts[index] += 1
+    for weight, count in zip(weights, counts, strict=True):
+        if weight and not count:
+            raise ValueError(
+                f"data.sources: the weight {weight} is too small beside the others, less than one row in {MAX_PERIOD}; "
+                "give a larger one, or 0"
+            )
+    return counts
+
+
+def pattern(counts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(source, how many rows of this source come before) at each place of a pattern: each source spread evenly over it.
+
+    Of `S` sources of which one has the share s, n rows from any place where a pattern begins hold n * s of its rows,
+    give or take (1 + S * s) / 2.
+    """
+    sources = np.repeat(np.arange(len(counts)), counts)
+    numbers = np.concatenate([np.arange(count) for count in counts])
+    evenly = np.argsort((numbers + 0.5) / np.array(counts)[sources], kind="stable")
+    return sources[evenly], numbers[evenly]
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """The order of a source follows from its name: another source beside it changes nothing."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8])
+
+
+def _sources(sources: Any) -> tuple[dict[str, Any], dict[str, float]]:
+    """The datasets and their weights.
+
+    Raises:
+        ValueError: one of them is none.
+    """
+    if not isinstance(sources, Mapping) or not sources:
+        raise ValueError(f"data.sources={sources} names no source; give {{name: {NEEDED}, ...}}")
+    weights: dict[str, float] = {}
+    for name, source in sources.items():
+        field = f"data.sources.{name}"
+        if not isinstance(source, Mapping) or source.get("data") is None:
+            others = ", ".join(str(other) for other in sources if other != name) or "none"
+            raise ValueError(f"{field} has no data; a source is {NEEDED}, and the other sources are: {others}")
+        for key in source.keys() - {"data", "weight"}:
+            raise ValueError(f"{field}.{key}: a source has no such setting; it is {NEEDED}")
+        weight = source.get("weight")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise ValueError(f"{field}.weight: got {weight}; it must be a number that is at least 0")
+        weights[str(name)] = weight
+    if not any(weights.values()):
+        raise ValueError("data.sources: all weights are 0; at least one must be above 0")
+    parts_of(list(weights.values()))
+    return {str(name): source["data"] for name, source in sources.items()}, weights
+
+
+def _require_fit(name: str, data: Any, seq_len: int | None) -> None:
+    for each in SETS:
+        dataset = getattr(data, each, None)
+        if dataset is None:
+            raise ValueError(f"data.sources.{name}.data: {type(data).__name__} has no dataset called {each}")
+        if not hasattr(dataset, "__len__") or not len(dataset):
+            raise ValueError(f"data.sources.{name}.data.{each} is empty or has no length; each source needs a row")
+    given = getattr(data.train, "seq_len", seq_len)
+    if seq_len is not None and given != seq_len:
+        raise ValueError(
+            f"data.sources.{name}.data.seq_len={given}, but data.seq_len={seq_len}; all sources need the same: "
+            "${data.seq_len}"
+        )
+
+
+def _vocab_size(sources: Mapping[str, Any], given: int | None) -> int | None:
+    """That of all sources.
+
+    Raises:
+        ValueError: they differ.
+    """
+    known = {} if given is None else {"data.vocab_size": given}
+    for name, data in sources.items():
+        if isinstance(size := getattr(data, "vocab_size", None), int):
+            known[f"data.sources.{name}.data.vocab_size"] = size
+    if len(set(known.values())) > 1:
+        said = ", ".join(f"{field}={size}" for field, size in known.items())
+        raise ValueError(f"{said} differ; all sources must be in the same tokens: ${{data.vocab_size}}")
+    return next(iter(known.values()), None)

@@ -1,0 +1,138 @@
+"""What a rank is trained on: where in the data the run is, what comes next, and what that counts in the loss."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerotrain.comm.world import World
+from zerotrain.data.batches import GlobalBatchSampler
+from zerotrain.data.fetch import Collate, may_be_read_beside
+from zerotrain.data.fingerprint import fingerprint_of
+from zerotrain.data.inputs import as_inputs
+from zerotrain.data.loader import StepLoader
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.errors import ConfigError
+from zerotrain.training.same_data import require_same_data
+
+
+class TrainingFeed:
+    """The micro-batches of this rank, step by step.
+
+    Args:
+        dataset: with map-style `train` and `validation`.
+        first_step: steps done before.
+        num_workers: processes that read.
+        collate: makes a batch of items.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        engine: ZeroEngine,
+        world: World,
+        seed: int,
+        micro_batch_size: int,
+        num_micro_batches: int,
+        first_step: int,
+        num_workers: int,
+        collate: Collate | None,
+    ) -> None:
+        self._dataset, self._world, self._collectives = dataset, world, engine.collectives
+        self._num_workers, self._collate, self._first_step = num_workers, collate, first_step
+        self.tokens_per_sequence: int | None = getattr(dataset.train, "tokens_per_sequence", None)
+        """Labels that count in each sequence, where all have the same number."""
+        self.sampler = GlobalBatchSampler(
+            num_sequences=len(dataset.train),
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+            rank=world.rank,
+            num_ranks=world.size,
+            seed=seed,
+            leaves_per_rank=len(engine.virtual_ranks),
+            order=getattr(dataset.train, "order", None),
+        )
+        self.sampler.rows_consumed = first_step * self.sampler.global_batch_size
+
+    @property
+    def epoch(self) -> float:
+        """How often the data has been read."""
+        return self.sampler.rows_consumed / self.sampler.num_sequences
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Labels that the run was trained on, where that follows from its sequences."""
+        return None if self.tokens_per_sequence is None else self.sampler.rows_consumed * self.tokens_per_sequence
+
+    def agree(self, state: Mapping[str, Any] | None, checked: Mapping[str, Any] | None) -> None:
+        """Compare the data with that of the other ranks, of the process that checked it, and of the run that is gone on
+        with; go on at that one's row. Collective.
+
+        Args:
+            state: what `sampler.state_dict` gave in that run; None: there was none.
+            checked: see `require_same_data`.
+
+        Raises:
+            ConfigError: on every rank, where it is another.
+        """
+        self.sampler.fingerprint = fingerprint_of(self._dataset, seed=self.sampler.seed)
+        require_same_data(self._collectives, self.sampler.fingerprint, checked)
+        if state is not None:
+            try:
+                self.sampler.load_state_dict(state)
+            except ValueError as error:
+                raise ConfigError(f"data: {error}") from error
+
+    def loader(self, num_steps: int) -> StepLoader:
+        """Reads the next so many steps."""
+        return StepLoader(
+            self._dataset.train,
+            self.sampler,
+            device=self._world.device,
+            num_steps=num_steps,
+            first_step=self._first_step,
+            num_workers=self._num_workers,
+            collate=self._collate,
+        )
+
+    def next_step(
+        self, loader: StepLoader
+    ) -> tuple[list[Any], Sequence[float | torch.Tensor] | None, float | torch.Tensor]:
+        """(inputs of each micro-batch, weight of each, labels that count over all ranks) of the next step."""
+        micro_batches, num_labels = loader.next_step()
+        return [as_inputs(batch) for batch in micro_batches], *self._loss_weights(num_labels)
+
+    def step_done(self) -> None:
+        """The step that was read last is trained."""
+        self.sampler.rows_consumed += self.sampler.global_batch_size
+
+    def advice_on_waiting(self) -> str:
+        """What helps a run that waits for its rows."""
+        if self._num_workers:
+            return f"data.num_workers={2 * self._num_workers} reads with more processes"
+        if may_be_read_beside(self._dataset.train, self._collate):
+            return "data.num_workers=2 reads with processes, where one thread is not enough"
+        return (
+            "data.num_workers=2 reads with processes; or a dataset that draws no random numbers says `draws = False`, "
+            "and is read by a thread"
+        )
+
+    def _loss_weights(self, num_labels: list[int]) -> tuple[list[float | torch.Tensor] | None, float | torch.Tensor]:
+        """The weight of each micro-batch's mean loss in the mean over all tokens, and the number of those tokens.
+
+        The engine takes the mean over virtual ranks, so a micro-batch with n of the global batch's tokens weighs
+        n * num_virtual_ranks / total. Where all sequences have the same number of tokens that is 1 / len, the engine's
+        default; else the ranks must add up their counts. That is not done needlessly: the sum would wait behind the
+        parameters still being gathered after the last step, which the engine hides behind the forward.
+
+        A micro-batch without any label weighs 0, and says so as a number: the engine then lets nothing of it through,
+        also where its loss is nan.
+        """
+        if self.tokens_per_sequence is not None:
+            return None, float(self.sampler.global_batch_size * self.tokens_per_sequence)
+        mine = torch.tensor(sum(num_labels), dtype=torch.float64).to(self._world.device, non_blocking=True)
+        total = self._world.sum(mine)
+        per_label = total.clamp(min=1)
+        size = self.sampler.num_virtual_ranks
+        return [(num * size / per_label).float() if num else 0.0 for num in num_labels], total
