@@ -6,6 +6,8 @@ where the disk takes a second (benchmarks/checkpoint.py measures it). It finds a
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 BLOCK_NBYTES = 2**20
@@ -53,7 +55,8 @@ class BlockWriter:
         """Write what is left and wait until all is on the disk."""
         if self._num_begun:
             self._put_begun()
-        os.fsync(self._file)
+        with self._naming_the_file():
+            os.fsync(self._file)
 
     def close(self) -> None:
         if self._file >= 0:
@@ -67,8 +70,17 @@ class BlockWriter:
     def _put(self, block: memoryview) -> None:
         self.hashes.append(hash_of(block))
         self.nbytes += len(block)
-        while len(block) > 0:
-            block = block[os.write(self._file, block) :]  # a disk that is nearly full takes a part
+        with self._naming_the_file():
+            while len(block) > 0:
+                block = block[os.write(self._file, block) :]  # a disk that is nearly full takes a part
+
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        """Calls that are given a number say no name when they fail."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 def sync_folder(path: Path) -> None:

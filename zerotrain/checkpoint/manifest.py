@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -83,14 +83,14 @@ def _canonical(content: dict[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
-def dtype_of(tensor: dict[str, Any]) -> torch.dtype:
+def dtype_of(tensor: Mapping[str, Any]) -> torch.dtype:
     """Of a tensor in the manifest."""
     dtype = getattr(torch, tensor["dtype"])
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
-def pieces_of(tensor: dict[str, Any]) -> list[Piece]:
+def pieces_of(tensor: Mapping[str, Any]) -> list[Piece]:
     """Of a tensor in the manifest."""
     return [Piece(**piece) for piece in tensor["pieces"]]
 

@@ -1,14 +1,15 @@
 """Verified reads: whatever comes out of a file of a checkpoint lies in blocks whose hashes fit."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from zerotrain.checkpoint.blocks import BLOCK_NBYTES, hash_of
-from zerotrain.checkpoint.manifest import Manifest, Piece
+from zerotrain.checkpoint.manifest import Manifest, Piece, dtype_of, pieces_of
 from zerotrain.errors import CheckpointError
 
 MAX_NAMES_SHOWN = 3
@@ -37,13 +38,25 @@ class Reader:
         self._open.clear()
         self._last.clear()
 
-    def read(self, piece: Piece, dtype: torch.dtype, start: int, target: torch.Tensor) -> None:
-        """Elements of a saved tensor from `start` on into a one-dimensional tensor, which may be of another dtype.
+    def read(self, tensor: Mapping[str, Any], start: int, target: torch.Tensor) -> None:
+        """Elements of a saved tensor from `start` on, from whichever pieces they lie in, into all of `target`.
 
         Args:
-            dtype: what they are saved in.
-            start: a first element within the piece, which has as many from there as `target`.
+            tensor: as the manifest has it.
+            target: dense, of any shape, dtype and device.
         """
+        flat, dtype = target.detach().view(-1), dtype_of(tensor)
+        done, stop = start, start + flat.numel()
+        for piece in sorted(pieces_of(tensor), key=lambda each: each.start):
+            last = min(piece.stop, stop)
+            if piece.start <= done < last:
+                self._read_piece(piece, dtype, done, flat[done - start : last - start])
+                done = last
+        if done < stop:
+            raise CheckpointError(f"{self._folder}: elements {done} to {stop} of a tensor are in none of its files")
+
+    def _read_piece(self, piece: Piece, dtype: torch.dtype, start: int, target: torch.Tensor) -> None:
+        """Neighbouring elements, all of which lie in this piece."""
         first = piece.byte + (start - piece.start) * dtype.itemsize
         done = 0
         for part in self._verified(piece.file, first, first + target.numel() * dtype.itemsize):

@@ -120,4 +120,4 @@ def chunks(values: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor, some MiB at a time, in the host's memory: of a tensor there without a copy."""
     flat = values.detach().contiguous().view(-1).view(torch.uint8)
     for start in range(0, flat.numel(), CHUNK_NBYTES):
-        yield memoryview(flat[start : start + CHUNK_NBYTES].cpu().numpy())
+        yield flat[start : start + CHUNK_NBYTES].cpu().numpy().data

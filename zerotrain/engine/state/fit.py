@@ -24,7 +24,9 @@ def misfits(manifest: Manifest, holdings: Holdings) -> list[str]:
         saved, values = manifest.buffers[name], own_buffers[name]
         kinds = [list(values.shape), str(values.dtype).removeprefix("torch.")]
         if [saved["shape"], saved["dtype"]] != kinds:
-            problems.append(f"buffer {name} is {saved['dtype']} {saved['shape']}, and the model's {kinds[1]} {kinds[0]}")
+            problems.append(
+                f"buffer {name} is {saved['dtype']} {saved['shape']}, and the model's {kinds[1]} {kinds[0]}"
+            )
     return problems + ([] if problems else list(_groups(manifest, holdings)))
 
 

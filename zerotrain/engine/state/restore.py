@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerotrain.checkpoint.manifest import MANIFEST, Manifest, dtype_of, parse_manifest, pieces_of, read_manifest
+from zerotrain.checkpoint.manifest import MANIFEST, Manifest, dtype_of, parse_manifest, read_manifest
 from zerotrain.checkpoint.reading import Reader
 from zerotrain.checkpoint.verify import problems_in
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
@@ -52,9 +52,7 @@ def verified_manifest(path: str | os.PathLike[str], holdings: Holdings) -> tuple
 
 def places_in(manifest: Manifest) -> dict[str, list[Any]]:
     """Of a checkpoint what `ParamGroups.places` says of an engine."""
-    return {
-        name: [each["trains"], each["group"], each["generation"]] for name, each in manifest.parameters.items()
-    }
+    return {name: [each["trains"], each["group"], each["generation"]] for name, each in manifest.parameters.items()}
 
 
 def added_groups(manifest: Manifest, groups: ParamGroups) -> list[dict[str, Any]]:
@@ -99,13 +97,13 @@ def _fill_bucket(bucket: Bucket, manifest: Manifest, reader: Reader) -> None:
             if start < stop:
                 target = bucket.weights.shard[start - own.start : stop - own.start]
                 saved = manifest.parameters[managed.names[0]]["tensors"][WEIGHT]
-                _read(reader, saved, start - slot.offset, target)
+                reader.read(saved, start - slot.offset, target)
         return
     _make_state(bucket, manifest)
     for role in roles(bucket):
         for piece in pieces(bucket, role):
             saved = manifest.parameters[piece.managed.names[0]]["tensors"][role]
-            _read(reader, saved, piece.in_tensor.start if piece.in_tensor else 0, piece.values)
+            reader.read(saved, piece.in_tensor.start if piece.in_tensor else 0, piece.values)
 
 
 def _make_state(bucket: TrainedBucket, manifest: Manifest) -> None:
@@ -156,21 +154,5 @@ def _fill_buffers(holdings: Holdings, manifest: Manifest, reader: Reader) -> Non
         rank = shards.rank if manifest.num_ranks == shards.size and shards.rank in by_rank else 0
         if values.numel() > 0:
             target = torch.empty(values.numel(), dtype=values.dtype)
-            _read(reader, {**saved, "pieces": [by_rank[rank]]}, 0, target)
+            reader.read({**saved, "pieces": [by_rank[rank]]}, 0, target)
             values.data.copy_(target.view(values.shape))
-
-
-def _read(reader: Reader, saved: Mapping[str, Any], start: int, target: torch.Tensor) -> None:
-    """Elements of a saved tensor from `start` on, from whichever pieces they lie in, into as many of `target`."""
-    flat = target.detach().view(-1)
-    stop, dtype = start + flat.numel(), dtype_of(dict(saved))
-    done = start
-    for piece in sorted(pieces_of(dict(saved)), key=lambda each: each.start):
-        first, last = max(piece.start, done), min(piece.stop, stop)
-        if first < last and first == done:
-            reader.read(piece, dtype, first, flat[first - start : last - start])
-            done = last
-    if done != stop:
-        raise CheckpointError(f"elements {done} to {stop} of a tensor are in no file of the checkpoint")
-
-

@@ -97,7 +97,7 @@ def _require_same(facts: list[dict[str, Any]]) -> None:
 def _file(
     holdings: Holdings, own: list[Entry], hashes: list[dict[str, str]], token: str, progress: Mapping[str, Any]
 ) -> TensorFile:
-    """This rank's file. Rank 0 saves all buffers, any other those that it has otherwise: batch norms over other data."""
+    """This rank's file. Rank 0 saves all buffers, any other those that differ from them: batch norms of other data."""
     rank = holdings.collectives.shards.rank
     own = own + [
         Entry(name, BUFFER, values.reshape(-1), 0)
@@ -137,13 +137,13 @@ def _content(
     config: Any,
 ) -> dict[str, Any]:
     """The manifest, from what each rank has told of its file and of what its optimizers count."""
-    groups: list[Any] = holdings.groups.hyperparameters
+    groups = holdings.groups.hyperparameters
     options = holdings.options
     kept: dict[str, Any] = {}
     for _, of_rank in described:
         kept |= of_rank
     parameters = saved_parameters(holdings, kept)
-    saved_buffers = {
+    saved_buffers: dict[str, Any] = {
         name: {"shape": list(values.shape), "dtype": str(values.dtype).removeprefix("torch."), "pieces": []}
         for name, values in buffers(holdings.model, holdings.buckets).items()
     }
