@@ -1,5 +1,5 @@
-"""Every pair (stage a, n ranks) to (stage b, m ranks), 1536 in all: what one saves the other holds, bit for bit, and one
-step more is the same. On threads as ranks."""
+"""Every pair (stage a, n ranks) to (stage b, m ranks), 1536 in all: what one saves the other holds, bit for bit, and
+one step more is the same. On threads as ranks."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A save that fails or is killed, at every one of its calls to the system: the last good checkpoint stays whole, none is
+"""A save that fails or is killed, at each of its calls to the system: the last good checkpoint stays whole, none is
 half under the new name, and training can go on."""
 
 import errno

@@ -85,7 +85,7 @@ OF_THIS_MACHINE = frozenset({"foreach", "fused", "capturable", "differentiable"}
 """How an update is computed, not what: they stay what the engine was built with."""
 
 
-def saved_group(group: Hyperparameters) -> dict[str, Any]:
+def saved_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group for JSON; of an object, such as a function, the name of its class alone."""
     return {name: _saved(value) for name, value in group.items()}
 

@@ -14,7 +14,7 @@ from zerotrain.checkpoint.folder import PartialFolder, file_name
 from zerotrain.checkpoint.manifest import Manifest, head
 from zerotrain.checkpoint.tensor_file import Entry, TensorFile, chunks
 from zerotrain.comm.collectives import Collectives
-from zerotrain.engine.groups.hyperparameters import Hyperparameters, saved_group
+from zerotrain.engine.groups.hyperparameters import saved_group
 from zerotrain.engine.state.owned import BUFFER, Holdings, buffers, counts, entries, saved_parameters
 from zerotrain.engine.state.together import attempt, raise_first
 from zerotrain.errors import ConfigError
@@ -178,8 +178,8 @@ def _content(
     }
 
 
-def _group(group: Hyperparameters, kind: str) -> dict[str, Any]:
-    return {"optimizer": kind, "first_lr": group.first_lr, "hyperparameters": saved_group(group)}
+def _group(group: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    return {"optimizer": kind, "first_lr": group["initial_lr"], "hyperparameters": saved_group(group)}
 
 
 def require_plain(value: Any, where: str) -> None:
