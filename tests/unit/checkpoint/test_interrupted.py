@@ -100,6 +100,31 @@ def test_killed_at_any_call_it_leaves_the_last_one_and_a_partial_folder_that_the
     assert phases >= {(False, True), (True, False)}
 
 
+def test_all_of_it_is_on_the_disk_before_it_has_its_name_and_then_the_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, calls = build(alone(), KIND, 2), []
+    fsync, rename, write = os.fsync, os.rename, os.write
+
+    def path_of(descriptor: int) -> Path:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "write", lambda file, data: (calls.append(("write", path_of(file))), write(file, data))[1])
+    monkeypatch.setattr(os, "fsync", lambda file: (calls.append(("fsync", path_of(file))), fsync(file))[1])
+    monkeypatch.setattr(os, "rename", lambda *paths: (calls.append(("rename", Path(paths[0]))), rename(*paths))[1])
+    engine.save(tmp_path / "checkpoints" / "step")
+    (partial,) = [path for name, path in calls if name == "rename"]
+    order = [name if path.parent == partial else name + " of folder" for name, path in calls]
+    assert calls[0] == ("fsync", tmp_path)  # in which "checkpoints" was made
+    assert calls.index(("rename", partial)) == len(calls) - 2
+    assert calls[-1] == ("fsync", tmp_path / "checkpoints")
+    assert calls[-3] == ("fsync", partial)
+    for name in ("rank-00000.safetensors", "manifest.json"):
+        written = max(index for index, call in enumerate(calls) if call == ("write", partial / name))
+        assert ("fsync", partial / name) in calls[written:-3]
+    assert order.count("fsync") == 2
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["no space", "input/output error"])
 def test_an_error_at_any_call_is_told_and_training_goes_on(num_calls: int, code: int, tmp_path: Path) -> None:
     engine = build(alone(), KIND, 2)

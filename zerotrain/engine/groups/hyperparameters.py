@@ -93,9 +93,14 @@ def saved_group(group: Mapping[str, Any]) -> dict[str, Any]:
 def restore_group(group: Hyperparameters, saved: Mapping[str, Any], first_lr: float) -> None:
     """Give a group the values that `saved_group` gave of another. Tensors are filled where they lie; objects stay."""
     group.first_lr = first_lr
-    for name, value in saved.items():
-        if name not in OF_THIS_MACHINE and not (isinstance(value, dict) and "object" in value):
+    for name, value in without_objects(saved).items():
+        if name not in OF_THIS_MACHINE:
             group[name] = restored(value, group.get(name))
+
+
+def without_objects(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a saved group what can be given back."""
+    return {name: value for name, value in saved.items() if not (isinstance(value, dict) and "object" in value)}
 
 
 def _saved(value: Any) -> Any:

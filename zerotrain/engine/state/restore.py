@@ -3,6 +3,7 @@ the elements that it holds."""
 
 import os
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from zerotrain.checkpoint.manifest import MANIFEST, Manifest, dtype_of, parse_ma
 from zerotrain.checkpoint.reading import Reader
 from zerotrain.checkpoint.verify import problems_in
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
-from zerotrain.engine.groups.hyperparameters import restore_group, restored
+from zerotrain.engine.groups.hyperparameters import restore_group, restored, without_objects
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.state.fit import misfits
 from zerotrain.engine.state.named import WEIGHT, pieces, roles
@@ -59,8 +60,8 @@ def added_groups(manifest: Manifest, groups: ParamGroups) -> list[dict[str, Any]
     """The settings of groups that came after those the engine has."""
     added = manifest.content["groups"][len(groups.hyperparameters) :]
     return [
-        {name: restored(value, groups.defaults.get(name)) for name, value in group["hyperparameters"].items()}
-        for group in added
+        {name: restored(value, deepcopy(groups.defaults.get(name))) for name, value in settings.items()}
+        for settings in (without_objects(group["hyperparameters"]) for group in added)
     ]
 
 

@@ -179,7 +179,7 @@ def _content(
 
 
 def _group(group: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    return {"optimizer": kind, "first_lr": group["initial_lr"], "hyperparameters": saved_group(group)}
+    return {"optimizer": kind, "first_lr": float(group["initial_lr"]), "hyperparameters": saved_group(group)}
 
 
 def require_plain(value: Any, where: str) -> None:
