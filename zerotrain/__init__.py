@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zerotrain.engine.groups.muon import MuonWithAdamW
     from zerotrain.engine.results import StepResult, TrainStepResult
     from zerotrain.errors import (
+        CheckpointError,
         CommError,
         ConfigError,
         DisagreementError,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from zerotrain.settings import PrecisionConfig, ZeroConfig
 
 _HOMES = {
+    "CheckpointError": "zerotrain.errors",
     "CommError": "zerotrain.errors",
     "ConfigError": "zerotrain.errors",
     "DisagreementError": "zerotrain.errors",
@@ -40,6 +42,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckpointError",
     "CommError",
     "ConfigError",
     "DisagreementError",

@@ -48,6 +48,11 @@ class TrainingError(ZeroTrainError):
     """Training cannot go on: the numbers, not a setting or a rank, are at fault. Every rank raises it alike."""
 
 
+class CheckpointError(ZeroTrainError):
+    """A checkpoint is not what was written, does not fit the engine, or could not be saved. What was there before it,
+    on the disk and in the engine, is as it was. Every rank raises it alike."""
+
+
 class CommError(ZeroTrainError):
     """A collective failed: the other ranks did not come, or are gone.
 

@@ -17,9 +17,11 @@ MAY_IMPORT = {
     "settings": set(),
     "config": {"errors", "settings"},
     "comm": {"errors"},
+    "checkpoint": {"errors"},
+    "inspect": {"errors", "checkpoint"},
     "sharding": {"errors"},
     "deferred": set(),
-    "engine": {"errors", "settings", "comm", "sharding", "deferred"},
+    "engine": {"errors", "settings", "comm", "checkpoint", "sharding", "deferred"},
     "api": {"errors", "settings", "comm", "sharding", "deferred", "engine"},
     "models": set(),
     "data": set(),
@@ -28,7 +30,7 @@ MAY_IMPORT = {
 }
 """What each part of the package may import of it. Factory, preflight and launcher put all together and are left out."""
 
-SPEAK_OF_ARGUMENTS = ("api.py", "comm", "sharding", "engine")
+SPEAK_OF_ARGUMENTS = ("api.py", "comm", "checkpoint", "sharding", "engine")
 """Messages from here are read by users of `build_engine`, who have no config; `config/words.py` translates them."""
 CONFIG_NAMES = re.compile(
     r"\b(train|launch)\.[a-z_]+|\bmodel\.(compile|activation)|\boptimizer\.[a-z]|=(true|false|null)\b"

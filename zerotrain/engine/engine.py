@@ -13,17 +13,17 @@ from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.live_parameter import LEFT_ITS_UNIT, reads_freed_memory
+from zerotrain.engine.checkpointed import CheckpointedModel
 from zerotrain.engine.leaves import BeforeEach, MicroBatch, Weight, equal_weights, run_leaf, weighs_nothing
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.results import StepResult, TrainStepResult
 from zerotrain.engine.schedule.hooks import next_node, require_graph
-from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.torch_optimizer import EngineOptimizer
 from zerotrain.engine.update.optimizer_step import OptimizerStep
 from zerotrain.errors import CommError, EngineStateError, TrainingError
 
 
-class ZeroEngine(ShardedModel):
+class ZeroEngine(CheckpointedModel):
     """Trains a model at a ZeRO stage.
 
     All ranks make the same calls in the same order. Gradients are the mean over ranks of the sum over the backwards

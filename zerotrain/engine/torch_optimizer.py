@@ -54,8 +54,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             EngineStateError: always.
         """
         raise EngineStateError(
-            "engine.optimizer has no state dict: its state is sharded over the ranks, and there are no checkpoints of "
-            "it yet; weights are in engine.full_state_dict(), and a scheduler's state in its own state_dict()"
+            "engine.optimizer has no state dict: its state is sharded over the ranks, and engine.save(path) saves it "
+            "with the weights; a scheduler's state is in its own state_dict()"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> NoReturn:

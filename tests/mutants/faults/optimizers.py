@@ -44,8 +44,8 @@ FAULTS = {
     ),
     "first-rate-stored": Fault(
         "engine/groups/hyperparameters.py",
-        '        self._first_lr = float(self.get("lr") or 0.0)\n',
-        '        self._first_lr = self["initial_lr"] = float(self.get("lr") or 0.0)\n',
+        '        self.first_lr = float(self.get("lr") or 0.0)\n',
+        '        self.first_lr = self["initial_lr"] = float(self.get("lr") or 0.0)\n',
         "a scheduler begins with the rate of the build, whatever was set since",
         OF_HABITS,
     ),

@@ -64,6 +64,7 @@ class BucketUpdate:
     ) -> None:
         self.spec: BucketSpec = weights.spec
         self.layout = layout
+        self.owners = owners
         self._weights, self._gradient = weights, gradient
         self._groups, self._pool = groups, pool
         self._is_sharded = weights.plan.shards_optimizer
@@ -153,8 +154,7 @@ class BucketUpdate:
 
     def _refresh(self) -> None:
         """The master weight changed: bring what this rank holds of the model weight up to date."""
-        if self._has_copy:
-            self._held().copy_(self.master_weight)
+        self.refilled()
         if self._is_sharded:
             self._weights.reshard()
         self._weights.writes.count_update()
@@ -177,6 +177,11 @@ class BucketUpdate:
         """Replace the master weight by this rank's part of (padded_numel,) others; what the optimizer keeps stays."""
         if self._has_copy:
             self.master_weight.copy_(whole[self.where])
+
+    def refilled(self) -> None:
+        """The master weight was replaced: bring what this rank holds of the model weight up to date."""
+        if self._has_copy:
+            self._held().copy_(self.master_weight)
 
     def current_weight(self) -> torch.Tensor:
         """`master_weight`, with what others than the engine have written into the parameters."""
@@ -208,6 +213,10 @@ class BucketUpdate:
         assert self._whole_optimizer is not None
         state: dict[str, Any] = self._whole_optimizer.state[self.whole.targets[slot]]
         return state
+
+    def hyperparameters_of(self, group: int) -> dict[str, Any]:
+        """Of a group by its number, as they are now."""
+        return self._groups.hyperparameters[group]
 
     def element_state_nbytes(self) -> int:
         """Bytes of state this rank keeps of what it updates by elements (0-dim counters left out)."""

@@ -146,6 +146,23 @@ class BucketWeights:
             self.model_weight.tensor.copy_(whole)
         self.writes.start_anew()
 
+    def begin_refill(self) -> None:
+        """All of `shard` is about to be replaced; between steps."""
+        if self.plan.shards_parameters:
+            self.finish_gather()
+            self.reshard()
+        else:
+            self.start_gather()
+            self.finish_gather()
+
+    def end_refill(self) -> None:
+        """`shard` was replaced on all ranks: bring their parts to where whole weights are held. Collective."""
+        self.reshard()
+        if not self.plan.shards_parameters:
+            self.start_gather()
+            self.finish_gather()
+        self.writes.start_anew()
+
     def drain(self) -> None:
         """Wait for the gather that is under way, or was prepared in an update that failed, on all ranks alike."""
         if self._gather.is_prepared:

@@ -21,11 +21,11 @@ class Hyperparameters(dict[str, Any]):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
-        self._first_lr = float(self.get("lr") or 0.0)
+        self.first_lr = float(self.get("lr") or 0.0)
 
     def __missing__(self, name: str) -> float:
         if name == "initial_lr":
-            return self._first_lr
+            return self.first_lr
         if name == "params":
             raise EngineStateError(
                 "a group of engine.param_groups holds hyperparameters alone, since the tensors that are updated are "
@@ -77,3 +77,51 @@ def _read(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_read(each) for each in value]
     return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+# ---- out to a checkpoint, and back
+
+OF_THIS_MACHINE = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""How an update is computed, not what: they stay what the engine was built with."""
+
+
+def saved_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group for JSON; of an object, such as a function, the name of its class alone."""
+    return {name: _saved(value) for name, value in group.items()}
+
+
+def restore_group(group: Hyperparameters, saved: Mapping[str, Any], first_lr: float) -> None:
+    """Give a group the values that `saved_group` gave of another. Tensors are filled where they lie; objects stay."""
+    group.first_lr = first_lr
+    for name, value in without_objects(saved).items():
+        if name not in OF_THIS_MACHINE:
+            group[name] = restored(value, group.get(name))
+
+
+def without_objects(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a saved group what can be given back."""
+    return {name: value for name, value in saved.items() if not (isinstance(value, dict) and "object" in value)}
+
+
+def _saved(value: Any) -> Any:
+    if type(value) in _TOLD_AS_IT_IS:
+        return value
+    if isinstance(value, list | tuple):
+        return [_saved(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.tolist()}
+    return float(value) if isinstance(value, Real) else {"object": type(value).__name__}
+
+
+def restored(saved: Any, own: Any) -> Any:
+    """A saved value in the form that `own`, the value it replaces, has."""
+    if isinstance(saved, dict):
+        saved = torch.tensor(saved["value"], dtype=getattr(torch, saved["dtype"]))
+        return own.copy_(saved) if isinstance(own, torch.Tensor) else saved
+    if isinstance(own, torch.Tensor):
+        return own.fill_(saved)
+    if isinstance(saved, list):
+        owned = list(own) if isinstance(own, list | tuple) and len(own) == len(saved) else [None] * len(saved)
+        values = [restored(each, mine) for each, mine in zip(saved, owned, strict=True)]
+        return values if isinstance(own, list) else tuple(values)
+    return saved

@@ -1,7 +1,7 @@
 """Parameter groups: which parameters are updated with which hyperparameters, and which train at all."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -55,6 +55,8 @@ class ParamGroups:
 
     hyperparameters: list[dict[str, Any]]
     """One dict for each group, "params" left out. Read at every step: changing a value changes the next update."""
+    kinds: list[str]
+    """For each group the class of its optimizer."""
     defaults: dict[str, Any]
     """The optimizer's own settings."""
 
@@ -70,7 +72,7 @@ class ParamGroups:
     ) -> None:
         self.factory = factory
         self._trials = Trials(factory, device)
-        self.hyperparameters = []
+        self.hyperparameters, self.kinds = [], []
         self._warns = warns
         self._names = {each.parameter: each.names for each in parameters}
         self._group: dict[nn.Parameter, int] = {}
@@ -108,7 +110,7 @@ class ParamGroups:
         if self._updates_whole:
             names = sorted({names_of[parameter] for parameter in parameters if parameter.requires_grad})
         for name in names:
-            self.hyperparameters.append(self._completed({"name": name}))
+            self._append({"name": name})
             if name.endswith("others") and "weight_decay" in self.hyperparameters[-1]:
                 self.hyperparameters[-1]["weight_decay"] = 0.0
         self._group = {each: names.index(name) for each, name in names_of.items() if name in names}
@@ -123,13 +125,13 @@ class ParamGroups:
         taken = [each for each in named if isinstance(each, nn.Parameter) and each in self._group]
         if taken:
             raise ConfigError(f"param_groups: {self._listed(taken)} in two groups; leave it in one")
-        self.hyperparameters.append(self._completed(settings))
+        self._append(settings)
         self._group = dict.fromkeys(members, index) | self._group
         if self._warns and not any(self._group[parameter] == index for parameter in members):
             warnings.warn(f"param_groups: group {settings['name']!r} holds no parameter", stacklevel=2)
 
-    def _completed(self, settings: dict[str, Any]) -> Hyperparameters:
-        """The hyperparameters of a group, those it does not set from the optimizer's own; tried on small tensors."""
+    def _append(self, settings: dict[str, Any]) -> None:
+        """Append the hyperparameters of a group, those not set from the optimizer's own; tried on small tensors."""
         optimizer = build_optimizer(self.factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], **settings}])
         unknown = set(settings) - set(optimizer.defaults) - {"name", "initial_lr"}
         if unknown:
@@ -140,7 +142,8 @@ class ParamGroups:
         completed = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         self._trials.require_fit(completed)
         self.defaults = optimizer.defaults
-        return Hyperparameters(completed)
+        self.hyperparameters.append(Hyperparameters(completed))
+        self.kinds.append(type(optimizer).__name__)
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -238,6 +241,31 @@ class ParamGroups:
             self._group = before
             raise
         return bool(members) and self.unfreeze(members)
+
+    # ---- as another engine of the same model had it
+
+    @property
+    def places(self) -> dict[str, list[Any]]:
+        """[whether it trains, number of its group or None, its generation] of each parameter, by its first name."""
+        return {
+            names[0]: [parameter.requires_grad, self._group.get(parameter), self._generation.get(parameter, 0)]
+            for parameter, names in self._names.items()
+        }
+
+    def adopt(self, places: Mapping[str, Sequence[Any]], added: Sequence[dict[str, Any]]) -> bool:
+        """Let train what trains in `places`, in the groups it says; `added` are the settings of those that are not here
+        yet. Returns True: what trains is to be cut anew."""
+        self._require_elements("load")
+        for settings in added:
+            self._append(settings)
+        for parameter, names in self._names.items():
+            trains, group, generation = places[names[0]]
+            parameter.requires_grad_(trains)
+            self._generation[parameter] = generation
+            if group is not None:
+                self._group[parameter] = group
+        self._num_changes = max([self._num_changes, *self._generation.values()])
+        return True
 
     def _require_elements(self, call: str) -> None:
         if self._updates_whole:

@@ -41,7 +41,7 @@ class OptimizerStep:
         self._model, self._collectives, self._stamps = model, collectives, stamps
         self._max_grad_norm = options.max_grad_norm
         self._loss_scaler = loss_scaler
-        self._skipped_steps = SkippedSteps(options.max_skipped_steps, loss_scaler)
+        self.skipped_steps = SkippedSteps(options.max_skipped_steps, loss_scaler)
 
     def run(
         self, schedule: Schedule, param_groups: Sequence[Mapping[str, object]], losses: Sequence[torch.Tensor]
@@ -66,7 +66,7 @@ class OptimizerStep:
         skipped = not math.isfinite(norm_value)
         if skipped:
             self._stamps.require_same(stamps, param_groups)
-        reason = self._skipped_steps.reason_to_stop(skipped=skipped)
+        reason = self.skipped_steps.reason_to_stop(skipped=skipped)
         if reason is not None:
             reason += f". {find_nonfinite(self._model, schedule.trained, losses, self._collectives)}"
         if skipped:

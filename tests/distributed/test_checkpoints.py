@@ -1,0 +1,78 @@
+"""Checkpoints of real ranks: over gloo, and how much memory they take."""
+
+import functools
+import re
+from pathlib import Path
+
+import torch
+
+import zerotrain
+from zerotrain.testing.ranks import run_ranks
+
+MIB = 2**20
+
+
+class Wide(torch.nn.Module):
+    """48 MiB of weights in fp32, in six blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(2048, 1024, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(torch.cat([x, x], dim=-1))
+        return x.square().mean()
+
+
+def engine_at(stage: int) -> zerotrain.ZeroEngine:
+    torch.manual_seed(stage)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=8)
+    return zerotrain.build_engine(Wide(), optimizer=optimizer, zero=zero)
+
+
+def train(engine: zerotrain.ZeroEngine, step: int) -> None:
+    engine.backward(engine(torch.randn(2, 1024, generator=torch.Generator().manual_seed(step))))
+    engine.step()
+
+
+def peak_nbytes() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def saved_and_trained(path: str) -> tuple[str, int]:
+    """The weights after one step more, and by how much the save has raised the peak."""
+    engine = engine_at(3)
+    train(engine, 0)
+    before = reset_peak()
+    engine.save(path, extra={"rows": 4})
+    risen = peak_nbytes() - before
+    train(engine, 1)
+    return engine.weights_sha256(), risen
+
+
+def loaded_and_trained(path: str) -> tuple[str, int]:
+    engine = engine_at(2)
+    train(engine, 7)
+    before = reset_peak()
+    assert engine.load(path) == {"rows": 4}
+    risen = peak_nbytes() - before
+    train(engine, 1)
+    return engine.weights_sha256(), risen
+
+
+def reset_peak() -> int:
+    """Bytes resident now, from which the peak begins to count anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_nbytes()
+
+
+def test_real_ranks_save_and_load_in_a_few_mib(tmp_path: Path) -> None:
+    saved = run_ranks(saved_and_trained, 2, str(tmp_path / "step"))
+    loaded = run_ranks(loaded_and_trained, 2, str(tmp_path / "step"))
+    assert len({after for after, _ in (*saved, *loaded)}) == 1
+    assert max(risen for _, risen in saved) < 8 * MIB
+    assert max(risen for _, risen in loaded) < 16 * MIB

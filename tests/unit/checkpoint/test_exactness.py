@@ -1,0 +1,326 @@
+"""After loading, training goes on to the bits of the run that never stopped; what else an engine has comes back too."""
+
+import functools
+import itertools
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerotrain
+from tests.unit.checkpoint.runs import ADAMW, KINDS, MOMENTUM, Kind, Matrices, build, counted, held, joined, train
+from zerotrain.errors import CheckpointError, ConfigError, EngineStateError
+from zerotrain.testing.fake_wire import run_threads
+
+SHARED = [((stage, size), (3 - stage, other)) for stage in range(4) for size, other in ((1, 4), (4, 2), (2, 1))]
+
+
+def train_virtually(engine: zerotrain.ZeroEngine, *steps: int) -> None:
+    """Each of four virtual ranks has data of its own, and two micro-batches."""
+    for step in steps:
+        for number in engine.each_virtual_rank():
+            for index in range(2):
+                generator = torch.Generator().manual_seed(100 * step + 10 * number + index)
+                loss = engine(torch.randint(37, (9,), generator=generator))
+                if index == 0:
+                    with engine.no_sync():
+                        engine.backward(loss, weight=0.5)
+                else:
+                    engine.backward(loss, weight=0.5)
+        engine.step()
+
+
+@pytest.mark.parametrize(("index", "saving", "loading"), [(i, *pair) for i, pair in enumerate(SHARED)], ids=str)
+def test_a_run_goes_on_at_any_placement_to_the_bits_of_the_one_that_never_stopped(
+    index: int, saving: tuple[int, int], loading: tuple[int, int], tmp_path: Path
+) -> None:
+    kind = KINDS["Muon and AdamW, bf16"] if index % 2 else Kind(Matrices, ADAMW)
+
+    def undisturbed(world: zerotrain.World) -> str:
+        engine = build(world, kind, saving[0], virtual_ranks=4)
+        train_virtually(engine, 0, 1)
+        engine.save(tmp_path / "step")
+        train_virtually(engine, 2, 3)
+        return engine.weights_sha256()
+
+    def resumed(world: zerotrain.World) -> str:
+        engine = build(world, kind, loading[0], seed=1, virtual_ranks=4, bucket_mb=0.002)
+        engine.load(tmp_path / "step")
+        train_virtually(engine, 2, 3)
+        return engine.weights_sha256()
+
+    expected, _ = run_threads(undisturbed, saving[1])
+    found, _ = run_threads(resumed, loading[1])
+    assert {*expected, *found} == {expected[0]}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_was_frozen_unfrozen_and_added_in_mid_run_comes_back(stage: int, tmp_path: Path) -> None:
+    kind = Kind(Matrices, MOMENTUM)
+    groups = [{"params": ["blocks.*", "output.*"], "weight_decay": 0.1}]
+
+    def engine_of(world: zerotrain.World, seed: int, stage: int) -> zerotrain.ZeroEngine:
+        model = Matrices()
+        model.load_state_dict(joined_weights[seed])
+        model.embedding.requires_grad_(False)
+        return zerotrain.build_engine(
+            model,
+            optimizer=kind.optimizer,
+            param_groups=groups,
+            zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.003, reduction="ordered"),
+            world=world,
+        )
+
+    joined_weights = [Matrices().state_dict(), Matrices().state_dict()]
+
+    def undisturbed(world: zerotrain.World) -> Any:
+        engine = engine_of(world, 0, stage)
+        train(engine, 0, 1)
+        engine.freeze("blocks.0.*", "blocks.1.bias")
+        train(engine, 2)
+        engine.unfreeze("blocks.0.weight")
+        engine.add_param_group({"params": ["embedding.*"], "name": "late", "lr": 0.01, "momentum": 0.5})
+        train(engine, 3)
+        engine.save(tmp_path / "step")
+        before = held(engine), counted(engine)["places"]
+        train(engine, 4)
+        return *before, engine.weights_sha256()
+
+    def resumed(world: zerotrain.World) -> Any:
+        engine = engine_of(world, 1, 3 - stage)
+        engine.load(tmp_path / "step")
+        before = held(engine), counted(engine)["places"]
+        assert [group["name"] for group in engine.optimizer.param_groups] == ["group 0", "late"]
+        train(engine, 4)
+        return *before, engine.weights_sha256()
+
+    expected, _ = run_threads(undisturbed, 2)
+    found, _ = run_threads(resumed, 4)
+    assert joined([each[0] for each in expected]).keys() == joined([each[0] for each in found]).keys()
+    assert {each[2] for each in (*expected, *found)} == {expected[0][2]}
+    assert found[0][1] == expected[0][1]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_whose_buffers_differ_get_each_its_own_and_other_numbers_of_ranks_those_of_rank_0(
+    stage: int, tmp_path: Path
+) -> None:
+    kind = KINDS["hard parameters, AdamW"]
+
+    def save(world: zerotrain.World) -> torch.Tensor:
+        engine = build(world, kind, stage)
+        generator = torch.Generator().manual_seed(world.rank)
+        engine.backward(engine(torch.randint(37, (9,), generator=generator)))
+        engine.step()
+        engine.save(tmp_path / "step")
+        return engine.module.norm.running_mean.clone()
+
+    def load(world: zerotrain.World) -> torch.Tensor:
+        engine = build(world, kind, stage, seed=1)
+        engine.load(tmp_path / "step")
+        return engine.module.norm.running_mean.clone()
+
+    saved, _ = run_threads(save, 3)
+    assert not torch.equal(saved[0], saved[1])
+    assert all(map(torch.equal, run_threads(load, 3)[0], saved))
+    assert all(torch.equal(each, saved[0]) for each in run_threads(load, 2)[0])
+
+
+def test_a_learning_rate_that_is_a_tensor_a_schedule_and_other_hyperparameters_come_back(tmp_path: Path) -> None:
+    def optimizer() -> Any:
+        return functools.partial(torch.optim.AdamW, lr=torch.tensor(0.05), betas=(0.8, 0.9))
+
+    def save(world: zerotrain.World) -> list[dict[str, Any]]:
+        engine = build(world, Kind(Matrices, optimizer()), 1)
+        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1)
+        engine.param_groups[0]["weight_decay"] = 0.25
+        for step in range(2):
+            train(engine, step)
+            scheduler.step()
+        engine.save(tmp_path / "step", extra={"epoch": scheduler.last_epoch})
+        return [{**group, "initial_lr": group["initial_lr"]} for group in engine.param_groups]
+
+    def load(world: zerotrain.World) -> list[dict[str, Any]]:
+        engine = build(world, Kind(Matrices, optimizer()), 2, seed=1)
+        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1)
+        scheduler.last_epoch = engine.load(tmp_path / "step")["epoch"]
+        assert isinstance(engine.param_groups[0]["lr"], torch.Tensor)
+        assert engine.param_groups[0]["betas"] == (0.8, 0.9)
+        assert scheduler.last_epoch == 2
+        return [{**group, "initial_lr": group["initial_lr"]} for group in engine.param_groups]
+
+    (saved, _), _ = run_threads(save, 2)
+    (loaded,), _ = run_threads(load, 1)
+    assert saved == loaded
+    assert float(loaded[0]["lr"]) == pytest.approx(0.0005)
+
+
+@pytest.mark.parametrize(("saving", "loading"), itertools.permutations(["fp32", "bf16", "fp16"], 2))
+def test_another_precision_takes_up_the_master_weights(saving: str, loading: str, tmp_path: Path) -> None:
+    def save(world: zerotrain.World) -> str:
+        engine = build(world, Kind(Matrices, precision=saving), 2)
+        train(engine, 0, 1)
+        engine.save(tmp_path / "step")
+        return engine.weights_sha256()
+
+    def load(world: zerotrain.World) -> str:
+        engine = build(world, Kind(Matrices, precision=loading), 3, seed=1)
+        engine.load(tmp_path / "step")
+        return engine.weights_sha256()
+
+    assert {*run_threads(save, 2)[0]} == {*run_threads(load, 3)[0]}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_an_engine_that_has_trained_goes_back_and_one_that_has_not_can_be_saved(stage: int, tmp_path: Path) -> None:
+    def on_a_rank(world: zerotrain.World) -> None:
+        engine = build(world, Kind(Matrices, ADAMW), stage)
+        engine.save(tmp_path / "untrained")
+        train(engine, 0, 1)
+        once = engine.weights_sha256()
+        engine.load(tmp_path / "untrained")
+        assert engine.stamps.num_steps == 0
+        train(engine, 0, 1)
+        assert engine.weights_sha256() == once
+
+    run_threads(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_weights_written_in_place_are_saved(stage: int, tmp_path: Path) -> None:
+    def on_a_rank(world: zerotrain.World) -> None:
+        engine = build(world, Kind(Matrices, precision="bf16"), stage)
+        train(engine, 0)
+        with torch.no_grad(), engine.forward_scope():
+            engine.module.output.weight.fill_(0.5)
+        engine.save(tmp_path / "step")
+        train(engine, 1)
+        engine.load(tmp_path / "step")
+        state = engine.full_state_dict()
+        assert world.rank != 0 or (state["output.weight"] == 0.5).all()
+
+    run_threads(on_a_rank, 2)
+
+
+def test_in_the_midst_of_a_step_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
+    def on_a_rank(world: zerotrain.World) -> None:
+        engine = build(world, Kind(Matrices), 2)
+        engine.save(tmp_path / "step")
+        tokens = torch.arange(9)
+        with engine.no_sync():
+            engine.backward(engine(tokens))
+        for call in (lambda: engine.save(tmp_path / "other"), lambda: engine.load(tmp_path / "step")):
+            with pytest.raises(EngineStateError, match=r"while a gradient waits; call engine\.step\(\) first"):
+                call()
+        engine.backward(engine(tokens))
+        engine.step()
+        with engine.forward_scope(), pytest.raises(EngineStateError, match="in the midst of a forward"):
+            engine.save(tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+
+    run_threads(on_a_rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"generator": torch.zeros(3)}, r"extra\['generator'\] is of type Tensor"),
+        ([1, (2, 3)], r"extra\[1\] is of type tuple"),
+        ({1: 2}, "extra has the key 1; keys must be texts"),
+    ],
+    ids=["tensor", "tuple", "number as key"],
+)
+def test_what_json_would_change_is_refused_and_what_differs_between_ranks(
+    extra: Any, said: str, tmp_path: Path
+) -> None:
+    def on_a_rank(world: zerotrain.World) -> None:
+        engine = build(world, Kind(Matrices), 2)
+        with pytest.raises(ConfigError, match=said):
+            engine.save(tmp_path / "step", extra=extra)
+        with pytest.raises(ConfigError, match="extra is another on rank 1 than on rank 0"):
+            engine.save(tmp_path / "step", extra={"rank": world.rank})
+
+    run_threads(on_a_rank, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_rank_reads_its_share_to_verify_and_then_its_own_elements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wide(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(4))
+
+    kind = Kind(Wide, functools.partial(torch.optim.SGD, lr=0.1))
+    run_threads(lambda world: build(world, kind, 3, bucket_mb=4).save(tmp_path / "step"), 1)
+    nbytes = (tmp_path / "step" / "rank-00000.safetensors").stat().st_size
+    assert nbytes > 2**24
+    read: dict[int, int] = {}
+    real = os.preadv
+
+    def counting(descriptor: int, buffers: Any, offset: int) -> int:
+        count = real(descriptor, buffers, offset)
+        thread = threading.get_ident()
+        read[thread] = read.get(thread, 0) + count
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+    run_threads(lambda world: build(world, kind, 3, bucket_mb=4).load(tmp_path / "step"), 4)
+    # A quarter to verify and a quarter that is its own; blocks of 1 MiB at the border of each of four buckets beside.
+    assert max(read.values()) <= nbytes // 2 + 5 * 2**20
+
+
+def test_another_model_or_optimizer_is_refused_on_all_ranks_before_anything_has_changed(tmp_path: Path) -> None:
+    class Longer(Matrices):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = torch.nn.Linear(3, 3)
+            self.register_buffer("seen", torch.zeros(2))
+
+    class Other(Matrices):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = torch.nn.Linear(32, 41)
+
+    class Turned(Matrices):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output.weight = torch.nn.Parameter(self.output.weight.detach().t().contiguous().t())
+
+    class Tied(Matrices):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[1].bias = self.blocks[0].bias
+
+    def save(world: zerotrain.World) -> None:
+        engine = build(world, Kind(Matrices), 2)
+        train(engine, 0)
+        engine.save(tmp_path / "step")
+        longer = build(world, Kind(Longer), 2)
+        longer.save(tmp_path / "longer")
+
+    run_threads(save, 2)
+    cases = [
+        ("step", Kind(Longer), r"parameters more\.weight, more\.bias of the model|buffer seen is of the model missing"),
+        ("longer", Kind(Matrices), r"it has parameters more\.weight, more\.bias that the model has not"),
+        ("step", Kind(Other), r"output\.weight is of shape \(37, 32\), and the model's of shape \(41, 32\)"),
+        ("step", Kind(Turned), r"output\.weight lies in memory with strides \(32, 1\), and the model's with \(1, 37\)"),
+        ("step", Kind(Tied), r"blocks\.0\.bias is tied as \['blocks\.0\.bias'\], and the model's as"),
+        ("step", Kind(Matrices, MOMENTUM), "its optimizer is AdamW, and the engine's SGD"),
+        ("step", KINDS["Muon and AdamW"], r"its parameter groups are \['parameters'\], and the engine's"),
+    ]
+    for name, kind, said in cases:
+
+        def load(world: zerotrain.World, name: str = name, kind: Kind = kind, said: str = said) -> None:
+            engine = build(world, kind, 3)
+            before = engine.weights_sha256()
+            with pytest.raises(CheckpointError, match=said):
+                engine.load(tmp_path / name)
+            assert engine.weights_sha256() == before
+            assert engine.stamps.num_steps == 0
+
+        run_threads(load, 2)

@@ -1,0 +1,86 @@
+"""`python -m zerotrain.inspect`."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zerotrain
+from tests.unit.checkpoint.runs import KINDS, build, train
+from zerotrain.inspect import main
+from zerotrain.testing.fake_wire import run_threads
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints: a step apart, and of another placement."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def save(world: zerotrain.World) -> None:
+        engine = build(world, KINDS["a frozen base in bf16 with adapters"], 2)
+        train(engine, 0)
+        engine.save(folder / "first")
+
+    def go_on(world: zerotrain.World) -> None:
+        engine = build(world, KINDS["a frozen base in bf16 with adapters"], 3)
+        engine.load(folder / "first")
+        engine.save(folder / "again")
+        train(engine, 1)
+        engine.save(folder / "second")
+
+    run_threads(save, 2)
+    run_threads(go_on, 3)
+    return folder
+
+
+def test_it_tells_what_a_checkpoint_holds_and_that_it_is_whole(saved: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "zerotrain.inspect", str(saved / "second")]
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
+    assert lines[0] == f"{saved / 'second'}: step 2, saved by 3 ranks (3 virtual) at stage 3 in bf16"
+    assert "13 parameters of 3,120 elements, 432 of them trained; 0 buffers; 0.0 MiB in 3 files" in lines
+    assert "group 'parameters': AdamW, lr 0.05" in lines
+    assert "  blocks.0.weight   24x24  weight bfloat16, frozen" in lines
+    assert "  down.0.weight     3x24  weight float32, exp_avg float32, exp_avg_sq float32, step 2" in lines
+    assert lines[-1] == "verified: the manifest and 3 blocks in 3 files are what was written"
+    assert "zerotrain.engine" not in process.stderr
+    assert "zerotrain.comm" not in process.stderr
+
+
+def test_two_that_differ_are_compared_tensor_by_tensor_whatever_their_placement(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--diff", str(saved / "first"), str(saved / "again")]) == 0
+    assert capsys.readouterr().out == "0 of 25 tensors differ (step 1 against step 1)\n"
+    assert main(["--diff", str(saved / "first"), str(saved / "second")]) == 1
+    out = capsys.readouterr().out
+    assert "exp_avg of up.1.weight: 72 of 72 elements, by up to " in out
+    assert "weight of blocks" not in out
+    assert "18 of 25 tensors differ (step 1 against step 2)" in out
+
+
+def test_a_broken_one_is_told_with_file_and_tensors(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = Path(shutil.copytree(saved / "second", tmp_path / "broken"))
+    file = broken / "rank-00002.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 128
+    file.write_bytes(content)
+    assert main([str(saved / "first"), str(broken)]) == 1
+    out = capsys.readouterr().out
+    assert out.count("are what was written\n") == 1
+    assert "BROKEN: do not load it" in out
+    assert f"{file} is not what was written: bytes 0 to {len(content)} are others (" in out
+
+
+def test_what_is_no_checkpoint_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "is no checkpoint: it has no manifest.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([])
+    assert "give a CHECKPOINT, or --diff A B" in capsys.readouterr().err

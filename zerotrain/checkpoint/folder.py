@@ -1,0 +1,138 @@
+"""A checkpoint's folder comes into being at once: made under another name, renamed when all of it is on the disk.
+
+    checkpoints/step-00000100/                            a checkpoint, whole
+    checkpoints/.step-00000200.partial-9f3c0e5d21b7a864/  a save under way, or one that died
+
+Who saves holds a lock in the partial folder, which the kernel drops with the process. So the next save beside it knows
+a dead one, and removes it.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from zerotrain.checkpoint.blocks import BlockWriter, sync_folder
+from zerotrain.checkpoint.manifest import MANIFEST, Manifest
+from zerotrain.errors import CheckpointError
+
+_PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{16}")
+_LOCK = "lock"
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Of file systems that have none: a save goes on, and what a dead one leaves there stays."""
+
+
+def file_name(rank: int) -> str:
+    """Of the tensors that a rank saves."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def require_new(path: Path) -> None:
+    """Make sure that a checkpoint would replace nothing.
+
+    Raises:
+        CheckpointError: there is something of this name.
+    """
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} is there already, and a checkpoint replaces nothing; give a new name")
+
+
+class PartialFolder:
+    """The folder of a save under way. One process makes it, `publish` or `remove` ends it.
+
+    Raises:
+        CheckpointError: there is something of the checkpoint's name already.
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, target: Path) -> None:
+        require_new(target)
+        self.target = target
+        self.token = secrets.token_hex(8)
+        """Of this save alone: in the manifest, and in the header of each file."""
+        _make_folders(target.parent)
+        remove_dead(target.parent)
+        self.path = target.parent / f".{target.name}.partial-{self.token}"
+        self.path.mkdir()
+        self._lock = os.open(self.path / _LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            _try_lock(self._lock)
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                self.remove()
+                raise
+
+    def publish(self, manifest: Manifest) -> None:
+        """Write the manifest, wait until all names are on the disk, and give the folder its own.
+
+        Raises:
+            CheckpointError: a file of a rank is not there, or something took the name meanwhile.
+            OSError: it cannot be written.
+        """
+        for file in manifest.files:
+            path = self.path / file["name"]
+            if not path.is_file() or path.stat().st_size != file["nbytes"]:
+                raise CheckpointError(
+                    f"{path} is not there, or not whole, where rank 0 looks: all machines of a run must reach one "
+                    "folder under this name"
+                )
+        writer = BlockWriter(self.path / MANIFEST)
+        try:
+            writer.write(memoryview(manifest.text().encode()))
+            writer.sync()
+        finally:
+            writer.close()
+        sync_folder(self.path)
+        require_new(self.target)
+        self.path.rename(self.target)
+        # From here on it is a checkpoint. The lock goes last: without it nobody would know whose the folder is.
+        sync_folder(self.target.parent)
+        (self.target / _LOCK).unlink(missing_ok=True)
+        os.close(self._lock)
+
+    def remove(self) -> None:
+        """Of a save that failed nothing is left."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def remove_dead(parent: Path) -> None:
+    """Remove the partial folders of saves whose process is gone; what cannot be removed stays."""
+    for path in sorted(parent.iterdir()):
+        if _PARTIAL.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            _remove_if_dead(path)
+
+
+def _remove_if_dead(path: Path) -> None:
+    try:
+        lock = os.open(path / _LOCK, os.O_WRONLY)
+    except FileNotFoundError:
+        with suppress(OSError):
+            path.rmdir()  # one that was made and never locked is empty; any other is none of ours
+        return
+    except OSError:
+        return
+    try:
+        _try_lock(lock)
+    except OSError:
+        return  # it is alive; or nobody can tell
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _try_lock(descriptor: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _make_folders(path: Path) -> None:
+    """Make a folder and those above it, so that they are there after a power cut too."""
+    if not path.is_dir():
+        _make_folders(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)

@@ -1,0 +1,151 @@
+"""The manifest: what a checkpoint holds, where each element lies, and the hash of every block of every file."""
+
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerotrain.checkpoint.blocks import BLOCK_NBYTES, HASH, hash_of
+from zerotrain.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT, FORMAT_VERSION = "zerotrain checkpoint", 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring elements of one tensor, and where they lie."""
+
+    file: int
+    """Index in the manifest's files."""
+    byte: int
+    """From the start of the file."""
+    start: int
+    stop: int
+    """Elements of the tensor, in the order of its memory."""
+
+
+class Manifest:
+    """What `manifest.json` says.
+
+    Args:
+        content: as docs/checkpoints.md has it, without its hash.
+    """
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.content = content
+        self.files: list[dict[str, Any]] = content["files"]
+        self.parameters: dict[str, dict[str, Any]] = content["parameters"]
+        self.buffers: dict[str, dict[str, Any]] = content["buffers"]
+
+    @property
+    def step(self) -> int:
+        return int(self.content["step"])
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.content["ranks"])
+
+    def tensors(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """(name, role, {dtype, pieces, ...}) of everything that is saved as a tensor."""
+        for name, parameter in self.parameters.items():
+            for role, tensor in parameter["tensors"].items():
+                yield name, role, tensor
+        for name, buffer in self.buffers.items():
+            yield name, "buffer", buffer
+
+    def text(self) -> str:
+        """As it is written: its own hash comes last."""
+        return json.dumps({**self.content, "hash": hash_of(_canonical(self.content))}, indent=1)
+
+    def tensors_at(self, file: int, start: int, stop: int) -> list[str]:
+        """The tensors of which bytes lie in a range of a file."""
+        return [label for first, end, label in self._places[file] if first < stop and end > start]
+
+    @cached_property
+    def _places(self) -> list[list[tuple[int, int, str]]]:
+        places: list[list[tuple[int, int, str]]] = [[] for _ in self.files]
+        for name, role, tensor in self.tensors():
+            for piece in pieces_of(tensor):
+                end = piece.byte + (piece.stop - piece.start) * dtype_of(tensor).itemsize
+                places[piece.file].append((piece.byte, end, f"{role} of {name}"))
+        return places
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    """The same bytes for the same content, however its JSON is spaced or ordered."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+def dtype_of(tensor: Mapping[str, Any]) -> torch.dtype:
+    """Of a tensor in the manifest."""
+    dtype = getattr(torch, tensor["dtype"])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def pieces_of(tensor: Mapping[str, Any]) -> list[Piece]:
+    """Of a tensor in the manifest."""
+    return [Piece(**piece) for piece in tensor["pieces"]]
+
+
+def versions() -> dict[str, str]:
+    """What wrote a checkpoint."""
+    try:
+        ours = version("zerotrain")
+    except PackageNotFoundError:  # run from a clone
+        ours = "not installed"
+    return {"zerotrain": ours, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def head() -> dict[str, Any]:
+    """The first lines of a manifest."""
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "hash_function": HASH,
+        "block_nbytes": BLOCK_NBYTES,
+        "versions": versions(),
+    }
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, verified by its own hash.
+
+    Raises:
+        CheckpointError: there is none, it is of an unknown format, or not what was written.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        what = f"has no {MANIFEST}" if folder.is_dir() else "is no folder"
+        raise CheckpointError(f"{folder} is no checkpoint: it {what}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return parse_manifest(text, path)
+
+
+def parse_manifest(text: str, path: Path) -> Manifest:
+    """The same of the text of a manifest; `path` is what errors name."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: it is no JSON ({error})") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no manifest of a zerotrain checkpoint, or was edited")
+    if content.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {content.get('format_version')}, and this zerotrain reads version "
+            f"{FORMAT_VERSION}; read it with the version that wrote it ({content.get('versions')})"
+        )
+    told = content.pop("hash", None)
+    if told != hash_of(_canonical(content)):
+        raise CheckpointError(f"{path} is not what was written: it was edited or damaged, its hash does not fit")
+    return Manifest(content)

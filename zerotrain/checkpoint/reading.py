@@ -1,0 +1,140 @@
+"""Verified reads: whatever comes out of a file of a checkpoint lies in blocks whose hashes fit."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from zerotrain.checkpoint.blocks import BLOCK_NBYTES, hash_of
+from zerotrain.checkpoint.manifest import Manifest, Piece, dtype_of, pieces_of
+from zerotrain.errors import CheckpointError
+
+MAX_NAMES_SHOWN = 3
+
+
+class Reader:
+    """Reads ranges of the files of one checkpoint, a block at a time. A context: it keeps files open.
+
+    Its methods raise CheckpointError, naming the file and the tensors, where a file is not what was written.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._open: dict[int, int] = {}
+        self._last: dict[int, tuple[int, bytearray]] = {}
+        """The last block read of each file: small tensors share one."""
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+        self._last.clear()
+
+    def read(self, tensor: Mapping[str, Any], start: int, target: torch.Tensor) -> None:
+        """Elements of a saved tensor from `start` on, from whichever pieces they lie in, into all of `target`.
+
+        Args:
+            tensor: as the manifest has it.
+            target: dense, of any shape, dtype and device.
+        """
+        flat, dtype = target.detach().view(-1), dtype_of(tensor)
+        done, stop = start, start + flat.numel()
+        for piece in sorted(pieces_of(tensor), key=lambda each: each.start):
+            last = min(piece.stop, stop)
+            if piece.start <= done < last:
+                self._read_piece(piece, dtype, done, flat[done - start : last - start])
+                done = last
+        if done < stop:
+            raise CheckpointError(f"{self._folder}: elements {done} to {stop} of a tensor are in none of its files")
+
+    def _read_piece(self, piece: Piece, dtype: torch.dtype, start: int, target: torch.Tensor) -> None:
+        """Neighbouring elements, all of which lie in this piece."""
+        first = piece.byte + (start - piece.start) * dtype.itemsize
+        done = 0
+        for part in self._verified(piece.file, first, first + target.numel() * dtype.itemsize):
+            values = torch.frombuffer(part, dtype=dtype)
+            target[done : done + values.numel()].copy_(values)
+            done += values.numel()
+
+    def check_block(self, file: int, index: int) -> None:
+        """Read one block, for nothing but its hash."""
+        self._block(file, index)
+
+    def check_file(self, file: int) -> None:
+        """Make sure that a file is there, with as many bytes as were written."""
+        self._descriptor(file)
+
+    def _verified(self, file: int, start: int, stop: int) -> Iterator[memoryview]:
+        for index in range(start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
+            offset = index * BLOCK_NBYTES
+            block = memoryview(self._block(file, index))
+            yield block[max(start - offset, 0) : min(stop - offset, len(block))]
+
+    def _block(self, file: int, index: int) -> bytearray:
+        held, block = self._last.get(file, (-1, bytearray()))
+        if held == index:
+            return block
+        self._last.pop(file, None)
+        start = index * BLOCK_NBYTES
+        nbytes = min(BLOCK_NBYTES, self._manifest.files[file]["nbytes"] - start)
+        if len(block) != nbytes:
+            block = bytearray(nbytes)
+        path, done = self._path(file), 0
+        while done < nbytes:
+            try:
+                count = os.preadv(self._descriptor(file), [memoryview(block)[done:]], start + done)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror} ({self._at(file, index)})") from error
+            if count == 0:
+                raise CheckpointError(f"{path} is cut: it ends at byte {start + done} ({self._at(file, index)})")
+            done += count
+        hashes = self._manifest.files[file]["hashes"]
+        if (found := hash_of(block)) != hashes[index]:
+            raise CheckpointError(
+                f"{path} is not what was written: bytes {start} to {start + nbytes} are others "
+                f"({self._at(file, index)}){self._belongs(found, index)}"
+            )
+        self._last[file] = (index, block)
+        return block
+
+    def _descriptor(self, file: int) -> int:
+        if file not in self._open:
+            path, told = self._path(file), self._manifest.files[file]["nbytes"]
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                raise CheckpointError(f"{path} is missing ({self._named(file, 0, told)})") from None
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            self._open[file] = descriptor
+            if (nbytes := os.fstat(descriptor).st_size) != told:
+                what = "is cut" if nbytes < told else "is longer than what was written"
+                lost = self._named(file, min(nbytes, told), max(nbytes, told))
+                raise CheckpointError(f"{path} {what}: {nbytes} bytes, and {told} were written ({lost})")
+        return self._open[file]
+
+    def _path(self, file: int) -> Path:
+        return self._folder / str(self._manifest.files[file]["name"])
+
+    def _at(self, file: int, index: int) -> str:
+        return self._named(file, index * BLOCK_NBYTES, (index + 1) * BLOCK_NBYTES)
+
+    def _named(self, file: int, start: int, stop: int) -> str:
+        names = self._manifest.tensors_at(file, start, stop)
+        more = f" or {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+        return f"{', '.join(names[:MAX_NAMES_SHOWN])}{more}" if names else "its header"
+
+    def _belongs(self, found: str, index: int) -> str:
+        """Where a block with this hash would be right."""
+        for other in self._manifest.files:
+            if index < len(other["hashes"]) and other["hashes"][index] == found:
+                return f"; they are those of {other['name']}: were the two swapped?"
+        return ""

@@ -1,0 +1,123 @@
+"""The file of one rank in the safetensors format: an 8-byte length, a JSON header padded with spaces, the tensors.
+
+Written by hand, since the library takes all tensors of a file at once, from the host's memory, and hashes nothing.
+https://huggingface.co/docs/safetensors/index#format
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerotrain.checkpoint.blocks import BlockWriter
+
+CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""What the format calls a dtype. Of any other the bytes are written; the manifest has the name."""
+CHUNK_NBYTES = 4 * 2**20
+"""Copied from a device at a time."""
+ROUND_NBYTES = 64 * 2**20
+"""Written between two looks at how the other ranks are doing."""
+ALIGN_NBYTES = 64
+
+
+@dataclass(eq=False)
+class Entry:
+    """One tensor of a file: some neighbouring elements of a tensor of the model, or of what is kept of it."""
+
+    name: str
+    """Of the parameter or buffer."""
+    role: str
+    """weight, buffer, or what the optimizer calls it."""
+    values: torch.Tensor
+    """The memory itself: it is read when its turn to be written comes."""
+    start: int
+    """Which element of the whole is the first, in the order of its memory."""
+    kept_shape: list[int] | None = None
+    """Of what the optimizer keeps of a tensor as a whole."""
+
+    @property
+    def key(self) -> str:
+        """What it is called in the file."""
+        return f"{self.role}/{self.name}"
+
+
+class TensorFile:
+    """The file of one rank, planned as a whole before a byte of it is written.
+
+    Larger elements come first, as the library has it too: so each tensor is aligned, and no block of 1 MiB cuts an
+    element.
+
+    Args:
+        metadata: texts for the header.
+    """
+
+    def __init__(self, name: str, entries: Sequence[Entry], metadata: dict[str, str]) -> None:
+        self.name = name
+        self.entries = sorted(entries, key=lambda entry: -entry.values.itemsize)
+        header: dict[str, Any] = {"__metadata__": metadata}
+        place = 0
+        self._places = []
+        for entry in self.entries:
+            values, end = entry.values, place + entry.values.nbytes
+            code = CODES.get(values.dtype)
+            numel = values.numel() if code is not None else values.nbytes
+            header[entry.key] = {"dtype": code or "U8", "shape": [numel], "data_offsets": [place, end]}
+            self._places.append(place)
+            place = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % ALIGN_NBYTES)
+        self._head = len(text).to_bytes(8, "little") + text
+        self.nbytes = len(self._head) + place
+        self.hashes: list[str] = []
+
+    def write(self, folder: Path) -> Iterator[None]:
+        """Write it and wait until it is on the disk. Pauses after each `ROUND_NBYTES`, see `num_rounds`."""
+        writer = BlockWriter(folder / self.name)
+        try:
+            writer.write(memoryview(self._head))
+            in_round = 0
+            for entry in self.entries:
+                for chunk in chunks(entry.values):
+                    writer.write(chunk)
+                    in_round += len(chunk)
+                    if in_round >= ROUND_NBYTES:
+                        in_round = 0
+                        yield
+            writer.sync()
+            self.hashes = writer.hashes
+        finally:
+            writer.close()
+
+    @property
+    def num_rounds(self) -> int:
+        """The most pauses that `write` makes."""
+        return self.nbytes // ROUND_NBYTES
+
+    def described(self) -> dict[str, Any]:
+        """For the manifest: name, size, hashes, and where each tensor lies in it."""
+        pieces = [
+            {
+                "name": entry.name,
+                "role": entry.role,
+                "dtype": str(entry.values.dtype).removeprefix("torch."),
+                "kept_shape": entry.kept_shape,
+                "start": entry.start,
+                "stop": entry.start + entry.values.numel(),
+                "byte": len(self._head) + place,
+            }
+            for entry, place in zip(self.entries, self._places, strict=True)
+        ]
+        return {"name": self.name, "nbytes": self.nbytes, "hashes": self.hashes, "pieces": pieces}
+
+
+def chunks(values: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, some MiB at a time, in the host's memory: of a tensor there without a copy."""
+    flat = values.detach().contiguous().view(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), CHUNK_NBYTES):
+        yield flat[start : start + CHUNK_NBYTES].cpu().numpy().data

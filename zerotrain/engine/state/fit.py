@@ -1,0 +1,84 @@
+"""Whether a checkpoint is one of this model and this optimizer; placement, precision and buckets may be others."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from zerotrain.checkpoint.manifest import Manifest
+from zerotrain.engine.state.owned import Holdings, buffers
+from zerotrain.sharding.units import ManagedParameter
+
+MAX_NAMES_SHOWN = 3
+
+
+def misfits(manifest: Manifest, holdings: Holdings) -> list[str]:
+    """What does not fit, a line for each; the same on every rank, and nothing is changed."""
+    own = holdings.parameters
+    own_buffers = buffers(holdings.model, holdings.buckets)
+    problems = [
+        *_names(manifest.parameters, own, "parameter"),
+        *_names(manifest.buffers, own_buffers, "buffer"),
+    ]
+    for name in (name for name in own if name in manifest.parameters):
+        problems += _of_parameter(manifest.parameters[name], own[name])
+    for name in (name for name in own_buffers if name in manifest.buffers):
+        saved, values = manifest.buffers[name], own_buffers[name]
+        kinds = [list(values.shape), str(values.dtype).removeprefix("torch.")]
+        if [saved["shape"], saved["dtype"]] != kinds:
+            problems.append(
+                f"buffer {name} is {saved['dtype']} {saved['shape']}, and the model's {kinds[1]} {kinds[0]}"
+            )
+    return problems + ([] if problems else list(_groups(manifest, holdings)))
+
+
+def _names(saved: Collection[str], own: Collection[str], kind: str) -> Iterator[str]:
+    missing = [name for name in own if name not in saved]
+    surplus = [name for name in saved if name not in own]
+    if missing:
+        yield f"{_listed(missing, kind)} of the model missing in it"
+    if surplus:
+        yield f"it has {_listed(surplus, kind, verb=False)} that the model has not"
+
+
+def _of_parameter(saved: dict[str, Any], own: ManagedParameter) -> Iterator[str]:
+    name, shape = own.names[0], list(own.parameter.shape)
+    if saved["names"] != own.names:
+        yield f"{name} is tied as {saved['names']}, and the model's as {own.names}"
+    if saved["shape"] != shape:
+        yield f"{name} is of shape {tuple(saved['shape'])}, and the model's of shape {tuple(shape)}"
+    elif _order(shape, saved["stride"]) != _order(shape, own.stride):
+        yield (
+            f"{name} lies in memory with strides {tuple(saved['stride'])}, and the model's with {own.stride}; build "
+            "the model in that memory format"
+        )
+
+
+def _order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The dimensions that have a length, from the slowest to the fastest."""
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    return sorted(dims, key=lambda dim: -stride[dim])
+
+
+def _groups(manifest: Manifest, holdings: Holdings) -> Iterator[str]:
+    groups, saved = holdings.groups, manifest.content["groups"]
+    names = [group["name"] for group in groups.hyperparameters]
+    saved_names = [group["hyperparameters"]["name"] for group in saved]
+    kinds, saved_kinds = groups.kinds, [group["optimizer"] for group in saved]
+    if saved_names[: len(names)] != names:
+        yield f"its parameter groups are {saved_names}, and the engine's {names}"
+    elif saved_kinds[: len(kinds)] != kinds:
+        yield f"its optimizer is {', '.join(saved_kinds)}, and the engine's {', '.join(kinds)}"
+    else:
+        for name, own in holdings.parameters.items():
+            parameter = manifest.parameters[name]
+            if parameter["is_updated_whole"] != own.is_updated_whole:
+                yield f"{name} is updated {'whole' if parameter['is_updated_whole'] else 'by elements'} in it alone"
+            if any(each.is_updated_whole for each in holdings.parameters.values()):
+                place = [parameter["trains"], parameter["group"], parameter["generation"]]
+                if place != groups.places[name]:
+                    yield f"{name} {'trains' if parameter['trains'] else 'is frozen'} in it, in another group or since"
+
+
+def _listed(names: Sequence[str], kind: str, *, verb: bool = True) -> str:
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    are = (" is" if len(names) == 1 else " are") if verb else ""
+    return f"{kind}{'s' * (len(names) > 1)} {', '.join(names[:MAX_NAMES_SHOWN])}{more}{are}"
