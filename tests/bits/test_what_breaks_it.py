@@ -50,7 +50,6 @@ def run(
     zero: zerotrain.ZeroConfig | None = None,
     precision: str | zerotrain.PrecisionConfig = "fp32",
     virtual_ranks: int = 4,
-    param_groups: Any = None,
     **settings: Any,
 ) -> str:
     """The hash of the weights after a run of the Trainer on one rank: 16 sequences a step."""
