@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_BENCH := $(VENV)/.installed-bench
 
-.PHONY: help train test attack test-gpu check format sweep bench bench-link bench-gpu install clean
+.PHONY: help train test bits attack test-gpu check format sweep bench bench-link bench-gpu install clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -16,6 +16,9 @@ train: $(INSTALLED) ## install, then train a small GPT on real text: 2 ranks, st
 
 test: $(INSTALLED) ## install, then run the tests
 	$(BIN)/python -m pytest -n 4 --dist worksteal
+
+bits: $(INSTALLED) ## one sha256: ranks x stages x precisions x how to train, and each setting that breaks it; under 4 minutes
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/bits
 
 attack: $(INSTALLED) ## wrong commands, folders and machines, ranks that end or stop, and what a user reads of each
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/attack

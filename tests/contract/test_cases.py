@@ -1,4 +1,4 @@
-"""Every row of docs/cases.md names tests that are there, and each case of their tables has a row."""
+"""Every row of docs/cases.md and docs/bits.md names tests that are there, and each case of their tables has a row."""
 
 import ast
 import re
@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TABLES = {"test_parameters.py": ("test_parameters.py", "CASES"), "test_calls.py": ("calls.py", "CALLS")}
-"""Test file -> the file and name of its table of cases."""
-ROWS = [line for line in (REPOSITORY / "docs" / "cases.md").read_text().splitlines() if line.startswith("| ")]
-ROWS = [line for line in ROWS if not line.startswith(("| case |", "| what I do |"))]
+TABLES = {
+    "test_parameters.py": ("distributed/test_parameters.py", ["CASES"]),
+    "test_calls.py": ("distributed/calls.py", ["CALLS"]),
+    "test_kinds.py": ("bits/test_kinds.py", ["KINDS"]),
+    "test_what_breaks_it.py": ("bits/test_what_breaks_it.py", ["SETTINGS", "MODELS"]),
+}
+"""Test file -> the file and names of its tables of cases."""
+LINES = [line for name in ("cases.md", "bits.md") for line in (REPOSITORY / "docs" / name).read_text().splitlines()]
+HEADS = ("| case |", "| what I do |", "| may change |", "| must stay equal |")
+ROWS = [line for line in LINES if line.startswith("| ") and not line.startswith(HEADS)]
 
 
 def named_in(row: str) -> list[tuple[str, str]]:
@@ -22,14 +28,15 @@ def cases_of(test_file: str) -> set[str]:
     """The names of the cases in a test's table."""
     if test_file not in TABLES:
         return set()
-    file, table = TABLES[test_file]
-    tree = ast.parse((REPOSITORY / "tests" / "distributed" / file).read_text())
-    for node in tree.body:
+    file, tables = TABLES[test_file]
+    found: dict[str, set[str]] = {}
+    for node in ast.parse((REPOSITORY / "tests" / file).read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == table for target in targets):
+        for name in (target.id for target in targets if isinstance(target, ast.Name) and target.id in tables):
             assert isinstance(node.value, ast.Dict)
-            return {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
-    raise AssertionError(f"{file} has no table {table}")
+            found[name] = {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+    assert found.keys() == set(tables)
+    return set().union(*found.values())
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip())

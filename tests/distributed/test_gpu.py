@@ -109,3 +109,35 @@ def test_a_learning_rate_on_the_device_is_compared_without_a_wait_for_it() -> No
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert (stamps[0] == stamps[1]).tolist() == [True, True, False, True]
+
+
+@pytest.mark.gpu
+def test_additions_in_no_fixed_order_change_the_bits_from_one_time_to_the_next() -> None:
+    """Why docs/bits.md promises equal bits on GPUs with deterministic kernels alone."""
+    values = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).cuda()
+    places = torch.arange(len(values), device="cuda") % 7
+
+    def sums() -> tuple[float, ...]:
+        return tuple(torch.zeros(7, device="cuda").index_add_(0, places, values).tolist())
+
+    assert len({sums() for _ in range(20)}) > 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert len({sums() for _ in range(20)}) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+def test_tf32_changes_the_bits_of_a_matrix_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(512, 512, generator=generator).cuda() for _ in range(2))
+    before = torch.backends.cuda.matmul.allow_tf32
+    products = []
+    try:
+        for allowed in (False, True):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            products.append(a @ b)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert not torch.equal(*products)

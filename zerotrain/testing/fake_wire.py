@@ -8,12 +8,15 @@
 No sockets, no process groups: a case takes milliseconds, and what a real wire does now and then this one does always.
 What was not waited for holds NaN, what is to stay as it is is compared, what was given back is NaN, nothing is done
 before it was waited for, and the joint order of all collectives is kept.
+
+torch has one random number generator for a process, so ranks that draw take turns: `run_threads(..., in_turns=True)`.
 """
 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -30,11 +33,43 @@ TIMEOUT_S = 5.0
 """Until ranks that wait for each other are told so."""
 
 
-class Board:
-    """Where the ranks of one run leave what they send."""
+class Turns:
+    """Lets one thread run at a time, until it waits for another. Each begins with the random numbers that the process
+    was about to draw, and goes on with its own."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self) -> None:
+        self._running = threading.Lock()
+        self._first_state = torch.get_rng_state()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """What is done in here takes a turn."""
+        with self._running:
+            torch.set_rng_state(self._first_state)
+            yield
+            torch.set_rng_state(self._first_state)
+
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """In here others have their turns."""
+        state = torch.get_rng_state()
+        self._running.release()
+        try:
+            yield
+        finally:
+            self._running.acquire()
+            torch.set_rng_state(state)
+
+
+class Board:
+    """Where the ranks of one run leave what they send.
+
+    Args:
+        turns: what ranks that wait give up; None: they run beside each other.
+    """
+
+    def __init__(self, size: int, turns: Turns | None = None) -> None:
+        self.size, self.turns = size, turns
         self.orders: list[list[str]] = [[] for _ in range(size)]
         """By rank: "kind name" of each collective, in the order they were issued."""
         self._parts: dict[Any, dict[int, Any]] = defaultdict(dict)
@@ -46,13 +81,17 @@ class Board:
             self._parts[key][rank] = part
             self._changed.notify_all()
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """A rank that waits does so in here."""
+        return nullcontext() if self.turns is None else self.turns.given_up()
+
     def parts(self, key: Any) -> list[Any]:
         """What each rank has left, in rank order, waited for.
 
         Raises:
             DistError: a rank did not come.
         """
-        with self._changed:
+        with self.waiting(), self._changed:
             if not self._changed.wait_for(lambda: len(self._parts[key]) == self.size, TIMEOUT_S):
                 raise dist.DistError(f"{key}: only ranks {sorted(self._parts[key])} have come")
             return [self._parts[key][rank] for rank in range(self.size)]
@@ -77,7 +116,9 @@ class FakeWire(Wire):
 
     def issued(self, what: str, part: Any) -> tuple[str, int]:
         """Note a collective and send this rank's part."""
-        time.sleep(self.delay_s)
+        if self.delay_s:
+            with self.board.waiting():
+                time.sleep(self.delay_s)
         key = self.next_key(what)
         self.board.orders[self.rank].append(what)
         self.board.leave(key, self.rank, part)
@@ -203,18 +244,24 @@ class _FakeExchange(_Fake, Exchange):
 
 
 def run_threads(
-    fn: Callable[[World], T], size: int, *, late_rank: int | None = None, done_rank: int | None = None
+    fn: Callable[[World], T],
+    size: int,
+    *,
+    late_rank: int | None = None,
+    done_rank: int | None = None,
+    in_turns: bool = False,
 ) -> tuple[list[T], Board]:
     """Call `fn(world)` on `size` threads that are ranks to each other; return what each returned, and their board.
 
     Args:
         late_rank: sleeps a moment before each collective.
         done_rank: finds each collective done as soon as it asks.
+        in_turns: a rank runs until it waits for another, with a random number generator of its own.
 
     Raises:
         Exception: the first that a rank raised which is no mere loss of another rank, if any.
     """
-    board = Board(size)
+    board = Board(size, Turns() if in_turns else None)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
@@ -222,8 +269,10 @@ def run_threads(
         wire = FakeWire(board, rank, delay_s=0.001 * (rank == late_rank), is_done=rank == done_rank)
         shards = Shards(rank, size, make_wire=lambda _ordered: wire)
         torch.set_num_threads(1)
+        world = World(rank, size, rank, torch.device("cpu"), shards=shards)
         try:
-            results[rank] = fn(World(rank, size, rank, torch.device("cpu"), shards=shards))
+            with nullcontext() if board.turns is None else board.turns.taken():
+                results[rank] = fn(world)
         except BaseException as error:
             errors.append(error)
 

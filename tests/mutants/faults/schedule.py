@@ -148,8 +148,8 @@ FAULTS = {
     ),
     "freed-behind-the-first-unit": Fault(
         GATHERS,
-        "later = {id(bucket) for other in self._units[index + 1 :] for bucket in other.buckets}",
-        "later: set[int] = set()",
+        "_needed_by(self._units[index + 1 :])",
+        "set()",
         "a bucket of several units is gathered once for each",
         OF_GATHERS,
     ),
@@ -172,6 +172,13 @@ FAULTS = {
         "(bucket.stays_full or bucket in unit.buckets)",
         "(bucket.stays_full)",
         "a bucket of two units is gathered twice in a backward",
+        OF_GATHERS,
+    ),
+    "freed-behind-a-later-unit-in-the-backward": Fault(
+        GATHERS,
+        "for bucket in behind.first_of:",
+        "for bucket in behind.buckets:",
+        "a bucket of two blocks is gathered again by ranks that do not skip the later one",
         OF_GATHERS,
     ),
     "evaluation-leaves-all-full": Fault(

@@ -8,15 +8,12 @@ import pytest
 import torch
 
 import zerotrain
-from tests.unit.engine.parts import Linears, engine_on, inputs, seeded, sum_by_tree
+from tests.bits.training import ADAMW, RANKS, Block, Net, Setup, Training, assert_same
+from tests.unit.engine.parts import Linears, engine_on, inputs, seeded
 from zerotrain.comm.world import World
 from zerotrain.testing.fake_wire import run_threads
 
-ADAMW: Any = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=False)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NUM_STEPS, NUM_MICRO_BATCHES = 3, 2
-RANKS = {8: (1, 2, 4, 8), 6: (3, 6)}
-"""Virtual ranks -> numbers of ranks that can share them."""
 
 
 class PartlyUnused(Linears):
@@ -43,61 +40,30 @@ def train(engine: zerotrain.ZeroEngine) -> None:
         engine.step()
 
 
-@functools.cache
-def weights_of_plain_pytorch(virtual_ranks: int, precision: str, max_norm: float) -> dict[str, torch.Tensor]:
-    """From the definition: the leaf of each virtual rank, rounded to what is sent; their tree; the mean, rounded."""
-    dtype, model = DTYPES[precision], seeded(PartlyUnused)
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = ADAMW(list(weights.values()))
-    scale = 1024.0 if precision == "fp16" else 1.0
-    model.to(dtype)
-    for step in range(NUM_STEPS):
-        leaves: dict[str, list[torch.Tensor]] = {name: [] for name in weights}
-        for number in range(virtual_ranks):
-            leaf = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-            for index in range(NUM_MICRO_BATCHES):
-                model.zero_grad()
-                loss = model(batch(step, number, index).to(dtype), number=number)
-                (loss * (scale / NUM_MICRO_BATCHES)).backward()
-                for name, parameter in model.named_parameters():
-                    leaf[name] += 0 if parameter.grad is None else parameter.grad
-            for name, values in leaf.items():
-                leaves[name].append(values.to(dtype).float())
-        for name, weight in weights.items():
-            weight.grad = (sum_by_tree(leaves[name]) / virtual_ranks).to(dtype).float()
-        norm = torch.cat([weight.grad.double().flatten() for weight in weights.values()]).norm() / scale
-        for weight in weights.values():
-            weight.grad *= (torch.clamp(max_norm / (norm + 1e-6), max=1.0) / scale).float()
-        optimizer.step()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
-    return weights
-
-
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("virtual_ranks", RANKS)
-def test_any_number_of_ranks_comes_to_the_bits_of_plain_pytorch(virtual_ranks: int, precision: str, stage: int) -> None:
-    def on_a_rank(world: World) -> dict[str, torch.Tensor]:
-        engine = engine_on(
-            world,
-            PartlyUnused,
-            optimizer=ADAMW,
-            zero={"stage": stage, "reduction": "ordered"},
-            precision=zerotrain.PrecisionConfig(precision, initial_scale=1024.0),
-            virtual_ranks=virtual_ranks,
-            max_grad_norm=0.1,
-        )
-        train(engine)
-        assert engine._pools.lent_nbytes == 0
-        return engine.full_state_dict()
-
-    expected = weights_of_plain_pytorch(virtual_ranks, precision, 0.1)
+@pytest.mark.parametrize(
+    ("virtual_ranks", "precision", "stage", "muon"),
+    [
+        (8, "fp32", 0, True),
+        (8, "fp16", 1, False),
+        (8, "bf16", 3, False),
+        (6, "bf16", 1, False),
+        (6, "fp16", 2, False),
+        (6, "fp32", 3, True),
+    ],
+)
+def test_any_number_of_ranks_comes_to_the_bits_of_plain_pytorch(
+    virtual_ranks: int, precision: str, stage: int, muon: bool
+) -> None:
+    """A diagonal of `make bits`, with dropout, accumulation and clipping."""
+    training = Training(
+        make=functools.partial(Net, functools.partial(Block, dropout=0.3)),
+        virtual_ranks=virtual_ranks,
+        precision=precision,
+        max_grad_norm=0.1,
+        muon=muon,
+    )
     for num_ranks in RANKS[virtual_ranks]:
-        got = run_threads(on_a_rank, num_ranks, late_rank=num_ranks - 1)[0][0]
-        for name, weight in expected.items():
-            assert torch.equal(got[name], weight), (num_ranks, name)
+        assert_same(training, Setup(num_ranks, stage, is_late=True))
 
 
 @pytest.mark.parametrize("stage", range(4))

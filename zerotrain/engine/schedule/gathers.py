@@ -40,8 +40,9 @@ class Gathers:
         for bucket in self._units[0].buckets + self._units[-1].buckets:
             bucket.stays_full = True
         for index, unit in enumerate(self._units):
-            later = {id(bucket) for other in self._units[index + 1 :] for bucket in other.buckets}
-            unit.last_of = [bucket for bucket in unit.buckets if id(bucket) not in later]
+            earlier, later = _needed_by(self._units[:index]), _needed_by(self._units[index + 1 :])
+            unit.first_of = [bucket for bucket in unit.buckets if bucket not in earlier]
+            unit.last_of = [bucket for bucket in unit.buckets if bucket not in later]
             unit.ahead_in_forward = next_buckets(unit, self._units[index + 1 :], prefetch)
             unit.ahead_in_backward = next_buckets(unit, self._units[:index][::-1], prefetch)
 
@@ -91,15 +92,17 @@ class Gathers:
         self.complete(unit.buckets, unit.ahead_in_backward)
 
     def _free_behind(self, unit: LiveUnit) -> None:
-        """A backward reached `unit`, so it is done with the unit it reached before: free what that one left full.
+        """A backward reached `unit`, so it is done with the unit it reached before: free what that one left full, and
+        no earlier unit of the forward needs.
 
         Most are freed when their gradient is done. Frozen ones have none, and that of two forwards is not done before
-        the backward of the second.
+        the backward of the second. (Seen: two blocks in one bucket, the one between them frozen. Freed behind the
+        second, the bucket was gathered again for the first; not so on a rank that skipped the second. The ranks hung.)
         """
         behind, self._in_backward = self._in_backward, unit
         if not self.frees_after_use or behind is None or behind is unit or behind.calls_units:
             return
-        for bucket in behind.buckets:
+        for bucket in behind.first_of:
             if not (bucket.stays_full or bucket in unit.buckets):
                 bucket.weights.reshard()
 
@@ -156,6 +159,10 @@ class Gathers:
         """Reshard, also a bucket that was gathered ahead and not used."""
         bucket.weights.finish_gather()
         bucket.weights.reshard()
+
+
+def _needed_by(units: Sequence[LiveUnit]) -> set[Bucket]:
+    return {bucket for unit in units for bucket in unit.buckets}
 
 
 def _outside_transforms() -> AbstractContextManager[object]:

@@ -37,6 +37,8 @@ class LiveUnit:
     buckets: list[Bucket]
     ahead_in_forward: list[Bucket] = field(default_factory=list)
     ahead_in_backward: list[Bucket] = field(default_factory=list)
+    first_of: list[Bucket] = field(default_factory=list)
+    """Buckets that no earlier unit of the forward needs."""
     last_of: list[Bucket] = field(default_factory=list)
     """Buckets that no later unit of the forward needs."""
     calls_units: bool = False

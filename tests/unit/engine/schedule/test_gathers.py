@@ -197,12 +197,27 @@ def test_a_backward_frees_the_unit_behind_also_where_no_gradient_was_done(world:
     assert told.index("free c") < told.index("wait b")
 
 
-def test_a_backward_frees_no_bucket_that_the_unit_it_comes_to_shares(world: World) -> None:
+@pytest.mark.parametrize("units", ["cba", "cbaba"])
+def test_a_backward_frees_no_bucket_that_the_unit_it_comes_to_shares(world: World, units: str) -> None:
+    """Also of two forwards, where a later unit comes behind the first."""
     model = Model(world, shared={"x": "ab"})
     model.forward()
-    told = model.backward(done="")
+    told = model.backward(units, done="")
     assert told.count("gather x") == 1
-    assert told.index("free x") > told.index("wait a")
+    assert told.index("free x") > told.rindex("wait a")
+
+
+def test_a_backward_frees_no_bucket_that_a_unit_further_on_shares_whichever_units_a_rank_skips(world: World) -> None:
+    """Of blocks a and c, that is, with b frozen between them."""
+    told = []
+    for names_of_units in ("cba", "ba"):
+        model = Model(world, shared={"x": "ac"})
+        for name in "cx":
+            model.buckets[name].stays_full = False
+        model.forward()
+        told.append(model.backward(names_of_units, done=""))
+    assert [each.count("gather x") for each in told] == [1, 1]
+    assert told[0].index("free x") > told[0].index("wait a")
 
 
 def test_a_unit_within_whose_forward_others_run_is_not_freed_where_these_are_reached(world: World) -> None:
