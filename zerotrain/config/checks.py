@@ -34,6 +34,8 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
     problems += value_problems(config)
     for group in OPEN_GROUPS:
         values = config.model_target if group == "model" else getattr(config, group)
+        if group == "model" and values.get("vocab_size", 0) is None:
+            values = values | {"vocab_size": 1}  # until the data has said how many tokens it has
         problems += _open_group_problems(values, group)
     return config, problems
 
