@@ -150,7 +150,7 @@ FOLDERS = [
     Attack(["data.path='*.none'"], "data.path=*.none"),
     Attack("data.path=short", "data.path=short holds 2 tokens; ", before="printf hi > short"),
     Attack("data=tokens", "data.path: has no value and needs one; give data.path=..."),
-    Attack("data=tokens data.path=nowhere", "data.path=nowhere does not exist; give a file of uint16 tokens"),
+    Attack("data=tokens data.path=nowhere", "data.path=nowhere does not exist; give a file of tokens"),
     Attack("data=tokens data.path=odd", "data.path=odd", before="printf abc > odd"),
     Attack("experiment=gpt2_bf16", "data.path: has no value and needs one; give data.path=..."),
     Attack("data.cache_dir=file", "data", before="touch file"),

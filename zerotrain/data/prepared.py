@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from zerotrain.data.cache import kept_store, remove_abandoned, sealed_recipe, store_name
+from zerotrain.data.places import cache_folder
 from zerotrain.data.prepare import Recipe, write_store
 from zerotrain.data.prepare_lock import LOCK_NAME
 from zerotrain.data.shards import Shard
@@ -35,16 +36,10 @@ def recipe_of(
 
     Raises: as `TextDataset`.
     """
-    cache = _cache_folder(cache_dir)
+    cache = cache_folder(cache_dir)
     made = None if tokenizer is None else TextTokenizer(tokenizer)
     sources = find_sources(path, without=[cache, *([] if out is None else [out])])
     return Recipe(sources, made, document_end, text_field), cache
-
-
-def _cache_folder(cache_dir: str | None) -> Path:
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotrain"
 
 
 def prepared(recipe: Recipe, cache: Path) -> TokenStore:

@@ -8,6 +8,7 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 MAX_OPEN_FILES = 256
-"""Files kept open by a reader; of more, the one opened first is closed, and opened again when it is read again."""
+"""Files kept open by a reader; of more, the one opened last is closed, and opened again when it is read again."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,9 @@ class ShardReader:
                     f"{path} is gone; it had {then[0]} bytes when it was opened, and token {offset} of it is to be "
                     "read: files of a run must stay where they are"
                 ) from None
-            if len(self._files) >= MAX_OPEN_FILES:
-                # Closed by the last thread that reads it.
-                self._files.pop(next(iter(self._files)), None)
+            while len(self._files) >= MAX_OPEN_FILES:
+                with suppress(KeyError):  # another thread was faster
+                    self._files.popitem()  # closed by the last thread that reads it
             self._files[shard] = file
         return file
 
@@ -121,7 +122,8 @@ class ShardReader:
         Raises:
             OSError: it is not; with its size, then and now, and the token that was to be read.
         """
-        then, now = self._states[shard], _state(os.fstat(self._file(shard, offset).descriptor))
+        file = self._file(shard, offset)  # kept by name: another thread may put it away before fstat
+        then, now = self._states[shard], _state(os.fstat(file.descriptor))
         if then == now:
             return
         what = "was changed" if now[0] == then[0] else "was cut short" if now[0] < then[0] else "has grown"

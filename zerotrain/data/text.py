@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from zerotrain.data import facts
 from zerotrain.data.prepare import NUM_BYTE_VALUES
 from zerotrain.data.prepared import prepared, recipe_of
-from zerotrain.data.store import TokenStore
 from zerotrain.data.windows import split
 
 
@@ -71,12 +71,24 @@ class TextDataset:
             raise ValueError(f"data.vocab_size={vocab_size} is too small; {needing} {needed}")
         self.store = prepared(recipe, cache)
         self.train, self.validation = split(
-            _Row(self.store),  # type: ignore[arg-type]
+            self.store,
             seq_len=seq_len,
             vocab_size=self.vocab_size,
             validation_fraction=validation_fraction,
             source=recipe.sources.path,
         )
+
+    def summary(self) -> str:
+        """One line: files, tokens, rows, what is unused, validation rows."""
+        return facts.summary(self.train, self.validation)
+
+    def fingerprint(self) -> dict[str, int | str]:
+        """What is equal on machines with equal data, see `facts.fingerprint`.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        return facts.fingerprint(self.train, self.validation) | {"tokenizer": self.store.tokenizer or "bytes"}
 
     def encode(self, text: str) -> torch.Tensor:
         """Text to tokens: (num_tokens,) int64."""
@@ -90,16 +102,3 @@ class TextDataset:
         if self.tokenizer is not None:
             return self.tokenizer.decode(value for value in values if value < self.tokenizer.vocab_size)
         return bytes(value for value in values if value < NUM_BYTE_VALUES).decode(errors="replace")
-
-
-class _Row:
-    """A store as the row of tokens that windows are cut from."""
-
-    def __init__(self, store: TokenStore) -> None:
-        self._store = store
-
-    def __len__(self) -> int:
-        return self._store.tokens
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        return self._store.read(part.start, min(part.stop, self._store.tokens))

@@ -1,31 +1,36 @@
-"""TokenFiles: tokens of any tokenizer, as nanoGPT stores them."""
+"""TokenFiles: tokens of any tokenizer, in the files that people have."""
 
-import os
 from pathlib import Path
 
-import numpy as np
-
-from zerotrain.data.windows import check_tokens, split, whole
-
-TOKEN_DTYPE = np.dtype("<u2")
-NUM_CHECKED_TOKENS = 1 << 24
-"""Tokens checked when a file is opened; the others are checked as they are read."""
+from zerotrain.data import facts
+from zerotrain.data.formats import open_files
+from zerotrain.data.places import cache_folder
+from zerotrain.data.scan import require_known
+from zerotrain.data.store import TokenStore
+from zerotrain.data.token_paths import TokenPaths, find_token_paths
+from zerotrain.data.windows import split, whole
 
 
 class TokenFiles:
-    """Files of little-endian uint16 tokens and nothing else, memory-mapped.
+    """Files of tokens (see `zerotrain.data.formats`), or a store of them (see `zerotrain.data.store`).
 
     Args:
-        path: a file, or a folder with `train.bin` and, if it likes, `val.bin`.
+        path: a file, a folder or a glob pattern, see `zerotrain.data.token_paths`.
         seq_len: tokens of a sequence.
-        vocab_size: tokens the model knows; every token in the files must be below.
-        validation_path: a file of validation tokens. Without it and without a `val.bin`, they are split off.
-        validation_fraction: part split off for validation where it has no file of its own, between 0 and 1.
+        vocab_size: tokens the model knows; every token in the files must be below. None for as many as the store says
+            it has.
+        dtype: of a token in files that do not say it themselves: uint8, uint16, uint32 or uint64.
+        validation_path: validation tokens, named as `path`. Without it, and without files in `path` that are called
+            `val`, they are split off.
+        validation_fraction: part split off for validation where it has no files of its own, between 0 and 1.
+        cache_dir: where it is kept what has been found in the files; None for `$XDG_CACHE_HOME/zerotrain` or
+            `~/.cache/zerotrain`.
 
     Raises:
         FileNotFoundError: a file is not there.
-        ValueError: a file is empty, odd in size, too short or holds a token that is too large, or an argument is out
-            of range.
+        OSError: a file cannot be read.
+        ValueError: a file is empty, damaged, too short, of another format or holds a token that is too large, is for
+            training and validation, or an argument is out of range.
     """
 
     def __init__(
@@ -33,61 +38,85 @@ class TokenFiles:
         path: str,
         *,
         seq_len: int,
-        vocab_size: int,
+        vocab_size: int | None,
+        dtype: str = "uint16",
         validation_path: str | None = None,
         validation_fraction: float = 0.1,
+        cache_dir: str | None = None,
     ) -> None:
         if seq_len < 1:
             raise ValueError(f"data.seq_len={seq_len} is too small; it must be at least 1")
-        self.vocab_size = vocab_size
-        train_file, validation_file = _find_files(path, validation_path)
-        source = f"data.path={path}"
-        tokens = _map_tokens(train_file, vocab_size=vocab_size, source=source)
-        if validation_file is None:
+        source, found = f"data.path={path}", find_token_paths(path, f"data.path={path}")
+        store = _open(found.train, dtype=dtype, vocab_size=vocab_size, source=source)
+        self.vocab_size = _vocab_size(vocab_size, store, source)
+        kept_in = cache_folder(cache_dir)
+        require_known(store, vocab_size=self.vocab_size, source=source, cache_folder=kept_in)
+        name, files = _validation_files(validation_path, found, source)
+        if not files:
             self.train, self.validation = split(
-                tokens,
+                store,
                 seq_len=seq_len,
-                vocab_size=vocab_size,
+                vocab_size=self.vocab_size,
                 validation_fraction=validation_fraction,
                 source=source,
             )
             return
-        self.train = whole(tokens, seq_len=seq_len, vocab_size=vocab_size, source=source)
-        source = f"data.validation_path={validation_file}"
-        tokens = _map_tokens(validation_file, vocab_size=vocab_size, source=source)
-        self.validation = whole(tokens, seq_len=seq_len, vocab_size=vocab_size, source=source)
+        validation = _open(files, dtype=dtype, vocab_size=vocab_size, source=name)
+        _require_apart(store, validation, name)
+        require_known(validation, vocab_size=self.vocab_size, source=name, cache_folder=kept_in)
+        self.train = whole(store, seq_len=seq_len, vocab_size=self.vocab_size, source=source)
+        self.validation = whole(validation, seq_len=seq_len, vocab_size=self.vocab_size, source=name)
+
+    def summary(self) -> str:
+        """One line: files, tokens, rows, what is unused, validation rows."""
+        return facts.summary(self.train, self.validation)
+
+    def fingerprint(self) -> dict[str, int | str]:
+        """What is equal on machines with equal data, see `facts.fingerprint`.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        return facts.fingerprint(self.train, self.validation)
 
 
-def _find_files(path: str, validation_path: str | None) -> tuple[Path, Path | None]:
-    """The files of training and of validation tokens; no validation file where they are to be split off."""
-    train_file = Path(path).expanduser()
-    validation_file = Path(validation_path).expanduser() if validation_path is not None else None
-    if train_file.is_dir():
-        if validation_file is None and (train_file / "val.bin").exists():
-            validation_file = train_file / "val.bin"
-        train_file = train_file / "train.bin"
-        if not train_file.exists():
-            raise FileNotFoundError(
-                f"data.path={path} is a folder without train.bin; give a .bin file or such a folder"
+def _open(files: tuple[Path, ...], *, dtype: str, vocab_size: int | None, source: str) -> TokenStore:
+    if files[0].is_dir():
+        return TokenStore.open(files[0])
+    return open_files(files, dtype=dtype, vocab_size=vocab_size, source=source)
+
+
+def _vocab_size(given: int | None, store: TokenStore, source: str) -> int:
+    known = store.vocab_size if given is None else given
+    if known is None:
+        raise ValueError(
+            f"data.vocab_size=null is as many tokens as a store has, and {source} is no store; give the tokenizer's"
+        )
+    return known
+
+
+def _validation_files(given: str | None, found: TokenPaths, source: str) -> tuple[str, tuple[Path, ...]]:
+    """What the files of validation are called in messages, and which they are; none where they are to be split off."""
+    if given is not None:
+        name = f"data.validation_path={given}"
+        named = find_token_paths(given, name)
+        return name, named.validation or named.train
+    if len(found.validation) == 1:
+        return f"data.validation_path={found.validation[0]}", found.validation
+    return f"{source} (its files called val)", found.validation
+
+
+def _require_apart(train: TokenStore, validation: TokenStore, name: str) -> None:
+    """Check that no file is read for both.
+
+    Raises:
+        ValueError: one is.
+    """
+    places = {(status.st_dev, status.st_ino) for status in (shard.path.stat() for shard in train.shards)}
+    for shard in validation.shards:
+        status = shard.path.stat()
+        if (status.st_dev, status.st_ino) in places:
+            raise ValueError(
+                f"{name} reads {shard.path}, which data.path reads too: validation would be training; give other "
+                "files, or null to split validation off data.path"
             )
-    if not train_file.exists():
-        raise FileNotFoundError(
-            f"data.path={path} does not exist; give a file of uint16 tokens, or a folder with train.bin and val.bin"
-        )
-    if validation_file is not None and not validation_file.exists():
-        raise FileNotFoundError(
-            f"data.validation_path={validation_path} does not exist; give a file of uint16 tokens, "
-            "or null to split validation off data.path"
-        )
-    return train_file, validation_file
-
-
-def _map_tokens(file: Path, *, vocab_size: int, source: str) -> np.ndarray:
-    nbytes = file.stat().st_size
-    if nbytes == 0 or nbytes % TOKEN_DTYPE.itemsize:
-        raise ValueError(f"{source} has {nbytes} bytes; a file of uint16 tokens has an even number of at least 2")
-    if not os.access(file, os.R_OK):
-        raise ValueError(f"{source} cannot be read; give it read permission or choose another file")
-    tokens = np.memmap(file, dtype=TOKEN_DTYPE, mode="r")
-    check_tokens(tokens[:NUM_CHECKED_TOKENS], vocab_size=vocab_size, source=source)
-    return tokens

@@ -1,123 +1,120 @@
-"""Sequences cut from one long row of tokens, and the split of that row into training and validation."""
+"""Sequences cut from a store of tokens, and the split of a store into training and validation."""
 
-import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-CHUNK_TOKENS = 65536
-"""About the length of a run of tokens that goes to one side of the split as a whole, where there are enough of them."""
+from zerotrain.data.rows import Rows, RowsWithinRuns
+from zerotrain.data.split import split_rows
+from zerotrain.data.store import TokenStore
+
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-class TokenWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of `seq_len` tokens, one beside the other, within chunks of one row of tokens.
-
-    A window and the label of its last token never leave their chunk, so two sets of chunks share no token.
+class TokenWindows(Dataset[Batch]):
+    """Windows of `seq_len` tokens of a store, one beside the other.
 
     Args:
-        tokens: (num_tokens,) of an unsigned integer dtype, usually memory-mapped.
+        store: is read when a window is.
+        rows: which tokens each window has.
         seq_len: tokens of a window.
         vocab_size: tokens allowed are below this.
-        chunks: (num_chunks,) indices of the chunks to read.
-        chunk_num_tokens: length of a chunk; chunk i starts at token i * chunk_num_tokens.
+        source: what the tokens are read from, as the user named it ("data.path=corpus.bin").
+        split: how these were chosen from the store, in words.
     """
 
     def __init__(
-        self, tokens: np.ndarray, *, seq_len: int, vocab_size: int, chunks: np.ndarray, chunk_num_tokens: int
+        self, store: TokenStore, rows: Rows, *, seq_len: int, vocab_size: int, source: str, split: str = "whole"
     ) -> None:
-        self.tokens = tokens
+        self.store = store
+        self.layout = rows
         self.seq_len = seq_len
         self.vocab_size = vocab_size
-        self.chunks = chunks
-        self.chunk_num_tokens = chunk_num_tokens
-        # One token more than the windows: the last one's last label.
-        self.windows_per_chunk = (chunk_num_tokens - 1) // seq_len
+        self.source = source
+        self.split = split
         self.tokens_per_sequence = seq_len
 
     def __len__(self) -> int:
-        return len(self.chunks) * self.windows_per_chunk
+        return len(self.layout)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index: int) -> Batch:
         """Read window `index`: (ids, labels), each (seq_len,) int64, labels one token later.
+
+        Raises: as `rows`.
+        """
+        ids, labels = self.rows([index])
+        return ids[0], labels[0]
+
+    def rows(self, indices: Sequence[int]) -> Batch:
+        """Read some windows: (ids, labels), each (len(indices), seq_len) int64, labels one token later.
 
         Raises:
             IndexError: there is no such window.
+            OSError: a file cannot be read, or was changed, cut short or removed since it was opened.
             ValueError: a token is not below `vocab_size`.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        chunk, window = divmod(index, self.windows_per_chunk)
-        start = int(self.chunks[chunk]) * self.chunk_num_tokens + window * self.seq_len
-        tokens = self.tokens[start : start + self.seq_len + 1].astype(np.int64)
-        check_tokens(tokens, vocab_size=self.vocab_size)
+        wanted = np.asarray(indices, dtype=np.int64)
+        if len(outside := wanted[(wanted < 0) | (wanted >= len(self))]):
+            raise IndexError(f"sequence {outside[0]} of {len(self)}")
+        starts, lengths = self.layout.parts(wanted)
+        read = self.store.read_parts(starts, lengths)
+        if len(unknown := np.flatnonzero((read < 0) | (read >= self.vocab_size))):
+            part = int(np.searchsorted(np.cumsum(lengths), unknown[0], side="right"))
+            position = int(starts[part] + unknown[0] - lengths[:part].sum())
+            raise unknown_token(
+                self.store, int(read[unknown[0]]), position, vocab_size=self.vocab_size, source=self.source
+            )
+        tokens = read.reshape(len(wanted), self.seq_len + 1)
         # Two copies: who masks labels in place must not change the ids beside them.
-        return torch.tensor(tokens[:-1]), torch.tensor(tokens[1:])
+        ids, labels = (part.astype(np.int64, order="C") for part in (tokens[:, :-1], tokens[:, 1:]))
+        return torch.from_numpy(ids), torch.from_numpy(labels)
 
 
-def whole(tokens: np.ndarray, *, seq_len: int, vocab_size: int, source: str) -> TokenWindows:
-    """All windows of a row of tokens.
+def whole(store: TokenStore, *, seq_len: int, vocab_size: int, source: str) -> TokenWindows:
+    """All windows of a store.
 
     Args:
-        source: what the tokens were read from, as the user named it ("data.path=corpus.bin").
+        source: what the tokens are read from, as the user named it ("data.path=corpus.bin").
 
     Raises:
         ValueError: it is shorter than one window and its last label.
     """
-    if len(tokens) < seq_len + 1:
+    if store.tokens < seq_len + 1:
         raise ValueError(
-            f"{source} holds {len(tokens)} tokens; data.seq_len={seq_len} needs at least {seq_len + 1}: "
+            f"{source} holds {store.tokens} tokens; data.seq_len={seq_len} needs at least {seq_len + 1}: "
             "give more data or a smaller data.seq_len"
         )
-    return TokenWindows(
-        tokens, seq_len=seq_len, vocab_size=vocab_size, chunks=np.arange(1), chunk_num_tokens=len(tokens)
-    )
+    rows = RowsWithinRuns(np.array([0]), np.array([store.tokens]), seq_len)
+    return TokenWindows(store, rows, seq_len=seq_len, vocab_size=vocab_size, source=source)
 
 
 def split(
-    tokens: np.ndarray, *, seq_len: int, vocab_size: int, validation_fraction: float, source: str
+    store: TokenStore, *, seq_len: int, vocab_size: int, validation_fraction: float, source: str
 ) -> tuple[TokenWindows, TokenWindows]:
-    """Split a row of tokens into (train, validation).
-
-    The row is cut into equal chunks, of which every 1/validation_fraction-th goes to validation: both sides then hold
-    the same kinds of text, and a chunk is long enough that its neighbours say little about it.
+    """Split a store into (train, validation), see `zerotrain.data.split`.
 
     Args:
-        source: what the tokens were read from, as the user named it ("data.path=corpus.txt").
+        source: what the tokens are read from, as the user named it ("data.path=corpus.txt").
 
     Raises:
+        OSError, ValueError: what the store says of its documents cannot be read.
         ValueError: the fraction is not in (0, 1), or a side would hold no window.
     """
-    if not 0 < validation_fraction < 1:
-        raise ValueError(f"data.validation_fraction={validation_fraction} is out of range; it must be between 0 and 1")
-    # The fewest of which each side gets one.
-    min_num_chunks = math.ceil(1 / min(validation_fraction, 1 - validation_fraction))
-    num_chunks = min_num_chunks * max(1, len(tokens) // (CHUNK_TOKENS * min_num_chunks))
-    chunk_num_tokens = len(tokens) // num_chunks
-    if chunk_num_tokens < seq_len + 1:
-        raise ValueError(
-            f"{source} holds {len(tokens)} tokens; with data.seq_len={seq_len} and data.validation_fraction="
-            f"{validation_fraction} it needs at least {min_num_chunks * (seq_len + 1)}: "
-            "give more data or a smaller data.seq_len"
-        )
-    # The chunks at which the running total of validation chunks steps up.
-    is_validation = np.diff(np.floor(np.arange(num_chunks + 1) * validation_fraction + 1e-9)) > 0
-    train, validation = (
-        TokenWindows(tokens, seq_len=seq_len, vocab_size=vocab_size, chunks=chunks, chunk_num_tokens=chunk_num_tokens)
-        for chunks in (np.flatnonzero(~is_validation), np.flatnonzero(is_validation))
+    train, validation, unit = split_rows(store, seq_len=seq_len, validation_fraction=validation_fraction, source=source)
+    words = f"by {unit}, {validation_fraction}"
+    return (
+        TokenWindows(store, train, seq_len=seq_len, vocab_size=vocab_size, source=source, split=words),
+        TokenWindows(store, validation, seq_len=seq_len, vocab_size=vocab_size, source=source, split=words),
     )
-    return train, validation
 
 
-def check_tokens(tokens: np.ndarray, *, vocab_size: int, source: str = "data.path") -> None:
-    """Check that every token is below `vocab_size`.
-
-    Raises:
-        ValueError: one is not.
-    """
-    largest = int(tokens.max())
-    if largest >= vocab_size:
-        raise ValueError(
-            f"{source} holds the token {largest}; tokens must be below data.vocab_size={vocab_size}: "
-            f"set data.vocab_size to the tokenizer's, at least {largest + 1}"
-        )
+def unknown_token(store: TokenStore, token: int, position: int, *, vocab_size: int, source: str) -> ValueError:
+    """The error of a token that is beyond the vocabulary, with its file and its number there."""
+    if token < 0:
+        return ValueError(f"{source} holds {token} ({store.where(position)}); tokens are numbers from 0 on")
+    return ValueError(
+        f"{source} holds the token {token} ({store.where(position)}); tokens must be below data.vocab_size="
+        f"{vocab_size}: set data.vocab_size to the tokenizer's, at least {token + 1}"
+    )

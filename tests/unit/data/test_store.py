@@ -1,7 +1,7 @@
 import json
 import os
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -67,21 +67,14 @@ def test_a_store_can_be_pickled_and_read_by_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(shards_module, "MAX_OPEN_FILES", 2)
     tokens = write_store(tmp_path, [50] * 8)
     store = pickle.loads(pickle.dumps(TokenStore.open(tmp_path)))
-    wrong = []
+    num_open = len(os.listdir("/proc/self/fd"))
 
     def read(seed):
-        starts = np.random.default_rng(seed).integers(0, 390, 300)
-        wrong.extend(
-            start for start in starts if store.read(start, start + 10).tolist() != list(range(start, start + 10))
-        )
+        starts = np.random.default_rng(seed).integers(0, 390, 300).tolist()
+        return [at for at in starts if store.read(at, at + 10).tolist() != list(range(at, at + 10))]
 
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
-    num_open = len(os.listdir("/proc/self/fd"))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        assert not any(pool.map(read, range(4)))
     assert store.read(0, 400).tolist() == tokens.tolist()
     assert len(os.listdir("/proc/self/fd")) <= num_open + 2
 

@@ -1,16 +1,58 @@
+import os
+import struct
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from zerotrain.data import TokenFiles
+from zerotrain.data.formats import open_files
+from zerotrain.data.store import write_index
 
 VOCAB_SIZE = 50257
 
 
-def write_tokens(path: Path, num_tokens: int, first: int = 0) -> str:
-    (np.arange(first, first + num_tokens) % VOCAB_SIZE).astype("<u2").tofile(path)
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch) -> Path:
+    """A cache of each test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "zerotrain"
+
+
+def token_files(path, **given) -> TokenFiles:
+    return TokenFiles(str(path), **{"seq_len": 9, "vocab_size": VOCAB_SIZE, **given})
+
+
+def numbered(num_tokens: int, first: int = 0) -> np.ndarray:
+    return np.arange(first, first + num_tokens) % VOCAB_SIZE
+
+
+def write_tokens(path: Path, num_tokens: int, first: int = 0, dtype: str = "<u2") -> str:
+    numbered(num_tokens, first).astype(dtype).tofile(path)
     return str(path)
+
+
+def write_llm_c(path: Path, tokens: np.ndarray, magic=20240520, version=1, num_tokens=None) -> str:
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if num_tokens is None else num_tokens
+    path.write_bytes(header.tobytes() + tokens.astype("<u4" if magic == 20240801 else "<u2").tobytes())
+    return str(path)
+
+
+def write_megatron(prefix: Path, documents: list[list[int]], dtype: str = "<i4", code: int = 4, extra: int = 1) -> str:
+    """One sequence a document, as its preprocess_data.py writes them."""
+    lengths = np.array([len(document) for document in documents])
+    firsts = np.cumsum(lengths) - lengths
+    tokens = np.array([token for document in documents for token in document], dtype=dtype)
+    prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
+    prefix.with_suffix(".idx").write_bytes(
+        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(documents), len(documents) + extra)
+        + lengths.astype("<i4").tobytes()
+        + (firsts * tokens.itemsize).astype("<i8").tobytes()
+        + np.arange(len(documents) + extra).astype("<i8").tobytes()
+    )
+    return str(prefix)
 
 
 def test_a_file_is_read_as_uint16_and_split(tmp_path):
@@ -24,58 +66,441 @@ def test_a_file_is_read_as_uint16_and_split(tmp_path):
 def test_a_folder_gives_train_and_val(tmp_path):
     write_tokens(tmp_path / "train.bin", 1000)
     write_tokens(tmp_path / "val.bin", 100, first=40_000)
-    dataset = TokenFiles(str(tmp_path), seq_len=9, vocab_size=VOCAB_SIZE)
+    (tmp_path / "meta.pkl").write_bytes(b"\x80\x04")
+    write_tokens(tmp_path / "other.bin", 10)
+    dataset = token_files(tmp_path)
     assert (len(dataset.train), len(dataset.validation)) == (111, 11)
     assert dataset.validation[0][0].tolist() == list(range(40_000, 40_009))
 
 
 def test_a_validation_file_of_its_own_leaves_all_of_path_to_training(tmp_path):
     train, validation = write_tokens(tmp_path / "a.bin", 1000), write_tokens(tmp_path / "b.bin", 100, first=7)
-    dataset = TokenFiles(train, validation_path=validation, seq_len=9, vocab_size=VOCAB_SIZE)
+    dataset = token_files(train, validation_path=validation)
     assert (len(dataset.train), len(dataset.validation)) == (111, 11)
     assert dataset.validation[0][0][0] == 7
 
 
 def test_a_folder_without_val_is_split(tmp_path):
     write_tokens(tmp_path / "train.bin", 1000)
-    dataset = TokenFiles(str(tmp_path), seq_len=9, vocab_size=VOCAB_SIZE)
+    dataset = token_files(tmp_path)
     assert (len(dataset.train), len(dataset.validation)) == (99, 11)
 
 
-def test_a_token_beyond_the_vocabulary_is_refused(tmp_path):
-    path = write_tokens(tmp_path / "all.bin", 1000)
+def as_plain(dtype):
+    def write(folder, tokens):
+        tokens.astype(dtype).tofile(folder / "a.bin")
+        return folder / "a.bin", {"dtype": np.dtype(dtype).name}
+
+    return write
+
+
+def as_npy(dtype):
+    def write(folder, tokens):
+        np.save(folder / "a.npy", tokens.astype(dtype))
+        return folder / "a.npy", {}
+
+    return write
+
+
+def as_llm_c(magic, version):
+    return lambda folder, tokens: (write_llm_c(folder / "a.bin", tokens, magic, version), {})
+
+
+def as_megatron(suffix, dtype="<i4", code=4):
+    def write(folder, tokens):
+        parts = [part.tolist() for part in np.array_split(tokens, 10)]
+        return write_megatron(folder / "corpus", parts, dtype, code) + suffix, {}
+
+    return write
+
+
+def as_store(dtype):
+    def write(folder, tokens):
+        for name, part in zip(("000000.bin", "000001.bin"), np.split(tokens, [77]), strict=True):
+            part.astype(dtype).tofile(folder / name)
+        shards = [("000000.bin", 77), ("000001.bin", len(tokens) - 77)]
+        write_index(folder, dtype=np.dtype(dtype).name, shards=shards, vocab_size=VOCAB_SIZE)
+        return folder, {"vocab_size": None}
+
+    return write
+
+
+def as_shards(name, path):
+    def write(folder, tokens):
+        for number, part in enumerate(np.split(tokens, [100, 101, 700])):
+            part.astype("<u2").tofile(folder / name.format(number))
+        return folder / path, {}
+
+    return write
+
+
+FORMATS = {
+    "uint16": as_plain("<u2"),
+    "uint32": as_plain("<u4"),
+    "uint64": as_plain("<u8"),
+    "npy uint16": as_npy("<u2"),
+    "npy int32": as_npy("<i4"),
+    "npy int64": as_npy("<i8"),
+    "npy big-endian": as_npy(">u4"),
+    "llm.c, GPT-2": as_llm_c(20240520, 1),
+    "llm.c, Llama 3": as_llm_c(20240801, 7),
+    "Megatron's prefix": as_megatron(""),
+    "Megatron's .bin": as_megatron(".bin"),
+    "Megatron's .idx, uint16": as_megatron(".idx", "<u2", 8),
+    "a store of uint16": as_store("<u2"),
+    "a store of uint32": as_store("<u4"),
+    "a folder": as_shards("part_{:03}.bin", ""),
+    "a folder of train files": as_shards("fineweb_train_{:06}.bin", ""),
+    "a glob": as_shards("part_{:03}.bin", "part_*.bin"),
+    "a deep glob": as_shards("part_{:03}.dat", "../**/part_*"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_that_people_have_gives_the_same_tokens(tmp_path, name):
+    """uint32, int32 and .npy files were read as uint16, and the header of llm.c as tokens (A4, C5)."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 3000)
+    path, given = FORMATS[name](folder, tokens)
+    dataset = token_files(path, validation_fraction=0.01, **given)
+    assert dataset.vocab_size == VOCAB_SIZE
+    store = dataset.train.store
+    assert store.read(0, store.tokens).astype(int).tolist() == tokens.tolist()
+    ids, labels = dataset.train.rows([3, 1])
+    assert ids.tolist() == [tokens[27:36].tolist(), tokens[9:18].tolist()]
+    assert labels.tolist() == [tokens[28:37].tolist(), tokens[10:19].tolist()]
+
+
+@pytest.mark.parametrize("path", ["", "fineweb_*.bin"])
+def test_files_called_val_are_for_validation(tmp_path, path):
+    folder = tmp_path / "fineweb10B"
+    folder.mkdir()
+    write_llm_c(folder / "fineweb_train_000002.bin", numbered(500, first=500))
+    write_llm_c(folder / "fineweb_train_000001.bin", numbered(500))
+    write_llm_c(folder / "fineweb_val_000000.bin", numbered(100, first=30_000))
+    dataset = token_files(folder / path)
+    assert (len(dataset.train), len(dataset.validation)) == (111, 11)
+    assert dataset.train[110][0].tolist() == list(range(990, 999))
+    assert dataset.validation[0][0][0] == 30_000
+    write_llm_c(folder / "other.bin", numbered(500))
+    (folder / "fineweb_more.bin").symlink_to(folder / "other.bin")
     with pytest.raises(
-        ValueError, match=f"data.path={path} holds the token 999; tokens must be below .*=999.* least 1000"
+        ValueError, match=r"has fineweb_val_000000.bin, .* and (fineweb_more|other).bin, which has neither"
     ):
-        TokenFiles(path, seq_len=9, vocab_size=999)
+        token_files(folder / path)
+
+
+def test_megatrons_documents_are_split_whole(tmp_path):
+    rng = np.random.default_rng(0)
+    documents = [[number] * length for number, length in enumerate(rng.integers(0, 40, 400).tolist())]
+    for extra in (1, 0):
+        dataset = token_files(write_megatron(tmp_path / f"corpus{extra}", documents, extra=extra))
+        assert dataset.train.store.documents.tolist() == [sum(map(len, documents[:at])) for at in range(400)]
+        assert dataset.train.split == "by document, 0.1"
+        read = [set(side.rows(range(len(side)))[0].flatten().tolist()) for side in (dataset.train, dataset.validation)]
+        assert not read[0] & read[1]
+
+
+def test_a_file_without_documents_is_one_beside_files_with_documents(tmp_path):
+    write_megatron(tmp_path / "a", [[1, 2], [3]])
+    np.save(tmp_path / "b.npy", np.arange(5, dtype="<i4"))
+    write_megatron(tmp_path / "c", [[6], [7]])
+    files = [tmp_path / "a.bin", tmp_path / "b.npy", tmp_path / "c.bin"]
+    store = open_files(files, dtype="uint16", vocab_size=100, source="data.path=all")
+    assert store.documents.tolist() == [0, 2, 3, 8, 9]
+
+
+def test_a_file_is_read_once_whatever_links_lead_to_it(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_tokens(folder / "b.bin", 1000)
+    (folder / "a.bin").symlink_to(folder / "b.bin")
+    os.link(folder / "b.bin", folder / "c.bin")
+    assert token_files(folder).train.store.tokens == 1000
+
+
+TEXT = "It was a bright cold day in April, and the clocks were striking thirteen.\n" * 5
+LIKE = {
+    "ASCII text": (TEXT.encode(), {}, "looks like text; choose data=text"),
+    "text of uint32 size": (TEXT.encode(), {"dtype": "uint32"}, "looks like text; choose data=text"),
+    "Russian text": (("Был холодный ясный апрельский день\n" * 9).encode(), {}, "looks like text; choose data=text"),
+    "uint32": (numbered(500).astype("<u4"), {}, "looks like uint32 tokens, .*; set data.dtype=uint32"),
+    "uint32 of Llama 3": (np.arange(200) * 641, {}, "looks like uint32 tokens, .*; set data.dtype=uint32"),
+    "uint32 bytes": (np.frombuffer(TEXT.encode(), np.uint8), {}, "looks like uint32 tokens, .*; set data.dtype=uint32"),
+    "int64": (numbered(500).astype("<i8"), {}, "looks like uint64 tokens, .*; set data.dtype=uint64"),
+    "int64 as uint32": (
+        numbered(500).astype("<i8"),
+        {"dtype": "uint32"},
+        "looks like uint64 tokens, not uint32: .*=uint64",
+    ),
+    "uint16 as uint32": (numbered(500, 30), {"dtype": "uint32"}, "looks like uint16 tokens, not uint32; .*=uint16"),
+    "big-endian": (numbered(500).astype(">u2"), {}, "looks like big-endian uint16: .*below data.vocab_size=50257"),
+    "big-endian uint32": (numbered(500).astype(">u4"), {"dtype": "uint32"}, "looks like big-endian uint32"),
+    "gzip": (b"\x1f\x8b" + bytes(98), {}, "is a gzip file; unpack it"),
+    "zstd": (b"\x28\xb5\x2f\xfd" + bytes(96), {}, "is a zstd file; unpack it"),
+    "npz": (b"PK\x03\x04" + bytes(96), {}, r"is a zip file \(.npz and .pt are such\)"),
+    "parquet": (b"PAR1" + bytes(96), {}, "is a parquet file; data=text reads its text"),
+    "an .idx alone": (b"MMIDIDX\0\0" + bytes(91), {}, "is the index of a Megatron dataset without the .bin beside it"),
+}
+DTYPES = {"uint32 of Llama 3": "<u4", "uint32 bytes": "<u4", "uint16 as uint32": "<u2"}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_what_looks_like_something_else_is_refused_with_what_to_set(tmp_path, name):
+    """Text, uint32 and int32 tokens were learnt as uint16 ones without a word (A4)."""
+    content, given, message = LIKE[name]
+    if not isinstance(content, bytes):
+        content = content.astype(DTYPES.get(name, content.dtype)).tobytes()
+    (tmp_path / "a.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=f"data.path=.*a.bin {message}"):
+        token_files(tmp_path / "a.bin", **given)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_tokens(folder / "a.bin", 500, dtype=given.get("dtype", "<u2"))
+    (folder / "b.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=f"data.path=.*folder: .*b.bin {message}"):
+        token_files(folder, **given)
+
+
+def test_tokens_that_are_as_they_should_be_are_not_taken_for_something_else(tmp_path):
+    rng = np.random.default_rng(0)
+    for vocab_size, dtype in ((2, "u2"), (12, "u2"), (256, "u2"), (300, "u2"), (50_257, "u2"), (65_536, "u2")):
+        for tokens in (rng.integers(0, vocab_size, 20_000), (rng.pareto(1, 20_000) * 9).astype(int) % vocab_size):
+            tokens.astype(dtype).tofile(tmp_path / "a.bin")
+            token_files(tmp_path / "a.bin", vocab_size=vocab_size)
+            tokens.astype("u4").tofile(tmp_path / "a.bin")
+            token_files(tmp_path / "a.bin", vocab_size=vocab_size, dtype="uint32")
+    np.frombuffer(TEXT.encode(), np.uint8).tofile(tmp_path / "a.bin")
+    token_files(tmp_path / "a.bin", vocab_size=256, dtype="uint8")
+    np.zeros(500, "u2").tofile(tmp_path / "a.bin")
+    token_files(tmp_path / "a.bin")
+
+
+def test_damaged_files_are_refused(tmp_path):
+    path = tmp_path / "a.bin"
+    for given, message in {
+        (20240520, 2, 50): "is an llm.c file of version 2, of which only 1 is known here",
+        (20240522, 1, 50): "is an llm.c file of multiple-choice questions",
+        (20240520, 1, 51): "has 1124 bytes, and 1126 by its header, with 51 tokens",
+        (20240520, 1, 0): "has 1124 bytes, and 1024 by its header, with 0 tokens",
+    }.items():
+        write_llm_c(path, numbered(50), *given)
+        with pytest.raises(ValueError, match=f"data.path=.*a.bin {message}"):
+            token_files(path)
+    for array in (np.zeros((3, 4), "u2"), np.zeros(9), np.zeros(0, "u2")):
+        np.save(tmp_path / "a.npy", array)
+        with pytest.raises(ValueError, match=r"holds an array of .*; give one dimension of integers"):
+            token_files(tmp_path / "a.npy")
+    np.save(tmp_path / "a.npy", np.zeros(900, "u2"))
+    os.truncate(tmp_path / "a.npy", 500)
+    with pytest.raises(ValueError, match=r"a.npy is a damaged .npy file"):
+        token_files(tmp_path / "a.npy")
+    np.save(tmp_path / "a.npy", np.array([3, -5, 4] * 50, "i4"))
+    with pytest.raises(ValueError, match=r"a.npy holds -5 \(.*a.npy, token 1\); tokens are numbers from 0 on"):
+        token_files(tmp_path / "a.npy")
+
+
+def test_a_megatron_index_that_does_not_fit_is_refused(tmp_path):
+    path = write_megatron(tmp_path / "a", [[1, 2, 3], [4]])
+    index = tmp_path / "a.idx"
+    content = index.read_bytes()
+    for change, message in {
+        content[:20]: "is cut short",
+        content[:-1]: "has no sequences, or is cut short",
+        content[:9] + b"\2" + content[10:]: "is of version 2 and dtype code 4",
+        content[:17] + b"\6" + content[18:]: "is of version 1 and dtype code 6",
+        content[:17] + b"\10" + content[18:]: "a has 16 bytes, and 14 by its index .*; they are not of one dataset",
+    }.items():
+        index.write_bytes(change)
+        with pytest.raises(ValueError, match=message):
+            token_files(path)
+    index.write_bytes(content[:-24] + np.array([1, 0, 2], "<i8").tobytes())
+    with pytest.raises(ValueError, match=r"a.idx does not list documents in the order of their tokens"):
+        token_files(path)
+
+
+def test_files_of_two_dtypes_are_not_one_row(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_tokens(folder / "a.bin", 100)
+    np.save(folder / "b.npy", numbered(100).astype("u4"))
+    with pytest.raises(ValueError, match=r"data.path=.*: .*b.npy holds uint32 and .*a.bin uint16; all files must"):
+        token_files(folder)
+
+
+@pytest.mark.parametrize("case", ["the file", "a link to it", "another name of it", "a glob", "its folder"])
+def test_validation_must_not_be_training(tmp_path, case):
+    """It was accepted (A12)."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path = folder / "a.bin"
+    write_tokens(path, 1000)
+    (tmp_path / "link.bin").symlink_to(path)
+    os.link(path, tmp_path / "hard.bin")
+    validation_path = {
+        "the file": path,
+        "a link to it": tmp_path / "link.bin",
+        "another name of it": tmp_path / "hard.bin",
+        "a glob": f"{folder}/*.bin",
+        "its folder": folder,
+    }[case]
+    with pytest.raises(ValueError, match=r"data.validation_path=.* reads .*bin, which data.path reads too: validation"):
+        token_files(path, validation_path=str(validation_path))
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_with_its_place(tmp_path):
+    """Behind the first 2**24 tokens it was found when its window was drawn, and neither file nor place said (B5)."""
+    tokens = np.zeros(2**24 + 1000, "<u2")
+    tokens[[2**24 + 100, 2**24 + 300]] = 60_000
+    tokens.tofile(tmp_path / "all.bin")
+    with pytest.raises(
+        ValueError,
+        match=r"data.path=(.*all.bin) holds the token 60000 \(\1, token 16777316\); tokens must be below "
+        r"data.vocab_size=50257: set data.vocab_size to the tokenizer's, at least 60001",
+    ):
+        token_files(tmp_path / "all.bin")
+    token_files(tmp_path / "all.bin", vocab_size=60_001)
+    path = write_tokens(tmp_path / "val.bin", 1000)
+    with pytest.raises(ValueError, match=r"data.validation_path=.*val.bin holds the token 999 .*least 1000"):
+        token_files(write_tokens(tmp_path / "a.bin", 900), validation_path=path, vocab_size=999)
+
+
+def test_what_is_found_in_a_file_is_kept_and_found_anew_when_it_changes(tmp_path, cache_folder, monkeypatch, capsys):
+    read = []
+    monkeypatch.setattr("zerotrain.data.scan._extremes_of_piece", counting(read))
+    path = Path(write_tokens(tmp_path / "a.bin", 1000))
+    for _ in range(2):
+        token_files(path)
+    assert len(read) == 1
+    kept = list(cache_folder.iterdir())
+    with pytest.raises(ValueError, match="holds the token 999"):
+        token_files(path, vocab_size=500)
+    token_files(path, vocab_size=70_000)  # no uint16 is beyond
+    assert len(read) == 1
+    os.utime(path, ns=(0, 0))
+    token_files(path)
+    assert len(read) == 2
+    kept[0].write_bytes(b"{")  # by a process that was ended
+    os.rename(path, tmp_path / "b.bin")
+    token_files(tmp_path / "b.bin")
+    assert len(read) == 3
+    for file in cache_folder.iterdir():
+        file.write_bytes(b"{")
+    token_files(tmp_path / "b.bin")
+    token_files(tmp_path / "b.bin")
+    assert len(read) == 4
+    (tmp_path / "file").touch()
+    token_files(tmp_path / "b.bin", cache_dir=str(tmp_path / "file"))
+    assert len(read) == 5
+    assert "cannot be kept in data.cache_dir=" in capsys.readouterr().err
+
+
+def counting(read: list):
+    from zerotrain.data.scan import _extremes_of_piece
+
+    def count(store, start):
+        read.append(start)
+        return _extremes_of_piece(store, start)
+
+    return count
+
+
+def test_a_long_look_at_the_files_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("zerotrain.data.scan._SAY_AFTER_S", 0.0)
+    token_files(write_tokens(tmp_path / "a.bin", 1000))
+    assert "a.bin: looks once for tokens beyond the vocabulary, 0.0 of 0.0 GB" in capsys.readouterr().err
+
+
+def test_a_file_of_20_gb_is_opened_without_reading_it(tmp_path):
+    import resource
+
+    path = tmp_path / "large.bin"
+    path.touch()
+    os.truncate(path, 20_000_000_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    store = open_files([path], dtype="uint16", vocab_size=VOCAB_SIZE, source="data.path=large.bin")
+    assert store.tokens == 10**10
+    assert store.read(10**10 - 5, 10**10).tolist() == [0] * 5
+    grown_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kb < 50_000, sys.platform
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "has 0 bytes; a file of uint16 tokens has an even number of at least 2"),
-        (b"abc", "has 3 bytes; a file of uint16 tokens has an even number of at least 2"),
-        (b"ab" * 20, "holds 20 tokens; with data.seq_len=9 and data.validation_fraction=0.1 it needs at least 100"),
+        (b"", "has 0 bytes; a file of uint16 tokens has a multiple of 2, and at least one token"),
+        (b"abc", "has 3 bytes; a file of uint16 tokens has a multiple of 2, and at least one token"),
+        (b"ab" * 20, "holds 20 tokens; with data.seq_len=9 and data.validation_fraction=0.1 it needs at least 92"),
     ],
     ids=["empty", "odd", "short"],
 )
 def test_a_broken_file_is_refused(tmp_path, content, message):
     (tmp_path / "all.bin").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        TokenFiles(str(tmp_path / "all.bin"), seq_len=9, vocab_size=VOCAB_SIZE)
+    with pytest.raises(ValueError, match=f"data.path=.*all.bin {message}"):
+        token_files(tmp_path / "all.bin")
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"data.path=.*no.bin does not exist; give a file of uint16 tokens"):
-        TokenFiles(str(tmp_path / "no.bin"), seq_len=9, vocab_size=VOCAB_SIZE)
-    with pytest.raises(FileNotFoundError, match=f"data.path={tmp_path} is a folder without train.bin"):
-        TokenFiles(str(tmp_path), seq_len=9, vocab_size=VOCAB_SIZE)
+    with pytest.raises(FileNotFoundError, match=r"data.path=.*no.bin does not exist; give a file of tokens"):
+        token_files(tmp_path / "no.bin")
+    with pytest.raises(FileNotFoundError, match=f"data.path={tmp_path} is a folder without .bin or .npy files"):
+        token_files(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"data.path=.*\*.bin matches no file"):
+        token_files(tmp_path / "*.bin")
     path = write_tokens(tmp_path / "all.bin", 1000)
     with pytest.raises(FileNotFoundError, match=r"data.validation_path=no.bin does not exist"):
-        TokenFiles(path, validation_path="no.bin", seq_len=9, vocab_size=VOCAB_SIZE)
+        token_files(path, validation_path="no.bin")
+    with pytest.raises(FileNotFoundError, match=r"data.path=/dev/null is neither a file nor a folder"):
+        token_files("/dev/null")
+
+
+def test_wrong_settings_are_refused(tmp_path):
+    path = write_tokens(tmp_path / "all.bin", 1000)
+    with pytest.raises(ValueError, match=r"data.dtype=int16 is none of uint8, uint16, uint32, uint64"):
+        token_files(path, dtype="int16")
+    with pytest.raises(
+        ValueError, match=r"data.vocab_size=null is as many tokens as a store has, and data.path=.*is no"
+    ):
+        token_files(path, vocab_size=None)
+    with pytest.raises(ValueError, match=r"data.seq_len=0 is too small"):
+        token_files(path, seq_len=0)
 
 
 def test_a_broken_validation_file_is_named_as_such(tmp_path):
     path, validation = write_tokens(tmp_path / "a.bin", 1000), write_tokens(tmp_path / "b.bin", 5)
     with pytest.raises(ValueError, match=f"data.validation_path={validation} holds 5 tokens; data.seq_len=9 needs"):
-        TokenFiles(path, validation_path=validation, seq_len=9, vocab_size=VOCAB_SIZE)
+        token_files(path, validation_path=validation)
+
+
+def test_a_summary_says_what_there_is(tmp_path):
+    path = write_tokens(tmp_path / "a.bin", 400_000)
+    assert token_files(path, seq_len=1000).summary() == (
+        "1 file, 400 k tokens, 359 rows of 1,000 (0.2 % unused), validation 40 rows (by chunk, 0.1)"
+    )
+    write_tokens(tmp_path / "b.bin", 1001)
+    assert token_files(path, seq_len=1000, validation_path=str(tmp_path / "b.bin")).summary() == (
+        "2 files, 401 k tokens, 399 rows of 1,000 (0.2 % unused), validation 1 rows (files of its own)"
+    )
+
+
+def test_a_fingerprint_is_equal_for_equal_data_and_for_no_other(tmp_path):
+    def fingerprint(folder="a", tokens=None, name="x.bin", **given):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (numbered(3000) if tokens is None else tokens).astype("<u2").tofile(tmp_path / folder / name)
+        return token_files(tmp_path / folder / name, **given).fingerprint()
+
+    first = fingerprint()
+    assert first == fingerprint("elsewhere")
+    assert all(isinstance(value, int | str) for value in first.values())
+    others = [
+        fingerprint("b", numbered(3001)),
+        fingerprint("b", numbered(3000, first=1)),
+        fingerprint(name="y.bin"),
+        fingerprint(seq_len=8),
+        fingerprint(vocab_size=VOCAB_SIZE + 1),
+        fingerprint(validation_fraction=0.2),
+        fingerprint(validation_path=write_tokens(tmp_path / "v.bin", 100)),
+    ]
+    assert first not in others
+    assert len({str(other) for other in others}) == len(others)
