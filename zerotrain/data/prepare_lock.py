@@ -31,10 +31,13 @@ def sole_writer(folder: Path, *, private: bool) -> Iterator[None]:
         OSError: the folder cannot be made or written.
     """
     with _locked_file(folder, private=private) as file:
-        file.truncate(0)
         said = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
-        file.write(json.dumps(said).encode())
-        file.flush()
+        try:
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), json.dumps(said).encode())
+        except OSError as error:  # a full disk: the system names no file that is open already
+            error.filename = str(folder)
+            raise
         yield
 
 

@@ -141,6 +141,8 @@ class StoreWriter:
 
     def _cut_back(self) -> None:
         """Remove what was not noted."""
+        for cut_off in self._folder.glob("*.tmp"):
+            cut_off.unlink()
         keep = self.done.tokens
         if keep == 0 and self.done.file == 0 == self.done.offset:
             remove_store(self._folder)

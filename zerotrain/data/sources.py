@@ -14,6 +14,7 @@ from zerotrain.data.text_files import beginning, is_parquet
 SNIFFED_NBYTES = 8192
 STDLIB_SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 """Other people's packages, and tests, which only some distributions of Python install."""
+_OWN_FILES = (("multirun.yaml",), ("ranks", "config.yaml"), ("lock", "seal.json"), ("lock", "preparing.json"))
 _OF_RUNS = "of runs and caches"
 
 
@@ -99,8 +100,8 @@ class _OwnFolders:
 
 
 def _holds_run(folder: Path) -> bool:
-    """Whether a folder is that of a run, on this machine or another, or of a sweep."""
-    if (folder / "multirun.yaml").is_file() or ((folder / "ranks").is_dir() and (folder / "config.yaml").is_file()):
+    """Whether a folder is that of a run, on this machine or another, of a sweep, or of prepared tokens."""
+    if any(all((folder / name).exists() for name in names) for names in _OWN_FILES):
         return True
     try:  # what is there before anything else of a run; other programs' locks say something else
         return {"pid", "host", "started"} <= json.loads((folder / ".lock").read_text()).keys()
