@@ -7,7 +7,7 @@ from zerotrain.data.shards import Shard
 from zerotrain.data.store import TokenStore
 from zerotrain.data.windows import TokenWindows
 
-_END_NBYTES = 1 << 16
+_END_NBYTES = 1 << 12
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -40,6 +40,7 @@ def fingerprint(train: TokenWindows, validation: TokenWindows) -> dict[str, int 
         "tokens": sum(store.tokens for store in stores),
         "vocab_size": train.vocab_size,
         "dtype": " ".join(store.dtype.name for store in stores),
+        "tokenizer": " ".join(store.tokenizer or "unknown" for store in stores),
         "files": _hash_of_files(stores),
         "split": f"{train.split} {_hash_of_rows(train, validation)}",
     }

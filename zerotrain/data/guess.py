@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-SAMPLE_NBYTES = 1 << 16
+SAMPLE_NBYTES = 1 << 13
+"""Of each file, of which there may be 50,000."""
 _MIN_NUM_WORDS = 32
 """Fewer say nothing about the rest."""
 _MAGICS = {

@@ -86,7 +86,8 @@ class RowsOverRuns:
         first_tokens = indices * self._seq_len
         last_tokens = first_tokens + self._seq_len
         first_runs = np.searchsorted(self._ends, first_tokens, side="right")
-        num_runs = np.searchsorted(self._ends, last_tokens, side="right") - first_runs + 1
+        last_runs = np.searchsorted(self._ends, last_tokens, side="right")
+        num_runs = last_runs - first_runs + 1
         # Each row's runs one after the other: (num_runs.sum(),) from here on.
         within_row = np.arange(num_runs.sum()) - np.repeat(np.cumsum(num_runs) - num_runs, num_runs)
         runs = np.repeat(first_runs, num_runs) + within_row

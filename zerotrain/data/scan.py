@@ -110,21 +110,24 @@ def _extremes(store: TokenStore, source: str) -> Extremes:
     """Read all tokens, with a line every few seconds if that takes long."""
     begun = time.monotonic()
     say_at = begun + _SAY_AFTER_S
+    starts = range(0, store.tokens, PIECE_TOKENS)
     found: Extremes | None = None
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        starts = range(0, store.tokens, PIECE_TOKENS)
+    pool = ThreadPoolExecutor(_NUM_THREADS)
+    try:
         for number, piece in enumerate(pool.map(lambda start: _extremes_of_piece(store, start), starts)):
             found = piece if found is None else _joined(found, piece)
             now = time.monotonic()
             if now >= say_at:
                 say_at = now + _SAY_EVERY_S
-                done, total = ((tokens * store.dtype.itemsize) / 1e9 for tokens in (starts[number], store.tokens))
+                done, total = (tokens * store.dtype.itemsize / 1e9 for tokens in (starts[number], store.tokens))
                 print(
                     f"{source}: looks once for tokens beyond the vocabulary, {done:.1f} of {total:.1f} GB, "
                     f"{done / (now - begun):.1f} GB/s",
                     file=sys.stderr,
                     flush=True,
                 )
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error, or Ctrl-C, the rest is not read
     assert found is not None
     return found
 

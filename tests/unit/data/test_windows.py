@@ -4,7 +4,7 @@ import torch
 
 from zerotrain.data.shards import Shard
 from zerotrain.data.split import are_validation
-from zerotrain.data.store import TokenStore
+from zerotrain.data.store import TokenStore, write_index
 from zerotrain.data.windows import split, whole
 
 SEQ_LEN = 10
@@ -219,3 +219,31 @@ def test_a_window_may_reach_from_one_shard_into_the_next(tmp_path):
     shards = [Shard(tmp_path / "a", 33), Shard(tmp_path / "b", 1), Shard(tmp_path / "c", 66)]
     windows = whole(TokenStore(shards, tokens.dtype), seq_len=8, vocab_size=100, source="data.path=abc")
     assert read(windows)[:, :-1].flatten().tolist() == list(range(96))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_of_any_shards_and_documents_are_those_of_the_joined_tokens(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    dtype = ["uint8", "uint16", "uint32"][seed % 3]
+    sizes = rng.integers(0, 900, rng.integers(1, 9))
+    sizes[0] += 1500
+    tokens = rng.integers(0, 250, sizes.sum()).astype(dtype)
+    names = [f"{number:06}.bin" for number in range(len(sizes))]
+    for name, part in zip(names, np.split(tokens, np.cumsum(sizes)[:-1]), strict=True):
+        part.astype(np.dtype(dtype).newbyteorder("<")).tofile(tmp_path / name)
+    documents = document_starts(len(tokens), 12, seed)
+    shards = list(zip(names, sizes.tolist(), strict=True))
+    write_index(tmp_path, dtype=dtype, shards=shards, vocab_size=250, documents=documents)
+    seq_len, store = int(rng.integers(1, 60)), TokenStore.open(tmp_path)
+    given = {"seq_len": seq_len, "vocab_size": 250, "source": "data.path=it"}
+    sides = split(store, validation_fraction=0.3, **given)
+    assert sides[0].split == "by document, 0.3"
+    is_validation = are_validation(0, len(documents), 0.3)
+    parts = np.split(tokens, documents[1:])
+    for windows, joined in (
+        (sides[0], np.concatenate([part for part, left in zip(parts, is_validation, strict=True) if not left])),
+        (sides[1], np.concatenate([part for part, left in zip(parts, is_validation, strict=True) if left])),
+        (whole(store, **given), tokens),
+    ):
+        expected = [joined[at : at + seq_len + 1].tolist() for at in range(0, len(joined) - seq_len, seq_len)]
+        assert read(windows).tolist() == expected
