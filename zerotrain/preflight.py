@@ -91,6 +91,16 @@ def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> Finge
     return fingerprint or {}
 
 
+def prepare_data(config: Config) -> None:
+    """Let the data be made that lies in a cache of this machine.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    with words_of_config():
+        _dataset(config)
+
+
 def _take_vocab_size(config: Config, data: Any) -> bool:
     """Let `model.vocab_size=null` be as many tokens as the data has; False while nobody knows, since the data could not
     be built."""

@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "training": {"errors", "comm", "engine", "data"},
     "testing": {"comm"},
 }
-"""What each part of the package may import of it. Factory, preflight and launcher put all together and are left out."""
+"""What each part of the package may import of it. Left out are factory, preflight, prepare and launcher, which put all
+together."""
 
 SPEAK_OF_ARGUMENTS = ("api.py", "comm", "checkpoint", "sharding", "engine")
 """Messages from here are read by users of `build_engine`, who have no config; `config/words.py` translates them."""
@@ -63,7 +64,7 @@ def test_a_part_imports_only_what_it_is_built_on(part: str, imports: grimp.Impor
 
 def test_every_part_of_the_package_has_its_place():
     parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert parts == {*MAY_IMPORT, "__init__", "__main__", "factory", "preflight", "launching"}
+    assert parts == {*MAY_IMPORT, "__init__", "__main__", "factory", "preflight", "prepare", "launching"}
 
 
 def test_only_these_parts_know_torch_distributed():

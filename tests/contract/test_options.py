@@ -43,6 +43,8 @@ OPTIONS = """
     data.seq_len
     data.vocab_size
     data.tokenizer
+    data.document_end
+    data.text_field
     data.validation_fraction
     data.cache_dir
     optimizer._target_

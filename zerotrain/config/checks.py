@@ -35,7 +35,10 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
     problems += value_problems(config)
     targets = {"model": config.model_target, "data": config.data_target}
     for group in OPEN_GROUPS:
-        problems += _open_group_problems(targets.get(group, getattr(config, group)), group)
+        values = targets.get(group, getattr(config, group))
+        if group == "model" and values.get("vocab_size", 0) is None:
+            values = values | {"vocab_size": 1}  # until the data has said how many tokens it has
+        problems += _open_group_problems(values, group)
     collate = config.data_switches["collate_fn"]
     if isinstance(collate, dict) and "_target_" in collate:
         problems += _open_group_problems(collate, COLLATE_FN)

@@ -1,77 +1,133 @@
-"""Files made of other files once and kept: written whole, sealed with hashes, made anew where they no longer fit.
+"""Stores of tokens made of text once and kept: whole or not there, sealed with hashes, made anew where they do not fit.
 
-Beside `<name>.bin` lies `<name>.json`, its seal: the size and the hash of the file, the hash of its sources, and a
-stamp of the files the hashes were taken of. While the stamp fits, nothing has been written to them since, and they are
-not read again: the ranks of a run find it as the process has left it that started them. No program sets a file's time
-of change, which is part of the stamp; sizes and times of modification can be the same for other text.
+In a store's folder lies its seal, `seal.json`: the size and the hash of the store's files, the hash of its sources, and
+a stamp of the files the hashes were taken of. While the stamp fits, nothing has been written to them since, and they
+are not read again: the ranks of a run find it as the process has left it that started them. No program sets a file's
+time of change, which is part of the stamp; sizes and times of modification can be the same for other text.
 """
 
-import fcntl
 import hashlib
 import json
-import os
+import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
+from zerotrain.data.prepare_lock import sole_writer, try_lock
+from zerotrain.data.prepare_writer import forget_notes, is_begun, remove_store
+from zerotrain.data.store import INDEX_NAME, write_whole
+
+SEAL_NAME = "seal.json"
 PIECE_NBYTES = 1 << 24
 """Hashed by one thread at a time: 1.8 GB/s each, where the CPU has instructions for SHA-256."""
+ABANDONED_S = 7 * 86400.0
+"""What was begun and not gone on with for so long is removed."""
 _TICK_S = 0.05
 """Longer than the steps of a file system's clock. Whatever is written a step later has another time of change."""
 
 
 @dataclass(frozen=True)
 class Seal:
-    """What a kept file and its sources were when they were read whole."""
+    """What a store and its sources were when they were read whole."""
 
     nbytes: int
     sha256: str
-    """Of the kept file."""
+    """Of the store's files."""
     sources_sha256: str
     stamp: str
-    """Of the sizes, times and places on disk of the file and its sources."""
+    """Of the sizes, times and places on disk of the store's files and its sources."""
+    recipe: str
+    """A hash of how the sources were made into tokens."""
 
 
-def kept_file(path: Path, sources: Sequence[Path], write: Callable[[BinaryIO], None]) -> Path:
-    """`path`, with what `write` gives it, made now if it is not there or not what was made of these sources.
+def kept_store(
+    folder: Path, sources: Sequence[Path], recipe: str, write: Callable[[Path, str], None], *, private: bool = True
+) -> Path:
+    """`folder`, with the store that `write` makes of some files, made now if it is not there or not what was made of
+    them. One process works, others wait for it; one that was ended is gone on with.
 
-    Only the user may read it: who may read the cache's folder may not be allowed to read the sources.
+    Args:
+        recipe: a hash of how `write` makes tokens of the files.
+        write: gets the folder and a hash of the files.
+        private: only the user may read it: who may read the cache's folder may not be allowed to read the sources.
 
     Raises:
         OSError: it cannot be written, or a source not be read.
+        Exception: what `write` raises.
     """
-    if path.exists():
-        reason = _misfit(path, sources)
-        if reason is None:
-            return path
-        print(f"{path} is made anew: {reason}", file=sys.stderr, flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(path.parent)
-    # Before they are read for `write`: what is changed meanwhile does not fit the seal.
-    sources_sha256 = sha256_of(sources)
-    _write_whole(path, write)
-    stamp = _stamp([path, *sources])
-    _write_seal(path, Seal(path.stat().st_size, sha256_of([path]), sources_sha256, stamp))
-    return path
+    if misfit(folder, sources, recipe) is None:
+        return folder
+    with sole_writer(folder, private=private):
+        reason = misfit(folder, sources, recipe)
+        if reason is None:  # another process has made it meanwhile
+            return folder
+        if (folder / SEAL_NAME).exists() or ((folder / INDEX_NAME).exists() and not is_begun(folder)):
+            print(f"{folder} is made anew: {reason}", file=sys.stderr, flush=True)
+            remove_store(folder)
+            (folder / SEAL_NAME).unlink(missing_ok=True)
+        # Before they are read for `write`: what is changed meanwhile does not fit the seal.
+        sources_sha256 = sha256_of(sources)
+        write(folder, sources_sha256)
+        made = _files(folder)
+        stamp = _stamp([*made, *sources])
+        _write_seal(folder, Seal(_nbytes(made), sha256_of(made), sources_sha256, stamp, recipe))
+        forget_notes(folder)
+    return folder
 
 
-def remove_abandoned(folder: Path) -> None:
-    """Remove what writers that were killed have left half written. One that lives has its file locked."""
-    for left in folder.glob("*.tmp"):
-        with suppress(OSError), left.open("rb") as file:  # another user's, or of a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
+def sealed_recipe(folder: Path) -> str | None:
+    """How the tokens in a folder were made of their sources; None where nothing there says so."""
+    try:
+        return str(json.loads((folder / SEAL_NAME).read_text())["recipe"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def remove_abandoned(cache: Path, *, superseded: str, keep: str) -> None:
+    """Remove stores that were begun in a cache and that nobody will complete: of files that have changed since, and
+    those of long ago.
+
+    Args:
+        superseded: what the names of stores of the same paths begin with.
+        keep: the name of the one that is of use.
+    """
+    for folder in cache.iterdir() if cache.is_dir() else ():
+        if (
+            folder.name == keep
+            or not folder.is_dir()
+            or (folder / SEAL_NAME).exists()
+            or not is_store_name(folder.name)
+        ):
+            continue
+        with suppress(OSError):  # another user's
+            is_old = time.time() - folder.stat().st_mtime > ABANDONED_S
+            if (is_old or folder.name.startswith(superseded)) and (lock := try_lock(folder)) is not None:
+                with lock:
+                    shutil.rmtree(folder)
+
+
+def store_name(kind: str, paths: str, states: str, recipe: str) -> str:
+    """The name of a store in a cache.
+
+    Args:
+        kind: "text" or "tokens".
+        paths, states, recipe: hashes of where the files lie, what state they are in, and what is made of them.
+    """
+    return f"{kind}-{paths}-{recipe}-{states}"
+
+
+def is_store_name(name: str) -> bool:
+    """Whether a name is one that `store_name` gives."""
+    return name.startswith(("text-", "tokens-")) and name.count("-") == 3
 
 
 def sha256_of(files: Sequence[Path]) -> str:
     """Hash the contents of some files: the SHA-256 of those of their pieces, on all cores."""
-    pieces = [(file, start) for file in files for start in range(0, max(1, file.stat().st_size), PIECE_NBYTES)]
+    pieces = ((file, start) for file in files for start in range(0, max(1, file.stat().st_size), PIECE_NBYTES))
     whole = hashlib.sha256()
     with ThreadPoolExecutor() as pool:
         for digest in pool.map(_sha256_of_piece, pieces):
@@ -86,27 +142,41 @@ def _sha256_of_piece(piece: tuple[Path, int]) -> bytes:
         return hashlib.sha256(file.read(PIECE_NBYTES)).digest()
 
 
-def _misfit(path: Path, sources: Sequence[Path]) -> str | None:
-    """Why a kept file is not to be used; None where it is."""
+def misfit(folder: Path, sources: Sequence[Path], recipe: str) -> str | None:
+    """Why a store is not to be used; None where it is."""
     try:
-        seal = Seal(**json.loads(_seal_path(path).read_text()))
+        seal = Seal(**json.loads((folder / SEAL_NAME).read_text()))
+        made = _files(folder)
     except FileNotFoundError:
-        return "nothing beside it says what it holds"
+        return "nothing in it says what it holds"
     except (ValueError, TypeError, OSError):
-        return f"what it holds cannot be read from {_seal_path(path).name}"
-    stamp = _stamp([path, *sources])
+        return f"what it holds cannot be read from {SEAL_NAME}"
+    if seal.recipe != recipe:
+        return "it was made with other settings"
+    if not made[-1].exists():
+        return f"it has no {INDEX_NAME}"
+    stamp = _stamp([*made, *sources])
     if stamp == seal.stamp:
         return None
-    nbytes = path.stat().st_size
+    nbytes = _nbytes(made)
     if nbytes != seal.nbytes:
         return f"it has {nbytes} bytes, and had {seal.nbytes} when it was made"
-    if sha256_of([path]) != seal.sha256:
+    if sha256_of(made) != seal.sha256:
         return "its bytes are not those that were written"
     if sha256_of(sources) != seal.sources_sha256:
         return "the text it was made of has changed"
     with suppress(OSError):  # of another user, or in a folder that is only read: hashed again the next time
-        _write_seal(path, replace(seal, stamp=stamp))
+        _write_seal(folder, replace(seal, stamp=stamp))
     return None
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those of a store."""
+    return [*sorted(folder.glob("*.bin")), folder / INDEX_NAME]
+
+
+def _nbytes(files: Sequence[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
 
 
 def _stamp(files: Sequence[Path]) -> str:
@@ -119,37 +189,5 @@ def _stamp(files: Sequence[Path]) -> str:
     return hashlib.sha256(repr(marks).encode()).hexdigest()
 
 
-def _seal_path(path: Path) -> Path:
-    return path.with_suffix(".json")
-
-
-def _write_seal(path: Path, seal: Seal) -> None:
-    _write_whole(_seal_path(path), lambda file: file.write(json.dumps(asdict(seal)).encode()))
-
-
-def _write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file under another name, locked, and move it into place: ranks that do so at the same time, or a process
-    killed half way, leave no broken file under its name."""
-    descriptor, temporary = _locked_temporary(path)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-
-
-def _locked_temporary(path: Path) -> tuple[int, str]:
-    while True:
-        descriptor, name = tempfile.mkstemp(
-            dir=path.parent, prefix=f"{path.stem}.", suffix=".tmp"
-        )  # for the user alone
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.path.exists(name):  # and was not taken for abandoned before it was locked
-            return descriptor, name
-        os.close(descriptor)
+def _write_seal(folder: Path, seal: Seal) -> None:
+    write_whole(folder / SEAL_NAME, [json.dumps(asdict(seal)).encode()])

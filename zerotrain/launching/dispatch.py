@@ -57,6 +57,8 @@ def _run_as_rank(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -
     try:
         exchange = job_exchange(ranks)
         job = None if ranks.rank == 0 else exchange.receive()
+        if job is not None:
+            exchange.prepare_data(job)
     except ZeroTrainError as error:
         if ranks.local_rank == 0 or not isinstance(error, ConfigError):
             print(error, file=sys.stderr)

@@ -106,6 +106,11 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     if ranks is None:
         return _run_spawned(job, num_ranks)
     job_exchange(ranks).publish(job)
+    try:
+        job_exchange(ranks).prepare_data(job)
+    except ZeroTrainError as error:
+        write_ending(job, num_ranks, status="failed", error=str(error))
+        raise
     return run_here(job, ranks)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from zerotrain import preflight
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.comm.meeting import await_ranks, open_store
 from zerotrain.config.schema import LaunchConfig
@@ -24,6 +25,7 @@ from zerotrain.errors import CommError, ConfigError
 from zerotrain.launching import exits
 from zerotrain.launching.failures import Failure, first_failure, lost_folder
 from zerotrain.launching.job import Job, write_ending
+from zerotrain.launching.preparing import prepare_everywhere
 from zerotrain.launching.terminal import LastingStream
 from zerotrain.launching.worker import exit_now, run_rank
 
@@ -80,6 +82,16 @@ class JobExchange:
     def publish(self, job: Job) -> None:
         """Hand the job to the other ranks."""
         self._store.set(_JOB_KEY, job.to_json())
+
+    def prepare_data(self, job: Job) -> None:
+        """Let each machine that has not yet done so prepare the job's data, and wait until all have.
+
+        Raises:
+            ConfigError: a machine cannot; on all ranks.
+            CommError: nothing was heard of one for launch.timeout_s.
+        """
+        store = dist.PrefixStore("data", self._store)
+        prepare_everywhere(store, self._ranks, lambda: preflight.prepare_data(job.config), job.config.launch.timeout_s)
 
     def withdraw(self) -> None:
         """Tell the other ranks that there is no job, unless there is one."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zerotrain.data import TextDataset
 from zerotrain.models import MLP
 
 
@@ -61,3 +62,12 @@ class EndingMLP(MLP):
     def __init__(self, *, ending: str, **arguments: Any) -> None:
         super().__init__(**arguments)
         {"os._exit": os._exit, "sys.exit": sys.exit}[ending](0)
+
+
+class SlowText(TextDataset):
+    """Text that takes longer to prepare than `launch.timeout_s` of its test, the first time on a machine."""
+
+    def __init__(self, path: str, **arguments: Any) -> None:
+        if not os.path.exists(arguments["cache_dir"]):
+            time.sleep(15.0)
+        super().__init__(path, **arguments)

@@ -230,3 +230,10 @@ def test_every_setting_has_a_rule():
     declared |= {f"data.{each.name}" for each in fields(DataSwitches)}
     refused = {name for name in declared if must_be(name, "?")}
     assert refused == declared
+
+
+def test_a_tokenizer_of_ones_own_needs_no_count_of_its_tokens_for_any_model(compose):
+    """data=tokenized says null until it is built: "model.vocab_size=None is no whole number"."""
+    for model in ("gpt_tiny", "gpt2", "mlp", "huggingface"):
+        assert problems_of(compose, "data=tokenized", "data.tokenizer=some", f"model={model}") == []
+    assert [problem.split(":")[0] for problem in problems_of(compose, "model.vocab_size=x")] == ["model.vocab_size"]

@@ -1,9 +1,8 @@
 """What is kept of a text is what is read again, or is made anew with a line that says why."""
 
+import fcntl
 import os
-import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,13 +23,19 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    path = tmp_path / "fox.txt"
+    """One of two files of a text."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/empty line.txt").write_text("\n")
+    path = tmp_path / "texts/fox.txt"
     path.write_text(TEXT)
     return path
 
 
-def dataset(source: Path, cache: Path) -> TextDataset:
-    return TextDataset(str(source), seq_len=8, cache_dir=str(cache))
+def store(source: Path, cache: Path) -> Path:
+    """The folder with the tokens of the text."""
+    dataset = TextDataset(str(source.parent), seq_len=8, cache_dir=str(cache))
+    assert dataset.store.read(0, dataset.store.tokens).tobytes() == b"\n" + source.read_bytes()
+    return dataset.store.shards[0].path.parent
 
 
 def rewritten(path: Path, content: bytes) -> None:
@@ -41,49 +46,61 @@ def rewritten(path: Path, content: bytes) -> None:
 
 
 HARMS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
-    "truncated": (lambda kept, source: os.truncate(kept, 4000), "it has 4000 bytes, and had 8800 when it was made"),
+    "truncated": (
+        lambda kept, source: os.truncate(kept / "000000.bin", 4000),
+        "it has {less} bytes, and had {nbytes} when it was made",
+    ),
     "random bytes of the same length and time": (
-        lambda kept, source: rewritten(kept, os.urandom(8800)),
+        lambda kept, source: rewritten(kept / "000000.bin", os.urandom(8801)),
+        "its bytes are not those that were written",
+    ),
+    "other documents": (
+        lambda kept, source: rewritten(kept / "documents.bin", bytes(16)),
         "its bytes are not those that were written",
     ),
     "a source of other text, of the same length and time": (
         lambda kept, source: rewritten(source, OTHER.encode()),
         "the text it was made of has changed",
     ),
-    "no seal": (lambda kept, source: kept.with_suffix(".json").unlink(), "nothing beside it says what it holds"),
+    "no index": (lambda kept, source: (kept / "index.json").unlink(), "it has no index.json"),
+    "no seal": (lambda kept, source: (kept / "seal.json").unlink(), "nothing in it says what it holds"),
     "a seal of something else": (
-        lambda kept, source: kept.with_suffix(".json").write_text('{"sha256": "a"}'),
-        "what it holds cannot be read from ",
+        lambda kept, source: (kept / "seal.json").write_text('{"sha256": "a"}'),
+        "what it holds cannot be read from seal.json",
     ),
 }
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_a_kept_file_that_does_not_fit_is_made_anew_with_a_line_that_says_why(source, cache, capfd, harm: str):
-    kept = dataset(source, cache).token_file
+def test_a_store_that_does_not_fit_is_made_anew_with_a_line_that_says_why(source, cache, capfd, harm: str):
+    kept = store(source, cache)
+    nbytes = sum(path.stat().st_size for path in kept.iterdir() if path.name not in ("seal.json", "lock"))
     do_harm, reason = HARMS[harm]
     do_harm(kept, source)
-    again = dataset(source, cache)
-    assert again.token_file.read_bytes() == source.read_bytes()
-    [line] = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"{again.token_file} is made anew: {reason}")
-    assert dataset(source, cache).token_file == again.token_file
+    capfd.readouterr()
+    assert store(source, cache) == kept
+    line, *_ = capfd.readouterr().err.splitlines()
+    assert line == f"{kept} is made anew: {reason.format(nbytes=nbytes, less=nbytes - 4801)}"
+    store(source, cache)
     assert capfd.readouterr().err == ""
 
 
 def test_what_was_read_whole_once_is_not_read_again_until_it_was_touched(source, cache, capfd, monkeypatch):
-    read: list[Path] = []
+    read: list[str] = []
     sha256_of = cache_module.sha256_of
-    monkeypatch.setattr(cache_module, "sha256_of", lambda files: read.extend(files) or sha256_of(files))
-    kept = dataset(source, cache).token_file
+    monkeypatch.setattr(
+        cache_module, "sha256_of", lambda files: read.extend(file.name for file in files) or sha256_of(files)
+    )
+    kept = store(source, cache)
     read.clear()
-    dataset(source, cache)
+    capfd.readouterr()
+    store(source, cache)
     assert read == []
-    kept.chmod(0o400)  # a copy of a cache has other times of change too
-    dataset(source, cache)
-    assert read == [kept, source]
+    (kept / "000000.bin").chmod(0o400)  # a copy of a cache has other times of change too
+    store(source, cache)
+    assert read == ["000000.bin", "documents.bin", "index.json", "empty line.txt", "fox.txt"]
     read.clear()
-    dataset(source, cache)
+    store(source, cache)
     assert read == []
     assert capfd.readouterr().err == ""
 
@@ -104,45 +121,44 @@ def test_a_hash_goes_over_all_pieces_of_all_files(tmp_path, monkeypatch):
 def test_nobody_else_may_read_what_was_made_of_a_text(source, cache):
     before = os.umask(0)
     try:
-        kept = dataset(source, cache).token_file
+        kept = store(source, cache)
     finally:
         os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in (kept, kept.with_suffix(".json"))} == {0o600}
+    assert kept.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_a_killed_writer_leaves_is_removed_and_what_another_writes_is_left(source, cache, tmp_path):
-    program = (
-        "import sys, time\nfrom pathlib import Path\nfrom zerotrain.data.cache import kept_file\n"
-        "def write(file):\n    file.write(b'half')\n    file.flush()\n    print('writing', flush=True)\n"
-        "    time.sleep(600)\n"
-        "kept_file(Path(sys.argv[1]), [Path(sys.argv[2])], write)\n"
-    )
-    arguments = [sys.executable, "-c", program, str(cache / "half.bin"), str(source)]
-    writer = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-    try:
-        assert writer.stdout.readline() == "writing\n"
-        [temporary] = cache.glob("*.tmp")
-        cache_module.remove_abandoned(cache)
-        assert temporary.exists()
-    finally:
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-    kept = dataset(source, cache).token_file
-    assert {path.name for path in cache.iterdir()} == {kept.name, kept.with_suffix(".json").name}
+def begun(cache: Path, name: str, *, days_old: float) -> Path:
+    """A store that somebody has begun."""
+    folder = cache / name
+    folder.mkdir(parents=True)
+    for file in ("lock", "000000.bin", "preparing.json"):
+        (folder / file).write_text("{}")
+    changed_s = time.time() - days_old * 86400
+    os.utime(folder, (changed_s, changed_s))
+    return folder
 
 
-def test_a_writer_that_fails_leaves_nothing(source, cache):
-    def write(file: object) -> None:
-        raise OSError("no")
-
-    with pytest.raises(OSError, match="no"):
-        cache_module.kept_file(cache / "x.bin", [source], write)
-    assert list(cache.iterdir()) == []
+def test_what_was_begun_and_is_of_no_use_any_more_is_removed(source, cache):
+    kept = store(source, cache)
+    paths, recipe = kept.name.split("-")[1:3]
+    of_changed = begun(cache, f"text-{paths}-{recipe}-{'0' * 16}", days_old=0)
+    of_long_ago = begun(cache, f"tokens-{'1' * 16}-{recipe}-{'0' * 16}", days_old=8)
+    of_yesterday = begun(cache, f"tokens-{'2' * 16}-{recipe}-{'0' * 16}", days_old=1)
+    not_ours = begun(cache, "my own", days_old=99)
+    under_way = begun(cache, f"text-{paths}-{recipe}-{'3' * 16}", days_old=0)
+    with (under_way / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        store(source, cache)
+        assert set(cache.iterdir()) == {kept, of_yesterday, not_ours, under_way}
+    store(source, cache)
+    assert not of_changed.exists()
+    assert not of_long_ago.exists()
+    assert set(cache.iterdir()) == {kept, of_yesterday, not_ours}
 
 
 def test_a_change_right_after_the_hash_was_taken_is_seen(source, cache):
     """A file system's clock steps: a file written twice within a step has the same time of change."""
     for text in (OTHER, TEXT, OTHER):
-        dataset(source, cache)
+        store(source, cache)
         rewritten(source, text.encode())
-        assert dataset(source, cache).token_file.read_text() == text
+        store(source, cache)

@@ -1,4 +1,3 @@
-import os
 import threading
 from pathlib import Path
 
@@ -6,6 +5,7 @@ import pytest
 import torch
 
 from zerotrain.data import TextDataset
+from zerotrain.data import prepared as prepared_module
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
 
@@ -29,59 +29,84 @@ def test_sequences_are_the_bytes_of_the_text(text_file, cache):
     assert dataset.decode(labels) == TEXT[1:45]
 
 
-def test_files_are_joined_in_sorted_order(tmp_path, cache):
-    (tmp_path / "texts").mkdir()
-    for name in "cab":
-        (tmp_path / "texts" / name).write_text(name * 50)
-    dataset = TextDataset(str(tmp_path / "texts"), seq_len=4, cache_dir=str(cache))
-    assert dataset.token_file.read_text() == "a" * 50 + "b" * 50 + "c" * 50
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three files; only two end with a line."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, end in {"c": "", "a": "", "b": "\n"}.items():
+        (folder / name).write_text(name * 50 + end)
+    return folder
 
 
-def test_a_second_use_reads_the_joined_file_of_the_first(text_file, cache):
-    first = TextDataset(str(text_file), seq_len=8, cache_dir=str(cache))
-    written = first.token_file.stat()
-    second = TextDataset(str(text_file), seq_len=16, cache_dir=str(cache))
-    assert second.token_file == first.token_file
-    assert second.token_file.stat().st_ino == written.st_ino
-    assert {path.name for path in cache.iterdir()} == {first.token_file.name, first.token_file.stem + ".json"}
+JOINED = "a" * 50 + "\n" + "b" * 50 + "\n" + "c" * 50 + "\n"
 
 
-def test_a_changed_source_is_read_anew(text_file, cache):
-    before = TextDataset(str(text_file), seq_len=8, cache_dir=str(cache))
-    text_file.write_text(TEXT.upper())
-    os.utime(text_file, ns=(0, before.token_file.stat().st_mtime_ns + 1))
-    after = TextDataset(str(text_file), seq_len=8, cache_dir=str(cache))
-    assert after.decode(after.train[0][0]) == TEXT[:8].upper()
+def text_of(dataset: TextDataset) -> str:
+    return dataset.decode(dataset.store.read(0, dataset.store.tokens).astype("int64").tolist())
 
 
-def test_ranks_that_join_the_files_at_the_same_time_leave_one_whole_file(text_file, cache):
+def test_files_are_documents_in_sorted_order_each_of_which_ends_its_line(folder, cache):
+    dataset = TextDataset(str(folder), seq_len=4, cache_dir=str(cache))
+    assert text_of(dataset) == JOINED
+    assert dataset.store.documents.tolist() == [0, 51, 102]
+    joined = TextDataset(str(folder), seq_len=4, document_end="none", cache_dir=str(cache))
+    assert text_of(joined) == "a" * 50 + "b" * 50 + "\n" + "c" * 50
+
+
+def test_a_single_file_of_bytes_is_read_where_it_lies(text_file, cache):
+    dataset = TextDataset(str(text_file), seq_len=8, cache_dir=str(cache))
+    assert [shard.path for shard in dataset.store.shards] == [text_file]
+    assert text_of(dataset) == TEXT
+    assert not cache.exists()
+
+
+def test_a_second_use_reads_the_store_of_the_first(folder, cache):
+    first = TextDataset(str(folder), seq_len=8, cache_dir=str(cache))
+    written = first.store.shards[0].path.stat()
+    second = TextDataset(str(folder), seq_len=12, cache_dir=str(cache))
+    assert second.store.shards[0].path.stat().st_ino == written.st_ino
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_changed_source_is_read_anew(folder, cache):
+    TextDataset(str(folder), seq_len=4, cache_dir=str(cache))
+    (folder / "a").write_text("A" * 50)
+    after = TextDataset(str(folder), seq_len=4, cache_dir=str(cache))
+    assert text_of(after) == "A" * 50 + JOINED[50:]
+
+
+def test_who_makes_a_store_at_the_same_time_waits_for_the_first(folder, cache, monkeypatch):
+    writes = []
+    write = prepared_module.write_store
+    monkeypatch.setattr(prepared_module, "write_store", lambda *given: writes.append(given) or write(*given))
     together = threading.Barrier(4)
     datasets = []
 
     def open_dataset():
         together.wait()
-        datasets.append(TextDataset(str(text_file), seq_len=8, cache_dir=str(cache)))
+        datasets.append(TextDataset(str(folder), seq_len=8, cache_dir=str(cache)))
 
     threads = [threading.Thread(target=open_dataset) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(datasets) == 4
-    assert [path.read_text() for path in cache.iterdir() if path.suffix != ".json"] == [TEXT]
+    assert [text_of(dataset) for dataset in datasets] == [JOINED] * 4
+    assert len(writes) == 1
 
 
-def test_the_default_cache_is_the_users(text_file, tmp_path, monkeypatch):
+def test_the_default_cache_is_the_users(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert TextDataset(str(text_file), seq_len=8).token_file.parent == tmp_path / "xdg" / "zerotrain"
+    assert TextDataset(str(folder), seq_len=8).store.shards[0].path.parents[1] == tmp_path / "xdg" / "zerotrain"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert TextDataset(str(text_file), seq_len=8).token_file.parent == tmp_path / ".cache" / "zerotrain"
+    assert TextDataset(str(folder), seq_len=8).store.shards[0].path.parents[1] == tmp_path / ".cache" / "zerotrain"
 
 
-def test_a_cache_that_cannot_be_written_is_refused_by_name(text_file):
-    with pytest.raises(ValueError, match=f"data.cache_dir={text_file} cannot take the joined text"):
-        TextDataset(str(text_file), seq_len=8, cache_dir=str(text_file))
+def test_a_cache_that_cannot_be_written_is_refused_by_name(folder, text_file):
+    with pytest.raises(ValueError, match=f"data.cache_dir={text_file} cannot take the prepared text"):
+        TextDataset(str(folder), seq_len=8, cache_dir=str(text_file))
 
 
 def test_encoding_and_decoding_give_the_text_back(text_file, cache):
@@ -103,6 +128,8 @@ def test_decoding_shows_what_is_no_text(text_file, cache):
         ("vocab_size", 255, "data.vocab_size=255 is too small; bytes of text need 256"),
         ("vocab_size", None, "data.tokenizer=null, and data.vocab_size=null is as many tokens as it has"),
         ("validation_fraction", 1.0, "data.validation_fraction=1.0 is out of range"),
+        ("document_end", "eot", "data.document_end=eot is not known; it must be eos, bos, newline, none or null"),
+        ("document_end", "eos", "data.document_end=eos: bytes have no such token; choose newline or none"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(text_file, cache, name, value, message):
@@ -123,22 +150,21 @@ def tokenizer(tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_with_a_tokenizer_the_tokens_are_its_own(text_file, cache, tokenizer, monkeypatch):
-    monkeypatch.setattr("zerotrain.data.tokenizer.READ_NUM_CHARACTERS", 100)
+def test_with_a_tokenizer_the_tokens_are_its_own(text_file, cache, tokenizer):
     dataset = TextDataset(str(text_file), seq_len=9, vocab_size=None, tokenizer=tokenizer, cache_dir=str(cache))
     assert dataset.vocab_size == 9
     ids, labels = dataset.train[0]
     assert dataset.decode(ids).split() == TEXT.split()[:9]
     assert dataset.decode(labels).split() == TEXT.split()[1:10]
     assert dataset.encode("lazy fox").tolist() == ids[[7, 3]].tolist()
-    assert dataset.train.store.tokens == len(TEXT.split())
+    assert dataset.store.tokens == len(TEXT.split())
 
 
-def test_bytes_and_each_tokenizer_have_a_cached_file_of_their_own(text_file, cache, tokenizer):
-    plain = TextDataset(str(text_file), seq_len=8, cache_dir=str(cache))
-    tokens = TextDataset(str(text_file), seq_len=8, tokenizer=tokenizer, cache_dir=str(cache))
-    again = TextDataset(str(text_file), seq_len=8, tokenizer=tokenizer, cache_dir=str(cache))
-    assert plain.token_file != tokens.token_file == again.token_file
+def test_bytes_and_each_tokenizer_have_a_store_of_their_own(folder, cache, tokenizer):
+    (folder / "b").write_text(TEXT)
+    for given in (None, tokenizer, tokenizer):
+        TextDataset(str(folder), seq_len=1, tokenizer=given, cache_dir=str(cache))
+    assert len(list(cache.iterdir())) == 2
 
 
 def test_a_tokenizer_that_is_not_there_or_too_large_is_refused(text_file, cache, tokenizer, tmp_path):

@@ -1,6 +1,7 @@
 """What ranks that torchrun has started tell each other, and how one ends if its job does not complete."""
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,27 @@ def test_a_rank_of_another_command_line_refuses_the_job_on_all(exchange):
         "and lacks zero.stage=3 train.max_steps=2; give every machine the same"
     )
     assert said == [told, told]
+
+
+def test_a_rank_of_another_machine_prepares_its_data_and_rank_0_waits_for_it(exchange, tmp_path: Path):
+    """It did so while rank 0 waited in its first collective, which has a limit."""
+    texts, cache = tmp_path / "texts", tmp_path / "cache"
+    texts.mkdir()
+    for name in ("a", "b"):
+        (texts / name).write_text("some words " * 50)
+    data = {"_target_": "zerotrain.data.TextDataset", "path": str(texts), "seq_len": 8, "cache_dir": str(cache)}
+    job = Job(config=Config(data=data), run_dir=tmp_path, overrides=[])
+    first, second = exchange(0), exchange(1)
+    waiting = threading.Thread(target=first.prepare_data, args=(job,))
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    assert not cache.exists()
+    second.prepare_data(job)
+    waiting.join(30.0)
+    assert not waiting.is_alive()
+    [store] = cache.iterdir()
+    assert (store / "seal.json").exists()
 
 
 def test_without_a_job_there_is_none_and_without_rank_0_the_wait_ends(exchange, tmp_path: Path):
