@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 
 from zerotrain.config.compose import register_schema
 from zerotrain.launching.dispatch import dispatch
+from zerotrain.launching.imports import importing
 
 register_schema()
 
@@ -14,7 +15,8 @@ register_schema()
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(composed: DictConfig) -> float:
     """One job: returns the final validation loss, the objective of a sweeper."""
-    from zerotrain.launching.task import run_job  # imports torch, which tab completion has no need of
+    with importing():  # imports torch, which tab completion has no need of
+        from zerotrain.launching.task import run_job
 
     return run_job(composed)
 

@@ -1,14 +1,43 @@
 """One CPU thread, as each rank has: the bits of a matrix product depend on the number of threads. And no network."""
 
+import fcntl
+import gc
 import os
+import pickle
+from collections.abc import Callable
+from typing import Any
 
-import pytest
-import torch
+gc.disable()  # until all tests are collected: in vain it would look through torch and 3,000 tests again and again
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when its packages are imported; the ranks of a test inherit it
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # nor does a test's own collection look there
+    gc.enable()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
+    """`once(name, make)` is `make()`, called by the first worker of pytest-xdist that asks, pickled for the others."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+    def value(name: str, make: Callable[[], Any]) -> Any:
+        path = folder / f"{name}.pickle"
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                path.write_bytes(pickle.dumps(make()))
+            return pickle.loads(path.read_bytes())
+
+    return value

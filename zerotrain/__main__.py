@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from zerotrain.config.compose import register_schema
 from zerotrain.launching.dispatch import dispatch
+from zerotrain.launching.imports import importing
 
 _PACKAGE = Path(__file__).resolve().parent
 CONF = next((folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir()), _PACKAGE / "conf")
@@ -19,7 +20,8 @@ register_schema()
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def main(composed: DictConfig) -> float:
     """See launch.py."""
-    from zerotrain.launching.task import run_job  # imports torch
+    with importing():  # imports torch
+        from zerotrain.launching.task import run_job
 
     return run_job(composed)
 

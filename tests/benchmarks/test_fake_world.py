@@ -1,8 +1,7 @@
 """One rank of a world whose other ranks do not exist."""
 
 import re
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.fake_world import main as fake_world
-from benchmarks.small_parameters import Blocks, bare_step, engine_step, python_calls
+from benchmarks.small_parameters import FAKE_RANKS, Blocks, bare_step, engine_step, python_calls
+from zerotrain.testing import run_ranks
 
 
 def test_an_engine_runs_in_worlds_of_any_size(tmp_path: Path) -> None:
@@ -29,20 +29,27 @@ def test_without_time_every_run_is_told_to_be_left_out(capsys: pytest.CaptureFix
     assert "| zerotrain stage 3 | not measured |" in printed.out
 
 
-def calls_of_the_engine(stage: int, num_parameters: int) -> int:
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    step = engine_step(Blocks(num_parameters), stage)
+def calls_of_the_engine(num_parameters: int) -> list[int]:
+    """The Python calls of a step at each stage, less those of the bare model."""
+    dist.destroy_process_group()  # that of the process, whose other ranks are real
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=FAKE_RANKS)
+    bare = python_calls(bare_step(Blocks(num_parameters)))
+    return [most_calls(engine_step(Blocks(num_parameters), stage)) - bare for stage in range(4)]
+
+
+def most_calls(step: Callable[[], object]) -> int:
     # Until each buffer on loan has met each bucket: the views of a bucket in a buffer are made once.
     for _ in range(6):
         step()
     # The most of some steps: parameters that a fake group never sent may be no numbers, and their step is skipped.
-    most = max(python_calls(step) for _ in range(3))
-    return most - python_calls(bare_step(Blocks(num_parameters)))
+    return max(python_calls(step) for _ in range(3))
+
+
+def both_sizes() -> list[tuple[int, int]]:
+    few, many = calls_of_the_engine(10), calls_of_the_engine(10_000)
+    return list(zip(few, many, strict=True))
 
 
 def test_a_thousand_times_the_parameters_do_not_double_the_python_calls_of_a_step() -> None:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
-        for stage in range(4):
-            few, many = processes.map(calls_of_the_engine, [stage, stage], [10, 10_000])
-            assert 0 < few < many < 2 * few
+    [by_stage] = run_ranks(both_sizes, 1)
+    assert all(0 < few < many < 2 * few for few, many in by_stage)

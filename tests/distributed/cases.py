@@ -43,7 +43,8 @@ class Case:
     num_micro_batches: int = 1
     optimizer: str = "adamw"
     max_grad_norm: float | None = 0.5
-    num_steps: int = 3
+    num_steps: int = 2
+    """The first makes the optimizer's state, and the second uses it and the weights that came of it."""
 
     def with_zero(self, **settings: Any) -> "Case":
         return replace(self, zero=replace(self.zero, **settings))

@@ -31,6 +31,9 @@ TINY = (
     "train.sample_tokens=0",
 )
 """A run of a second, apart from starting Python."""
+SHOWN_BY_HAND = "python launch.py zero.stage=3 launch.nproc_per_node=2"
+SHOWN_SWEEP = "torchrun --nproc-per-node 2 launch.py -m zero.stage=2,3"
+"""Commands of the README that test_launching.py runs as they stand there, but for TINY."""
 _MARK = "ZEROTRAIN_TEST_COMMAND"
 
 

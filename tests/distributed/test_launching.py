@@ -1,21 +1,23 @@
 """Four ways in, one design: whoever starts the ranks, there is one config, one folder and the same bits."""
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
-from commands import TINY, Command, by_hand, by_torchrun, result_of
+from commands import SHOWN_BY_HAND, SHOWN_SWEEP, TINY, Command, by_hand, by_torchrun, result_of
 
 from zerotrain.config.compose import config_hash, load_config
 
 STAGE_3 = ("zero.stage=3", "zero.bucket_mb=0.01")
+SHOWN = shlex.split(SHOWN_BY_HAND)[2:]
 
 
 @pytest.fixture(scope="module")
 def hand_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Command, Path]:
     """`python launch.py` on two ranks, and its run folder."""
     folder = tmp_path_factory.mktemp("by_hand")
-    command = by_hand(*TINY, *STAGE_3, "launch.nproc_per_node=2", folder=folder)
+    command = by_hand(*SHOWN, *TINY, "zero.bucket_mb=0.01", folder=folder)
     assert command.wait() == 0, command.stderr
     [run_dir] = (folder / "outputs").glob("*/*")
     return command, run_dir
@@ -38,7 +40,7 @@ def test_the_result_says_what_ran(hand_run):
     result = result_of(run_dir)
     assert (result["status"], result["error"], result["steps"]) == ("completed", None, 3)
     assert (result["world_size"], result["stage"]) == (2, 3)
-    assert result["overrides"] == [*TINY, *STAGE_3, "launch.nproc_per_node=2"]
+    assert result["overrides"] == [*SHOWN, *TINY, "zero.bucket_mb=0.01"]
     assert result["config_hash"] == config_hash(load_config(run_dir / "config.yaml"))
 
 
@@ -94,7 +96,8 @@ def test_a_sweep_goes_on_after_a_failed_job_and_compares_the_weights(hand_run, t
 
 
 def test_under_torchrun_the_first_rank_drives_a_sweep_with_as_many_ranks(hand_run, tmp_path: Path):
-    command = by_torchrun("-m", *TINY, "zero.stage=2,3", "hydra.sweep.dir=sweep", folder=tmp_path)
+    _, *options, _, is_sweep, stages = shlex.split(SHOWN_SWEEP)
+    command = by_torchrun(is_sweep, stages, *TINY, "hydra.sweep.dir=sweep", folder=tmp_path, options=tuple(options))
     assert command.wait() == 0, command.stderr
     results = [result_of(tmp_path / "sweep" / job) for job in ("0", "1")]
     assert [(result["status"], result["world_size"], result["stage"]) for result in results] == [

@@ -29,7 +29,6 @@ from uneven import (
 import zerotrain
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=False)
-NUM_STEPS = 4
 WIDTH = 12
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -241,6 +240,7 @@ class Run:
     bucket_mb: float = 0.001
     late_rank: int | None = None
     """Sleeps a moment before each gather and reduction."""
+    num_steps: int = 4
 
 
 def inputs(step: int, micro_batch: int, rank: int) -> torch.Tensor:
@@ -261,7 +261,7 @@ def train(run: Run) -> dict[str, torch.Tensor]:
     )
     if rank == run.late_rank:
         be_late(engine, ("gather", "reduction"), 0.002)
-    for step in range(NUM_STEPS):
+    for step in range(run.num_steps):
         case.changes.get(step, lambda engine: None)(engine)
         for index in range(run.num_micro_batches):
             how = {"rank": rank, "step": step} if case.tells_place else {}
@@ -348,7 +348,7 @@ class Plain:
                 self.parameters[name].copy_(self.weights[name])
 
     def trained(self) -> dict[str, torch.Tensor]:
-        for step in range(NUM_STEPS):
+        for step in range(self.run.num_steps):
             self.step(step)
         for name, parameter in self.parameters.items():
             parameter.data = self.weights[name]
@@ -385,11 +385,13 @@ UNEVEN = (
     "a mixture of experts",
     "a mixture of experts alone",
 )
+"""Who uses what is over after three steps, and changes at the second."""
 
 
 @pytest.mark.filterwarnings("ignore:param_groups. group .* holds no parameter")
 def test_every_case_trains_to_the_bits_of_plain_pytorch_at_every_stage() -> None:
-    assert differing([Run(case, stage) for case, stage in product(CASES, range(4))], 2) == []
+    """Those of UNEVEN below."""
+    assert differing([Run(case, stage) for case, stage in product(set(CASES) - set(UNEVEN), range(4))], 2) == []
 
 
 def test_hard_cases_on_3_ranks_one_of_them_late_with_accumulation_and_in_bf16() -> None:
@@ -401,6 +403,8 @@ def test_hard_cases_on_3_ranks_one_of_them_late_with_accumulation_and_in_bf16() 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_use_different_parts_of_a_model_neither_wait_for_each_other_nor_change_a_bit(num_ranks: int) -> None:
-    runs = [Run(case, stage, bucket_mb=0.004, late_rank=stage % num_ranks) for case, stage in product(UNEVEN, range(4))]
+    how: dict[str, Any] = {"bucket_mb": 0.004, "num_steps": 3}
+    stages = range(4) if num_ranks == 2 else (0, 2, 3)  # stage 1 issues the collectives of stage 2
+    runs = [Run(case, stage, late_rank=stage % num_ranks, **how) for case, stage in product(UNEVEN, stages)]
     runs += [Run(case, 3, "bf16", num_micro_batches=2, bucket_mb=0.02, late_rank=0) for case in UNEVEN[:1]]
     assert differing(runs, num_ranks) == []

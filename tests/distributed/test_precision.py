@@ -31,7 +31,7 @@ def call(job: tuple[Callable[[Any], Any], Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def answers() -> Answers:
+def answers(once: Any) -> Answers:
     """What a function of this file returned for each of its values on each of two ranks: one start for all of them."""
     values = {
         resume_scale: [OVERFLOWING],
@@ -43,7 +43,7 @@ def answers() -> Answers:
         held_dtypes: STAGES_AND_PRECISIONS,
     }
     jobs = [(fn, value) for fn in values for value in values[fn]]
-    results = run_over(jobs, call, 2)
+    results = once("precision", lambda: run_over(jobs, call, 2))
     return lambda wanted: [by_rank for (fn, _), by_rank in zip(jobs, results, strict=True) if fn is wanted]
 
 

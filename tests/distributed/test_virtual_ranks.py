@@ -4,6 +4,7 @@ import functools
 import io
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,9 +72,9 @@ def run(folder: Path, stage: int, precision: str, muon: bool) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def alone(once: Any, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """One rank, all four virtual ranks."""
-    return runs_on(1, (2,), tmp_path_factory.mktemp("alone"))[0]
+    return once("virtual ranks", lambda: runs_on(1, (2,), tmp_path_factory.mktemp("alone"))[0])
 
 
 def runs_on(num_ranks: int, stages: tuple[int, ...], folder: Path) -> list[list[str]]:

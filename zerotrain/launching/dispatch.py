@@ -15,6 +15,7 @@ from zerotrain.comm.environment import RankEnvironment
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.launching import exits, sweep
 from zerotrain.launching.command_line import is_sweep, problems_with, put_options_last
+from zerotrain.launching.imports import importing
 from zerotrain.launching.signals import end_with_parent
 from zerotrain.launching.terminal import outlast_readers
 
@@ -52,7 +53,8 @@ def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
 
 
 def _run_as_rank(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -> int:
-    from zerotrain.launching.torchrun import job_exchange, run_here
+    with importing():
+        from zerotrain.launching.torchrun import job_exchange, run_here
 
     try:
         exchange = job_exchange(ranks)

@@ -3,6 +3,7 @@
 import signal
 import sys
 
+from zerotrain.launching.imports import importing
 from zerotrain.launching.signals import end_with_parent
 
 
@@ -11,7 +12,10 @@ def main(job_path: str) -> None:
     end_with_parent()
     # Until the run can be stopped in order, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from zerotrain.launching.worker import run_spawned
+    with importing():
+        import torch._dynamo  # noqa: F401 as the first optimizer would
+
+        from zerotrain.launching.worker import run_spawned
 
     run_spawned(job_path)
 

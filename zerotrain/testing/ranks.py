@@ -1,20 +1,23 @@
 """N gloo processes on this machine, started in a tenth of a second each."""
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "hydra", "rich.progress", "pytest")
-"""Imported once by the fork server and not by each rank, which takes 1.3 s: the first step of an optimizer imports
-torch._dynamo. Nothing of zerotrain: the fork server may find another copy of it than the caller, whose path it has not.
+_PRELOADED = ("torch._dynamo", "zerotrain.api", "zerotrain.models", "zerotrain.training", "hydra", "pytest")
+"""Imported once by the fork server and not by each rank, which takes 1.5 s: the first step of an optimizer imports
+torch._dynamo.
 """
 GRACE_S = 5.0
 """A rank that has lost another one is told of only if no cause comes from another rank within this: it may be heard
@@ -42,6 +45,7 @@ def run_ranks(
     # Forking a process that has run torch's thread pools can hang; a fork server has run none.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
+    _start_fork_server()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         pipes, processes = [], []
@@ -67,6 +71,21 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def _start_fork_server() -> None:
+    """Start it, if it does not run yet, with this process's path: it would import another copy of zerotrain."""
+    path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path), "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in path}
+    os.environ.update(path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
@@ -124,6 +143,7 @@ def _rank_main(
     timeout_s: float,
     num_threads: int,
 ) -> None:
+    gc.freeze()  # what the fork server has imported: a collection would look through it in each rank
     import torch
     import torch.distributed as dist
 

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+import zerotrain.api
 from zerotrain.testing import RankError, ranks, run_ranks
 
 
@@ -58,6 +59,14 @@ def lose_another(loss: str, causes: dict[int, str]) -> None:
 
 def test_results_come_back_by_rank() -> None:
     assert [value.item() for value in run_ranks(own_rank, 3)] == [0, 1, 2]
+
+
+def own_copy() -> str:
+    return zerotrain.api.__file__
+
+
+def test_ranks_have_the_callers_copy_of_zerotrain_where_another_is_installed() -> None:
+    assert run_ranks(own_copy, 1) == [zerotrain.api.__file__]
 
 
 def test_an_exception_names_its_rank_and_comes_with_its_traceback() -> None:
