@@ -11,7 +11,7 @@ rows are read:
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,14 +117,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """This rank's sequences of that batch, micro-batch by micro-batch, as it runs them."""
         return [row for each in self.micro_batches(step * self.global_batch_size) for row in each.rows]
 
-    def micro_batches(self, position: int) -> list[RowsToRead]:
-        """What this rank reads in the step before which `position` sequences were read by all ranks: its micro-batches
-        in the order in which it runs them.
+    def micro_batches(self, position: int, virtual_ranks: Sequence[int] | None = None) -> list[RowsToRead]:
+        """What is read in the step before which `position` sequences were read by all ranks: the micro-batches of some
+        virtual ranks, by default of those that this rank runs, in that order.
 
         Only these are computed: a thousand ranks would each list a thousand times what they read.
         """
-        virtual_ranks = self.rank * self.leaves_per_rank + np.arange(self.leaves_per_rank)
-        blocks = np.arange(self.num_micro_batches) * self.num_virtual_ranks + virtual_ranks[:, None]
+        if virtual_ranks is None:
+            virtual_ranks = range(self.rank * self.leaves_per_rank, (self.rank + 1) * self.leaves_per_rank)
+        blocks = np.arange(self.num_micro_batches) * self.num_virtual_ranks + np.array(virtual_ranks)[:, None]
         places = blocks.reshape(-1, 1) * self.micro_batch_size + np.arange(self.micro_batch_size)
         rows, epochs = self._rows_and_epochs(position + places)
         return [RowsToRead(*each) for each in zip(rows.tolist(), epochs.tolist(), strict=True)]

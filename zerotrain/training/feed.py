@@ -7,10 +7,11 @@ import torch
 
 from zerotrain.comm.world import World
 from zerotrain.data.batches import GlobalBatchSampler
+from zerotrain.data.device_copies import DeviceCopies
 from zerotrain.data.fetch import Collate, may_be_read_beside
 from zerotrain.data.fingerprint import fingerprint_of
 from zerotrain.data.inputs import as_inputs
-from zerotrain.data.loader import StepLoader
+from zerotrain.data.loader import MicroBatchReader, StepLoader
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError
 from zerotrain.training.same_data import require_same_data
@@ -103,6 +104,28 @@ class TrainingFeed:
         micro_batches, num_labels = loader.next_step()
         return [as_inputs(batch) for batch in micro_batches], *self._loss_weights(num_labels)
 
+    def leaf(self, virtual_rank: int) -> tuple[list[Any], list[float | torch.Tensor] | None]:
+        """(inputs of each micro-batch, weight of each) of one virtual rank in the next step, read here and alone. Where
+        sequences differ in their labels, all of the step are read, to count them.
+
+        Raises:
+            ValueError: there is no such virtual rank.
+            RowError: a row could not be read.
+        """
+        numbers, position = range(self.sampler.num_virtual_ranks), self.sampler.rows_consumed
+        if virtual_rank not in numbers:
+            raise ValueError(f"virtual_rank={virtual_rank}: there are {len(numbers)}; give 0 to {numbers[-1]}")
+        reader = MicroBatchReader(self._dataset.train, self.sampler.seed, self._collate)
+        step = 1 + position // self.sampler.global_batch_size
+        read = [reader((rows, step)) for rows in self.sampler.micro_batches(position, [virtual_rank])]
+        copies = DeviceCopies(self._world.device)
+        inputs = [as_inputs(batch) for batch in copies.finish(copies.start([batch for batch, _ in read]))]
+        if self.tokens_per_sequence is not None:
+            return inputs, None
+        of_all = sum(reader((rows, step))[1] for rows in self.sampler.micro_batches(position, numbers))
+        total = torch.tensor(of_all, dtype=torch.float64, device=self._world.device)
+        return inputs, self._weights([number for _, number in read], total)
+
     def step_done(self) -> None:
         """The step that was read last is trained."""
         self.sampler.rows_consumed += self.sampler.global_batch_size
@@ -133,6 +156,8 @@ class TrainingFeed:
             return None, float(self.sampler.global_batch_size * self.tokens_per_sequence)
         mine = torch.tensor(sum(num_labels), dtype=torch.float64).to(self._world.device, non_blocking=True)
         total = self._world.sum(mine)
-        per_label = total.clamp(min=1)
-        size = self.sampler.num_virtual_ranks
-        return [(num * size / per_label).float() if num else 0.0 for num in num_labels], total
+        return self._weights(num_labels, total), total
+
+    def _weights(self, num_labels: list[int], total: torch.Tensor) -> list[float | torch.Tensor]:
+        per_label, size = total.clamp(min=1), self.sampler.num_virtual_ranks
+        return [(num * size / per_label).float() if num else 0.0 for num in num_labels]

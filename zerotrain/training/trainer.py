@@ -201,11 +201,16 @@ class Trainer:
                 if self._is_due(self.eval_every):
                     log(self._evaluate())
 
+    def leaf(self, virtual_rank: int) -> dict[str, torch.Tensor]:
+        """What a virtual rank will add to the gradient of the next step: `engine.leaf`. At stage 3 collective."""
+        micro_batches, weights = self.feed.leaf(virtual_rank)
+        seed_each = partial(seed_leaf, self.seed, self.result.steps)
+        return self.engine.train().leaf(virtual_rank, micro_batches, weights=weights, before_each=seed_each)
+
     def _metrics_file(self) -> list[MetricSink]:
         """metrics.jsonl on rank 0. A run that goes on leaves in it what its first steps wrote."""
-        if self.world.rank > 0:
-            return []
-        return [MetricsFile(self.run_dir / "metrics.jsonl", append=self.first_step > 0)]
+        path = self.run_dir / "metrics.jsonl"
+        return [] if self.world.rank > 0 else [MetricsFile(path, append=self.first_step > 0)]
 
     def _is_due(self, every: int) -> bool:
         """Whether something to be done every so many steps comes now; 0: only after the last."""
