@@ -2,8 +2,8 @@
 
 Two engines in the same processes train the same model on as many micro-batches, step about: one whose ranks accumulate
 them (as many virtual ranks as ranks), and one whose ranks run each as a virtual rank. Printed are medians of their
-steps, the ratio, and what they hold beside the model state: all of it, and what `engine.sums_nbytes` says of sums. That as many virtual ranks as ranks
-cost nothing is asserted by tests; run this module in two checkouts to see it.
+steps, the ratio, and what they hold beside the model state: all of it, and what `engine.sums_nbytes` says of sums. That
+as many virtual ranks as ranks cost nothing is asserted by tests; run this module in two checkouts to see it.
 """
 
 import argparse

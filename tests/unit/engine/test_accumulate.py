@@ -197,3 +197,10 @@ def test_the_sums_of_a_step_hold_what_the_formula_says(accumulate: str, precisio
     for virtual_ranks in (2, 4, 8) if accumulate == "local" else (2,):
         held, formula = run_threads(lambda world, number=virtual_ranks: on_a_rank(world, number), 2)[0][0]
         assert held == formula, virtual_ranks
+
+
+def test_reduced_comes_to_other_bits_than_local() -> None:
+    for precision in ("fp32", "bf16"):
+        local = weights_of_plain_pytorch(3, precision, "local", "ordered")
+        reduced = weights_of_plain_pytorch(3, precision, "reduced", "ordered")
+        assert not all(torch.equal(local[name], weight) for name, weight in reduced.items())
