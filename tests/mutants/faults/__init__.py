@@ -1,10 +1,10 @@
 """All faults by name."""
 
 from tests.mutants.fault import Fault
-from tests.mutants.faults import comm, gradient, habits, optimizers, schedule, state, step, weights
+from tests.mutants.faults import checkpoints, comm, gradient, habits, optimizers, schedule, state, step, weights
 
 FAULTS: dict[str, Fault] = {
     name: fault
-    for room in (comm, gradient, weights, schedule, state, step, habits, optimizers)
+    for room in (comm, gradient, weights, schedule, state, step, habits, optimizers, checkpoints)
     for name, fault in room.FAULTS.items()
 }
