@@ -17,7 +17,7 @@ train: $(INSTALLED) ## install, then train a small GPT on real text: 2 ranks, st
 test: $(INSTALLED) ## install, then run the tests
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
-attack: $(INSTALLED) ## wrong commands, folders and machines, ranks that end or stop, and what a user reads of each
+attack: $(INSTALLED) ## wrong commands, folders and machines, ranks that end; every placement of checkpoints loads every other
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/attack
 
 check: $(INSTALLED) ## lint, types and import layers
