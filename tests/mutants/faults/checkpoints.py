@@ -69,7 +69,7 @@ FAULTS = {
         "engine/buckets/weights.py",
         "            self.start_gather()\n            self.finish_gather()\n        self.writes.start_anew()\n",
         "            self.start_gather()\n            self.finish_gather()\n",
-        "what was written into weights before a load replaces what was loaded",
+        "a graph from before a load is differentiated with the weights that were loaded",
         OF_EXACTNESS,
     ),
     "checkpoint-generations-forgotten": Fault(
