@@ -20,7 +20,7 @@ test: $(INSTALLED) ## install, then run the tests
 bits: $(INSTALLED) ## one sha256: ranks x stages x precisions x how to train, and each setting that breaks it; under 4 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/bits
 
-attack: $(INSTALLED) ## wrong commands, folders and machines, ranks that end or stop, and what a user reads of each
+attack: $(INSTALLED) ## wrong commands, folders and machines, ranks that end; every placement of checkpoints loads every other
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/attack
 
 check: $(INSTALLED) ## lint, types and import layers

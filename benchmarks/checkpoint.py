@@ -94,8 +94,8 @@ def ways(engine: zerotrain.ZeroEngine) -> dict[str, Way]:
     }
 
 
-def measured(num_layers: int, num_rounds: int, folder: str) -> tuple[int, dict[str, list[tuple[float, float]]]]:
-    """On one rank: bytes of a checkpoint, and (save s, load s) of each way and round."""
+def measured(num_layers: int, num_rounds: int, folder: str) -> tuple[int, dict[str, list[list[float]]]]:
+    """On one rank: bytes of a checkpoint, and of each way and round (save s, its CPU s, load s, its CPU s)."""
     engine = zerotrain.build_engine(
         Layers(num_layers),
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-4, fused=True),
@@ -105,14 +105,14 @@ def measured(num_layers: int, num_rounds: int, folder: str) -> tuple[int, dict[s
     engine.step()
     every_way = ways(engine)
     names = list(every_way)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    found: dict[str, list[list[float]]] = {name: [] for name in names}
     nbytes = 0
     for number in range(num_rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             place = Path(folder) / f"{number}-{name.replace(' ', '-')}"
             place.mkdir(exist_ok=True)
             save, load = every_way[name]
-            found[name].append((_timed(functools.partial(save, place)), _timed(functools.partial(load, place))))
+            found[name].append([*_timed(functools.partial(save, place)), *_timed(functools.partial(load, place))])
             if dist.get_rank() == 0:
                 nbytes = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
                 shutil.rmtree(place)
@@ -120,13 +120,14 @@ def measured(num_layers: int, num_rounds: int, folder: str) -> tuple[int, dict[s
     return nbytes, found
 
 
-def _timed(call: Callable[[], Any]) -> float:
-    """Seconds until the last rank is done."""
+def _timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds until the last rank is done, and CPU seconds of this rank in them, the system's included."""
     dist.barrier()
-    start_s = time.perf_counter()
+    start_s, cpu_s = time.perf_counter(), time.process_time()
     call()
+    used_s = time.process_time() - cpu_s
     dist.barrier()
-    return time.perf_counter() - start_s
+    return time.perf_counter() - start_s, used_s
 
 
 def main() -> None:
@@ -142,21 +143,15 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     arguments = (options.layers, options.rounds, str(options.folder))
     nbytes, found = run_ranks(measured, options.ranks, *arguments, timeout_s=3600.0)[0]
-    best = {side: statistics.median(each[side] for each in found[BARE]) for side in (0, 1)}
-    rows = [["", "save s", "GB/s", "of bare files", "load s", "GB/s"]]
+    rows = [["", "save s", "GB/s", "CPU s a rank", "load s", "GB/s", "CPU s a rank"]]
     for name, times in found.items():
-        saves, loads = ([each[side] for each in times] for side in (0, 1))
-        save_s, load_s = statistics.median(saves), statistics.median(loads)
-        rows.append(
-            [
-                name,
-                f"{save_s:.2f} ({min(saves):.2f} to {max(saves):.2f})",
-                f"{nbytes / save_s / 1e9:.2f}",
-                f"{best[0] / save_s:.0%}",
-                f"{load_s:.2f} ({min(loads):.2f} to {max(loads):.2f})",
-                f"{nbytes / load_s / 1e9:.2f}",
-            ]
-        )
+        row = [name]
+        for side in (0, 2):
+            taken, used = ([each[side + more] for each in times] for more in (0, 1))
+            taken_s = statistics.median(taken)
+            row += [f"{taken_s:.2f} ({min(taken):.2f} to {max(taken):.2f})", f"{nbytes / taken_s / 1e9:.2f}"]
+            row.append(f"{statistics.median(used):.2f}")
+        rows.append(row)
     print(f"{nbytes / 1e9:.2f} GB, {options.ranks} ranks, median of {options.rounds} rounds; {machine()}\n")
     print(markdown(rows))
 

@@ -87,19 +87,22 @@ class Reader:
         nbytes = min(BLOCK_NBYTES, self._manifest.files[file]["nbytes"] - start)
         if len(block) != nbytes:
             block = bytearray(nbytes)
-        path, done = self._path(file), 0
+        done = 0
         while done < nbytes:
             try:
                 count = os.preadv(self._descriptor(file), [memoryview(block)[done:]], start + done)
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror} ({self._at(file, index)})") from error
+                said = f"{error.strerror} ({self._at(file, index)})"
+                raise CheckpointError(f"{self._path(file)} cannot be read: {said}") from error
             if count == 0:
-                raise CheckpointError(f"{path} is cut: it ends at byte {start + done} ({self._at(file, index)})")
+                raise CheckpointError(
+                    f"{self._path(file)} is cut: it ends at byte {start + done} ({self._at(file, index)})"
+                )
             done += count
         hashes = self._manifest.files[file]["hashes"]
         if (found := hash_of(block)) != hashes[index]:
             raise CheckpointError(
-                f"{path} is not what was written: bytes {start} to {start + nbytes} are others "
+                f"{self._path(file)} is not what was written: bytes {start} to {start + nbytes} are others "
                 f"({self._at(file, index)}){self._belongs(found, index)}"
             )
         self._last[file] = (index, block)

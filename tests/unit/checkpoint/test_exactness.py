@@ -158,7 +158,7 @@ def test_a_learning_rate_that_is_a_tensor_a_schedule_and_other_hyperparameters_c
     assert float(loaded[0]["lr"]) == pytest.approx(0.0005)
 
 
-@pytest.mark.parametrize(("saving", "loading"), itertools.permutations(["fp32", "bf16", "fp16"], 2))
+@pytest.mark.parametrize(("saving", "loading"), list(itertools.permutations(["fp32", "bf16", "fp16"], 2)))
 def test_another_precision_takes_up_the_master_weights(saving: str, loading: str, tmp_path: Path) -> None:
     def save(world: zerotrain.World) -> str:
         engine = build(world, Kind(Matrices, precision=saving), 2)
@@ -201,6 +201,32 @@ def test_weights_written_in_place_are_saved(stage: int, tmp_path: Path) -> None:
         engine.load(tmp_path / "step")
         state = engine.full_state_dict()
         assert world.rank != 0 or (state["output.weight"] == 0.5).all()
+
+    run_threads(on_a_rank, 2)
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_graph_from_before_a_load_is_refused_by_pytorch_itself(stage: int, tmp_path: Path) -> None:
+    def on_a_rank(world: zerotrain.World) -> None:
+        engine = build(world, Kind(Recurrent, ADAMW), stage)
+        engine.save(tmp_path / "step")
+        state = engine(torch.ones(3, 8))
+        engine.load(tmp_path / "step")
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(engine(state).square().mean())
+        engine.backward(engine(state.detach()).square().mean())
+        engine.step()
 
     run_threads(on_a_rank, 2)
 

@@ -72,6 +72,9 @@ def fill(folder: Path, manifest: Manifest, holdings: Holdings) -> None:
         CheckpointError: on every rank; a file has changed since it was verified.
     """
 
+    for bucket in holdings.buckets:
+        bucket.weights.begin_refill()  # waits for gathers: not where one rank alone may fail
+
     def read() -> None:
         with Reader(folder, manifest) as reader:
             for bucket in holdings.buckets:
@@ -89,7 +92,6 @@ def fill(folder: Path, manifest: Manifest, holdings: Holdings) -> None:
 
 
 def _fill_bucket(bucket: Bucket, manifest: Manifest, reader: Reader) -> None:
-    bucket.weights.begin_refill()
     if not isinstance(bucket, TrainedBucket):
         # The other ranks' parts come by a gather: where all hold all, each reads a part all the same.
         own = bucket.weights.own

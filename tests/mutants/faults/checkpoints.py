@@ -1,0 +1,89 @@
+"""What is saved, what is read back, and what of it is believed."""
+
+from tests.mutants.fault import Fault
+
+OWNED, RESTORE = "engine/state/owned.py", "engine/state/restore.py"
+OF_DAMAGE = ("unit/checkpoint/test_damage.py",)
+OF_PLACEMENTS = ("unit/checkpoint/test_placements.py",)
+OF_EXACTNESS = ("unit/checkpoint/test_exactness.py",)
+OF_INTERRUPTED = ("unit/checkpoint/test_interrupted.py",)
+
+FAULTS = {
+    "checkpoint-hashes-ignored": Fault(
+        "checkpoint/reading.py",
+        "if (found := hash_of(block)) != hashes[index]:",
+        "if (found := hash_of(block)) == '':",
+        "a flipped byte is trained on",
+        OF_DAMAGE,
+    ),
+    "checkpoint-manifest-believed": Fault(
+        "checkpoint/manifest.py",
+        "    if told != hash_of(_canonical(content)):\n",
+        "    if told is None:\n",
+        "an edited manifest is trained on",
+        OF_DAMAGE,
+    ),
+    "checkpoint-checked-too-late": Fault(
+        RESTORE,
+        "        if problems := problems_in(folder, manifest, collectives.shards.rank, collectives.shards.size):\n",
+        "        if problems := []:\n",
+        "a damaged checkpoint is found when half of the engine is overwritten",
+        OF_DAMAGE,
+    ),
+    "checkpoint-replaces": Fault(
+        "checkpoint/folder.py",
+        "    if os.path.lexists(path):\n",
+        "    if os.path.isfile(path):\n",
+        "a save takes the place of an empty folder that somebody made",
+        OF_INTERRUPTED,
+    ),
+    "checkpoint-not-synced": Fault(
+        "checkpoint/folder.py",
+        "        sync_folder(self.path)\n        require_new",
+        "        require_new",
+        "after a power cut the folder has its name and lacks its files",
+        OF_INTERRUPTED,
+    ),
+    "checkpoint-dead-saves-stay": Fault(
+        "checkpoint/folder.py",
+        "        remove_dead(target.parent)\n",
+        "",
+        "each killed save costs the disk its size for good",
+        OF_INTERRUPTED,
+    ),
+    "checkpoint-all-ranks-save-all": Fault(
+        OWNED,
+        "if bucket.update.owners[bucket.spec.parameters.index(piece.managed)] == rank:",
+        "if rank == 0:",
+        "what another rank than the first owns whole is not saved",
+        OF_PLACEMENTS,
+    ),
+    "checkpoint-counts-forgotten": Fault(
+        RESTORE,
+        "    state.update(_counts(saved, state, span.target.device,",
+        "    dict(_counts(saved, state, span.target.device,",
+        "the optimizer counts its steps anew, and its bias correction with them",
+        OF_PLACEMENTS,
+    ),
+    "checkpoint-writes-forgotten": Fault(
+        "engine/buckets/weights.py",
+        "            self.start_gather()\n            self.finish_gather()\n        self.writes.start_anew()\n",
+        "            self.start_gather()\n            self.finish_gather()\n",
+        "a graph from before a load is differentiated with the weights that were loaded",
+        OF_EXACTNESS,
+    ),
+    "checkpoint-generations-forgotten": Fault(
+        "engine/groups/param_groups.py",
+        "            self._generation[parameter] = generation\n",
+        "",
+        "what began to train late is updated with the count of steps of the others",
+        OF_EXACTNESS,
+    ),
+    "checkpoint-buffers-of-rank-0": Fault(
+        RESTORE,
+        "rank = shards.rank if manifest.num_ranks == shards.size and shards.rank in by_rank else 0",
+        "rank = 0",
+        "batch norms of all ranks go on with the statistics of the first",
+        OF_EXACTNESS,
+    ),
+}
