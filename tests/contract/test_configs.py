@@ -19,6 +19,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
 GROUP_FILES = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
 NEEDED = {
+    "data/huggingface": ["data.path=x", "data.vocab_size=256"],
+    "data/mix": [
+        "data.sources={a: {weight: 1, data: {_target_: zerotrain.data.SyntheticTokens, seq_len: 128, vocab_size: 256}}}"
+    ],
+    "data/own": ["data._target_=zerotrain.data.SyntheticTokens", "+data.seq_len=16", "+data.vocab_size=13"],
     "data/tokens": ["data.path=x"],
     "data/tokenized": ["model=huggingface"],
     "experiment/gpt2_bf16": ["data.path=x"],
@@ -52,7 +57,7 @@ SETTINGS_OTHERS_RELY_ON = [
 CHOICES_OTHERS_RELY_ON = {
     "precision": {"fp32", "bf16", "fp16"},
     "model": {"gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "mlp", "huggingface"},
-    "data": {"text", "tokenized", "tokens", "synthetic"},
+    "data": {"text", "tokenized", "tokens", "synthetic", "mix", "huggingface", "own"},
     "optimizer": {"adamw", "sgd", "muon"},
     "scheduler": {"cosine", "constant"},
     "experiment": {"gpt2_bf16"},

@@ -16,6 +16,7 @@ from zerotrain.config.checks import OPEN_GROUPS, checked_config, must_be
 from zerotrain.config.compose import first_line, known_keys
 from zerotrain.config.places import find_yaml, holds_no_settings, place_of, syntax_problem
 from zerotrain.config.suggest import did_you_mean
+from zerotrain.config.targets import without_arguments
 from zerotrain.errors import ConfigError
 
 Compose = Callable[[list[str]], DictConfig]
@@ -105,7 +106,7 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
     if override.startswith("~") and key in known:
         if key.startswith(tuple(f"{group}." for group in OPEN_GROUPS)) and "does not exist" in str(error):
             group = key.partition(".")[0]
-            return f"{override}: is null, and Hydra leaves out only what is not; give a {group} yaml without it"
+            return f"{override}: is null, and Hydra leaves out only what is not; {without_arguments(group)}"
         return f"{override}: {key} cannot be left out; give it another value"
     if isinstance(cause, ValidationError):
         all_of_it = f"{override}: {key} is a group of settings: {', '.join(members)}" if members else None

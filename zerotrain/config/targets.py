@@ -38,6 +38,12 @@ def target_problems(values: dict[str, Any], *, name: str) -> Iterator[str]:
         yield from target_problems(nested, name=nested_name)
 
 
+def without_arguments(group: str) -> str:
+    """What to do about an argument that is null: Hydra's ~ leaves out only what has a value."""
+    others = f"{group}=own, which starts without arguments, or " if group == "data" else ""
+    return f"give {others}a {group} yaml without it"
+
+
 def makes_callables(path: Any) -> bool:
     """Whether `path` names a class whose objects can be called: they take what comes later, without `_partial_`."""
     try:
@@ -58,9 +64,7 @@ def _argument_problems(target: Callable[..., Any], values: dict[str, Any], name:
     unknown = [] if takes_any else [key for key in arguments if key not in parameters]
     for key in unknown:
         # Hydra leaves out only what has a value.
-        otherwise = (
-            f"leave it out with ~{name}.{key}" if arguments[key] is not None else f"give a {name} yaml without it"
-        )
+        otherwise = f"leave it out with ~{name}.{key}" if arguments[key] is not None else without_arguments(name)
         hint = did_you_mean(key, parameters) or f"; {otherwise}"
         yield f"{name}.{key}: {path} takes no such argument{hint}"
     known = {key: value for key, value in arguments.items() if key not in unknown}

@@ -278,7 +278,7 @@ class Trainer:
                 "warning: the validation loss is nan: no label of the validation counts, or the model's loss is nan",
                 highlight=False,
             )
-        return {"val_loss": loss} | {f"val_loss_{name}": value for name, value in by_source.items()}
+        return {"val_loss": loss} | {f"val_loss/{name}": value for name, value in by_source.items()}
 
     def _measure(self) -> list[RankUsage]:
         """Fill in what is known at the end only; return the usage of all ranks. Collective."""

@@ -1,10 +1,10 @@
 """All faults by name."""
 
 from tests.mutants.fault import Fault
-from tests.mutants.faults import comm, gradient, habits, optimizers, schedule, state, step, tokens, weights
+from tests.mutants.faults import comm, datasets, gradient, habits, optimizers, schedule, state, step, tokens, weights
 
 FAULTS: dict[str, Fault] = {
     name: fault
-    for room in (comm, gradient, weights, schedule, state, step, habits, optimizers, tokens)
+    for room in (comm, gradient, weights, schedule, state, step, habits, optimizers, tokens, datasets)
     for name, fault in room.FAULTS.items()
 }

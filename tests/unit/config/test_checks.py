@@ -108,6 +108,13 @@ def test_every_dataset_can_be_read_by_workers_and_collated_by_a_function(compose
     assert not config.data_switches.keys() & config.data_target.keys()
 
 
+def test_a_dataset_of_ones_own_is_named_on_the_command_line_as_the_refusal_says(compose):
+    target = "data._target_=zerotrain.data.SyntheticTokens"
+    [line] = [line for line in problems_of(compose, target) if line.startswith("data.path: ")]
+    assert line.endswith("give data=own, which starts without arguments, or a data yaml without it")
+    assert problems_of(compose, "data=own", target, "+data.seq_len=16", "+data.vocab_size=13") == []
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [

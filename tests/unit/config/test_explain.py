@@ -63,7 +63,11 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
         ("zero.stage=", "zero.stage: got ''; it must be 0, 1, 2 or 3; the default is 2"),
         ("", "'': cannot be read; write key=value"),
         ("model=glob(*)", "model=glob(*): got several values; -m runs a job for each"),
-        ("~data.path", "~data.path: is null, and Hydra leaves out only what is not; give a data yaml without it"),
+        (
+            "~data.path",
+            "~data.path: is null, and Hydra leaves out only what is not; give data=own, which starts without arguments,"
+            " or a data yaml without it",
+        ),
     ],
 )
 def test_the_inner_key_is_named_and_what_is_not_installed(compose, override: str, line: str):
