@@ -18,7 +18,8 @@ from benchmarks.rank import RankResult, measure, own_device
 from benchmarks.workload import Workload
 from zerotrain import World
 from zerotrain.config.schema import ZeroConfig
-from zerotrain.data import SyntheticTokens
+from zerotrain.data import GlobalBatchSampler, SyntheticTokens
+from zerotrain.data.loader import StepLoader
 from zerotrain.testing import run_ranks
 from zerotrain.training import Trainer, constant
 
@@ -149,3 +150,26 @@ def test_tf32_changes_the_bits_of_a_matrix_product() -> None:
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
     assert not torch.equal(*products)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_what_is_read_ahead_stays_whole_while_the_device_is_late(device: str) -> None:
+    """Memory that the copies' stream gives away while the model's still reads it would hold rows of a later step."""
+    dataset = SyntheticTokens(seq_len=4096, vocab_size=1000, num_sequences=64).train
+    sampler = GlobalBatchSampler(num_sequences=64, micro_batch_size=4, num_micro_batches=2, rank=0, num_ranks=1, seed=0)
+    sums = []
+    with StepLoader(dataset, sampler, device=torch.device(device), num_steps=20) as loader:
+        for _ in range(20):
+            micro_batches = loader.next_step().micro_batches
+            if device == "cuda":
+                torch.cuda._sleep(20_000_000)  # of its clock: the host is steps ahead
+            sums.append(torch.stack([part.sum() for batch in micro_batches for part in batch]))
+    expected = [
+        [
+            sum(int(dataset[row][part].sum()) for row in rows)
+            for rows, _ in sampler.micro_batches(8 * step)
+            for part in (0, 1)
+        ]
+        for step in range(20)
+    ]
+    assert torch.stack(sums).tolist() == expected

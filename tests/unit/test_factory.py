@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerotrain import factory
+from zerotrain import factory, preflight
 from zerotrain.comm.world import World
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, TrainingError
@@ -74,6 +74,14 @@ def test_the_config_decays_matrices_alone_and_the_start_of_a_run_says_so(
     assert {group["name"]: group["weight_decay"] for group in engine.param_groups} == {"matrices": 0.1, "others": 0.0}
     run(tmp_path, optimizer=decaying)
     assert re.search(r"decay +0\.1 on \d+ matrices \([\d,]+\), 0 on \d+ others", capsys.readouterr().out)
+
+
+def test_data_that_is_not_what_was_checked_is_refused_by_the_ranks(tmp_path: Path) -> None:
+    """Seen: the run's own config.yaml came into the corpus between the check and the ranks."""
+    checked = preflight.check(config())
+    settings = config(data=SYNTHETIC | {"num_sequences": 65})
+    with pytest.raises(ConfigError, match="rows: 64 when it was checked, 65 on all ranks"):
+        factory.run(settings, tmp_path, overrides=[], config_hash="abc", data_checked=checked)
 
 
 class Poisoned(torch.nn.Module):

@@ -161,7 +161,7 @@ def _load(path: str) -> dict[str, Any]:
         import datasets
     except ImportError as error:
         raise ImportError(
-            "data=huggingface needs datasets, which is not installed; pip install 'zerotrain[datasets]'"
+            "HuggingFaceDataset needs datasets, which is not installed; pip install 'zerotrain[datasets]'"
         ) from error
     place = Path(path).expanduser()
     if not place.exists():

@@ -71,12 +71,21 @@ class HuggingFaceModel(nn.Module):
         model.loss_function = self._added_loss
         self.model = _with_adapters(model, **adapters) if adapters["rank"] else model
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        input_ids: torch.Tensor | None = None,
+        **named: Any,
+    ) -> torch.Tensor:
         """Compute the loss, or the logits where no labels are given.
 
         Args:
             ids: (B, T) int64 tokens.
             labels: (B, T) int64, labels[:, t] the token after ids[:, t], or -100 where there is none to learn.
+            input_ids: another name for `ids`, that of transformers.
+            named: what else the model takes, such as attention_mask (B, T).
 
         Returns:
             The mean cross entropy over the labels (0-dim, fp32), in training with what the model itself adds to its
@@ -84,16 +93,21 @@ class HuggingFaceModel(nn.Module):
             logits (B, T, vocab_size).
 
         Raises:
-            ValueError: a sequence is longer than `max_seq_len`, the positions that the model's config has.
+            ValueError: a sequence is longer than `max_seq_len`, the positions that the model's config has; or there are
+                no ids, or two.
         """
+        given_ids = [each for each in (ids, input_ids) if each is not None]
+        if len(given_ids) != 1:
+            raise ValueError(f"forward got {len(given_ids)} of ids and input_ids; give one of them")
+        [ids] = given_ids
         if self.max_seq_len is not None and ids.shape[1] > self.max_seq_len:
             raise ValueError(
                 f"a sequence of {ids.shape[1]} tokens is longer than the model's {self.max_seq_len} positions"
             )
         if labels is None:
-            return self.model(input_ids=ids).logits
+            return self.model(input_ids=ids, **named).logits
         given = {"labels": labels.contiguous()} if self.training and self._added_loss.may_come else {}
-        outputs = self.model(input_ids=ids, **given)
+        outputs = self.model(input_ids=ids, **given, **named)
         return mean_cross_entropy(outputs.logits, labels) + self._added_loss.take(outputs)
 
 

@@ -13,7 +13,8 @@ from zerotrain.training.result import RunResult
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    return Job(config=Config(seed=3), run_dir=tmp_path / "run", overrides=["seed=3"])
+    checked = {"rows": 64, "files": "ab"}
+    return Job(config=Config(seed=3), run_dir=tmp_path / "run", overrides=["seed=3"], data_checked=checked)
 
 
 def test_a_job_arrives_at_other_ranks_as_it_was(job: Job):

@@ -40,6 +40,17 @@ def test_a_model_from_scratch_gives_logits_and_the_mean_loss() -> None:
     torch.testing.assert_close(model(ids, labels), F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
+def test_named_inputs_of_transformers_reach_the_model() -> None:
+    model = HuggingFaceModel(config=GPT2, vocab_size=60).eval()
+    ids, labels = torch.randint(0, 60, (2, 1, 8)).unbind()
+    unseen = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]])
+    named = {"input_ids": ids, "labels": labels}
+    assert torch.equal(model(**named), model(ids, labels))
+    assert not torch.equal(model(**named, attention_mask=unseen), model(ids, labels))
+    with pytest.raises(ValueError, match=r"^forward got 0 of ids and input_ids; give one of them$"):
+        model(labels=labels)
+
+
 @pytest.mark.parametrize(
     ("fields", "adds"),
     [
