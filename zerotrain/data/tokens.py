@@ -46,7 +46,8 @@ class TokenFiles:
     ) -> None:
         if seq_len < 1:
             raise ValueError(f"data.seq_len={seq_len} is too small; it must be at least 1")
-        source, found = f"data.path={path}", find_token_paths(path, f"data.path={path}")
+        source = f"data.path={path}"
+        found = find_token_paths(path, source)
         store = _open(found.train, dtype=dtype, vocab_size=vocab_size, source=source)
         self.vocab_size = _vocab_size(vocab_size, store, source)
         kept_in = cache_folder(cache_dir)
