@@ -1,4 +1,5 @@
-"""`python -m benchmarks.data reads`: batches of a large file of tokens, by pread and by a memory map, cold and warm."""
+"""`python -m benchmarks.data reads`: batches of a large file of tokens, by pread and by a memory map, cold and warm;
+`python -m benchmarks.data prepare`: text made into tokens, beside Hugging Face's `datasets.map` and a plain loop."""
 
 import argparse
 import mmap
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks import data_prepare
 from zerotrain.data.shards import Shard
 from zerotrain.data.store import TokenStore
 from zerotrain.data.windows import TokenWindows, whole
@@ -23,7 +25,9 @@ Read = Callable[[np.ndarray], torch.Tensor]
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The options. Ends the process with exit code 2 on one that is not allowed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
-    add = parser.add_subparsers(dest="what", required=True).add_parser("reads", help="batches of one file").add_argument
+    commands = parser.add_subparsers(dest="what", required=True)
+    data_prepare.add_options(commands)
+    add = commands.add_parser("reads", help="batches of one file").add_argument
     add("--gigabytes", type=float, default=20.0, help="size of the file")
     add("--folder", type=Path, default=Path("outputs/bench/data"), help="where the file is made, and removed again")
     add("--batch", type=int, default=16, help="rows of a batch")
@@ -36,6 +40,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print a table."""
     options = parse(arguments)
+    if options.what == "prepare":
+        data_prepare.measure(options)
+        return
     options.folder.mkdir(parents=True, exist_ok=True)
     path = options.folder / "reads.bin"
     try:
