@@ -1,7 +1,6 @@
 """The order of gathers and reductions, with threads as ranks: on every rank the same, whatever gradients it has."""
 
 import functools
-import threading
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -13,20 +12,16 @@ from uneven import WIDTH, EveryBlockOnAnotherRank, Mixture, OneLinearOfOneRank, 
 
 import zerotrain
 from tests.bits.training import Net, Setup, Training, assert_same
+from tests.unit.engine.parts import seeded
 from zerotrain.testing.fake_wire import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
-ALONE = threading.Lock()
-"""The random number generator is one for all threads."""
 ONE_EACH = 0.009
 """MiB: each block of `Uneven` a bucket of its own."""
 
 
 def build(make: Callable[[], nn.Module], world: zerotrain.World, **zero: Any) -> zerotrain.ZeroEngine:
-    with ALONE:
-        torch.manual_seed(0)
-        model = make()
-    return zerotrain.build_engine(model, optimizer=SGD, zero=zerotrain.ZeroConfig(**zero), world=world)
+    return zerotrain.build_engine(seeded(make), optimizer=SGD, zero=zerotrain.ZeroConfig(**zero), world=world)
 
 
 def inputs(step: int, rank: int) -> torch.Tensor:
