@@ -99,6 +99,7 @@ def weight_of(place: Place) -> float:
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a mixture of experts": ({"make": functools.partial(Net, Mixture)}, {}),
     "a block left out by every second virtual rank": ({"make": skips(2, where=lambda _, number, __: number % 2)}, {}),
+    "such a block, without overlap": ({"make": skips(2, where=lambda _, number, __: number % 2)}, {"overlap": False}),
     "blocks used by one virtual rank alone": ({"make": skips(0, 3, where=lambda _, number, __: number != 5)}, {}),
     "a block used by all virtual ranks but one": ({"make": skips(1, where=lambda _, number, __: number == 3)}, {}),
     "a block used by none": ({"make": skips(2, where=lambda *_: True)}, {}),

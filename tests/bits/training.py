@@ -132,15 +132,17 @@ def on_ranks(training: Training, setup: Setup) -> Outcome:
     """Train with an engine on each of some threads.
 
     Raises:
-        AssertionError: the ranks do not agree on what came of it, or one still holds a buffer on loan.
+        AssertionError: the ranks do not agree on what came of it or on the order of collectives, or one still holds a
+            buffer on loan.
     """
-    outcomes, _ = run_threads(
+    outcomes, board = run_threads(
         functools.partial(on_a_rank, training, setup),
         setup.num_ranks,
         late_rank=setup.num_ranks - 1 if setup.is_late else None,
         in_turns=True,
     )
     assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert all(order == board.orders[0] for order in board.orders)
     return outcomes[0]
 
 

@@ -9,7 +9,23 @@ OF_GATHERS = ("unit/engine/schedule/test_gathers.py",)
 OF_HOOKS = ("unit/engine/schedule/test_hooks.py",)
 ENGINE = ("unit/engine/test_engine.py", "unit/engine/test_engine_between_steps.py")
 
+SKIPPING = ("unit/engine/schedule/test_schedule.py",)
+
 FAULTS = {
+    "skipped-unit-gathers-nothing": Fault(
+        SCHEDULE,
+        "            self.gathers.gather_ahead(skipped)\n",
+        "",
+        "a rank that skips a block reduces it before it gathers the next, the others after",
+        SKIPPING,
+    ),
+    "skipped-unit-closes-all": Fault(
+        REDUCTIONS,
+        "if within is not None and not within.issuperset(self._units_of[self._waiting[0]]):",
+        "if False:",
+        "a rank that skips a block reduces it before the others do",
+        SKIPPING,
+    ),
     "closed-behind-the-gathers": Fault(
         SCHEDULE,
         "        self.reductions.close_passed(position)\n        self.gathers.before_backward(unit)\n",

@@ -1,7 +1,6 @@
 """The same training in plain PyTorch and with an engine on each of some threads."""
 
 import functools
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -9,13 +8,12 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.unit.engine.parts import seeded
 from zerotrain.testing.fake_wire import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 LOSS_SCALE = 256.0
 """In fp16."""
-ALONE = threading.Lock()
-"""The random number generator is one for all threads."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MicroBatches = Callable[[int, int], list[tuple[tuple[torch.Tensor, ...], float]]]
 """(step, rank) -> the inputs of the model, which returns the loss, and the weight of each micro-batch."""
@@ -25,15 +23,24 @@ EVERYWHERE = pytest.mark.parametrize(
 )
 
 
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    with ALONE:
-        torch.manual_seed(0)
-        return make()
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.first(x) if state is None else self.first(x) + state
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
 
 
-def build(world: zerotrain.World, stage: int, precision: str, model: nn.Module) -> zerotrain.ZeroEngine:
+def build(world: zerotrain.World, stage: int, precision: str, model: nn.Module | None = None) -> zerotrain.ZeroEngine:
     zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=0.0005, reduction="ordered")
     given = zerotrain.PrecisionConfig(precision, initial_scale=LOSS_SCALE)
+    model = seeded(Net) if model is None else model
     return zerotrain.build_engine(model, optimizer=SGD, zero=zero, precision=given, world=world)
 
 

@@ -1,7 +1,6 @@
 """What users do to a model around a step: as in plain PyTorch, or a sentence. With threads as ranks."""
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,42 +9,9 @@ import torch
 from torch import nn
 
 import zerotrain
+from tests.unit.engine.habits import EVERYWHERE, SGD, Net, build
+from tests.unit.engine.parts import seeded
 from zerotrain.testing.fake_wire import run_threads
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
-ALONE = threading.Lock()
-"""The random number generator is one for all threads."""
-EVERYWHERE = pytest.mark.parametrize(
-    ("stage", "size", "precision"),
-    [(stage, size, precision) for stage in range(4) for size in (2, 3) for precision in ("fp32", "bf16")],
-)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 16)
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.last = nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.first(x) if state is None else self.first(x) + state
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        return x
-
-
-def seeded(make: Callable[[], nn.Module] = Net) -> nn.Module:
-    with ALONE:
-        torch.manual_seed(0)
-        return make()
-
-
-def build(world: zerotrain.World, stage: int, precision: str, model: nn.Module | None = None) -> zerotrain.ZeroEngine:
-    zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=0.0005, reduction="ordered")
-    return zerotrain.build_engine(
-        seeded() if model is None else model, optimizer=SGD, zero=zero, precision=precision, world=world
-    )
 
 
 def inputs(rank: int) -> torch.Tensor:
@@ -84,7 +50,7 @@ def test_a_finite_gradient_whose_square_leaves_fp32_is_trained(stage: int, size:
     for (result, _), (plain, _) in zip(huge, small, strict=True):
         assert not result.skipped
         assert result.grad_norm == pytest.approx(plain.grad_norm * 2.0**80, rel=1e-6)
-    before = seeded().first.weight.detach()
+    before = seeded(Net).first.weight.detach()
     moved = (huge[0][1] - before) / 2.0**80  # a power of two: the step is the small one's, but for the weight beside it
     assert torch.allclose(moved, small[0][1] - before, rtol=1e-2, atol=1e-6)
 
@@ -175,7 +141,7 @@ def test_what_hooks_inputs_and_parameters_outside_the_engine_see_is_the_gradient
 
     def plain(rank: int) -> list[torch.Tensor]:
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        model, head, x = seeded().to(dtype), Head(), inputs(rank).requires_grad_()
+        model, head, x = seeded(Net).to(dtype), Head(), inputs(rank).requires_grad_()
         head(model(x.to(dtype))).backward()
         assert x.grad is not None
         assert head.scale.grad is not None

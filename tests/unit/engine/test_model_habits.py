@@ -16,8 +16,8 @@ from tests.unit.engine.habits import (
     copy_into,
     in_plain_pytorch,
     on_ranks,
-    seeded,
 )
+from tests.unit.engine.parts import seeded
 from zerotrain.testing.fake_wire import run_threads
 
 # ---- batch norms

@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerotrain
-from tests.unit.engine.test_habits import EVERYWHERE, SGD, Net, build, inputs, seeded
+from tests.unit.engine.habits import EVERYWHERE, SGD, Net, build
+from tests.unit.engine.parts import seeded
+from tests.unit.engine.test_habits import inputs
 from zerotrain.testing.fake_wire import run_threads
 
 
@@ -45,7 +47,7 @@ def test_a_copy_of_the_module_is_a_plain_module_with_the_weights_of_now(
     def on_a_rank(world: zerotrain.World) -> None:
         zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=0.0005, units=["blocks.*"])
         engine = zerotrain.build_engine(
-            seeded(), optimizer=SGD, zero=zero, precision=precision, activation_checkpointing=True, world=world
+            seeded(Net), optimizer=SGD, zero=zero, precision=precision, activation_checkpointing=True, world=world
         )
         one_step(engine)
         if stage == 3:
@@ -86,7 +88,7 @@ def test_an_average_of_the_weights_is_that_of_plain_pytorch(stage: int, size: in
                 average.update_parameters(engine.module)
             seen.append(engine.full_state_dict())
         if world.rank == 0:
-            plain = seeded().to(next(average.parameters()).dtype)
+            plain = seeded(Net).to(next(average.parameters()).dtype)
             expected = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5))
             for weights in seen:
                 plain.load_state_dict(weights)
@@ -103,7 +105,7 @@ def test_weights_given_to_functional_call_are_used_and_get_the_gradients(stage: 
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
 
     def call(module: nn.Module, rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        model = seeded()
+        model = seeded(Net)
         given = {key: (2 * p).detach().to(dtype).requires_grad_() for key, p in model.named_parameters()}
         output = torch.func.functional_call(module, given, (inputs(rank).to(dtype),))
         used = [value for key, value in given.items() if not key.startswith("last")]
@@ -118,7 +120,7 @@ def test_weights_given_to_functional_call_are_used_and_get_the_gradients(stage: 
         return result
 
     for rank, (output, gradients) in enumerate(run_threads(on_a_rank, size, late_rank=0)[0]):
-        expected, expected_gradients = call(seeded().to(dtype), rank)
+        expected, expected_gradients = call(seeded(Net).to(dtype), rank)
         assert torch.equal(output, expected)
         assert all(torch.equal(gradients[key], value) for key, value in expected_gradients.items())
 
@@ -128,7 +130,7 @@ def test_a_list_of_parameters_from_before_the_build_stays_what_the_model_has(
     stage: int, size: int, precision: str
 ) -> None:
     def on_a_rank(world: zerotrain.World) -> None:
-        model = seeded()
+        model = seeded(Net)
         kept = list(model.named_parameters())
         for _, parameter in kept:
             parameter.mark = "mine"
@@ -186,7 +188,7 @@ def test_hooks_on_gradients_see_this_ranks_own_whenever_they_were_registered(
             parameter.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.clone()))
 
     def on_a_rank(world: zerotrain.World) -> dict[str, list[torch.Tensor]]:
-        model, seen = seeded(), {}
+        model, seen = seeded(Net), {}
         hook_all(model, seen)
         engine = build(world, stage, precision, model)
         hook_all(engine.module, seen)
@@ -196,7 +198,7 @@ def test_hooks_on_gradients_see_this_ranks_own_whenever_they_were_registered(
 
     def plain(rank: int) -> dict[str, list[torch.Tensor]]:
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        model = seeded().to(dtype)
+        model = seeded(Net).to(dtype)
         model(inputs(rank).to(dtype)).float().square().mean().backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -221,7 +223,7 @@ def add_an_adapter(module: nn.Module) -> None:
 
 
 def assign(module: nn.Module) -> None:
-    module.load_state_dict({name: torch.ones_like(p) for name, p in seeded().named_parameters()}, assign=True)
+    module.load_state_dict({name: torch.ones_like(p) for name, p in seeded(Net).named_parameters()}, assign=True)
 
 
 def normalise(module: nn.Module) -> None:
@@ -289,10 +291,10 @@ def test_what_torch_func_makes_of_the_model_is_trained(name: str, stage: int, si
         engine.step()
         return engine.full_state_dict()
 
-    weights = {key: parameter.detach().clone() for key, parameter in seeded().named_parameters()}
+    weights = {key: parameter.detach().clone() for key, parameter in seeded(Net).named_parameters()}
     gradients = []
     for rank in range(size):
-        model = seeded().to(dtype)
+        model = seeded(Net).to(dtype)
         TRANSFORMS[name](model, inputs(rank).to(dtype)).backward()
         gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
     got = run_threads(on_a_rank, size, late_rank=0)[0][0]
@@ -309,7 +311,7 @@ def test_a_model_that_is_compiled_as_a_whole_trains_as_it_is(place: str, stage: 
     torch._dynamo.reset()
     world = zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     expected = build(world, stage, "fp32")
-    model = seeded()
+    model = seeded(Net)
     if place == "in place before":
         model.compile(backend="aot_eager")
     engine = build(world, stage, "fp32", torch.compile(model, backend="aot_eager") if place == "before" else model)

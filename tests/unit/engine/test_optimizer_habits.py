@@ -10,15 +10,12 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedulers
 
+from tests.unit.engine.habits import EVERYWHERE
 from tests.unit.engine.parts import Plain, alone, assert_same, engine_on, inputs, train
 from zerotrain.comm.world import World
 from zerotrain.errors import ConfigError, DisagreementError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
-EVERYWHERE = pytest.mark.parametrize(
-    ("stage", "size", "precision"),
-    [(stage, size, precision) for stage in range(4) for size in (2, 3) for precision in ("fp32", "bf16")],
-)
 STAGES = pytest.mark.parametrize("stage", range(4))
 DECAYING: Any = functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
 MOMENTUM: Any = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)

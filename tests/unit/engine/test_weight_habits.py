@@ -9,7 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 import zerotrain
-from tests.unit.engine.test_habits import EVERYWHERE, Net, build, inputs, seeded
+from tests.unit.engine.habits import EVERYWHERE, Net, build
+from tests.unit.engine.parts import seeded
+from tests.unit.engine.test_habits import inputs
 from zerotrain.testing.fake_wire import run_threads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

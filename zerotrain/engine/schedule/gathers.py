@@ -31,9 +31,11 @@ class Gathers:
         self._gathers_updated = self.plan.shards_optimizer and not self.plan.shards_parameters
         self._running: list[LiveUnit] = []
         """The units whose forward is under way, outermost first."""
-        self._in_backward: LiveUnit | None = None
+        self.in_backward: LiveUnit | None = None
         """The unit that a backward reached last."""
-        self._look_ahead(options.prefetch if self.plan.shards_parameters else 0)
+        self.prefetch = options.prefetch if self.plan.shards_parameters else 0
+        """Units that are gathered ahead."""
+        self._look_ahead(self.prefetch)
 
     def _look_ahead(self, prefetch: int) -> None:
         """Fill in what each unit gathers ahead; units that share all their buckets count as one."""
@@ -84,12 +86,17 @@ class Gathers:
     def begin_backward(self) -> None:
         """What the forward left full for its backward must be there, also if another call has freed it since."""
         self.complete([bucket for bucket in self._buckets if bucket.awaits_backward])
-        self._in_backward = None
+        self.in_backward = None
 
     def before_backward(self, unit: LiveUnit) -> None:
         """Make the unit's parameters complete for its backward, gather the unit before it, free the one behind it."""
         self._free_behind(unit)
         self.complete(unit.buckets, unit.ahead_in_backward)
+
+    def gather_ahead(self, unit: LiveUnit) -> None:
+        """A backward passes by a unit that was not called on this rank."""
+        if self.frees_after_use:
+            self.complete([], unit.ahead_in_backward)
 
     def _free_behind(self, unit: LiveUnit) -> None:
         """A backward reached `unit`, so it is done with the unit it reached before: free what that one left full, and
@@ -99,7 +106,7 @@ class Gathers:
         the backward of the second. (Seen: two blocks in one bucket, the one between them frozen. Freed behind the
         second, the bucket was gathered again for the first; not so on a rank that skipped the second. The ranks hung.)
         """
-        behind, self._in_backward = self._in_backward, unit
+        behind, self.in_backward = self.in_backward, unit
         if not self.frees_after_use or behind is None or behind is unit or behind.calls_units:
             return
         for bucket in behind.first_of:

@@ -72,6 +72,10 @@ class LiveUnit:
         announced = not self.num_silent_calls or self.reached_in == backward
         return announced and all(position < call.first_node for call in calls)
 
+    def was_called(self, backward: int) -> bool:
+        """Whether there is a forward that the backward of this number may come through."""
+        return bool(self.num_silent_calls or self._open_calls(backward))
+
     def passes_next(self, position: int, backward: int) -> bool:
         """Whether the unit will be passed as soon as the backward, which has just reached it, comes to another unit."""
         entered = [call for call in self._open_calls(backward) if position >= call.first_node]

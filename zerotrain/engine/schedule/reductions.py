@@ -103,11 +103,17 @@ class Reductions:
             # rank to rank.
             self.finish(wait=False)
 
-    def close_passed(self, position: int) -> None:
-        """The backward comes to another unit, at node `position`: close and reduce what it has passed."""
+    def close_passed(self, position: int, *, within: set[LiveUnit] | None = None) -> None:
+        """The backward comes to another unit, at node `position`: close and reduce what it has passed.
+
+        Args:
+            within: only buckets that no other units need.
+        """
         if not self._under_way.reduces:
             return
         while self._waiting and self._is_passed(self._waiting[0], position):
+            if within is not None and not within.issuperset(self._units_of[self._waiting[0]]):
+                return
             self._close(self._waiting[0])
             self._reduce_next()
 

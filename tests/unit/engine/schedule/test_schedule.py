@@ -1,7 +1,6 @@
 """The order of gathers and reductions, with threads as ranks: on every rank the same, whatever gradients it has."""
 
 import functools
-import threading
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -12,20 +11,17 @@ from torch import nn
 from uneven import WIDTH, EveryBlockOnAnotherRank, Mixture, OneLinearOfOneRank, SkippedBlocks, Uneven
 
 import zerotrain
+from tests.bits.training import Net, Setup, Training, assert_same
+from tests.unit.engine.parts import seeded
 from zerotrain.testing.fake_wire import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
-ALONE = threading.Lock()
-"""The random number generator is one for all threads."""
 ONE_EACH = 0.009
 """MiB: each block of `Uneven` a bucket of its own."""
 
 
 def build(make: Callable[[], nn.Module], world: zerotrain.World, **zero: Any) -> zerotrain.ZeroEngine:
-    with ALONE:
-        torch.manual_seed(0)
-        model = make()
-    return zerotrain.build_engine(model, optimizer=SGD, zero=zerotrain.ZeroConfig(**zero), world=world)
+    return zerotrain.build_engine(seeded(make), optimizer=SGD, zero=zerotrain.ZeroConfig(**zero), world=world)
 
 
 def inputs(step: int, rank: int) -> torch.Tensor:
@@ -204,3 +200,14 @@ def test_one_rank_alone_runs_the_stage_it_was_asked_for_with_the_bits_of_stage_0
     assert [engine.plan.shards_parameters for engine in engines] == [False, False, False, True]
     assert engines[3].memory_bytes()["parameters"] < engines[3].num_parameters * 4 + WIDTH * 64 * 4
     assert engines[3].ledger.last_step.calls == {}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("prefetch", "skipped"), [(1, (2,)), (1, (0,)), (1, (1, 3)), (2, (1, 2)), (2, (2, 3))])
+def test_a_rank_that_skips_blocks_issues_what_the_others_do_in_the_same_order(
+    prefetch: int, skipped: tuple[int, ...], overlap: bool
+) -> None:
+    """As many in a row as are gathered ahead. Rank 1 of 2 skips them."""
+    make = functools.partial(Net, skips=lambda block, place: block in skipped and place[1] == 1)
+    training = Training(make=make, virtual_ranks=2, num_micro_batches=1, num_steps=2)
+    assert_same(training, Setup(2, 3, overlap, more={"prefetch": prefetch}))
