@@ -14,6 +14,8 @@ help: ## this list
 train: $(INSTALLED) ## install, then train a small GPT on real text: 2 ranks, stage 2, under 3 minutes on 2 cores
 	$(BIN)/python launch.py launch.nproc_per_node=2
 
+# Each process that a test starts would compile zerotrain anew where nothing compiled may be written.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED) ## install, then run the tests
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 

@@ -1,0 +1,33 @@
+"""The products of tests/distributed in full, on real ranks. `make test` has of them what a fault meets first."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import test_calls
+import test_parameters
+import test_parity
+
+NUM_STEPS = 3
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", test_parity.TRAININGS)
+def test_every_training_on_any_number_of_ranks(name: str, num_ranks: int) -> None:
+    case = replace(test_parity.TRAININGS[name], num_steps=NUM_STEPS)
+    sizes, overlaps = ((0.02, 0.25, 25), (True, False)) if num_ranks == 2 else ((0.02, 25), (True,))
+    test_parity.require_bits(case, num_ranks, sizes, overlaps)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_hard_ways_to_call_a_model(num_ranks: int) -> None:
+    ways = product(test_calls.HARD, test_calls.HARD_STAGES)
+    test_calls.expect_reference([test_calls.Run(name, stage) for name, stage in ways], num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_use_different_parts(num_ranks: int) -> None:
+    kinds = list(product(test_parameters.UNEVEN, range(4)))
+    runs = [test_parameters.Run(case, stage) for case, stage in kinds]
+    runs += [test_parameters.Run(case, stage, bucket_mb=0.004, late_rank=stage % num_ranks) for case, stage in kinds]
+    assert test_parameters.differing(runs, num_ranks) == []
