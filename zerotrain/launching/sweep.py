@@ -82,13 +82,19 @@ def print_table(results: dict[str, dict[str, Any]], console: Console) -> None:
     """Print a row for each job, the errors of those that failed, and whether the weights agree."""
     shared = set.intersection(*(set(result["overrides"]) for result in results.values()))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in ("job", "overrides", "status", "val loss", "tokens/s", "ms/step", "weights"):
+    ranks_differ = len({result["world_size"] for result in results.values()} - {0}) > 1
+    ranks = ["ranks"] if ranks_differ else []
+    for name in ("job", "overrides", *ranks, "status", "val loss", "tokens/s", "ms/step", "weights"):
         is_text = name in ("overrides", "status")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "overrides", overflow="fold")
     for job, result in results.items():
+        differing = [override for override in result["overrides"] if override not in shared]
+        if ranks_differ:
+            differing = [override for override in differing if not override.startswith("launch.nproc_per_node=")]
         table.add_row(
             job,
-            " ".join(override for override in result["overrides"] if override not in shared),
+            " ".join(differing),
+            *[str(result["world_size"] or "-")][: len(ranks)],
             result["status"],
             _number(result["final_val_loss"], ".4f"),
             _number(result["tokens_per_s"], ",.0f"),

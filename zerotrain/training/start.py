@@ -90,7 +90,8 @@ def _leaves(engine: ZeroEngine) -> str:
     if leaves == 1:
         return ""
     sent = "; gradients are sent in fp32" if engine.precision.separate_master else ""
-    return f"; virtual ranks: {leaves * engine.world.size}, {leaves} on each{sent}"
+    order = "" if engine.options.ordered else "; other bits on other ranks without zero.reduction=ordered"
+    return f"; virtual ranks: {leaves * engine.world.size}, {leaves} on each{sent}{order}"
 
 
 def _memory(engine: ZeroEngine, plan_name: str, num_micro_batches: int) -> Iterator[str]:

@@ -21,7 +21,7 @@ def write(folder: Path, job: int, **fields) -> None:
         "overrides": overrides,
         **fields,
     }
-    RunResult(world_size=2, **result).write(path)
+    RunResult(**{"world_size": 2} | result).write(path)
 
 
 def table_of(folder: Path) -> str:
@@ -44,6 +44,15 @@ def test_a_row_tells_a_job_by_the_overrides_that_differ(tmp_path: Path):
     assert "zero.stage=1" in table
     assert table.count("launch.nproc_per_node=2") == 0
     assert table.count("a" * 12 + " ") == 2
+
+
+def test_numbers_of_ranks_that_differ_are_a_column(tmp_path: Path):
+    for job, ranks in enumerate((1, 2, 0)):
+        overrides = [f"launch.nproc_per_node={ranks}", "zero.stage=3", f"seed={job}"]
+        write(tmp_path, job, world_size=ranks, overrides=overrides)
+    rows = [line.split() for line in table_of(tmp_path).splitlines()]
+    assert rows[0][:4] == ["job", "overrides", "ranks", "status"]
+    assert [row[:3] for row in rows[2:5]] == [["0", "seed=0", "1"], ["1", "seed=1", "2"], ["2", "seed=2", "-"]]
 
 
 def test_equal_weights_are_said_to_be_equal_in_full(tmp_path: Path):
