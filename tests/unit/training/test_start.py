@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from zerotrain import PrecisionConfig, build_engine
+from zerotrain import PrecisionConfig, ZeroConfig, build_engine
 from zerotrain.training.start import print_start
 
 EXPECTED = """\
@@ -116,3 +116,12 @@ def test_each_rank_is_counted_and_each_group_named():
 def test_a_run_shows_it(make_trainer, screen):
     make_trainer().run()
     assert screen.getvalue().startswith("model   GPT, ")
+
+
+@pytest.mark.parametrize(("reduction", "said"), [("ordered", ""), ("native", "; other bits on other ranks without")])
+def test_virtual_ranks_are_said_and_when_their_bits_follow_the_ranks(make_trainer, model, reduction, said):
+    optimizer = partial(torch.optim.AdamW, lr=1e-2)
+    engine = build_engine(model, optimizer=optimizer, zero=ZeroConfig(reduction=reduction), virtual_ranks=4)
+    line = next(line for line in shown(make_trainer(engine=engine), width=140).splitlines() if line.startswith("ranks"))
+    assert line.endswith("fp32; virtual ranks: 4, 4 on each") == (said == "")
+    assert said in line
