@@ -219,11 +219,11 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
     factory = build("optimizer", config.optimizer)
     units = [] if model is None else cut_units(model, model_parameters(model), config.zero.unit_patterns, max_numel=1)
     with _optimizers_of_no_compiler():
+        with suppress(ValueError):  # which build_optimizer has a sentence for
+            _require_optimizer(factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}]), config)
         names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
         for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
             given = {"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}
-            with suppress(ValueError):  # which the next line has a sentence for
-                _require_optimizer(factory([given]), config)
             made = build_optimizer(factory, [given])
             if device is not None and device.type == "cpu":
                 settings = {key: value for key, value in made.param_groups[0].items() if key != "params"}

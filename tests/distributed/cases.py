@@ -221,6 +221,11 @@ def sum_by_tree(leaves: list[torch.Tensor]) -> torch.Tensor:
     return leaves[0]
 
 
+def add_to(sums: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        sums[name] = sums[name] + value if name in sums else value.clone()
+
+
 def sha256(weights: dict[str, torch.Tensor]) -> str:
     """Over the bytes of the weights in name order."""
     digest = hashlib.sha256()

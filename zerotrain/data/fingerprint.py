@@ -31,7 +31,8 @@ def fingerprint_of(data: Any, *, seed: int = 0) -> Fingerprint:
         first_rows, _ = data.train.order(np.arange(_NUM_ORDERED), seed=seed)
         known["order"] = hashlib.sha256(first_rows.astype("<i8").tobytes()).hexdigest()[:16]
     if callable(getattr(data, "fingerprint", None)):
-        return known | {str(name): value for name, value in data.fingerprint().items()}
+        # What was wrapped since may have other rows than the dataset itself knows of.
+        return {str(name): value for name, value in data.fingerprint().items()} | known
     for name in ("train", "validation"):
         rows = sorted({0, len(dataset := getattr(data, name)) // 2, len(dataset) - 1})
         if not len(dataset):

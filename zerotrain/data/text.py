@@ -70,7 +70,7 @@ class TextDataset:
         if self.vocab_size < needed:
             raise ValueError(f"data.vocab_size={vocab_size} is too small; {needing} {needed}")
         self.store = prepared(recipe, cache)
-        self.train, self.validation = split(
+        self.train, self.validation = self._parts = split(
             self.store,
             seq_len=seq_len,
             vocab_size=self.vocab_size,
@@ -80,7 +80,7 @@ class TextDataset:
 
     def summary(self) -> str:
         """One line: files, tokens, rows, what is unused, validation rows."""
-        return facts.summary(self.train, self.validation)
+        return facts.summary(*self._parts)  # which a user may have wrapped
 
     def fingerprint(self) -> dict[str, int | str]:
         """What is equal on machines with equal data, see `facts.fingerprint`.
@@ -88,7 +88,7 @@ class TextDataset:
         Raises:
             OSError: a file cannot be read.
         """
-        return facts.fingerprint(self.train, self.validation) | {"tokenizer": self.store.tokenizer or "bytes"}
+        return facts.fingerprint(*self._parts) | {"tokenizer": self.store.tokenizer or "bytes"}
 
     def encode(self, text: str) -> torch.Tensor:
         """Text to tokens: (num_tokens,) int64."""

@@ -54,7 +54,7 @@ class TokenFiles:
         require_known(store, vocab_size=self.vocab_size, source=source, cache_folder=kept_in)
         name, files = _validation_files(validation_path, found, source)
         if not files:
-            self.train, self.validation = split(
+            self.train, self.validation = self._parts = split(
                 store,
                 seq_len=seq_len,
                 vocab_size=self.vocab_size,
@@ -65,12 +65,14 @@ class TokenFiles:
         validation = _open(files, dtype=dtype, vocab_size=vocab_size, source=name)
         _require_apart(store, validation, name)
         require_known(validation, vocab_size=self.vocab_size, source=name, cache_folder=kept_in)
-        self.train = whole(store, seq_len=seq_len, vocab_size=self.vocab_size, source=source)
-        self.validation = whole(validation, seq_len=seq_len, vocab_size=self.vocab_size, source=name)
+        self.train, self.validation = self._parts = (
+            whole(store, seq_len=seq_len, vocab_size=self.vocab_size, source=source),
+            whole(validation, seq_len=seq_len, vocab_size=self.vocab_size, source=name),
+        )
 
     def summary(self) -> str:
         """One line: files, tokens, rows, what is unused, validation rows."""
-        return facts.summary(self.train, self.validation)
+        return facts.summary(*self._parts)  # which a user may have wrapped
 
     def fingerprint(self) -> dict[str, int | str]:
         """What is equal on machines with equal data, see `facts.fingerprint`.
@@ -78,7 +80,7 @@ class TokenFiles:
         Raises:
             OSError: a file cannot be read.
         """
-        return facts.fingerprint(self.train, self.validation)
+        return facts.fingerprint(*self._parts)
 
 
 def _open(files: tuple[Path, ...], *, dtype: str, vocab_size: int | None, source: str) -> TokenStore:

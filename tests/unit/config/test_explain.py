@@ -108,7 +108,7 @@ def test_of_a_yaml_the_file_the_line_and_the_key_are_named(compose, tmp_path: Pa
 
 def test_a_group_of_settings_given_as_one_value_lists_its_settings(compose):
     [line] = composition_problems(["zero=fast"], compose, is_sweep=False)
-    assert line.startswith("zero=fast: zero is a group of settings: zero.bucket_mb, ")
+    assert line.startswith("zero=fast: zero is a group of settings: zero.accumulate, zero.bucket_mb, ")
 
 
 def test_all_problems_come_at_once_those_of_hydra_and_those_of_the_values(compose):
