@@ -19,7 +19,7 @@ test: export PYTHONDONTWRITEBYTECODE =
 test: $(INSTALLED) ## install, then run the tests
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
-bits: $(INSTALLED) ## one sha256: ranks x stages x precisions x how to train, and each setting that breaks it; under 4 minutes
+bits: $(INSTALLED) ## one sha256: ranks x stages x precisions x how to train, and each setting that breaks it; under 7 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/bits
 
 attack: $(INSTALLED) ## wrong commands, folders and machines, ranks that end; every placement of checkpoints loads every other

@@ -50,7 +50,7 @@ NAMES = [
     Attack("zero={stage:x}", "zero.stage: got x; it must be 0, 1, 2 or 3; the default is 2"),
     Attack("train={max_step:3}", "train.max_step: there is no such setting; did you mean train.max_steps?"),
     Attack("model={_target_:torch.nn.Linear,in_features:3}", "model.in_features: there is no such setting; +model.in_"),
-    Attack("zero=3", "zero=3: zero is a group of settings: zero.bucket_mb, "),
+    Attack("zero=3", "zero=3: zero is a group of settings: zero.accumulate, "),
     Attack("zero=[3]", "zero=[3]: "),
     Attack("zero.stage=3 zero.stge=1 precision=x", ("precision=x: there", "zero.stge: there")),
 ]

@@ -212,7 +212,8 @@ def in_ones_own_loop(world: zerotrain.World, syncs: bool) -> str:
 
 @pytest.mark.parametrize("syncs", [False, True])
 def test_backwards_before_the_last_of_a_virtual_rank_belong_into_no_sync(syncs: bool) -> None:
-    hashes = [run_threads(functools.partial(in_ones_own_loop, syncs=syncs), num)[0][0] for num in (1, 2, 4)]
+    loop = functools.partial(in_ones_own_loop, syncs=syncs)
+    hashes = [run_threads(loop, num, in_turns=True)[0][0] for num in (1, 2, 4)]  # each rank seeds, and draws weights
     if syncs:
         assert len(set(hashes)) == 3
     else:

@@ -225,8 +225,8 @@ def test_a_rank_that_sleeps_for_ever_is_told_of_within_the_timeout_and_ended(tmp
     assert command.wait(60.0) == 1
     cause, log = command.stderr.splitlines()
     assert re.fullmatch(
-        r"rank 1 did not answer for [5-9] s, last seen in training misbehaving\.MisbehavingMLP, step 1; "
-        r"rank 0 waited in reduction of blocks\.0\.\.blocks\.1 \(step 1, (backward|update)\)",
+        r"rank 1 did not answer for [5-9] s, last seen in training misbehaving\.MisbehavingMLP, step 2; "
+        r"rank 0 waited in reduction of blocks\.0\.\.blocks\.1 \(step 2, (backward|update)\)",
         cause,
     )
     assert log == f"  its log: {tmp_path / 'run/ranks/1.log'}"

@@ -14,7 +14,7 @@ from zerotrain.models import MLP
 
 
 class MisbehavingMLP(MLP):
-    """An MLP that misbehaves in its third forward on rank 1 (or on `rank`)."""
+    """An MLP that misbehaves in its second step on rank 1 (or on `rank`), evaluations not counted."""
 
     def __init__(self, *, action: str, rank: int = 1, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -24,8 +24,8 @@ class MisbehavingMLP(MLP):
         self.is_poisoned = False
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        self.num_forwards += 1
-        if self.num_forwards == 3 and int(os.environ["RANK"]) == self.rank:
+        self.num_forwards += self.training
+        if self.training and self.num_forwards == 2 and int(os.environ["RANK"]) == self.rank:
             self._misbehave()
         output = super().forward(ids, labels)
         return output * float("nan") if self.is_poisoned else output
