@@ -11,15 +11,20 @@ _END_NBYTES = 1 << 12
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-def summary(train: TokenWindows, validation: TokenWindows) -> str:
-    """Like "3 files, 1.2 G tokens, 1.1 M rows of 1,024 (0.1 % unused), validation 0.1 M rows (by chunk, 0.1)"."""
+def summary(train: TokenWindows, validation: TokenWindows, num_files: int | None = None) -> str:
+    """Like "3 files, 1.2 G tokens, 1.1 M rows of 1,024 (0.1 % unused), validation 0.1 M rows (by chunk, 0.1)".
+
+    Args:
+        num_files: that the tokens were made of; None: those they lie in.
+    """
     stores = _stores(train, validation)
-    num_files = sum(len(store.shards) for store in stores)
+    if num_files is None:
+        num_files = sum(len(store.shards) for store in stores)
     tokens = sum(store.tokens for store in stores)
     unused = 1 - (train.layout.num_used + validation.layout.num_used) / tokens
     how = "files of its own" if len(stores) == 2 else train.split
     return (
-        f"{num_files} file{'s' * (num_files != 1)}, {_count(tokens)} tokens, {_count(len(train))} rows of "
+        f"{num_files:,} file{'s' * (num_files != 1)}, {_count(tokens)} tokens, {_count(len(train))} rows of "
         f"{train.seq_len:,} ({unused:.1%} unused), validation {_count(len(validation))} rows ({how})"
     ).replace("%", " %")
 

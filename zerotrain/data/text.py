@@ -62,7 +62,7 @@ class TextDataset:
         recipe, cache = recipe_of(
             path, tokenizer=tokenizer, document_end=document_end, text_field=text_field, cache_dir=cache_dir
         )
-        self.tokenizer = recipe.tokenizer
+        self.tokenizer, self._num_files = recipe.tokenizer, len(recipe.sources.files)
         needed, needing = NUM_BYTE_VALUES, "bytes of text need"
         if self.tokenizer is not None:
             needed, needing = self.tokenizer.vocab_size, f"the tokenizer of {tokenizer} needs"
@@ -80,7 +80,7 @@ class TextDataset:
 
     def summary(self) -> str:
         """One line: files, tokens, rows, what is unused, validation rows."""
-        return facts.summary(*self._parts)  # which a user may have wrapped
+        return facts.summary(*self._parts, self._num_files)  # the parts as they were: a user may have wrapped them
 
     def fingerprint(self) -> dict[str, int | str]:
         """What is equal on machines with equal data, see `facts.fingerprint`.

@@ -172,3 +172,11 @@ def test_a_tokenizer_that_is_not_there_or_too_large_is_refused(text_file, cache,
         TextDataset(str(text_file), seq_len=8, vocab_size=5, tokenizer=tokenizer, cache_dir=str(cache))
     with pytest.raises(ValueError, match=r"data\.tokenizer=.* is neither a folder with a tokenizer nor one that"):
         TextDataset(str(text_file), seq_len=8, tokenizer=str(tmp_path / "nothing"), cache_dir=str(cache))
+
+
+def test_the_summary_counts_the_files_of_the_text_also_where_training_is_wrapped(folder, cache):
+    dataset = TextDataset(str(folder), seq_len=4, cache_dir=str(cache))
+    said, known = dataset.summary(), dataset.fingerprint()
+    assert said.startswith("3 files, 153 tokens, ")  # with a newline behind each
+    dataset.train = [dataset.train[row] for row in range(3)]
+    assert (dataset.summary(), dataset.fingerprint()) == (said, known)
