@@ -1,8 +1,10 @@
 """What users do to a model beside training it: copies, hooks, new parts, torch.compile."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -10,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerotrain
 from tests.unit.engine.habits import EVERYWHERE, SGD, Net, build
 from tests.unit.engine.parts import seeded
 from tests.unit.engine.test_habits import inputs
+from zerotrain.engine.schedule.newcomers import Watch
 from zerotrain.testing.fake_wire import run_threads
 
 
@@ -334,13 +338,11 @@ def test_a_model_that_is_compiled_as_a_whole_trains_as_it_is(place: str, stage: 
 
 def test_an_engine_that_is_gone_watches_nothing() -> None:
     world = zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    from torch.nn.modules import module as torch_module
-
-    before = len(torch_module._global_parameter_registration_hooks)
+    before = len(Watch._all)
     engine = build(world, 2, "fp32", Net())
-    assert len(torch_module._global_parameter_registration_hooks) == before + 1
+    assert len(Watch._all) == before + 1
     del engine
-    assert len(torch_module._global_parameter_registration_hooks) == before
+    assert len(Watch._all) == before
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
@@ -348,3 +350,22 @@ def test_an_engine_itself_is_neither_copied_nor_pickled(copied: Callable[[Any], 
     world = zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     with pytest.raises(zerotrain.EngineStateError, match=r"pickle engine\.module"):
         copied(build(world, 3, "fp32"))
+
+
+def test_an_engine_that_is_collected_while_another_model_is_built_disturbs_nothing() -> None:
+    """The garbage collector runs where it likes: here it does while PyTorch goes through its hooks."""
+    engine = build(zerotrain.World.current(torch.device("cpu")), 2, "fp32")
+    engine.module.circle = [engine]
+    gone = weakref.ref(engine)
+    del engine
+
+    def collect(*_: Any) -> None:
+        gc.collect()
+
+    handles = [register_module_parameter_registration_hook(hook) for hook in (collect, lambda *_: None)]
+    try:
+        assert torch.nn.Linear(2, 2).weight.requires_grad
+        assert gone() is None
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -15,6 +15,7 @@ from zerotrain.engine.precision.structures import tensors_in
 from zerotrain.engine.ranges import named_range, profiler_runs
 from zerotrain.engine.schedule.live_unit import Call, LiveUnit
 from zerotrain.engine.schedule.module_hook import ModuleHook
+from zerotrain.engine.schedule.newcomers import Watch
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.errors import EngineStateError
 
@@ -89,7 +90,7 @@ class LastGradientHook:
             self._handle.remove()
 
 
-def connect(engine: object, schedule: Schedule, others: Iterable[RemovableHandle] = ()) -> weakref.finalize:
+def connect(engine: object, schedule: Schedule, others: Iterable[Watch] = ()) -> weakref.finalize:
     """Hook the modules of all units and the parameters of all trained buckets, until the engine is deleted.
 
     The hooks hold the schedule, and the schedule holds the model. So they are taken off when the engine goes: otherwise
@@ -119,7 +120,7 @@ def _modules_of(schedule: Schedule) -> list[nn.Module]:
 
 
 def _disconnect(
-    schedule: Schedule, modules: Sequence[nn.Module], hooks: Sequence[RemovableHandle | LastGradientHook]
+    schedule: Schedule, modules: Sequence[nn.Module], hooks: Sequence[RemovableHandle | LastGradientHook | Watch]
 ) -> None:
     """Take an engine's hooks off its model, and wait for what is still being sent and received.
 

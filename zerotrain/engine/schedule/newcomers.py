@@ -1,11 +1,11 @@
 """Parameters that come into a model after its engine was built. No bucket holds them, so nothing would train them."""
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.utils.hooks import RemovableHandle
 
 from zerotrain.errors import EngineStateError
 
@@ -24,15 +24,12 @@ class Newcomers:
         self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
         self._placed: list[tuple[weakref.ref[nn.Module], str, weakref.ref[Placed]]] = []
 
-    def watch(self) -> list[RemovableHandle]:
-        """Be told from now on, until the handles are removed."""
-        note = _noting(weakref.WeakMethod(self._note))
-        return [
-            torch_module.register_module_parameter_registration_hook(note),
-            torch_module.register_module_module_registration_hook(note),
-        ]
+    def watch(self) -> "list[Watch]":
+        """Be told from now on, until what this gives is removed."""
+        return [Watch(self)]
 
-    def _note(self, module: nn.Module, name: str, placed: Placed) -> None:
+    def note(self, module: nn.Module, name: str, placed: Placed) -> None:
+        """Something was put into a module, of whichever model."""
         if module in self._names:
             self._placed.append((weakref.ref(module), name, weakref.ref(placed)))
 
@@ -62,9 +59,37 @@ def _trained(placed: Placed) -> list[nn.Parameter]:
     return [parameter for parameter in parameters if parameter.requires_grad]
 
 
-def _noting(note: "weakref.WeakMethod[Callable[..., None]]") -> Callable[..., None]:
-    def hook(module: nn.Module, name: str, placed: Placed | None) -> None:
-        if placed is not None and (live := note()) is not None:
-            live(module, name, placed)
+class Watch:
+    """What a `Newcomers` is told through, as long as it lives.
 
-    return hook
+    [Note: one hook for all engines]
+    PyTorch calls hooks on all modules of the process from a dict, and one that is taken out meanwhile ends the making
+    of some module with "OrderedDict mutated during iteration": seen where an engine was collected in one thread while
+    another built a model, and the same may happen in one thread, since the collector runs at any place. So there is one
+    hook, for good, and the engines stand in a tuple, which is replaced and never changed.
+    """
+
+    _all: "tuple[Watch, ...]" = ()
+    _changing = threading.RLock()
+
+    def __init__(self, newcomers: Newcomers) -> None:
+        self._newcomers = weakref.ref(newcomers)
+        with Watch._changing:
+            Watch._all = (*Watch._all, self)
+
+    def remove(self) -> None:
+        """Tell it no more."""
+        with Watch._changing:
+            Watch._all = tuple(each for each in Watch._all if each is not self)
+
+    @staticmethod
+    def tell(module: nn.Module, name: str, placed: Placed | None) -> None:
+        """Something was put into a module."""
+        for watch in Watch._all:
+            newcomers = watch._newcomers()
+            if placed is not None and newcomers is not None:
+                newcomers.note(module, name, placed)
+
+
+torch_module.register_module_parameter_registration_hook(Watch.tell)
+torch_module.register_module_module_registration_hook(Watch.tell)
