@@ -8,24 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.test_factory import ADAMW, COSINE, GPT
 from zerotrain import factory, preflight
 from zerotrain.config.schema import Config, LaunchConfig, PrecisionConfig, TrainConfig, ZeroConfig
 from zerotrain.data import SyntheticTokens
 from zerotrain.errors import ConfigError
 from zerotrain.models import GPT as GPT_CLASS
 
-GPT = {
-    "_target_": "zerotrain.models.GPT",
-    "vocab_size": 256,
-    "max_seq_len": 16,
-    "num_layers": 1,
-    "num_heads": 2,
-    "hidden_size": 8,
-}
 MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 256, "context": 2, "hidden_size": 8, "num_layers": 2}
-ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3}
 MUON = {"_target_": "zerotrain.MuonWithAdamW", "lr": 0.02, "adamw_lr": 1e-3}
-COSINE = {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 2, "final_fraction": 0.1}
 SYNTHETIC = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 16, "vocab_size": 256, "num_sequences": 64}
 
 

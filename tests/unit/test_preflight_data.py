@@ -6,19 +6,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from tests.unit.test_factory import ADAMW, GPT
 from zerotrain import preflight
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
 
-GPT = {
-    "_target_": "zerotrain.models.GPT",
-    "vocab_size": 256,
-    "max_seq_len": 16,
-    "num_layers": 1,
-    "num_heads": 2,
-    "hidden_size": 8,
-}
-ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3}
 CONSTANT = {"_target_": "zerotrain.training.constant", "_partial_": True}
 
 

@@ -29,6 +29,11 @@ def equal_weights(num_micro_batches: int) -> list[Weight]:
     return [1.0 / max(1, num_micro_batches)] * num_micro_batches
 
 
+def call_model(engine: "ZeroEngine", inputs: MicroBatch) -> Any:
+    """What the model returns for a micro-batch."""
+    return engine(**inputs) if isinstance(inputs, Mapping) else engine(*inputs)
+
+
 def run_leaf(
     engine: "ZeroEngine", number: int, weighted: Sequence[tuple[MicroBatch, Weight]], before_each: BeforeEach
 ) -> torch.Tensor:
@@ -38,7 +43,7 @@ def run_leaf(
         before_each(number, index)
         if isinstance(inputs, torch.Tensor):
             raise EngineStateError("train_step got a tensor for a micro-batch; give it as a sequence: (tensor,)")
-        loss = engine(**inputs) if isinstance(inputs, Mapping) else engine(*inputs)
+        loss = call_model(engine, inputs)
         with nullcontext() if index == len(weighted) - 1 else engine.no_sync():
             engine.backward(loss, weight=weight)
         if not weighs_nothing(weight):  # a loss that is nan would spoil the sum

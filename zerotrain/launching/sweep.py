@@ -83,8 +83,7 @@ def print_table(results: dict[str, dict[str, Any]], console: Console) -> None:
     shared = set.intersection(*(set(result["overrides"]) for result in results.values()))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     ranks_differ = len({result["world_size"] for result in results.values()} - {0}) > 1
-    ranks = ["ranks"] if ranks_differ else []
-    for name in ("job", "overrides", *ranks, "status", "val loss", "tokens/s", "ms/step", "weights"):
+    for name in ("job", "overrides", *["ranks"] * ranks_differ, "status", "val loss", "tokens/s", "ms/step", "weights"):
         is_text = name in ("overrides", "status")
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "overrides", overflow="fold")
     for job, result in results.items():
@@ -94,7 +93,7 @@ def print_table(results: dict[str, dict[str, Any]], console: Console) -> None:
         table.add_row(
             job,
             " ".join(differing),
-            *[str(result["world_size"] or "-")][: len(ranks)],
+            *[str(result["world_size"] or "-")] * ranks_differ,
             result["status"],
             _number(result["final_val_loss"], ".4f"),
             _number(result["tokens_per_s"], ",.0f"),

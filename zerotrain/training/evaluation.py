@@ -1,7 +1,7 @@
 """The validation loss."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from zerotrain.data.fetch import Collate, fetch_rows
 from zerotrain.data.inputs import as_inputs, num_labels, to_device
 from zerotrain.data.items import source_name
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.leaves import call_model
 
 
 def evaluate_sources(*, dataset: Any, num_sequences: int, **arguments: Any) -> tuple[float, dict[str, float]]:
@@ -113,8 +114,7 @@ def validation_rows(num_available: int, num_wanted: int) -> list[int]:
 def _loss_and_labels(engine: ZeroEngine, world: World, batch: Any, count: int) -> torch.Tensor:
     """(sum of losses, number of labels that count) of a micro-batch, (2,) fp64. A loss over no label counts nothing:
     its mean is nan in many models."""
-    inputs = as_inputs(to_device(batch, world.device))
-    loss = (engine(**inputs) if isinstance(inputs, Mapping) else engine(*inputs)).double()
+    loss = call_model(engine, as_inputs(to_device(batch, world.device))).double()
     if count == 0:
         return loss.new_zeros(2)
     return torch.stack([loss * count, torch.full_like(loss, count)])
