@@ -7,6 +7,7 @@ OF_DAMAGE = ("unit/checkpoint/test_damage.py",)
 OF_PLACEMENTS = ("unit/checkpoint/test_placements.py",)
 OF_EXACTNESS = ("unit/checkpoint/test_exactness.py",)
 OF_INTERRUPTED = ("unit/checkpoint/test_interrupted.py",)
+OF_KEPT = ("unit/checkpoint/test_kept.py",)
 
 FAULTS = {
     "checkpoint-hashes-ignored": Fault(
@@ -85,5 +86,26 @@ FAULTS = {
         "rank = 0",
         "batch norms of all ranks go on with the statistics of the first",
         OF_EXACTNESS,
+    ),
+    "checkpoint-removed-under-its-name": Fault(
+        "checkpoint/kept.py",
+        "                path.rename(name)\n                hidden[path] = name\n",
+        "                hidden[path] = path\n",
+        "a removal that is killed leaves half a checkpoint, which the next run loads first",
+        OF_KEPT,
+    ),
+    "checkpoint-removed-before-its-name": Fault(
+        "checkpoint/kept.py",
+        "                problems.append(_sentence(error, path))\n        sync_folder(folder)\n",
+        "                problems.append(_sentence(error, path))\n",
+        "after a power cut a checkpoint has its name back and lacks its files",
+        OF_KEPT,
+    ),
+    "checkpoint-newest-removed": Fault(
+        "checkpoint/kept.py",
+        "    old = found[: -max(keep, 1)]\n",
+        "    old = found[: max(keep, 1)]\n",
+        "the oldest stay and the newest go",
+        OF_KEPT,
     ),
 }

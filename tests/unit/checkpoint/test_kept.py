@@ -1,0 +1,249 @@
+"""Which checkpoints of a run are there, may be loaded, and stay. A removal that fails or is killed, at each of its
+calls to the system, leaves nothing that looks like a checkpoint and is none."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.checkpoint.runs import KINDS, build
+from zerotrain.checkpoint import verify
+from zerotrain.checkpoint.folder import PartialFolder
+from zerotrain.checkpoint.kept import (
+    candidates,
+    checkpoints_in,
+    partial_in,
+    remove_old,
+    set_aside,
+    step_name,
+    step_of,
+)
+from zerotrain.comm.world import World
+from zerotrain.errors import CheckpointError
+
+CALLS = ("open", "fsync", "rename", "unlink", "rmdir")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, of which the others are copies."""
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    return build(world, KINDS["Muon and AdamW"], 0).save(tmp_path_factory.mktemp("saved") / "step-00000000")
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Makes the folder of a run with these steps saved."""
+
+    def make(*steps: int, name: str = "run") -> Path:
+        for step in steps:
+            shutil.copytree(saved, tmp_path / name / "checkpoints" / step_name(step))
+        return tmp_path / name
+
+    return make
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, at: int, act: Callable[[], object]) -> list[str]:
+    """Do something else at call number `at` to the system; returns the calls, as they are made."""
+    calls: list[str] = []
+
+    def wrapped(name: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) - 1 == at:
+                act()
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(os, name, wrapped(name, getattr(os, name)))
+    return calls
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [step_of(path) for path in checkpoints_in(folder)]
+
+
+def hidden_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_name_sorts_by_step_and_longer_ones_still_do(run: Callable[..., Path]) -> None:
+    assert step_name(100) == "step-00000100"
+    assert steps_in(run(123456789, 99999999, 20, 3) / "checkpoints") == [3, 20, 99999999, 123456789]
+
+
+def test_what_is_no_whole_checkpoint_of_a_step_is_none(run: Callable[..., Path]) -> None:
+    folder = run(100) / "checkpoints"
+    partial = PartialFolder(folder / "step-00000200")
+    (partial.path / "manifest.json").touch()
+    (folder / "step-00000300").mkdir()
+    for name in ("step-400", "step-000000500", "best", ".step-00000600.removed-0123456789abcdef", "step-00000700.old"):
+        shutil.copytree(folder / "step-00000100", folder / name)
+    (folder / "step-00000800").touch()
+    assert steps_in(folder) == [100]
+    assert partial_in(folder) == [partial.path]
+    partial.remove()
+    assert checkpoints_in(folder / "nowhere") == checkpoints_in(folder / "step-00000800") == []
+
+
+def test_a_checkpoint_a_folder_of_them_and_a_run_can_be_named(run: Callable[..., Path]) -> None:
+    path = run(100, 200, 1000)
+    newest_first = [path / "checkpoints" / step_name(step) for step in (1000, 200, 100)]
+    assert candidates(path) == candidates(path / "checkpoints") == newest_first
+    assert candidates(newest_first[1]) == [newest_first[1]]
+
+
+def test_a_name_with_nothing_to_load_is_told_in_one_sentence(run: Callable[..., Path], tmp_path: Path) -> None:
+    def told(path: Path) -> str:
+        with pytest.raises(CheckpointError) as error:
+            candidates(path)
+        assert "\n" not in str(error.value)
+        return str(error.value).replace(f"{tmp_path}/", "")
+
+    allowed = (
+        "give the folder of a checkpoint (it has manifest.json), a folder of checkpoints (such as "
+        "checkpoints/step-00000100), or a run's folder (it has checkpoints/)"
+    )
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model.pt").touch()
+    partial = PartialFolder(tmp_path / "cut" / "checkpoints" / "step-00000100")
+    (partial.path / "manifest.json").touch()
+    assert told(tmp_path / "nowhere") == f"nowhere is not there: {allowed}"
+    assert told(tmp_path / "model.pt") == f"model.pt is a file: {allowed}"
+    assert told(tmp_path / "empty") == f"empty has no checkpoint in it: {allowed}"
+    only = f"only a save that was cut off is there ({partial.path.name})"
+    assert told(tmp_path / "cut") == f"cut has no checkpoint: {only}"
+    assert told(tmp_path / "cut" / "checkpoints") == f"cut/checkpoints has no checkpoint: {only}"
+    assert "is what a save left that was cut off, or is under way" in told(partial.path)
+    removed = partial.path.with_name(".step-00000100.removed-0123456789abcdef")
+    shutil.copytree(partial.path, removed)
+    assert "is what a removal left that was cut off" in told(removed)
+    partial.remove()
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "left"),
+    [
+        (None, None, [10, 20, 25, 30, 40, 45]),
+        (None, 20, [10, 20, 25, 30, 40, 45]),
+        (2, None, [40, 45]),
+        (1, 20, [20, 40, 45]),
+        (3, 10, [10, 20, 30, 40, 45]),
+        (99, None, [10, 20, 25, 30, 40, 45]),
+        (0, None, [45]),
+    ],
+)
+def test_the_newest_and_every_so_many_steps_stay(
+    keep: int | None, keep_every: int | None, left: list[int], run: Callable[..., Path]
+) -> None:
+    steps = [10, 20, 25, 30, 40, 45]
+    folder = run(*steps) / "checkpoints"
+    gone = remove_old(folder, keep=keep, keep_every=keep_every)
+    assert [step_of(path) for path in gone] == [step for step in steps if step not in left]
+    assert steps_in(folder) == left
+    assert sorted(path.name for path in folder.iterdir()) == [step_name(step) for step in left]
+
+
+def test_a_link_to_a_checkpoint_elsewhere_and_what_is_no_step_stay(run: Callable[..., Path], tmp_path: Path) -> None:
+    folder = run(20, 30) / "checkpoints"
+    elsewhere = run(10, name="other") / "checkpoints" / step_name(10)
+    (folder / step_name(10)).symlink_to(elsewhere)
+    partial = PartialFolder(folder / step_name(40))
+    (folder / "best").mkdir()
+    remove_old(folder, keep=1, keep_every=None)
+    assert steps_in(folder) == [10, 30]
+    assert partial.path.is_dir()
+    assert (folder / "best").is_dir()
+    verify(elsewhere)
+    partial.remove()
+
+
+@pytest.fixture
+def num_calls(run: Callable[..., Path]) -> int:
+    folder = run(1, 2, 3, name="counted") / "checkpoints"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        calls = interrupt(monkeypatch, -1, lambda: None)
+        remove_old(folder, keep=1, keep_every=None)
+    assert {*calls} == {*CALLS}
+    # Flushed, renamed, flushed, and only then the first file goes.
+    assert [call for call in calls if call in ("fsync", "rename")] == ["fsync", "rename", "rename", "fsync"]
+    assert calls.index("unlink") > max(at for at, call in enumerate(calls) if call == "fsync")
+    return len(calls)
+
+
+def test_killed_at_any_call_it_leaves_whole_checkpoints_and_the_next_removal_finishes_it(
+    num_calls: int, run: Callable[..., Path]
+) -> None:
+    seen = set()
+    for at in range(num_calls):
+        folder = run(1, 2, 3, name=f"run-{at}") / "checkpoints"
+        child = os.fork()
+        if child == 0:
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                interrupt(monkeypatch, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+                remove_old(folder, keep=1, keep_every=None)
+            os._exit(0)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        for path in candidates(folder.parent):
+            verify(path)
+        seen.add((len(checkpoints_in(folder)), len(hidden_in(folder))))
+        remove_old(folder, keep=1, keep_every=None)
+        assert [path.name for path in folder.iterdir()] == [step_name(3)]
+    assert seen >= {(3, 0), (2, 1), (1, 2), (1, 1)}
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS], ids=["input/output error", "read-only"])
+def test_an_error_at_any_call_is_one_sentence_and_costs_no_checkpoint_that_stays(
+    code: int, num_calls: int, run: Callable[..., Path]
+) -> None:
+    def fail() -> None:
+        raise OSError(code, os.strerror(code))
+
+    for at in range(num_calls):
+        folder = run(1, 2, 3, name=f"run-{at}") / "checkpoints"
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            interrupt(monkeypatch, at, fail)
+            with pytest.raises(CheckpointError) as error:
+                remove_old(folder, keep=1, keep_every=None)
+        said = str(error.value)
+        assert said.startswith(f"an old checkpoint could not be removed: {folder}")
+        assert f"{os.strerror(code)}; training can go on" in said
+        for path in candidates(folder):
+            verify(path)
+        assert steps_in(folder)[-1] == 3
+        remove_old(folder, keep=1, keep_every=None)
+        assert [path.name for path in folder.iterdir()] == [step_name(3)]
+
+
+def test_a_disk_that_was_made_read_only_is_told(run: Callable[..., Path]) -> None:
+    folder = run(1, 2) / "checkpoints"
+    bound = subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True)
+    if bound.returncode != 0:
+        pytest.skip("needs root, to mount")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        with pytest.raises(CheckpointError, match="step-00000001: Read-only file system; training can go on"):
+            remove_old(folder, keep=1, keep_every=None)
+        assert steps_in(folder) == [1, 2]
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_one_that_is_broken_is_set_aside_and_its_step_can_be_saved_again(run: Callable[..., Path]) -> None:
+    folder = run(1, 2) / "checkpoints"
+    moved = set_aside(folder / step_name(2))
+    assert moved.name.startswith("step-00000002.broken-")
+    assert steps_in(folder) == [1]
+    verify(moved)
+    PartialFolder(folder / step_name(2)).remove()
+    with pytest.raises(CheckpointError, match="step-00000002: No such file or directory: it cannot be renamed"):
+        set_aside(folder / step_name(2))

@@ -1,0 +1,184 @@
+"""Which checkpoints of a run there are, which of them may be loaded, and which are kept.
+
+    RUN/checkpoints/step-00000100/                            a checkpoint
+    RUN/checkpoints/.step-00000050.removed-9f3c0e5d21b7a864/  one that is being removed, or whose removal died
+
+What is to go gets its hidden name first, and that is on the disk before the first of its files goes. So nothing that is
+half removed has a checkpoint's name, and the next removal in that place finishes it.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from zerotrain.checkpoint.blocks import sync_folder
+from zerotrain.checkpoint.manifest import MANIFEST
+from zerotrain.errors import CheckpointError
+
+CHECKPOINTS = "checkpoints"
+"""The folder of them in a run's folder."""
+
+_STEP = re.compile(r"step-([0-9]{8,})")
+_PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{16}")
+_REMOVED = re.compile(r"\.step-[0-9]{8,}\.removed-[0-9a-f]{16}")
+
+
+def step_name(step: int) -> str:
+    """Of the folder of a checkpoint, such as step-00000100."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a folder that `checkpoints_in` found."""
+    return int(path.name.removeprefix("step-"))
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder that have a step's name, by step, ascending. None in a folder that is not there.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    named = [path for path in _entries(folder) if _STEP.fullmatch(path.name) and step_name(step_of(path)) == path.name]
+    return sorted((path for path in named if os.path.isfile(path / MANIFEST)), key=step_of)
+
+
+def partial_in(folder: Path) -> list[Path]:
+    """The folders of saves that are under way in a folder, or were cut off."""
+    return [path for path in _entries(folder) if _PARTIAL.fullmatch(path.name)]
+
+
+def candidates(path: Path) -> list[Path]:
+    """What may be loaded of what a user named, the newest first: at least one.
+
+    Args:
+        path: of a checkpoint, of a folder of checkpoints with a step's name, or of a run, which has such a folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if _PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
+        of_what = "save" if _PARTIAL.fullmatch(path.name) else "removal"
+        raise CheckpointError(f"{path} is what a {of_what} left that was cut off, or is under way: {_ALLOWED}")
+    if os.path.isfile(path / MANIFEST):
+        return [path]
+    for folder in (path, path / CHECKPOINTS):
+        if found := checkpoints_in(folder):
+            return found[::-1]
+    if not os.path.exists(path):
+        raise CheckpointError(f"{path} is not there: {_ALLOWED}")
+    if not os.path.isdir(path):
+        raise CheckpointError(f"{path} is a file: {_ALLOWED}")
+    if partial := [*partial_in(path), *partial_in(path / CHECKPOINTS)]:
+        raise CheckpointError(f"{path} has no checkpoint: only a save that was cut off is there ({partial[-1].name})")
+    raise CheckpointError(f"{path} has no checkpoint in it: {_ALLOWED}")
+
+
+_ALLOWED = (
+    f"give the folder of a checkpoint (it has {MANIFEST}), a folder of checkpoints (such as {CHECKPOINTS}/"
+    f"{step_name(100)}), or a run's folder (it has {CHECKPOINTS}/)"
+)
+
+
+def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> list[Path]:
+    """Remove the older checkpoints of a folder, and what removals that died have left there. One process.
+
+    Call it when the newest is saved. That stays whatever was asked for, and so does a link.
+
+    Args:
+        keep: how many of the newest stay; None: all.
+        keep_every: each whose step is a multiple of it stays too; None: no other.
+
+    Returns:
+        Those that are gone, by the names they had.
+
+    Raises:
+        CheckpointError: some could not be removed, in one sentence; what could be is gone. No other checkpoint has
+            changed, so training can go on.
+    """
+    problems: list[str] = []
+    for path in _entries(folder):
+        if _REMOVED.fullmatch(path.name):
+            _tried(problems, path)
+    old = [path for path in _not_kept(checkpoints_in(folder), keep, keep_every) if not path.is_symlink()]
+    hidden = _hidden(folder, old, problems) if old else {}
+    for name in hidden.values():
+        _tried(problems, name)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise CheckpointError(f"an old checkpoint could not be removed: {problems[0]}{more}; training can go on")
+    return list(hidden)
+
+
+def set_aside(path: Path) -> Path:
+    """Give a checkpoint that cannot be loaded a name that is no step's: what a run that goes on from an older one does
+    with it, which otherwise could not save this step again, and would keep this one as its newest.
+
+    Returns:
+        Where it is now: step-00000100.broken-9f3c0e5d21b7a864 beside it.
+
+    Raises:
+        CheckpointError: it cannot be renamed.
+    """
+    target = path.with_name(f"{path.name}.broken-{secrets.token_hex(8)}")
+    try:
+        path.rename(target)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{_sentence(error, path)}: it cannot be renamed; do it by hand") from error
+    return target
+
+
+def _not_kept(found: Sequence[Path], keep: int | None, keep_every: int | None) -> list[Path]:
+    """Of checkpoints by step, ascending."""
+    if keep is None:
+        return []
+    old = found[: -max(keep, 1)]
+    return [path for path in old if keep_every is None or step_of(path) % keep_every != 0]
+
+
+def _hidden(folder: Path, old: Sequence[Path], problems: list[str]) -> dict[Path, Path]:
+    """The hidden name each of them has now, for good; none if a power cut might bring the old ones back."""
+    hidden: dict[Path, Path] = {}
+    try:
+        # The newest of a save that died after its rename may have its name in memory only.
+        sync_folder(folder)
+        for path in old:
+            name = path.with_name(f".{path.name}.removed-{secrets.token_hex(8)}")
+            try:
+                path.rename(name)
+                hidden[path] = name
+            except OSError as error:
+                problems.append(_sentence(error, path))
+        sync_folder(folder)
+    except OSError as error:
+        problems.append(_sentence(error, folder))
+        return {}
+    return hidden
+
+
+def _tried(problems: list[str], path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass  # another process was faster
+    except OSError as error:
+        problems.append(_sentence(error, path))
+
+
+def _sentence(error: OSError, path: Path) -> str:
+    # A name within the folder that is removed comes without its folder.
+    named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else path
+    return f"{named if named.is_absolute() else path / named.name}: {os.strerror(error.errno or 0)}"
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {os.strerror(error.errno or 0)}") from error
