@@ -114,16 +114,16 @@ def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> lis
 
 
 def set_aside(path: Path) -> Path:
-    """Give a checkpoint that cannot be loaded a name that is no step's: what a run that goes on from an older one does
-    with it, which otherwise could not save this step again, and would keep this one as its newest.
+    """Give a checkpoint a name that is no step's: what a run that goes on from an older one does with it, which
+    otherwise could not save this step again, and would keep this one as its newest.
 
     Returns:
-        Where it is now: step-00000100.broken-9f3c0e5d21b7a864 beside it.
+        Where it is now: step-00000100.aside-9f3c0e5d21b7a864 beside it.
 
     Raises:
         CheckpointError: it cannot be renamed.
     """
-    target = path.with_name(f"{path.name}.broken-{secrets.token_hex(8)}")
+    target = path.with_name(f"{path.name}.aside-{secrets.token_hex(8)}")
     try:
         path.rename(target)
         sync_folder(path.parent)

@@ -2,14 +2,17 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass
+import shutil
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from zerotrain.checkpoint.kept import CHECKPOINTS
 from zerotrain.config.compose import config_hash, from_values, save_config
 from zerotrain.config.schema import Config
 from zerotrain.training.result import RESULT_NAME, RunResult
+from zerotrain.training.sinks import METRICS_NAME
 
 CONFIG_NAME = "config.yaml"
 
@@ -25,6 +28,8 @@ class Job:
     """The settings given on the command line."""
     data_checked: dict[str, Any] | None = None
     """What the data was when it was checked, which each rank compares with its own."""
+    resume_from: list[str] = field(default_factory=list)
+    """Checkpoints to go on from, the best first; none to begin anew."""
 
     @cached_property
     def config_hash(self) -> str:
@@ -42,10 +47,15 @@ class Job:
         return self.run_dir / CONFIG_NAME
 
     def open_folder(self) -> None:
-        """Make the run folder, without what an earlier run has left there, and write config.yaml."""
+        """Make the run folder, without what an earlier run has left there, and write config.yaml. A run that goes on
+        needs its checkpoints and its metrics."""
         self.ranks_dir.mkdir(parents=True, exist_ok=True)
-        for left in (*self.ranks_dir.iterdir(), self.run_dir / RESULT_NAME, self.run_dir / "metrics.jsonl"):
+        goes_on = self.config.checkpoint.resume is not None
+        for left in (*self.ranks_dir.iterdir(), self.run_dir / RESULT_NAME):
             left.unlink(missing_ok=True)
+        if not goes_on:
+            (self.run_dir / METRICS_NAME).unlink(missing_ok=True)
+            shutil.rmtree(self.run_dir / CHECKPOINTS, ignore_errors=True)
         save_config(self.config, self.config_path)
 
     def complete_folder(self) -> None:
@@ -61,6 +71,7 @@ class Job:
             "run_dir": str(self.run_dir),
             "overrides": self.overrides,
             "data_checked": self.data_checked,
+            "resume_from": self.resume_from,
         }
         return json.dumps(values)
 

@@ -22,10 +22,10 @@ from zerotrain.config.compose import first_line
 from zerotrain.config.places import with_place
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, ZeroTrainError, printable
-from zerotrain.launching import exits, sweep
+from zerotrain.launching import exits, resuming, sweep
 from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.folder_lock import locked
-from zerotrain.launching.job import Job, completed_in, write_ending, write_refusal
+from zerotrain.launching.job import Job, write_ending, write_refusal
 from zerotrain.launching.spawn import run_ranks
 from zerotrain.launching.torchrun import job_exchange, run_here
 from zerotrain.training.result import RESULT_NAME
@@ -65,7 +65,7 @@ def run_job(composed: DictConfig) -> float:
             raise failure from error
         raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
     if not is_sweep:
-        print_ending(run_dir, Path.cwd())
+        print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
     loss = result["final_val_loss"]
     return math.nan if loss is None else loss
 
@@ -88,7 +88,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     ranks = RankEnvironment.read()
     try:
         with exits.exits_raised():
-            config, data_checked = _checked(composed, run_dir, ranks)
+            config, data_checked, resume_from = _checked(composed, run_dir, ranks)
         if ranks is not None:
             job_exchange(ranks).require_same_commands(config.launch.timeout_s)
     except Exception as error:
@@ -98,7 +98,9 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     num_ranks = _num_local_ranks(config) if ranks is None else ranks.world_size
     for warning in without_effect(config, num_ranks) + doubtful(config):
         print(f"warning: {warning}", file=sys.stderr)
-    job = Job(config=config, run_dir=run_dir, overrides=overrides, data_checked=data_checked)
+    if config.checkpoint.save_at_end is None:
+        config.checkpoint.save_at_end = HydraConfig.get().mode != RunMode.MULTIRUN
+    job = Job(config=config, run_dir=run_dir, overrides=overrides, data_checked=data_checked, resume_from=resume_from)
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
     shown = shown_from(Path.cwd(), run_dir)
@@ -119,11 +121,16 @@ def shown_from(here: Path, path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def print_ending(run_dir: Path, here: Path) -> None:
-    """Say where a completed run lies, and what may come next."""
-    print(f"saved in {shown_from(here, run_dir)}: result.json, metrics.jsonl, ranks/")
-    print("next: train.max_steps=... trains longer, data.path=... on your own text,")
-    print("      -m zero.stage=0,1,2,3 compares the stages, --cfg job shows every setting", flush=True)
+def print_ending(result: dict[str, Any], run_dir: Path, here: Path, ranks: RankEnvironment | None) -> None:
+    """Say where a run lies, and how to go on with it."""
+    print(f"{result['status']}, saved in {shown_from(here, run_dir)}: result.json, metrics.jsonl, ranks/, checkpoints/")
+    if result["checkpoint"] is None:
+        print("next: --cfg job shows every setting; checkpoint.every=100 would let it go on from there", flush=True)
+        return
+    more = [f"train.max_steps={2 * result['steps']}"] if result["status"] == "completed" else []
+    num_ranks = None if ranks is None else ranks.world_size
+    command = resuming.command_to_go_on(result["overrides"], shown_from(here, run_dir), num_ranks, *more)
+    print(f"go on with it: {command}", flush=True)
 
 
 def _save_composition(composed: DictConfig, folder: Path) -> None:
@@ -152,9 +159,9 @@ def _run_spawned(job: Job, num_ranks: int) -> dict[str, Any]:
 
 def _checked(
     composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None
-) -> tuple[Config, dict[str, Any] | None]:
-    """The config, after all that can be checked without ranks; and what the data was then."""
-    data_checked = None
+) -> tuple[Config, dict[str, Any] | None, list[str]]:
+    """The config, after all that can be checked without ranks; what the data was then; what to go on from."""
+    data_checked, to_try = None, []
     config, problems = checked_config(composed)
     problems = [_placed(problem) for problem in problems]
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -167,20 +174,27 @@ def _checked(
     if ranks is not None and wanted not in (None, ranks.local_world_size):
         started = ranks.local_world_size
         problems.append(f"launch.nproc_per_node: got {wanted}; torchrun has started {started}; leave it out")
-    if completed_in(run_dir) and not config.launch.overwrite:
-        problems.append(
-            f"launch.overwrite: got false, but {run_dir} holds a completed run; it must be true to erase that; or give "
-            "another hydra.run.dir"
-        )
+    problems += resuming.folder_problems(config, run_dir)
+    num_ranks = num_local if ranks is None else ranks.world_size
+    try:
+        to_try = resuming.checkpoints_to_try(config, run_dir)
+        if (manifest := resuming.first_readable(to_try)) is not None:
+            said = resuming.take_from(manifest, config, num_ranks)
+            if said:
+                print(said, flush=True)
+        elif config.checkpoint.resume == resuming.AUTO:
+            print(f"checkpoint.resume=auto: no checkpoint in {run_dir} yet, so the run begins at step 0", flush=True)
+    except ConfigError as error:
+        problems += error.problems
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, "launch")) for problem in problems):
         try:
-            data_checked = preflight.check(config, num_local, num_local if ranks is None else ranks.world_size)
+            data_checked = preflight.check(config, num_local, num_ranks)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    return config, data_checked
+    return config, data_checked, [str(path) for path in to_try]
 
 
 def device_for(wanted: str, num_local_ranks: int, num_gpus: int) -> tuple[str, str | None]:

@@ -55,6 +55,7 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
                 presence.enter,
                 presence.begin,
                 job.data_checked,
+                job.resume_from,
             )
     except KeyboardInterrupt:
         presence.wait_for_note()

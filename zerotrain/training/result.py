@@ -26,6 +26,10 @@ class RunResult:
     """completed, stopped (from outside) or failed."""
     error: str | None = None
     """What ended a run that did not complete."""
+    resumed_from: str | None = None
+    """The checkpoint that the last sitting of the run has gone on from."""
+    checkpoint: str | None = None
+    """The newest checkpoint of the run."""
     steps: int = 0
     """Optimizer steps done, skipped ones included."""
     skipped_steps: int = 0
@@ -42,6 +46,13 @@ class RunResult:
     """Milliseconds of one optimizer step, the first steps left out."""
     data_wait_ms: float | None = None
     """Milliseconds of a step in which rank 0 waited for its rows, the mean, the first steps left out."""
+    train_s: float | None = None
+    """Seconds of training steps, of all sittings."""
+    save_pause_ms: float | None = None
+    """Milliseconds that a save held the training of rank 0, the mean; null where there was none."""
+    save_step_ratio: float | None = None
+    """Time of a step beside which a save was written to that of the others, by their medians; null where either kind
+    is missing."""
     mfu: float | None = None
     """Model FLOPs utilization, 0 to 1, the first steps left out; null where the device's peak is not known."""
     weights_sha256: str | None = None

@@ -241,7 +241,7 @@ def test_a_disk_that_was_made_read_only_is_told(run: Callable[..., Path]) -> Non
 def test_one_that_is_broken_is_set_aside_and_its_step_can_be_saved_again(run: Callable[..., Path]) -> None:
     folder = run(1, 2) / "checkpoints"
     moved = set_aside(folder / step_name(2))
-    assert moved.name.startswith("step-00000002.broken-")
+    assert moved.name.startswith("step-00000002.aside-")
     assert steps_in(folder) == [1]
     verify(moved)
     PartialFolder(folder / step_name(2)).remove()
