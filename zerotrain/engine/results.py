@@ -17,6 +17,8 @@ class StepResult:
     """Whether the weights were left as they were, because the gradient was not finite."""
     loss_scale: float
     """What the losses of this step were multiplied with for the backward; 1.0 but in fp16."""
+    signals: tuple[int, ...]
+    """What each rank had in `engine.signal` in this step, by rank; the same on all ranks."""
 
 
 @dataclass(frozen=True)
