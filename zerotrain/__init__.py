@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zerotrain import checkpoint as checkpoint
     from zerotrain.api import build_engine
     from zerotrain.comm.world import World
     from zerotrain.engine.engine import ZeroEngine
@@ -61,6 +62,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "checkpoint":
+        return import_module("zerotrain.checkpoint")
     if name not in _HOMES:
         raise AttributeError(f"module 'zerotrain' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -36,13 +36,13 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
+def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints in a folder that have a step's name, by step, ascending. None in a folder that is not there.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    named = [path for path in _entries(folder) if _STEP.fullmatch(path.name) and step_name(step_of(path)) == path.name]
+    named = [path for path in _entries(Path(folder)) if _STEP.fullmatch(path.name) and step_name(step_of(path)) == path.name]
     return sorted((path for path in named if os.path.isfile(path / MANIFEST)), key=step_of)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from zerotrain.data import workers
 from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.data.fetch import RowError
 from zerotrain.data.loader import NUM_STEPS_AHEAD, ReadAhead, StepLoader
@@ -179,6 +180,20 @@ def test_a_worker_that_is_killed_is_told() -> None:
     with pytest.raises(RuntimeError, match=r"worker.*(killed by signal|exited unexpectedly)"):
         sha256_of_steps(items, num_workers=1)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError(), FileNotFoundError()])
+def test_a_worker_that_is_killed_while_its_memory_is_asked_for_is_told_as_such(error: Exception) -> None:
+    """Seen on a busy machine: torch noticed the dead worker in the wait for a value, but not in the one behind it."""
+
+    def values() -> Any:
+        yield 1
+        raise error
+
+    received = workers._received(values())
+    assert next(received) == 1
+    with pytest.raises(RuntimeError, match="worker process that reads the data exited unexpectedly"):
+        next(received)
 
 
 def test_what_a_thread_reads_ahead_ends_where_the_values_end_or_fail() -> None:
