@@ -16,18 +16,17 @@ from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.hyperparameters import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
-from zerotrain.engine.state.save import SaveUnderWay
+from zerotrain.engine.state.under_way import SaveUnderWay
 from zerotrain.errors import CheckpointError
 from zerotrain.training.generators import generator_states, restore_generators
 from zerotrain.training.report import in_unit
+from zerotrain.training.stop import SAVE
 
 OF_TRAINER = "trainer"
 """Under which name `extra` has what is here."""
 FREE = ("launch.", "checkpoint.", "zero.")
 """Settings that may change in a run and change nothing of what it computes, but for `NOT_FREE`."""
 NOT_FREE = ("launch.threads_per_rank", "zero.reduction", "zero.accumulate")
-SAVE = 1 << 8
-"""What rank 0 tells all ranks with a step after which they are to save; below it is the number of a signal to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +115,7 @@ class RunCheckpoints:
                     "was; its weights alone can be begun with"
                 )
             self._say(*(f"warning: skipped a checkpoint that cannot be taken up: {each}" for each in errors))
-            restore_generators(self._engine.module, self._engine.loaded_own)
+            restore_generators(self._engine.module, self._engine.own_of(path))
             step, self.newest = self._engine.stamps.num_steps, path
             self._say(f"goes on from {path}, step {step}")
             self._take_settings(path, state["built_groups"])
@@ -209,7 +208,7 @@ class RunCheckpoints:
             return
         self._pauses_s.append(saving.pause_s + saving.held_s)
         self._say(
-            f"saved {CHECKPOINTS}/{saving.path.name}: {in_unit(saving.nbytes)} of this rank in "
+            f"saved {CHECKPOINTS}/{saving.path.name}: {in_unit(_nbytes(saving.path))} in "
             f"{time.monotonic() - self._begun_s:.2f} s; the training waited {1e3 * self._pauses_s[-1]:.0f} ms"
         )
         if self._world.rank == 0:
@@ -241,6 +240,10 @@ class RunCheckpoints:
     def _say(self, *lines: str) -> None:
         for line in lines:
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

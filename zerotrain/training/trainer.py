@@ -140,7 +140,7 @@ class Trainer:
         Raises:
             CheckpointError: no checkpoint to go on from can be taken up; or, after all else, a save has failed.
         """
-        with stop_requests() as stop:
+        with stop_requests(partial(setattr, self.engine, "signal")) as stop:
             try:
                 if (resumed := self.checkpoints.resume()) is not None:
                     self._go_on(resumed)
@@ -255,7 +255,7 @@ class Trainer:
                 step_done()
                 progress.advance()
                 self.checkpoints.look(self.measuring.clock.last_s)
-                stopped_by = name_of_stop(outcome.signals)
+                stopped_by = name_of_stop(outcome.signals) if self.result.steps < self.max_steps else None
                 if self._is_due(self.log_every) or step == 0:
                     log(self.measuring.of_step(outcome))
                 if self._is_due(self.eval_every) and not stopped_by:
