@@ -238,7 +238,7 @@ class ZeroEngine(CheckpointedModel):
         if weights is None:
             weights = equal_weights(per_leaf) * len(self.virtual_ranks)
         weighted = iter(zip(micro_batches, weights, strict=True))
-        total = torch.zeros((), dtype=torch.float32, device=self.world.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         with self._clean_after_error():
             for number in self.each_virtual_rank():
                 total += run_leaf(self, number, list(islice(weighted, per_leaf)), before_each)

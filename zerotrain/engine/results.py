@@ -26,4 +26,5 @@ class TrainStepResult(StepResult):
     """What one step over several micro-batches did."""
 
     loss: torch.Tensor
-    """0-dim fp32: this rank's weighted sum of the losses of its micro-batches, detached."""
+    """0-dim fp64: this rank's weighted sum of the losses of its micro-batches, detached. In fp64 since losses in fp32
+    add up there without rounding, so that their mean over the ranks is the same on any number of ranks."""

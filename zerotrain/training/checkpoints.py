@@ -162,7 +162,9 @@ class RunCheckpoints:
         if self.newest == path:
             return
         self._rhythm_s = self._begun_s = time.monotonic()
-        extra = {OF_TRAINER: {"run": run_state, "built_groups": self._built_groups}}
+        # What is measured differs by rank; that of rank 0 is the run's.
+        mine = {OF_TRAINER: {"run": run_state, "built_groups": self._built_groups}} if self._world.rank == 0 else None
+        [extra, *_] = self._engine.collectives.gather_objects(mine, name=f"saving {path}")
         own = generator_states(self._engine.module)
         try:
             self._under_way = self._engine.begin_save(path, extra=extra, config=self._settings, own=own)
