@@ -123,13 +123,15 @@ def shown_from(here: Path, path: Path) -> Path:
 
 def print_ending(result: dict[str, Any], run_dir: Path, here: Path, ranks: RankEnvironment | None) -> None:
     """Say where a run lies, and how to go on with it."""
-    print(f"{result['status']}, saved in {shown_from(here, run_dir)}: result.json, metrics.jsonl, ranks/, checkpoints/")
-    if result["checkpoint"] is None:
-        print("next: --cfg job shows every setting; checkpoint.every=100 would let it go on from there", flush=True)
+    shown, has_any = shown_from(here, run_dir), result["checkpoint"] is not None
+    files = f"result.json, metrics.jsonl, ranks/{', checkpoints/' if has_any else ''}"
+    print(f"{result['status']}; in {shown}: {files}", flush=True)
+    if not has_any:
+        print("next: checkpoint.save_at_end=true lets it go on from its end; --cfg job shows every setting", flush=True)
         return
     more = [f"train.max_steps={2 * result['steps']}"] if result["status"] == "completed" else []
     num_ranks = None if ranks is None else ranks.world_size
-    command = resuming.command_to_go_on(result["overrides"], shown_from(here, run_dir), num_ranks, *more)
+    command = resuming.command_to_go_on(result["overrides"], shown, num_ranks, *more)
     print(f"go on with it: {command}", flush=True)
 
 
