@@ -1,10 +1,12 @@
 """A model in buckets that is saved and loaded, together with how far its training has come."""
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zerotrain.checkpoint.manifest import Manifest
+from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.precision.loss_scale import LossScaler
@@ -12,7 +14,8 @@ from zerotrain.engine.schedule.hooks import next_node
 from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.state.owned import Holdings
 from zerotrain.engine.state.restore import added_groups, fill, places_in, verified_manifest
-from zerotrain.engine.state.save import save
+from zerotrain.engine.state.save import Given, prepare
+from zerotrain.engine.state.under_way import SaveUnderWay
 from zerotrain.engine.update.optimizer_step import OptimizerStep
 from zerotrain.errors import EngineStateError
 
@@ -24,33 +27,62 @@ class CheckpointedModel(ShardedModel):
     stamps: StepStamps
     _optimizer_step: OptimizerStep
 
-    def save(self, path: str | os.PathLike[str], *, extra: Any = None, config: Any = None) -> Path:
-        """Write a checkpoint: master weights, optimizer state, groups, what trains, counts, loss scale, buffers.
+    _last_save: SaveUnderWay | None = None
 
-        Collective, between steps; needs some MiB beside what the run holds. The folder appears when all of it is on
-        the disk. Any number of ranks at any stage can `load` it. docs/checkpoints.md has the format.
+    def begin_save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: Any = None,
+        config: Any = None,
+        own: Any = None,
+        staging_nbytes: int | None = None,
+    ) -> SaveUnderWay:
+        """Begin to write a checkpoint: master weights, optimizer state, groups, what trains, counts, loss scale,
+        buffers, all as they are now. Training goes on beside it.
+
+        Collective, between steps. The folder appears when all of it is on the disk. Any number of ranks at any stage
+        can `load` it. docs/checkpoints.md has the format. A thread reads what forward and backward leave as it is; an
+        update first copies what is not written yet of its bucket. One save is under way at a time: a second call waits
+        for the first.
 
         Args:
             path: of a folder that is not there yet, which all ranks reach, such as checkpoints/step-00000100.
             extra: what else the loop needs, the same on all ranks: what JSON can hold.
             config: likewise, of which the manifest gets a hash too.
+            own: what this rank alone needs, such as the states of its generators: what JSON can hold. See `own_of`.
+            staging_nbytes: what copies may take at a time; where more is needed an update waits for the disk. Default:
+                what this rank saves of its largest bucket.
 
         Returns:
-            The folder, absolute.
+            To be waited for: `wait()` gives the folder, or raises on all ranks what any of them has met.
 
         Raises:
-            ConfigError: `extra` or `config` is nothing for JSON.
-            CheckpointError: it could not be written, or something has its name. Nothing is left under that, and
-                training can go on.
+            ConfigError: `extra`, `config` or `own` is nothing for JSON.
+            CheckpointError: it cannot be written, or something has its name, or the save before has failed and nobody
+                has asked. Nothing is left under that name, and training can go on.
             EngineStateError: gradients of a step are waiting, or the optimizer keeps what cannot be saved.
         """
+        started_s = time.perf_counter()
         self._require_between_steps("a checkpoint cannot be saved")
         progress = {
             "step": self.stamps.num_steps,
             "skipped_in_a_row": self._optimizer_step.skipped_steps.num_in_a_row,
             "loss_scaler": None if self.loss_scaler is None else self.loss_scaler.state_dict(),
         }
-        return save(path, self._holdings, progress, extra=extra, config=config)
+        given = Given(path=path, extra=extra, config=config, own=own, staging_nbytes=staging_nbytes, progress=progress)
+        writing = prepare(given, self._holdings, self._settle_last_save)
+        self._last_save = SaveUnderWay(writing)
+        self._last_save.pause_s = time.perf_counter() - started_s
+        return self._last_save
+
+    def save(self, path: str | os.PathLike[str], *, extra: Any = None, config: Any = None, own: Any = None) -> Path:
+        """`begin_save(...).wait()`: needs some MiB beside what the run holds.
+
+        Returns:
+            The folder, absolute.
+        """
+        return self.begin_save(path, extra=extra, config=config, own=own).wait()
 
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Take up a checkpoint of this model and this optimizer, saved at any stage and on any number of ranks.
@@ -68,6 +100,7 @@ class CheckpointedModel(ShardedModel):
             EngineStateError: gradients of a step are waiting.
         """
         self._require_between_steps("a checkpoint cannot be loaded")
+        self._wait_until_saved()
         folder, manifest = verified_manifest(path, self._holdings)
         self._adopt(manifest)
         fill(folder, manifest, self._holdings)
@@ -80,6 +113,17 @@ class CheckpointedModel(ShardedModel):
             self.loss_scaler.load_state_dict(saved["loss_scaler"])
         return saved["extra"]
 
+    def own_of(self, path: str | os.PathLike[str]) -> Any:
+        """What this rank has given as `own` to the save of a checkpoint; None where another number of ranks saved it,
+        or nothing was given. Not collective.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or its manifest is not what was written.
+        """
+        manifest, shards = read_manifest(Path(os.path.abspath(path))), self.world.shards
+        own = manifest.content.get("own", [])
+        return own[shards.rank] if len(own) == shards.size else None
+
     @property
     def _holdings(self) -> Holdings:
         """Other buckets after each change of what trains."""
@@ -90,6 +134,20 @@ class CheckpointedModel(ShardedModel):
         places, added = places_in(manifest), added_groups(manifest, self._groups)
         if added or places != self._groups.places:
             self._change(lambda: self._groups.adopt(places, added))
+
+    def _change(self, change: Callable[[], bool]) -> None:
+        self._wait_until_saved()
+        super()._change(change)
+
+    def _wait_until_saved(self) -> None:
+        """Wait until a save that is under way, if any, has read all there is."""
+        if self._last_save is not None:
+            self._last_save.wait_until_read()
+
+    def _settle_last_save(self) -> None:
+        if (last := self._last_save) is not None:
+            self._last_save = None
+            last.settle()
 
     def _require_between_steps(self, what: str) -> None:
         if self.schedule.phase is not Phase.IDLE:
