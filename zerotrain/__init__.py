@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from zerotrain.comm.world import World
     from zerotrain.engine.engine import ZeroEngine
     from zerotrain.engine.groups.muon import MuonWithAdamW
-    from zerotrain.engine.results import StepResult, TrainStepResult
+    from zerotrain.engine.results import LoadedWeights, StepResult, TrainStepResult
     from zerotrain.errors import (
         CheckpointError,
         CommError,
@@ -30,6 +30,7 @@ _HOMES = {
     "ConfigError": "zerotrain.errors",
     "DisagreementError": "zerotrain.errors",
     "EngineStateError": "zerotrain.errors",
+    "LoadedWeights": "zerotrain.engine.results",
     "MuonWithAdamW": "zerotrain.engine.groups.muon",
     "PrecisionConfig": "zerotrain.settings",
     "StepResult": "zerotrain.engine.results",
@@ -48,6 +49,7 @@ __all__ = [
     "ConfigError",
     "DisagreementError",
     "EngineStateError",
+    "LoadedWeights",
     "MuonWithAdamW",
     "PrecisionConfig",
     "StepResult",

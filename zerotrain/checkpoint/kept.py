@@ -36,51 +36,68 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
+def entries(folder: Path) -> list[Path]:
+    """What lies in a folder, by name; nothing in one that is not there.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {os.strerror(error.errno or 0)}") from error
+
+
 def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints in a folder that have a step's name, by step, ascending. None in a folder that is not there.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    named = [path for path in _entries(Path(folder)) if _STEP.fullmatch(path.name) and step_name(step_of(path)) == path.name]
+    named = [
+        path for path in entries(Path(folder)) if _STEP.fullmatch(path.name) and step_name(step_of(path)) == path.name
+    ]
     return sorted((path for path in named if os.path.isfile(path / MANIFEST)), key=step_of)
 
 
 def partial_in(folder: Path) -> list[Path]:
     """The folders of saves that are under way in a folder, or were cut off."""
-    return [path for path in _entries(folder) if _PARTIAL.fullmatch(path.name)]
+    return [path for path in entries(folder) if _PARTIAL.fullmatch(path.name)]
 
 
-def candidates(path: Path) -> list[Path]:
+ALLOWED = (
+    f"give the folder of a checkpoint (it has {MANIFEST}), a folder of checkpoints (such as {CHECKPOINTS}/"
+    f"{step_name(100)}), or a run's folder (it has {CHECKPOINTS}/)"
+)
+
+
+def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
     """What may be loaded of what a user named, the newest first: at least one.
 
     Args:
         path: of a checkpoint, of a folder of checkpoints with a step's name, or of a run, which has such a folder.
+        allowed: what an error tells to give.
 
     Raises:
         CheckpointError: there is none.
     """
     if _PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
         of_what = "save" if _PARTIAL.fullmatch(path.name) else "removal"
-        raise CheckpointError(f"{path} is what a {of_what} left that was cut off, or is under way: {_ALLOWED}")
+        raise CheckpointError(f"{path} is what a {of_what} left that was cut off, or is under way: {allowed}")
     if os.path.isfile(path / MANIFEST):
         return [path]
     for folder in (path, path / CHECKPOINTS):
         if found := checkpoints_in(folder):
             return found[::-1]
     if not os.path.exists(path):
-        raise CheckpointError(f"{path} is not there: {_ALLOWED}")
+        raise CheckpointError(f"{path} is not there: {allowed}")
     if not os.path.isdir(path):
-        raise CheckpointError(f"{path} is a file: {_ALLOWED}")
+        raise CheckpointError(f"{path} is a file: {allowed}")
     if partial := [*partial_in(path), *partial_in(path / CHECKPOINTS)]:
         raise CheckpointError(f"{path} has no checkpoint: only a save that was cut off is there ({partial[-1].name})")
-    raise CheckpointError(f"{path} has no checkpoint in it: {_ALLOWED}")
-
-
-_ALLOWED = (
-    f"give the folder of a checkpoint (it has {MANIFEST}), a folder of checkpoints (such as {CHECKPOINTS}/"
-    f"{step_name(100)}), or a run's folder (it has {CHECKPOINTS}/)"
-)
+    raise CheckpointError(f"{path} has no checkpoint in it: {allowed}")
 
 
 def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> list[Path]:
@@ -100,7 +117,7 @@ def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> lis
             changed, so training can go on.
     """
     problems: list[str] = []
-    for path in _entries(folder):
+    for path in entries(folder):
         if _REMOVED.fullmatch(path.name):
             _tried(problems, path)
     old = [path for path in _not_kept(checkpoints_in(folder), keep, keep_every) if not path.is_symlink()]
@@ -173,12 +190,3 @@ def _sentence(error: OSError, path: Path) -> str:
     # A name within the folder that is removed comes without its folder.
     named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else path
     return f"{named if named.is_absolute() else path / named.name}: {os.strerror(error.errno or 0)}"
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {os.strerror(error.errno or 0)}") from error

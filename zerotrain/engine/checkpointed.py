@@ -10,18 +10,20 @@ from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.precision.loss_scale import LossScaler
+from zerotrain.engine.results import LoadedWeights
 from zerotrain.engine.schedule.hooks import next_node
 from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.state.owned import Holdings
 from zerotrain.engine.state.restore import added_groups, fill, places_in, verified_manifest
 from zerotrain.engine.state.save import Given, prepare
+from zerotrain.engine.state.start import load_weights
 from zerotrain.engine.state.under_way import SaveUnderWay
 from zerotrain.engine.update.optimizer_step import OptimizerStep
 from zerotrain.errors import EngineStateError
 
 
 class CheckpointedModel(ShardedModel):
-    """Adds `save` and `load`. Whose steps are counted, `ZeroEngine` says."""
+    """Adds `save`, `load` and `load_weights`. Whose steps are counted, `ZeroEngine` says."""
 
     loss_scaler: LossScaler | None
     stamps: StepStamps
@@ -123,6 +125,29 @@ class CheckpointedModel(ShardedModel):
         manifest, shards = read_manifest(Path(os.path.abspath(path))), self.world.shards
         own = manifest.content.get("own", [])
         return own[shards.rank] if len(own) == shards.size else None
+
+    def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> LoadedWeights:
+        """Take weights and buffers alone from a file, as `model.load_state_dict` does; the optimizer's state, counts
+        and groups stay what they are.
+
+        Collective, between steps, before training or after. Each rank reads the elements it holds: some MiB are needed
+        beside what the run holds. Master weights get the file's numbers in fp32.
+
+        Args:
+            path: a safetensors file; a folder with model.safetensors or model.safetensors.index.json, as Hugging Face
+                has them; a checkpoint; a run's folder, for its newest checkpoint. All ranks must reach it.
+            strict: False takes what fits by name and shape, and tells what did not.
+
+        Raises:
+            CheckpointError: on every rank; it cannot be read, or does not fit. Nothing has changed then.
+            EngineStateError: gradients of a step are waiting.
+        """
+        self._require_between_steps("weights cannot be loaded")
+        self._wait_until_saved()
+        loaded = load_weights(path, self._holdings, strict=strict)
+        self.schedule.end_update()
+        self._first_node_after_update = next_node()
+        return loaded
 
     @property
     def _holdings(self) -> Holdings:

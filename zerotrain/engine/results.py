@@ -1,6 +1,7 @@
-"""What the engine says about a step."""
+"""What the engine says about a step, and about weights that it has loaded."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -28,3 +29,37 @@ class TrainStepResult(StepResult):
     loss: torch.Tensor
     """0-dim fp64: this rank's weighted sum of the losses of its micro-batches, detached. In fp64 since losses in fp32
     add up there without rounding, so that their mean over the ranks is the same on any number of ranks."""
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """What `engine.load_weights` took, and what it did not. All names are those of the model, but for `surplus`."""
+
+    path: Path
+    """What was read: a file, or a folder. Of a run it is its newest checkpoint."""
+    num_loaded: int
+    """Tensors of the model, tied ones counted once."""
+    missing: tuple[str, ...]
+    """Not there, and left as they were."""
+    surplus: tuple[str, ...]
+    """There, and not in the model."""
+    wrong_shape: tuple[str, ...]
+    """A sentence for each tensor that was left as it was, since it has another shape there."""
+    wrong_dtype: tuple[str, ...]
+    """The same of integers for floating-point numbers, and the like."""
+    renamed: str
+    """How all names there differ from the model's, in a sentence; empty if they do not."""
+
+    def told(self, max_names: int = 5) -> list[str]:
+        """Sentences for a user: what was loaded, and what was not."""
+        lines = [f"{self.num_loaded} tensors loaded from {self.path}{f'; {self.renamed}' if self.renamed else ''}"]
+        for names, said in (
+            (self.missing, "not in it, and left as they are"),
+            (self.surplus, "in it, and not in the model"),
+            (self.wrong_shape, "of another shape, and left as they are"),
+            (self.wrong_dtype, "of another kind, and left as they are"),
+        ):
+            if names:
+                more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+                lines.append(f"{len(names)} {said}: {', '.join(names[:max_names])}{more}")
+        return lines

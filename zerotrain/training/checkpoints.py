@@ -125,7 +125,7 @@ class RunCheckpoints:
         if errors:
             raise CheckpointError("\n".join(errors))
         if self._policy.init_from is not None:
-            self._say(*self._engine.load_weights(self._policy.init_from).lines())
+            self._say(*self._engine.load_weights(self._policy.init_from).told())
         return None
 
     def _take_settings(self, path: Path, saved_groups: Sequence[Mapping[str, Any]]) -> None:
