@@ -38,6 +38,7 @@ def run(
     enter: Callable[[str], None] = lambda phase: None,
     begin: Callable[[int], None] = lambda step: None,
     data_checked: Mapping[str, Any] | None = None,
+    restarts: int = 0,
 ) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
@@ -48,11 +49,12 @@ def run(
         enter: told what is done from then on, such as "training".
         begin: told the number of each step, from 1, as it begins.
         data_checked: what the data was for `zerotrain.preflight.check`.
+        restarts: repeated in result.json too.
     """
     if config.train.deterministic:
         make_deterministic()
     enter("joining the other ranks")
-    facts = {"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash}
+    facts = {"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
     with words_of_config(), World.from_environment(config.launch.device, config.launch.timeout_s) as world:
         enter(f"building {config.model.get('_target_')}")
         trainer = _trainer(config, world, run_dir, run_facts=facts, begin=begin, data_checked=data_checked)

@@ -25,6 +25,8 @@ class Job:
     """The settings given on the command line."""
     data_checked: dict[str, Any] | None = None
     """What the data was when it was checked, which each rank compares with its own."""
+    restarts: int = 0
+    """How often its ranks were started again, after a failure."""
 
     @cached_property
     def config_hash(self) -> str:
@@ -42,11 +44,15 @@ class Job:
         return self.run_dir / CONFIG_NAME
 
     def open_folder(self) -> None:
-        """Make the run folder, without what an earlier run has left there, and write config.yaml."""
+        """Make the run folder, without what an earlier run has left there, and write config.yaml. After a restart what
+        the ranks have logged and measured stays, and what they had to say of their end goes."""
         self.ranks_dir.mkdir(parents=True, exist_ok=True)
-        for left in (*self.ranks_dir.iterdir(), self.run_dir / RESULT_NAME, self.run_dir / "metrics.jsonl"):
-            left.unlink(missing_ok=True)
-        save_config(self.config, self.config_path)
+        left = [*self.ranks_dir.iterdir(), self.run_dir / "metrics.jsonl", self.run_dir / RESULT_NAME]
+        for path in left:
+            if not self.restarts or path.suffix not in (".log", ".jsonl"):
+                path.unlink(missing_ok=True)
+        if not self.restarts:
+            save_config(self.config, self.config_path)
 
     def complete_folder(self) -> None:
         """Make what is missing of the run folder: on the other machines of a run nobody has opened it."""
@@ -61,6 +67,7 @@ class Job:
             "run_dir": str(self.run_dir),
             "overrides": self.overrides,
             "data_checked": self.data_checked,
+            "restarts": self.restarts,
         }
         return json.dumps(values)
 
@@ -106,9 +113,10 @@ def write_ending(job: Job, world_size: int, *, status: str, error: str) -> None:
         "stage": job.config.zero.stage,
         "overrides": job.overrides,
         "config_hash": job.config_hash,
+        "restarts": job.restarts,
     }
     try:
         written = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):  # none, or cut off where the disk was full
         written = facts
-    RunResult(**(written | {"status": status, "error": error})).write(job.run_dir)
+    RunResult(**(written | {"status": status, "error": error, "stopped_by": None})).write(job.run_dir)

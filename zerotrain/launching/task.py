@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -16,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain import preflight
-from zerotrain.comm.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment, num_restarts
 from zerotrain.config.checks import OPEN_GROUPS, checked_config, doubtful, without_effect
 from zerotrain.config.compose import first_line
 from zerotrain.config.places import with_place
@@ -26,6 +27,7 @@ from zerotrain.launching import exits, sweep
 from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.folder_lock import locked
 from zerotrain.launching.job import Job, completed_in, write_ending, write_refusal
+from zerotrain.launching.restarts import Attempts, resume_command, resuming
 from zerotrain.launching.spawn import run_ranks
 from zerotrain.launching.torchrun import job_exchange, run_here
 from zerotrain.training.result import RESULT_NAME
@@ -41,9 +43,9 @@ def run_job(composed: DictConfig) -> float:
         The final validation loss in nats; nan where it is not a number.
 
     Raises:
-        SystemExit: the job, alone, has failed.
+        SystemExit: the job, alone, has failed; or a signal has ended it, and with it the sweep.
         ZeroTrainError: the job, of a sweep, has failed: the launcher marks it so and goes on.
-        KeyboardInterrupt: Ctrl-C.
+        KeyboardInterrupt: Ctrl-C, in a sweep or at once.
     """
     hydra = HydraConfig.get()
     is_sweep = hydra.mode == RunMode.MULTIRUN
@@ -52,7 +54,7 @@ def run_job(composed: DictConfig) -> float:
         if is_sweep:
             sweep.claim(run_dir, hydra.job.num)
         with locked(run_dir):
-            result = _run(composed, run_dir, overrides=_given(hydra))
+            result, signum = _run(composed, run_dir, overrides=_given(hydra))
     except Exception as error:
         is_full = name_full_disk(error, run_dir)
         said = printable(f"{type(error).__name__}: {error}")
@@ -64,8 +66,16 @@ def run_job(composed: DictConfig) -> float:
         if is_sweep:
             raise failure from error
         raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
-    if not is_sweep:
+    if result["stopped_by"] is not None:
+        print_stop(result["error"], run_dir, is_sweep=is_sweep)
+        signum = signum or signal.Signals[result["stopped_by"]]
+    elif not is_sweep:
         print_ending(run_dir, Path.cwd())
+    if is_sweep and signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    if result["stopped_by"] is not None or (is_sweep and signum):
+        is_ctrl_c = signum == signal.SIGINT and RankEnvironment.read() is None  # to torchrun a code is a failure
+        raise SystemExit(exits.of_signal(signum) if is_ctrl_c else exits.COMPLETED)
     loss = result["final_val_loss"]
     return math.nan if loss is None else loss
 
@@ -84,7 +94,8 @@ def _given(hydra: Any) -> list[str]:
     return given
 
 
-def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
+def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dict[str, Any], int]:
+    """The body of result.json, and the signal to stop that has come to this process; 0 for none."""
     ranks = RankEnvironment.read()
     try:
         with exits.exits_raised():
@@ -98,7 +109,10 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     num_ranks = _num_local_ranks(config) if ranks is None else ranks.world_size
     for warning in without_effect(config, num_ranks) + doubtful(config):
         print(f"warning: {warning}", file=sys.stderr)
-    job = Job(config=config, run_dir=run_dir, overrides=overrides, data_checked=data_checked)
+    restarts = 0 if ranks is None else num_restarts()
+    job = Job(config=config, run_dir=run_dir, overrides=overrides, data_checked=data_checked, restarts=restarts)
+    if restarts:
+        job = resuming(job)
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
     shown = shown_from(Path.cwd(), run_dir)
@@ -111,7 +125,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     except ZeroTrainError as error:
         write_ending(job, num_ranks, status="failed", error=str(error))
         raise
-    return run_here(job, ranks)
+    return run_here(job, ranks), 0
 
 
 def shown_from(here: Path, path: Path) -> Path:
@@ -126,6 +140,14 @@ def print_ending(run_dir: Path, here: Path) -> None:
     print("      -m zero.stage=0,1,2,3 compares the stages, --cfg job shows every setting", flush=True)
 
 
+def print_stop(what: str, run_dir: Path, *, is_sweep: bool) -> None:
+    """Say what has stopped a run in order, and how it goes on."""
+    command = resume_command(run_dir, under_torchrun=RankEnvironment.read() is not None)
+    print(f"{what}; " + ("nothing was saved" if command is None else f"saved in {run_dir / 'checkpoints'}"))
+    if command is not None and not is_sweep:
+        print(f"to go on: {command}", flush=True)
+
+
 def _save_composition(composed: DictConfig, folder: Path) -> None:
     """Write what Hydra would have written before it called us, when the folder might still be another run's."""
     folder.mkdir(exist_ok=True)
@@ -134,20 +156,21 @@ def _save_composition(composed: DictConfig, folder: Path) -> None:
     OmegaConf.save(HydraConfig.get().overrides.task, folder / "overrides.yaml")
 
 
-def _run_spawned(job: Job, num_ranks: int) -> dict[str, Any]:
+def _run_spawned(job: Job, num_ranks: int) -> tuple[dict[str, Any], int]:
+    attempts = Attempts(job)
     try:
-        run_ranks(job, num_ranks)
+        signum = run_ranks(attempts, num_ranks)
     except Exception as error:
         said = str(error) if isinstance(error, ZeroTrainError) else printable(f"{type(error).__name__}: {error}")
         with suppress(OSError):  # the cause matters more than a disk that is full
-            write_ending(job, num_ranks, status="failed", error=said)
+            write_ending(attempts.job, num_ranks, status="failed", error=said)
         raise
     except (KeyboardInterrupt, SystemExit):
         with suppress(OSError):
-            write_ending(job, num_ranks, status="stopped", error="stopped by a signal")
+            write_ending(attempts.job, num_ranks, status="stopped", error="stopped by a signal")
         raise
     result: dict[str, Any] = json.loads((job.run_dir / RESULT_NAME).read_text())
-    return result
+    return result, signum
 
 
 def _checked(

@@ -26,6 +26,10 @@ class RunResult:
     """completed, stopped (from outside) or failed."""
     error: str | None = None
     """What ended a run that did not complete."""
+    stopped_by: str | None = None
+    """The signal after which the run ended in order, its step done on all ranks; null however else it ended."""
+    restarts: int = 0
+    """How often the ranks were started again before, after a failure."""
     steps: int = 0
     """Optimizer steps done, skipped ones included."""
     skipped_steps: int = 0
@@ -50,6 +54,11 @@ class RunResult:
     """Bytes rank 0 sent in the last step, and what theory says: {sent, theory}."""
     memory_bytes: dict[str, Any] | None = None
     """Bytes rank 0 holds at rest {parameters, gradients, optimizer}, the same in theory {theory}, and its {peak}."""
+
+    def stop(self, signal_name: str, max_steps: int) -> None:
+        """The run ends in order after a signal, before it has completed."""
+        self.status, self.stopped_by = "stopped", signal_name
+        self.error = f"stopped by {signal_name} after step {self.steps} of {max_steps}"
 
     def body(self) -> dict[str, Any]:
         """What is written."""

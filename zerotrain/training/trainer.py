@@ -28,7 +28,7 @@ from zerotrain.training.sample import show_sample
 from zerotrain.training.seeds import seed_leaf
 from zerotrain.training.sinks import MetricsFile, MetricSink
 from zerotrain.training.start import print_start
-from zerotrain.training.stop import interrupt_on_sigterm
+from zerotrain.training.stop import name_of_stop, stop_requests
 
 ROWS_PER_EVAL_BATCH = 8
 """What `eval_batches` counts. A number, not the batch of training: what is validated must not depend on ranks."""
@@ -117,25 +117,16 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train, evaluate, show a sample and the report; return the body of result.json. Collective.
 
-        result.json is written however the run ends, as long as this process can.
+        result.json is written however the run ends, as long as this process can; after a signal to stop in order.
         """
-        with interrupt_on_sigterm() as stop:
+        with stop_requests(partial(setattr, self.engine, "signal")) as stop:
             try:
                 self.feed.agree(self.data_state, self.data_checked)
                 self.data_state = self.feed.sampler.state_dict()
                 self._show_start()
-                self._train()
-                show_sample(
-                    self.console,
-                    engine=self.engine,
-                    dataset=self.dataset,
-                    num_tokens=self.sample_tokens,
-                    seed=self.seed,
-                )
-                usages = self._measure()
-                self.result.status = "completed"
+                usages = self._finish() if self._train() else None
             except BaseException as error:
-                stopped = stop.received or isinstance(error, KeyboardInterrupt)
+                stopped = stop.at_once or isinstance(error, KeyboardInterrupt)
                 self.result.status = "stopped" if stopped else "failed"
                 self.result.error = printable(f"{type(error).__name__}: {error}")
                 raise
@@ -146,7 +137,8 @@ class Trainer:
                 self.result.data_wait_ms = self.clock.data_wait_ms()
                 if self.world.rank == 0:
                     self.result.write(self.run_dir)
-        print_report(self.console, result=self.result, usages=usages, device=self.world.device)
+        if usages is not None:
+            print_report(self.console, result=self.result, usages=usages, device=self.world.device)
         if (share := self.clock.data_wait_share()) > DATA_WAIT_SHOWN:
             said = f"waited for data {share:.0%} of the time: {self.feed.advice_on_waiting()}"
             self.console.print(said, highlight=False, markup=False)
@@ -163,11 +155,11 @@ class Trainer:
                 num_steps=self.max_steps - self.first_step,
             )
 
-    def _train(self) -> None:
+    def _train(self) -> bool:
+        """Whether all steps are done; not so after a signal to stop."""
         with ExitStack() as stack:
-            metrics_file = self._metrics_file()
             progress = ProgressDisplay(console=self.console, max_steps=self.max_steps, first_step=self.first_step)
-            sinks = [*metrics_file, progress, *self.sinks]
+            sinks = [*self._metrics_file(), progress, *self.sinks]
             for sink in sinks:
                 stack.callback(sink.close)
             step_done = stack.enter_context(self._recorded_steps())
@@ -196,10 +188,15 @@ class Trainer:
                 self.result.steps = step + 1
                 step_done()
                 progress.advance()
-                if self._is_due(self.log_every) or step == self.first_step:
+                stopped_by = name_of_stop(outcome.signals) if self.result.steps < self.max_steps else None
+                if stopped_by or self._is_due(self.log_every) or step == self.first_step:
                     log(self._measure_step(outcome))
+                if stopped_by:  # on all ranks alike: here the run saves what it has come to
+                    self.result.stop(stopped_by, self.max_steps)
+                    return False
                 if self._is_due(self.eval_every):
                     log(self._evaluate())
+        return True
 
     def leaf(self, virtual_rank: int) -> dict[str, torch.Tensor]:
         """What a virtual rank will add to the gradient of the next step: `engine.leaf`. At stage 3 collective."""
@@ -285,8 +282,11 @@ class Trainer:
             )
         return {"val_loss": loss} | {f"val_loss/{name}": value for name, value in by_source.items()}
 
-    def _measure(self) -> list[RankUsage]:
-        """Fill in what is known at the end only; return the usage of all ranks. Collective."""
+    def _finish(self) -> list[RankUsage]:
+        """Show a sample, fill in what is known at the end only; return the usage of all ranks. Collective."""
+        show_sample(
+            self.console, engine=self.engine, dataset=self.dataset, num_tokens=self.sample_tokens, seed=self.seed
+        )
         usage = measure_usage(
             engine=self.engine,
             device=self.world.device,
@@ -295,4 +295,5 @@ class Trainer:
         self.result.weights_sha256 = self.engine.weights_sha256()
         self.result.comm_bytes_per_step = {"sent": usage.sent_nbytes, "theory": usage.theory_sent_nbytes}
         self.result.memory_bytes = self.engine.memory_bytes() | {"peak": usage.peak_nbytes}
+        self.result.status = "completed"
         return gather_usages(usage, self.world)
