@@ -41,6 +41,7 @@ def run(
     begin: Callable[[int], None] = lambda step: None,
     data_checked: Mapping[str, Any] | None = None,
     resume_from: Sequence[str] = (),
+    restarts: int = 0,
 ) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
@@ -52,11 +53,12 @@ def run(
         begin: told the number of each step, from 1, as it begins.
         data_checked: what the data was for `zerotrain.preflight.check`.
         resume_from: checkpoints to go on from, the best first.
+        restarts: repeated in result.json too.
     """
     if config.train.deterministic:
         make_deterministic()
     enter("joining the other ranks")
-    facts = {"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash}
+    facts = {"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
     with words_of_config(), World.from_environment(config.launch.device, config.launch.timeout_s) as world:
         enter(f"building {config.model.get('_target_')}")
         policy = _policy(config, resume_from)

@@ -83,6 +83,7 @@ OPTIONS = """
     launch.device
     launch.threads_per_rank
     launch.timeout_s
+    launch.max_restarts
     launch.overwrite
 """
 

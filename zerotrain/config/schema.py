@@ -145,6 +145,9 @@ class LaunchConfig:
     on the CPU depend on it."""
     timeout_s: float = setting(300.0, between(0.001, 31536000, "seconds (a year)"))
     """Seconds a collective may wait for the other ranks before the run is ended."""
+    max_restarts: int = setting(0, between(0, 1000, "restarts"))
+    """How often the ranks are started again after one has failed or died, each time from the newest checkpoint; after
+    two in a row that brought no newer one there is no other. With torchrun: its own --max-restarts."""
     overwrite: bool = setting(False, TRUE_OR_FALSE)
     """Run in a folder that holds a completed run, and erase that. One that did not complete needs no leave."""
 

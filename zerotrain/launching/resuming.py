@@ -1,11 +1,13 @@
 """What a run goes on from: which checkpoints are tried, and what of the settings they decide."""
 
+import re
 import shlex
 import sys
 from pathlib import Path
 
 from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, checkpoints_in
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError
@@ -98,22 +100,35 @@ def take_from(manifest: Manifest, config: Config, num_ranks: int) -> str | None:
     return f"train.virtual_ranks={wanted}, as in the checkpoint"
 
 
-def command_to_go_on(overrides: list[str], run_dir: Path, num_torchrun_ranks: int | None, *more: str) -> str:
+def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment | None, *more: str) -> str:
     """The command that goes on with a run, for a shell.
 
     Args:
         overrides: the run's own.
         run_dir: as it is to be written.
-        num_torchrun_ranks: where torchrun has started the ranks, how many; None: they were started by us.
+        ranks: of torchrun, where that has started them; None: they were started by us.
         more: settings that are to be others.
     """
     program, _, of_module = sys.argv[0].rpartition("python ")
     started = shlex.split(of_module) if program == "" and of_module.startswith("-m ") else [sys.argv[0]]
-    starter = ["python"] if num_torchrun_ranks is None else ["torchrun", "--nproc-per-node", str(num_torchrun_ranks)]
+    starter = "python"
+    if ranks is not None:
+        is_one_machine = ranks.local_world_size == ranks.world_size
+        starter = f"torchrun --nproc-per-node {ranks.world_size}" if is_one_machine else "torchrun ..."
     replaced = (*_OF_RESUMING, *(f"{each.partition('=')[0]}=" for each in more))
     kept = [each for each in overrides if not each.lstrip("+").startswith(replaced)]
-    goes_on = [f"hydra.run.dir={run_dir}", f"checkpoint.resume={AUTO}"]
-    return shlex.join([*starter, *started, *kept, *more, *goes_on, *_config_options(sys.argv[1:])])
+    settings = with_run_dir([*kept, *more, f"checkpoint.resume={AUTO}"], run_dir)
+    return f"{starter} {shlex.join([*started, *settings, *_config_options(sys.argv[1:])])}"
+
+
+def with_run_dir(arguments: list[str], run_dir: Path) -> list[str]:
+    """The same command line for a job in this folder, whatever its name."""
+    text = str(run_dir)
+    if not re.fullmatch(r"[\w./-]+", text, re.ASCII):
+        escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+        text = f"'{escaped}'"
+    others = [argument for argument in arguments if not argument.startswith("hydra.run.dir=")]
+    return [f"hydra.run.dir={text}", *others]
 
 
 def _config_options(arguments: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -16,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain import preflight
-from zerotrain.comm.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment, num_restarts
 from zerotrain.config.checks import OPEN_GROUPS, checked_config, doubtful, without_effect
 from zerotrain.config.compose import first_line
 from zerotrain.config.places import with_place
@@ -26,6 +27,7 @@ from zerotrain.launching import exits, resuming, sweep
 from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.folder_lock import locked
 from zerotrain.launching.job import Job, write_ending, write_refusal
+from zerotrain.launching.restarts import Attempts, going_on
 from zerotrain.launching.spawn import run_ranks
 from zerotrain.launching.torchrun import job_exchange, run_here
 from zerotrain.training.result import RESULT_NAME
@@ -41,9 +43,9 @@ def run_job(composed: DictConfig) -> float:
         The final validation loss in nats; nan where it is not a number.
 
     Raises:
-        SystemExit: the job, alone, has failed.
+        SystemExit: the job, alone, has failed; or a signal has ended it, and with it the sweep.
         ZeroTrainError: the job, of a sweep, has failed: the launcher marks it so and goes on.
-        KeyboardInterrupt: Ctrl-C.
+        KeyboardInterrupt: Ctrl-C, in a sweep or at once.
     """
     hydra = HydraConfig.get()
     is_sweep = hydra.mode == RunMode.MULTIRUN
@@ -52,7 +54,7 @@ def run_job(composed: DictConfig) -> float:
         if is_sweep:
             sweep.claim(run_dir, hydra.job.num)
         with locked(run_dir):
-            result = _run(composed, run_dir, overrides=_given(hydra))
+            result, signum = _run(composed, run_dir, overrides=_given(hydra))
     except Exception as error:
         is_full = name_full_disk(error, run_dir)
         said = printable(f"{type(error).__name__}: {error}")
@@ -64,8 +66,15 @@ def run_job(composed: DictConfig) -> float:
         if is_sweep:
             raise failure from error
         raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
-    if not is_sweep:
+    if result["stopped_by"] is not None:
+        signum = signum or signal.Signals[result["stopped_by"]]
+    if result["stopped_by"] is not None or not is_sweep:
         print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
+    if is_sweep and signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    if result["stopped_by"] is not None or (is_sweep and signum):
+        is_ctrl_c = signum == signal.SIGINT and RankEnvironment.read() is None  # to torchrun a code is a failure
+        raise SystemExit(exits.of_signal(signum) if is_ctrl_c else exits.COMPLETED)
     loss = result["final_val_loss"]
     return math.nan if loss is None else loss
 
@@ -84,7 +93,8 @@ def _given(hydra: Any) -> list[str]:
     return given
 
 
-def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
+def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dict[str, Any], int]:
+    """The body of result.json, and the signal to stop that has come to this process; 0 for none."""
     ranks = RankEnvironment.read()
     try:
         with exits.exits_raised():
@@ -100,7 +110,17 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
         print(f"warning: {warning}", file=sys.stderr)
     if config.checkpoint.save_at_end is None:
         config.checkpoint.save_at_end = HydraConfig.get().mode != RunMode.MULTIRUN
-    job = Job(config=config, run_dir=run_dir, overrides=overrides, data_checked=data_checked, resume_from=resume_from)
+    restarts = 0 if ranks is None else num_restarts()
+    job = Job(
+        config=config,
+        run_dir=run_dir,
+        overrides=overrides,
+        data_checked=data_checked,
+        resume_from=resume_from,
+        restarts=restarts,
+    )
+    if restarts:
+        job = going_on(job)
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
     shown = shown_from(Path.cwd(), run_dir)
@@ -113,7 +133,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     except ZeroTrainError as error:
         write_ending(job, num_ranks, status="failed", error=str(error))
         raise
-    return run_here(job, ranks)
+    return run_here(job, ranks), 0
 
 
 def shown_from(here: Path, path: Path) -> Path:
@@ -122,17 +142,15 @@ def shown_from(here: Path, path: Path) -> Path:
 
 
 def print_ending(result: dict[str, Any], run_dir: Path, here: Path, ranks: RankEnvironment | None) -> None:
-    """Say where a run lies, and how to go on with it."""
+    """Say where a run lies that has completed or was stopped in order, and how to go on with it."""
     shown, has_any = shown_from(here, run_dir), result["checkpoint"] is not None
     files = f"result.json, metrics.jsonl, ranks/{', checkpoints/' if has_any else ''}"
-    print(f"{result['status']}; in {shown}: {files}", flush=True)
-    if not has_any:
+    print(f"{result['error'] or 'completed'}; in {shown}: {files}")
+    if has_any:
+        more = [f"train.max_steps={2 * result['steps']}"] if result["status"] == "completed" else []
+        print(f"to go on: {resuming.command_to_go_on(result['overrides'], shown, ranks, *more)}", flush=True)
+    else:
         print("next: checkpoint.save_at_end=true lets it go on from its end; --cfg job shows every setting", flush=True)
-        return
-    more = [f"train.max_steps={2 * result['steps']}"] if result["status"] == "completed" else []
-    num_ranks = None if ranks is None else ranks.world_size
-    command = resuming.command_to_go_on(result["overrides"], shown, num_ranks, *more)
-    print(f"go on with it: {command}", flush=True)
 
 
 def _save_composition(composed: DictConfig, folder: Path) -> None:
@@ -143,20 +161,21 @@ def _save_composition(composed: DictConfig, folder: Path) -> None:
     OmegaConf.save(HydraConfig.get().overrides.task, folder / "overrides.yaml")
 
 
-def _run_spawned(job: Job, num_ranks: int) -> dict[str, Any]:
+def _run_spawned(job: Job, num_ranks: int) -> tuple[dict[str, Any], int]:
+    attempts = Attempts(job)
     try:
-        run_ranks(job, num_ranks)
+        signum = run_ranks(attempts, num_ranks)
     except Exception as error:
         said = str(error) if isinstance(error, ZeroTrainError) else printable(f"{type(error).__name__}: {error}")
         with suppress(OSError):  # the cause matters more than a disk that is full
-            write_ending(job, num_ranks, status="failed", error=said)
+            write_ending(attempts.job, num_ranks, status="failed", error=said)
         raise
     except (KeyboardInterrupt, SystemExit):
         with suppress(OSError):
-            write_ending(job, num_ranks, status="stopped", error="stopped by a signal")
+            write_ending(attempts.job, num_ranks, status="stopped", error="stopped by a signal")
         raise
     result: dict[str, Any] = json.loads((job.run_dir / RESULT_NAME).read_text())
-    return result
+    return result, signum
 
 
 def _checked(
@@ -176,7 +195,8 @@ def _checked(
     if ranks is not None and wanted not in (None, ranks.local_world_size):
         started = ranks.local_world_size
         problems.append(f"launch.nproc_per_node: got {wanted}; torchrun has started {started}; leave it out")
-    problems += resuming.folder_problems(config, run_dir)
+    if ranks is None or not num_restarts():
+        problems += resuming.folder_problems(config, run_dir)
     num_ranks = num_local if ranks is None else ranks.world_size
     try:
         to_try = resuming.checkpoints_to_try(config, run_dir)

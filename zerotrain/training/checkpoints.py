@@ -260,7 +260,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def take_changed(
-    groups: Sequence[Hyperparameters], *, was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
+    groups: Sequence[dict[str, Any]], *, was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
 ) -> None:
     """Give groups that a checkpoint has filled the hyperparameters whose settings have changed since.
 
@@ -273,5 +273,5 @@ def take_changed(
         for name, value in after.items():
             if before.get(name) != value and name not in OF_THIS_MACHINE and name in group:
                 group[name] = restored(value, group[name])
-                if name == "lr":
+                if name == "lr" and isinstance(group, Hyperparameters):
                     group.first_lr = float(value)

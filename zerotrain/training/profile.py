@@ -8,6 +8,8 @@ from types import TracebackType
 import torch
 from rich.console import Console
 
+from zerotrain.comm.world import World
+
 NUM_TRACED_STEPS = 3
 NUM_STEPS_BEFORE = 3
 """Steps before the traced ones, which allocate and compile."""
@@ -15,7 +17,7 @@ NUM_STEPS_BEFORE = 3
 
 @contextmanager
 def recorded_steps(
-    folder: Path, *, rank: int, device: torch.device, max_steps: int, trace: bool, memory: bool, console: Console
+    folder: Path, world: World, *, max_steps: int, trace: bool, memory: bool, console: Console
 ) -> Iterator[Callable[[], None]]:
     """Record the steps of training made within; yields what is to be called after each.
 
@@ -26,6 +28,7 @@ def recorded_steps(
         memory: record allocations, for pytorch.org/memory_viz; there are none to record on the CPU.
         console: told so.
     """
+    rank, device = world.rank, world.device
     if memory and device.type != "cuda":
         console.print("warning: train.memory_snapshot=true has no effect on the CPU", highlight=False)
     recorders: list[torch.profiler.profile | _MemoryHistory] = []
@@ -33,7 +36,8 @@ def recorded_steps(
         if trace and max_steps > 0:
             folder.mkdir(exist_ok=True)
             recorders.append(stack.enter_context(_profiler(folder / f"rank{rank}.json", device, max_steps)))
-        if memory and device.type == "cuda":
+        rank, device = world.rank, world.device
+    if memory and device.type == "cuda":
             folder.mkdir(exist_ok=True)
             recorders.append(stack.enter_context(_MemoryHistory(folder / f"memory_rank{rank}.pickle")))
 

@@ -158,13 +158,11 @@ class Trainer:
                 stopped_by = self._train(stop)
                 usages = None if stopped_by else self._end()
                 failure = self.checkpoints.finish()
-                self.result.status = "failed" if failure else "stopped" if stopped_by else "completed"
-                stopped = f"stopped by {stopped_by} after step {self.result.steps}" if stopped_by else None
-                self.result.error = printable(f"CheckpointError: {failure}") if failure else stopped
+                self.result.end(stopped_by, self.max_steps, failure)
             except BaseException as error:
                 if isinstance(error, TrainingError):  # of all ranks alike
                     self.checkpoints.finish()
-                is_stop = stop.signum or isinstance(error, KeyboardInterrupt)
+                is_stop = stop.at_once or isinstance(error, KeyboardInterrupt)
                 self.result.status = "stopped" if is_stop else "failed"
                 self.result.error = printable(f"{type(error).__name__}: {error}")
                 raise
@@ -220,8 +218,7 @@ class Trainer:
                 stack.callback(sink.close)
             recording = recorded_steps(
                 self.run_dir / "profile",
-                rank=self.world.rank,
-                device=self.world.device,
+                self.world,
                 max_steps=self.max_steps - self.first_step,
                 trace=self.profile,
                 memory=self.memory_snapshot,

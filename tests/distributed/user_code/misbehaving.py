@@ -52,6 +52,12 @@ class MisbehavingMLP(MLP):
         if self.action == "sleep":
             print("asleep", flush=True)
             time.sleep(600)
+        if self.action == "pause":
+            print("pausing", flush=True)
+            time.sleep(1.0)
+        if self.action == "kill once":
+            with open("killed", "x"):  # the second time there is an exception, and not this
+                os.kill(os.getpid(), signal.SIGKILL)
         if self.action == "poison":
             self.is_poisoned = True
 

@@ -26,7 +26,8 @@ def test_a_folder_with_checkpoints_is_neither_erased_nor_written_among(tmp_path:
     assert resuming.folder_problems(config_with(None), tmp_path) == []
     checkpoint(tmp_path, 3)
     [problem] = resuming.folder_problems(config_with(None), tmp_path)
-    assert "checkpoint.resume=auto goes on" in problem and str(tmp_path) in problem
+    assert "checkpoint.resume=auto goes on" in problem
+    assert str(tmp_path) in problem
     assert resuming.folder_problems(config_with(None, overwrite=True), tmp_path) == []
     assert resuming.folder_problems(config_with("auto"), tmp_path) == []
 
@@ -63,7 +64,8 @@ def test_where_no_manifest_can_be_read_there_is_nothing_to_go_on_from(tmp_path: 
     assert resuming.first_readable([]) is None
     with pytest.raises(ConfigError) as error:
         resuming.first_readable([checkpoint(tmp_path, 3), checkpoint(tmp_path, 4)])
-    assert len(error.value.problems) == 2 and all("checkpoint.resume: " in each for each in error.value.problems)
+    assert len(error.value.problems) == 2
+    assert all("checkpoint.resume: " in each for each in error.value.problems)
 
 
 class Saved:

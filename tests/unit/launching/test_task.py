@@ -55,4 +55,5 @@ def test_the_end_says_where_things_are_and_how_to_go_on(tmp_path: Path, capsys, 
 
 def test_without_a_checkpoint_the_end_says_how_to_get_one(tmp_path: Path, capsys):
     _, following = ending(tmp_path, capsys)
-    assert "checkpoint.save_at_end=true" in following and "go on" not in following.split("next:")[0]
+    assert "checkpoint.save_at_end=true" in following
+    assert "go on" not in following.split("next:")[0]

@@ -51,8 +51,16 @@ def start(make_trainer, tmp_path: Path):
         run_dir = tmp_path / name
         run_dir.mkdir(exist_ok=True)
         optimizer = partial(torch.optim.AdamW, lr=lr)
-        engine = zerotrain.build_engine(Draws(), optimizer=optimizer, max_grad_norm=0.5, world=changes.pop("world", None))
-        settings: dict[str, Any] = {"engine": engine, "run_dir": run_dir, "max_steps": 12, "eval_every": 4, "log_every": 2}
+        engine = zerotrain.build_engine(
+            Draws(), optimizer=optimizer, max_grad_norm=0.5, world=changes.pop("world", None)
+        )
+        settings: dict[str, Any] = {
+            "engine": engine,
+            "run_dir": run_dir,
+            "max_steps": 12,
+            "eval_every": 4,
+            "log_every": 2,
+        }
         settings |= {"schedule": partial(warmup_cosine, warmup_steps=3), "settings": {"optimizer": {"lr": lr}}}
         return make_trainer(**settings | changes)
 
@@ -88,7 +96,8 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(start, asynchronous, s
     assert lines_of(again) == lines_of(whole)
     for name in ("steps", "skipped_steps", "final_train_loss", "final_val_loss", "status"):
         assert got[name] == wanted[name], name
-    assert got["train_s"] > 0 and got["resumed_from"] == str(path_of(whole, step))
+    assert got["train_s"] > 0
+    assert got["resumed_from"] == str(path_of(whole, step))
     assert again.engine.module.calls == whole.engine.module.calls
     assert again.data_state == whole.data_state
 
@@ -118,7 +127,8 @@ def test_the_newest_that_is_what_was_written_is_taken(start, screen):
     assert second.run()["resumed_from"] == str(path_of(first, 6))
     said = screen.getvalue()
     assert said.count("warning: skipped a checkpoint that cannot be taken up") == 2
-    assert "step-00000012/manifest.json" in said and "step-00000009/rank-00000.safetensors" in said
+    assert "step-00000012/manifest.json" in said
+    assert "step-00000009/rank-00000.safetensors" in said
 
 
 def test_where_none_can_be_taken_up_nothing_is_trained(start):
@@ -130,7 +140,8 @@ def test_where_none_can_be_taken_up_nothing_is_trained(start):
     second = start("run", checkpoint=CheckpointPolicy(resume=to_try))
     with pytest.raises(CheckpointError, match=r"(?s)step-00000012/rank-00000.*step-00000009/rank-00000"):
         second.run()
-    assert second.result.steps == 0 and second.result.status == "failed"
+    assert second.result.steps == 0
+    assert second.result.status == "failed"
 
 
 def test_only_the_newest_stay_and_those_of_a_rhythm(start):
@@ -144,7 +155,8 @@ def test_a_run_saves_when_it_is_time(start, screen):
     body = trainer.run()
     assert names_in(trainer) == [f"step-{each:08d}" for each in (1, 2, 3)]
     assert screen.getvalue().count("saved checkpoints/step-") == 3
-    assert body["checkpoint"] == str(path_of(trainer, 3)) and body["save_pause_ms"] > 0
+    assert body["checkpoint"] == str(path_of(trainer, 3))
+    assert body["save_pause_ms"] > 0
     never = start("never", checkpoint=CheckpointPolicy(every_s=1000.0, at_end=False), max_steps=3)
     assert never.run()["checkpoint"] is None
 
@@ -171,7 +183,8 @@ def test_a_hyperparameter_that_was_changed_since_is_that_of_now(start, screen):
     second.run()
     last = {line["step"]: line["lr"] for line in lines_of(second) if "lr" in line}
     before = {line["step"]: line["lr"] for line in lines_of(first) if "lr" in line}
-    assert last[6] == before[6] and last[8] == pytest.approx(0.3 * before[8])
+    assert last[6] == before[6]
+    assert last[8] == pytest.approx(0.3 * before[8])
     assert "optimizer.lr: 0.01 until now, 0.003 from here on" in screen.getvalue()
     third = start("third", lr=3e-3, checkpoint=CheckpointPolicy(resume=[path_of(second, 12)]), max_steps=14)
     third.run()
@@ -186,7 +199,8 @@ def test_a_save_that_fails_costs_no_training_and_is_told_at_once_and_in_the_end(
         trainer.run()
     result = json.loads((trainer.run_dir / "result.json").read_text())
     assert (result["status"], result["steps"], result["weights_sha256"]) == ("failed", 12, wanted["weights_sha256"])
-    assert result["checkpoint"] is None and "step-00000012 was not saved" in result["error"]
+    assert result["checkpoint"] is None
+    assert "step-00000012 was not saved" in result["error"]
     told = screen.getvalue().split("model   Draws")[-1]
     assert told.index("warning: step-00000003 was not saved") < told.index("step 12/12")
 
@@ -202,7 +216,7 @@ def test_a_run_that_is_further_than_asked_for_is_refused(start):
     first = start("run", checkpoint=EVERY_THREE)
     first.run()
     second = start("again", checkpoint=CheckpointPolicy(resume=[path_of(first, 12)]), max_steps=10)
-    with pytest.raises(ConfigError, match="train.max_steps: got 10, but .* is of step 12"):
+    with pytest.raises(ConfigError, match=r"train.max_steps: got 10, but .* is of step 12"):
         second.run()
 
 

@@ -35,7 +35,8 @@ def test_generators_of_modules_go_on_from_where_they_were():
     model = nn.Sequential(Draws(), Draws())
     model[1].draw()
     states = json.loads(json.dumps(generator_states(model)))
-    assert sorted(states)[0] == "0.of_numpy" and len(states) == 10
+    assert sorted(states)[0] == "0.of_numpy"
+    assert len(states) == 10
     wanted = [each.draw() for each in model]
     fresh = nn.Sequential(Draws(), Draws())
     restore_generators(fresh, states)

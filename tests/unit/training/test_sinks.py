@@ -43,4 +43,5 @@ def test_lines_of_later_steps_and_one_that_was_cut_off_do_not_stay(tmp_path: Pat
     keep_lines(target, target, until=0)
     assert target.read_text() == '{"step": 0, "val_loss": 3.0}\n'
     keep_lines(tmp_path / "none", target, until=0)
-    assert target.read_text() and sorted(path.name for path in tmp_path.iterdir()) == ["now.jsonl", "then.jsonl"]
+    assert target.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["now.jsonl", "then.jsonl"]
