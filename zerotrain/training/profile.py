@@ -36,8 +36,7 @@ def recorded_steps(
         if trace and max_steps > 0:
             folder.mkdir(exist_ok=True)
             recorders.append(stack.enter_context(_profiler(folder / f"rank{rank}.json", device, max_steps)))
-        rank, device = world.rank, world.device
-    if memory and device.type == "cuda":
+        if memory and device.type == "cuda":
             folder.mkdir(exist_ok=True)
             recorders.append(stack.enter_context(_MemoryHistory(folder / f"memory_rank{rank}.pickle")))
 

@@ -69,7 +69,7 @@ class RunResult:
     """Bytes rank 0 holds at rest {parameters, gradients, optimizer}, the same in theory {theory}, and its {peak}."""
 
     def end(self, stopped_by: str | None, max_steps: int, failure: Exception | None) -> None:
-        """The run ends in order: its steps are done, or a signal came before; what went wrong in between is told too."""
+        """The run ends in order: its steps are done, or a signal came before. Some of its saves may have failed."""
         self.status, self.stopped_by = "stopped" if stopped_by else "completed", stopped_by
         if stopped_by:
             self.error = f"stopped by {stopped_by} after step {self.steps} of {max_steps}"
