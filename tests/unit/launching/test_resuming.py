@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from zerotrain.checkpoint.manifest import MANIFEST
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, TrainConfig
 from zerotrain.errors import ConfigError
 from zerotrain.launching import resuming
@@ -95,18 +96,24 @@ def test_a_checkpoint_beyond_the_last_step_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("argv", "num_ranks", "command"),
+    ("argv", "ranks", "command"),
     [
-        (["launch.py"], None, "python launch.py a=1 train.max_steps=8 hydra.run.dir=out checkpoint.resume=auto"),
+        (["launch.py"], None, "python launch.py hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto"),
         (
             ["python -m zerotrain", "--config-dir", "my conf", "-m"],
-            2,
-            "torchrun --nproc-per-node 2 -m zerotrain a=1 train.max_steps=8 hydra.run.dir=out checkpoint.resume=auto "
+            (2, 2),
+            "torchrun --nproc-per-node 2 -m zerotrain hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto "
             "--config-dir 'my conf'",
+        ),
+        (
+            ["launch.py"],
+            (2, 4),
+            "torchrun ... launch.py hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto",
         ),
     ],
 )
-def test_the_command_to_go_on_is_that_of_the_run_and_says_where(monkeypatch, argv, num_ranks, command):
+def test_the_command_to_go_on_is_that_of_the_run_and_says_where(monkeypatch, argv, ranks, command):
     monkeypatch.setattr(sys, "argv", argv)
     overrides = ["a=1", "train.max_steps=4", "+checkpoint.resume=x", "hydra.run.dir=else", "launch.overwrite=true"]
-    assert resuming.command_to_go_on(overrides, Path("out"), num_ranks, "train.max_steps=8") == command
+    started = ranks and RankEnvironment(0, ranks[1], 0, ranks[0])
+    assert resuming.command_to_go_on(overrides, Path("out"), started, "train.max_steps=8") == command
