@@ -128,9 +128,10 @@ def _policy(config: Config, resume_from: Sequence[str]) -> CheckpointPolicy:
 
 
 def _settings(config: Config, virtual_ranks: int) -> dict[str, Any]:
-    """What a checkpoint notes of the settings: all, and as many virtual ranks as null came to."""
+    """What a checkpoint notes of the settings: all, and what null came to where the bits depend on it."""
     values = asdict(config)
     values["train"]["virtual_ranks"] = virtual_ranks
+    values["launch"]["threads_per_rank"] = torch.get_num_threads()
     return values
 
 

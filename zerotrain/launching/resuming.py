@@ -5,13 +5,15 @@ import shlex
 import sys
 from pathlib import Path
 
+import torch
+
 from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, checkpoints_in
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.launching.job import completed_in
+from zerotrain.launching.job import completed_in, num_threads_per_rank
 
 AUTO = "auto"
 _CONFIG_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
@@ -74,9 +76,12 @@ def first_readable(paths: list[Path]) -> Manifest | None:
     return None
 
 
-def take_from(manifest: Manifest, config: Config, num_ranks: int) -> str | None:
-    """Let `train.virtual_ranks=null` be as many as the checkpoint was trained with: so it is the same run on any number
-    of ranks. A line that says so, or why not.
+def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_ranks: int) -> list[str]:
+    """Let `train.virtual_ranks=null` and, for training on the CPU, `launch.threads_per_rank=null` be what the
+    checkpoint was trained with: so it is the same run on any number of ranks. Lines that say so, or why not.
+
+    Args:
+        num_local_ranks: of this machine.
 
     Raises:
         ConfigError: the checkpoint is further than the run is to go.
@@ -86,18 +91,26 @@ def take_from(manifest: Manifest, config: Config, num_ranks: int) -> str | None:
             f"train.max_steps: got {config.train.max_steps}; it must be {manifest.step} or more, the step of the "
             "checkpoint to go on from"
         )
+    lines = []
     wanted = int(manifest.content["virtual_ranks"])
-    if config.train.virtual_ranks is not None or wanted == num_ranks:
-        return None
-    try:
-        leaves_per_rank(wanted, num_ranks, config.zero.accumulate)
-    except ConfigError:
-        return (
-            f"warning: the checkpoint was trained by {wanted} virtual ranks, which {num_ranks} ranks cannot share: "
-            "batches are of another size from here on"
-        )
-    config.train.virtual_ranks = wanted
-    return f"train.virtual_ranks={wanted}, as in the checkpoint"
+    if config.train.virtual_ranks is None and wanted != num_ranks:
+        try:
+            leaves_per_rank(wanted, num_ranks, config.zero.accumulate)
+            config.train.virtual_ranks = wanted
+            lines.append(f"train.virtual_ranks={wanted}, as in the checkpoint")
+        except ConfigError:
+            lines.append(
+                f"warning: the checkpoint was trained by {wanted} virtual ranks, which {num_ranks} ranks cannot share: "
+                "batches are of another size from here on"
+            )
+    saved = (manifest.content["config"] or {}).get("launch", {}).get("threads_per_rank")
+    is_on_cpu = config.launch.device == "cpu" or not torch.cuda.is_available()
+    if is_on_cpu and config.launch.threads_per_rank is None and saved is not None:
+        own = num_threads_per_rank(config, num_local_ranks)
+        if saved != own:
+            config.launch.threads_per_rank = saved
+            lines.append(f"launch.threads_per_rank={saved}, as in the checkpoint; {own} may be faster, with other bits")
+    return lines
 
 
 def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment | None, *more: str) -> str:

@@ -201,9 +201,8 @@ def _checked(
     try:
         to_try = resuming.checkpoints_to_try(config, run_dir)
         if (manifest := resuming.first_readable(to_try)) is not None:
-            said = resuming.take_from(manifest, config, num_ranks)
-            if said:
-                print(said, flush=True)
+            for line in resuming.take_from(manifest, config, num_ranks, num_local):
+                print(line, flush=True)
         elif config.checkpoint.resume == resuming.AUTO:
             print(f"checkpoint.resume=auto: no checkpoint in {run_dir} yet, so the run begins at step 0", flush=True)
     except ConfigError as error:

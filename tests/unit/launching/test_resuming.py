@@ -72,8 +72,9 @@ def test_where_no_manifest_can_be_read_there_is_nothing_to_go_on_from(tmp_path: 
 class Saved:
     """What of a manifest is asked for."""
 
-    def __init__(self, step: int, virtual_ranks: int) -> None:
-        self.step, self.content = step, {"virtual_ranks": virtual_ranks}
+    def __init__(self, step: int, virtual_ranks: int, threads: int | None = None) -> None:
+        self.step = step
+        self.content = {"virtual_ranks": virtual_ranks, "config": threads and {"launch": {"threads_per_rank": threads}}}
 
 
 @pytest.mark.parametrize(
@@ -82,17 +83,25 @@ class Saved:
 )
 def test_a_run_has_as_many_virtual_ranks_as_before(given, saved, num_ranks, taken):
     config = Config(train=TrainConfig(virtual_ranks=given, max_steps=5))
-    said = resuming.take_from(Saved(5, saved), config, num_ranks)
+    said = resuming.take_from(Saved(5, saved), config, num_ranks, num_ranks)
     assert config.train.virtual_ranks == taken
     if given is None and saved != num_ranks:
-        assert ("as in the checkpoint" if taken else "batches are of another size") in said
+        assert ("as in the checkpoint" if taken else "batches are of another size") in said[0]
     else:
-        assert said is None
+        assert said == []
+
+
+@pytest.mark.parametrize(("given", "taken"), [(None, 7), (2, 2)])
+def test_a_rank_has_as_many_threads_as_before_on_the_cpu(given, taken):
+    config = Config(launch=LaunchConfig(threads_per_rank=given, device="cpu"))
+    said = resuming.take_from(Saved(5, 1, threads=7), config, 1, 1)
+    assert config.launch.threads_per_rank == taken
+    assert ["launch.threads_per_rank=7, as in the checkpoint" in line for line in said] == [True] * (given is None)
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused():
     with pytest.raises(ConfigError, match=r"train.max_steps: got 4; it must be 5 or more"):
-        resuming.take_from(Saved(5, 1), Config(train=TrainConfig(max_steps=4)), 1)
+        resuming.take_from(Saved(5, 1), Config(train=TrainConfig(max_steps=4)), 1, 1)
 
 
 @pytest.mark.parametrize(
