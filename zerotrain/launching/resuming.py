@@ -9,6 +9,7 @@ import torch
 
 from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, checkpoints_in
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
+from zerotrain.checkpoint.weights import find_weights, resolved
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.engine.options import leaves_per_rank
@@ -40,6 +41,20 @@ def folder_problems(config: Config, run_dir: Path) -> list[str]:
             "newest; launch.overwrite=true erases them; or give another hydra.run.dir"
         ]
     return []
+
+
+def require_weights(config: Config) -> None:
+    """Look whether there are weights where the run is to take its first ones from.
+
+    Raises:
+        ConfigError: there are none that can be read.
+    """
+    path = config.checkpoint.init_from
+    try:
+        if path is not None:
+            find_weights(resolved(path)).close()
+    except CheckpointError as error:
+        raise ConfigError(*(f"checkpoint.init_from: got {path}; {line}" for line in str(error).splitlines())) from error
 
 
 def checkpoints_to_try(config: Config, run_dir: Path) -> list[Path]:

@@ -199,6 +199,7 @@ def _checked(
         problems += resuming.folder_problems(config, run_dir)
     num_ranks = num_local if ranks is None else ranks.world_size
     try:
+        resuming.require_weights(config)
         to_try = resuming.checkpoints_to_try(config, run_dir)
         if (manifest := resuming.first_readable(to_try)) is not None:
             for line in resuming.take_from(manifest, config, num_ranks, num_local):

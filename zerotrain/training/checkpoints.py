@@ -4,7 +4,7 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class RunCheckpoints:
         self._removal: threading.Thread | None = None
         self._failures: list[str] = []
         self._built_groups = [saved_group(group) for group in engine.param_groups]
-        """Hyperparameters as the settings of the run's first start had them."""
+        """Hyperparameters as the settings have them, before anything was loaded."""
         self._pauses_s: list[float] = []
         self._step_times_s: dict[bool, list[float]] = {False: [], True: []}
         """Of steps without a save beside them, and with one."""
@@ -118,8 +118,9 @@ class RunCheckpoints:
             restore_generators(self._engine.module, self._engine.own_of(path))
             step, self.newest = self._engine.stamps.num_steps, path
             self._say(f"goes on from {path}, step {step}")
-            self._take_settings(path, state["built_groups"])
+            take_changed(self._engine.param_groups, was=state["built_groups"], now=self._built_groups)
             if self._world.rank == 0:
+                self._say(*self._changed_settings(path))
                 self._set_aside(path, step)
             return Resumed(path, step, state["run"])
         if errors:
@@ -128,16 +129,14 @@ class RunCheckpoints:
             self._say(*self._engine.load_weights(self._policy.init_from).told())
         return None
 
-    def _take_settings(self, path: Path, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Let the settings of today hold, and say which are others than in the checkpoint."""
-        built, self._built_groups = self._built_groups, [dict(group) for group in saved_groups]
-        take_changed(self._engine.param_groups, was=self._built_groups, now=built)
+    def _changed_settings(self, path: Path) -> Iterator[str]:
+        """A line for each setting that is another than in the checkpoint, but for those that change no number."""
         was, now = flat(read_manifest(path).content["config"] or {}), flat(self._settings or {})
         for name in sorted(was.keys() | now.keys()) if was and now else ():
             is_free = name.startswith(FREE) and name not in NOT_FREE
             if not is_free and was.get(name) != now.get(name):
                 told = [json.dumps(each.get(name)) for each in (was, now)]
-                self._say(f"  {name}: {told[0]} until now, {told[1]} from here on")
+                yield f"  {name}: {told[0]} until now, {told[1]} from here on"
 
     def ask(self) -> int:
         """What this rank tells the others with the next step."""
@@ -172,7 +171,7 @@ class RunCheckpoints:
             self._note_failure(path, error)
             return
         if wait or not self._policy.asynchronous:
-            self._settle()
+            self._settle(waited=True)
 
     def save_at_end(self, step: int, run_state: dict[str, Any]) -> None:
         """Save when the last step is done, if the policy says so. Collective."""
@@ -198,8 +197,12 @@ class RunCheckpoints:
         self._await_removal()
         return CheckpointError("\n".join(self._failures)) if self._failures else None
 
-    def _settle(self) -> None:
-        """Wait for the save that is under way, and say what came of it. Older checkpoints go then, and not before."""
+    def _settle(self, *, waited: bool = False) -> None:
+        """Wait for the save that is under way, and say what came of it. Older checkpoints go then, and not before.
+
+        Args:
+            waited: nothing was trained beside it.
+        """
         saving, self._under_way = self._under_way, None
         if saving is None:
             return
@@ -208,11 +211,10 @@ class RunCheckpoints:
         except CheckpointError as error:
             self._note_failure(saving.path, error)
             return
-        self._pauses_s.append(saving.pause_s + saving.held_s)
-        self._say(
-            f"saved {CHECKPOINTS}/{saving.path.name}: {in_unit(_nbytes(saving.path))} in "
-            f"{time.monotonic() - self._begun_s:.2f} s; the training waited {1e3 * self._pauses_s[-1]:.0f} ms"
-        )
+        seconds = time.monotonic() - self._begun_s
+        self._pauses_s.append(seconds if waited else saving.pause_s + saving.held_s)
+        paused = "" if waited else f"; the training waited {1e3 * self._pauses_s[-1]:.0f} ms"
+        self._say(f"saved {CHECKPOINTS}/{saving.path.name}: {in_unit(_nbytes(saving.path))} in {seconds:.2f} s{paused}")
         if self._world.rank == 0:
             self._await_removal()
             self._removal = threading.Thread(target=self._remove_old, name="remove-checkpoints", daemon=True)
@@ -266,8 +268,8 @@ def take_changed(
 
     Args:
         groups: of the engine, in the order of the others.
-        was: as `saved_group` has them, as the settings of the run's first start had them.
-        now: likewise, as the settings of today have them.
+        was: as `saved_group` has them, and the settings of the run that saved.
+        now: likewise those of today.
     """
     for group, before, after in zip(groups, was, now, strict=False):
         for name, value in after.items():

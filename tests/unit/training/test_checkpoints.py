@@ -188,7 +188,10 @@ def test_a_hyperparameter_that_was_changed_since_is_that_of_now(start, screen):
     assert "optimizer.lr: 0.01 until now, 0.003 from here on" in screen.getvalue()
     third = start("third", lr=3e-3, checkpoint=CheckpointPolicy(resume=[path_of(second, 12)]), max_steps=14)
     third.run()
-    assert "until now" not in screen.getvalue().split("goes on from")[-1]
+    assert "until now" not in screen.getvalue().split("goes on from")[-1].replace("max_steps", "")
+    fourth = start("fourth", lr=1e-2, checkpoint=CheckpointPolicy(resume=[path_of(third, 14)]), max_steps=16)
+    fourth.run()
+    assert fourth.engine.param_groups[0]["initial_lr"] == 1e-2
 
 
 def test_a_save_that_fails_costs_no_training_and_is_told_at_once_and_in_the_end(start, screen):
