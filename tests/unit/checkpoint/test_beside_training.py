@@ -175,10 +175,10 @@ def test_a_second_save_waits_for_the_first_and_raises_its_error_on_all_ranks_unl
             for is_read in (False, True):
                 failed = engine.begin_save(tmp_path / "failed")
                 if is_read or world.rank == 0:  # where one has not read it, all are told
-                    with pytest.raises(CheckpointError, match="saving .*failed failed, rank ."):
+                    with pytest.raises(CheckpointError, match=r"saving .*failed failed, rank ."):
                         failed.wait()
                 if not is_read:
-                    with pytest.raises(CheckpointError, match="saving .*failed failed, rank .: ZeroDivisionError"):
+                    with pytest.raises(CheckpointError, match=r"saving .*failed failed, rank .: ZeroDivisionError"):
                         engine.save(tmp_path / "third")
         engine.save(tmp_path / "fourth")
 
