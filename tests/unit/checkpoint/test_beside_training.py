@@ -93,6 +93,41 @@ def test_training_beside_a_save_comes_to_the_same_bits_and_the_state_at_its_begi
         assert assert_loads(saved, KINDS[kind], 3 - stage, size) == expected[0][0]
 
 
+def test_copies_take_no_more_than_was_allowed_by_default_the_largest_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    real = snapshot.Snapshot._hold
+
+    def on_a_rank(world: zerotrain.World) -> tuple[int, int]:
+        engine = build(world, Kind(Matrices), 2)
+        train(engine, 0)
+
+        def hold(self: snapshot.Snapshot, *given: Any) -> None:
+            real(self, *given)
+            seen[int(self is not saves[0]._snapshot)].append(self._held_nbytes)
+
+        by_bucket = [
+            sum(piece.values.nbytes for piece in owned_pieces(bucket, world.rank)) for bucket in engine.schedule.buckets
+        ]
+        saves.insert(world.rank, engine.begin_save(tmp_path / "step"))
+        both.wait()
+        if world.rank == 0:
+            monkeypatch.setattr(snapshot.Snapshot, "_hold", hold)
+        both.wait()
+        threading.Timer(0.1, disk.let_go, [world.rank]).start()  # until then there is room for one bucket alone
+        train(engine, 1, 2)
+        saves[world.rank].wait()
+        return max(by_bucket), sum(by_bucket)
+
+    saves: list[Any] = []
+    both = threading.Barrier(2)
+    disk = SlowDisk(monkeypatch)
+    found, _ = run_threads(on_a_rank, 2)
+    for rank, (largest, total) in enumerate(found):
+        assert 0 < max(seen[rank]) <= largest < total
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_one_rank_that_fails_beside_the_training_fails_the_save_on_all_and_the_training_goes_on_to_the_same_bits(
     failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -194,7 +229,9 @@ WRITES: dict[str, Callable[[torch.nn.Parameter], object]] = {
 
 
 @pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
+)
 def test_a_weight_that_is_written_beside_a_save_is_saved_as_it_was_or_the_save_fails_with_its_name(
     stage: int, precision: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +248,8 @@ def test_a_weight_that_is_written_beside_a_save_is_saved_as_it_was_or_the_save_f
             WRITES[how](engine.module.blocks[1].weight)
         if stage != 2:  # found by the update, or by the thread when it has read all
             train(engine, 1)
+        else:
+            engine.full_state_dict()  # takes the write into the master weight
         disk.let_go(world.rank)
         if not fails:
             save.wait()

@@ -19,7 +19,7 @@ from zerotrain.engine.groups.hyperparameters import saved_group
 from zerotrain.engine.state.chunks import ChunkReader
 from zerotrain.engine.state.owned import BUFFER, Holdings, buffers, counts, entries, saved_parameters
 from zerotrain.engine.state.snapshot import Snapshot
-from zerotrain.engine.state.together import attempt, raise_first
+from zerotrain.engine.state.together import attempt, exchange, raise_first
 from zerotrain.engine.state.writing import LEFT, Writing
 from zerotrain.errors import ConfigError
 
@@ -69,9 +69,8 @@ def prepare(given: Given, holdings: Holdings, settle_former: Callable[[], None])
     writing: Writing | None = None
     plan, error = attempt(make_plan)
     try:
-        raise_first(collectives, error, doing=doing, left=LEFT)
+        told = exchange(collectives, None if plan is None else plan.told, error, doing=doing, left=LEFT)
         assert plan is not None
-        told = collectives.gather_objects(plan.told, name=doing)
         writing, error = attempt(lambda: _writing(given, holdings, plan, told))
         raise_first(collectives, error, doing=doing, left=LEFT)
         assert writing is not None

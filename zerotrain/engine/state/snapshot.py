@@ -75,9 +75,10 @@ class Snapshot:
         """Wait until nothing is read of the state any more."""
         started_s = time.perf_counter()
         with self._changed:
-            for bucket in list(self._versions):
-                self._require_unwritten(bucket)
             self._changed.wait_for(lambda: self._is_closed or not any(self._unread.values()))
+            for bucket in self._versions:
+                self._require_unwritten(bucket)
+            self._versions.clear()  # what comes now is the engine's
         self.held_s += time.perf_counter() - started_s
 
     def stop(self, error: ZeroTrainError) -> None:
@@ -145,7 +146,7 @@ class Snapshot:
             CheckpointError: somebody has.
         """
         with self._changed:
-            for bucket in list(self._versions):
+            for bucket in self._versions:
                 self._require_unwritten(bucket)
             self._raise_error()
 

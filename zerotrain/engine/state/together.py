@@ -1,7 +1,9 @@
 """What one rank alone fails in, and all ranks tell alike."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.errors import CheckpointError, CommError, ConfigError, EngineStateError, ZeroTrainError
@@ -52,10 +54,19 @@ def raise_first(collectives: Collectives, error: Exception | None, *, doing: str
     Raises:
         CheckpointError: or the error itself, if it is one of ours.
     """
-    everyone = collectives.gather_objects(None if error is None else list(told(error)), name=doing)
-    failed = [(rank, Told(*each)) for rank, each in enumerate(everyone) if each is not None]
+    failed = torch.tensor([int(error is not None)], dtype=torch.int64, device=collectives.world.device)
+    if collectives.gather_small(failed, name=doing).any():
+        exchange(collectives, None, error, doing=doing, left=left)
+
+
+def exchange(collectives: Collectives, said: Any, error: Exception | None, *, doing: str, left: str) -> list[Any]:
+    """What each rank has to say, in rank order; otherwise as `raise_first`. Collective."""
+    mine = None if error is None else list(told(error))
+    everyone = collectives.gather_objects([mine, said], name=doing)
+    failed = [(rank, Told(*each)) for rank, (each, _) in enumerate(everyone) if each is not None]
     if failed:
         raise joint(failed, len(everyone), doing=doing, left=left).error() from error
+    return [each for _, each in everyone]
 
 
 def joint(failed: Sequence[tuple[int, Told]], num_ranks: int, *, doing: str, left: str) -> Told:
