@@ -50,11 +50,11 @@ def checked_weights(path: str | os.PathLike[str], holdings: Holdings, *, strict:
         )
     doing = f"loading weights from {named}"
     # Rank 0's newest: the run it is of may save another meanwhile.
-    source, error = attempt(lambda: resolved(named) if collectives.shards.rank == 0 else None)
+    source, error = attempt(lambda: str(resolved(named)) if collectives.shards.rank == 0 else None)
     raise_first(collectives, error, doing=doing, left=NOTHING_CHANGED)
     source = collectives.gather_objects(source, name=NAME)[0]
     assert source is not None
-    weights, error = attempt(lambda: find_weights(source))
+    weights, error = attempt(lambda: find_weights(Path(source)))
     try:
         raise_first(collectives, error, doing=doing, left=NOTHING_CHANGED)
         assert weights is not None
