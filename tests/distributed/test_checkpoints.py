@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 import zerotrain
+from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.testing.ranks import run_ranks
 
 MIB = 2**20
@@ -74,6 +76,34 @@ def loaded_and_trained(path: str) -> tuple[str, int, str]:
     return after_one, risen, engine.weights_sha256()
 
 
+def begun_with(path: str) -> tuple[list[str], list[int]]:
+    """The weights that were taken from a checkpoint, whose optimizer state is damaged, and from a file of them; and by
+    how much each has raised the peak."""
+    engine, file = engine_at(3), Path(path).with_name("weights.safetensors")
+    if engine.world.rank == 0:
+        damage(Path(path), "momentum_buffer")
+    hashes, risen = [engine.weights_sha256()], []
+    for source in (Path(path), file):
+        if source is file and (state := engine.full_state_dict()):
+            save_file(state, file)
+            state.clear()
+        engine.freeze("blocks.0.weight") if source is file else None
+        before = reset_peak()
+        engine.load_weights(source)
+        risen.append(peak_nbytes() - before)
+        hashes.append(engine.weights_sha256())
+    return hashes, risen
+
+
+def damage(checkpoint: Path, role: str) -> None:
+    """Flip a byte in the midst of what was kept of a block as `role`."""
+    piece = read_manifest(checkpoint).parameters["blocks.3.weight"]["tensors"][role]["pieces"][0]
+    file = checkpoint / f"rank-{piece['file']:05d}.safetensors"
+    content = bytearray(file.read_bytes())
+    content[piece["byte"] + 2 * MIB] ^= 1
+    file.write_bytes(content)
+
+
 def reset_peak() -> int:
     """Bytes resident now, from which the peak begins to count anew."""
     Path("/proc/self/clear_refs").write_text("5")
@@ -86,3 +116,7 @@ def test_real_ranks_save_and_load_in_a_few_mib(tmp_path: Path) -> None:
     assert len({(after_one, after_two) for after_one, _, after_two in (*saved, *loaded)}) == 1
     assert max(risen for _, risen, _ in saved) < 8 * MIB
     assert max(risen for _, risen, _ in loaded) < 16 * MIB
+    begun = run_ranks(begun_with, 2, str(tmp_path / "step"))
+    for hashes, risen in begun:
+        assert hashes[0] != hashes[1] == hashes[2]
+        assert max(risen) < 8 * MIB

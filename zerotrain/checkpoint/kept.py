@@ -7,10 +7,12 @@ What is to go gets its hidden name first, and that is on the disk before the fir
 half removed has a checkpoint's name, and the next removal in that place finishes it.
 """
 
+import fcntl
 import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,9 +23,13 @@ from zerotrain.errors import CheckpointError
 CHECKPOINTS = "checkpoints"
 """The folder of them in a run's folder."""
 
+JUST_MADE_S = 10.0
+"""So long a save may need from its folder's name to its lock, in which it is not to be disturbed."""
+
 _STEP = re.compile(r"step-([0-9]{8,})")
 _PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{16}")
 _REMOVED = re.compile(r"\.step-[0-9]{8,}\.removed-[0-9a-f]{16}")
+_ASIDE = re.compile(r"step-[0-9]{8,}\.broken-[0-9a-f]{16}")
 
 
 def step_name(step: int) -> str:
@@ -65,6 +71,36 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
 def partial_in(folder: Path) -> list[Path]:
     """The folders of saves that are under way in a folder, or were cut off."""
     return [path for path in entries(folder) if _PARTIAL.fullmatch(path.name)]
+
+
+def removed_in(folder: Path) -> list[Path]:
+    """What is being removed, or what removals that were cut off have left."""
+    return [path for path in entries(folder) if _REMOVED.fullmatch(path.name)]
+
+
+def set_aside_in(folder: Path) -> list[Path]:
+    """What `set_aside` has renamed."""
+    return [path for path in entries(folder) if _ASIDE.fullmatch(path.name)]
+
+
+def is_under_way(partial: Path) -> bool:
+    """Whether the save of a folder that `partial_in` found is alive: its process holds a lock in it. So are those of
+    which nobody can tell."""
+    try:
+        if time.time() - partial.stat().st_mtime < JUST_MADE_S:
+            return True
+        lock = os.open(partial / "lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 ALLOWED = (
@@ -117,9 +153,8 @@ def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> lis
             changed, so training can go on.
     """
     problems: list[str] = []
-    for path in entries(folder):
-        if _REMOVED.fullmatch(path.name):
-            _tried(problems, path)
+    for path in removed_in(folder):
+        _tried(problems, path)
     old = [path for path in _not_kept(checkpoints_in(folder), keep, keep_every) if not path.is_symlink()]
     hidden = _hidden(folder, old, problems) if old else {}
     for name in hidden.values():

@@ -2,7 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,19 @@ from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.state.owned import Holdings
 from zerotrain.engine.state.restore import added_groups, fill, places_in, verified_manifest
 from zerotrain.engine.state.save import Given, prepare
-from zerotrain.engine.state.start import load_weights
+from zerotrain.engine.state.start import checked_weights, take
 from zerotrain.engine.state.under_way import SaveUnderWay
 from zerotrain.engine.update.optimizer_step import OptimizerStep
 from zerotrain.errors import EngineStateError
+
+
+@dataclass(frozen=True)
+class HalfLoaded:
+    """Of what an engine holds a part."""
+
+    path: Path
+    with_optimizer: bool
+    """Whether of the optimizer's state too, which no weights alone make whole."""
 
 
 class CheckpointedModel(ShardedModel):
@@ -28,6 +39,9 @@ class CheckpointedModel(ShardedModel):
     loss_scaler: LossScaler | None
     stamps: StepStamps
     _optimizer_step: OptimizerStep
+    _half_loaded: HalfLoaded | None = None
+    """Left by a load that failed when it had begun to change the engine. Until another succeeds nothing is trained or
+    saved: some elements are of one training, and some of another."""
 
     _last_save: SaveUnderWay | None = None
 
@@ -101,13 +115,12 @@ class CheckpointedModel(ShardedModel):
                 Nothing has changed then.
             EngineStateError: gradients of a step are waiting.
         """
-        self._require_between_steps("a checkpoint cannot be loaded")
+        self._require_between_steps("a checkpoint cannot be loaded", whole=False)
         self._wait_until_saved()
         folder, manifest = verified_manifest(path, self._holdings)
         self._adopt(manifest)
-        fill(folder, manifest, self._holdings)
-        self.schedule.end_update()
-        self._first_node_after_update = next_node()
+        with self._replaced(HalfLoaded(folder, with_optimizer=True), mends=True):
+            fill(folder, manifest, self._holdings)
         saved = manifest.content
         self.stamps.num_steps = manifest.step
         self._optimizer_step.skipped_steps.num_in_a_row = saved["skipped_in_a_row"]
@@ -140,14 +153,17 @@ class CheckpointedModel(ShardedModel):
 
         Raises:
             CheckpointError: on every rank; it cannot be read, or does not fit. Nothing has changed then.
+            ConfigError: the ranks were given different paths.
             EngineStateError: gradients of a step are waiting.
         """
-        self._require_between_steps("weights cannot be loaded")
+        self._require_between_steps("weights cannot be loaded", whole=False)
         self._wait_until_saved()
-        loaded = load_weights(path, self._holdings, strict=strict)
-        self.schedule.end_update()
-        self._first_node_after_update = next_node()
-        return loaded
+        with checked_weights(path, self._holdings, strict=strict) as checked:
+            half, loaded = self._half_loaded, checked.loaded
+            left = HalfLoaded(loaded.path, with_optimizer=half is not None and half.with_optimizer)
+            with self._replaced(left, mends=half is None or (loaded.is_whole and not left.with_optimizer)):
+                take(checked, self._holdings)
+            return loaded
 
     @property
     def _holdings(self) -> Holdings:
@@ -174,7 +190,36 @@ class CheckpointedModel(ShardedModel):
             self._last_save = None
             last.settle()
 
-    def _require_between_steps(self, what: str) -> None:
+    @contextmanager
+    def _replaced(self, left: HalfLoaded, *, mends: bool) -> Iterator[None]:
+        """In here weights are replaced.
+
+        Args:
+            left: what the engine has a part of if that fails.
+            mends: whether it is whole if that succeeds.
+        """
+        before, self._half_loaded = self._half_loaded, left
+        self._first_node_after_update = next_node()
+        yield
+        self.schedule.end_update()
+        self._first_node_after_update = next_node()
+        self._half_loaded = None if mends else before
+
+    def _require_usable(self) -> None:
+        """Before a forward: nothing is there that a forward cannot use."""
+        self._newcomers.require_none()
+        self._require_whole()
+
+    def _require_whole(self) -> None:
+        if self._half_loaded is not None:
+            raise EngineStateError(
+                f"loading {self._half_loaded.path} failed in its midst, and the engine holds a part of it: load one "
+                "that can be read before anything else"
+            )
+
+    def _require_between_steps(self, what: str, *, whole: bool = True) -> None:
+        if whole:
+            self._require_whole()
         if self.schedule.phase is not Phase.IDLE:
             raise EngineStateError(f"{what} in the midst of a {self.schedule.phase.value}; call it between two steps")
         self._require_no_gradient(what)

@@ -73,7 +73,7 @@ class ZeroEngine(CheckpointedModel):
     def forward_scope(self) -> Iterator[None]:
         """In here the model may be called by another name, such as `engine.module.encoder(inputs)`: on all ranks the
         same modules in the same order, with inputs in the compute precision. What comes out may go into a loss."""
-        self._newcomers.require_none()
+        self._require_usable()
         in_step, backward_follows = self.ledger.in_step, torch.is_grad_enabled()
         self.ledger.in_step = backward_follows
         returned = False

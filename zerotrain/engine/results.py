@@ -50,6 +50,11 @@ class LoadedWeights:
     renamed: str
     """How all names there differ from the model's, in a sentence; empty if they do not."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the model was left as it was."""
+        return not (self.missing or self.wrong_shape or self.wrong_dtype)
+
     def told(self, max_names: int = 5) -> list[str]:
         """Sentences for a user: what was loaded, and what was not."""
         lines = [f"{self.num_loaded} tensors loaded from {self.path}{f'; {self.renamed}' if self.renamed else ''}"]

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,36 +18,57 @@ from zerotrain.engine.state.named import replaced_weights
 from zerotrain.engine.state.owned import Holdings, buffers
 from zerotrain.engine.state.restore import HALF, NOTHING_CHANGED
 from zerotrain.engine.state.together import attempt, raise_first
-from zerotrain.errors import CheckpointError
+from zerotrain.errors import CheckpointError, ConfigError
 
+NAME = "weights to start from"
 CHUNK_NUMEL = 2**17
 """Held at a time, a few times over, where the elements of a tensor lie in another order in the file."""
 
 
-def load_weights(path: str | os.PathLike[str], holdings: Holdings, *, strict: bool) -> LoadedWeights:
-    """See `ZeroEngine.load_weights`."""
+@dataclass(frozen=True)
+class Checked:
+    """Weights that can be read and fit the engine, open."""
+
+    weights: Weights
+    wanted: list[Wanted]
+    loaded: LoadedWeights
+
+
+@contextmanager
+def checked_weights(path: str | os.PathLike[str], holdings: Holdings, *, strict: bool) -> Iterator[Checked]:
+    """Find weights and look at all that can be known of them without reading them. Collective.
+
+    Raises:
+        CheckpointError: on every rank, before anything has changed.
+    """
     collectives = holdings.collectives
-    doing = f"loading weights from {Path(os.path.abspath(path))}"
+    named = Path(os.path.abspath(path))
+    everyone = collectives.gather_objects(str(named), name=NAME)
+    if different := [rank for rank, each in enumerate(everyone) if each != everyone[0]]:
+        raise ConfigError(
+            f"engine.load_weights: path is another on rank {different[0]} than on rank 0; give all ranks the same"
+        )
+    doing = f"loading weights from {named}"
     # Rank 0's newest: the run it is of may save another meanwhile.
-    source, error = attempt(lambda: resolved(path) if collectives.shards.rank == 0 else None)
+    source, error = attempt(lambda: str(resolved(named)) if collectives.shards.rank == 0 else None)
     raise_first(collectives, error, doing=doing, left=NOTHING_CHANGED)
-    source = collectives.gather_objects(source, name=doing)[0]
+    source = collectives.gather_objects(source, name=NAME)[0]
     assert source is not None
-    weights, error = attempt(lambda: find_weights(source))
+    weights, error = attempt(lambda: find_weights(Path(source)))
     try:
         raise_first(collectives, error, doing=doing, left=NOTHING_CHANGED)
         assert weights is not None
-        return _load(weights, holdings, doing, strict)
+        yield _checked(weights, holdings, doing, strict)
     finally:
         if weights is not None:
             weights.close()
 
 
-def _load(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> LoadedWeights:
+def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> Checked:
     collectives = holdings.collectives
     wanted = list(_wanted(holdings))
     loaded = match(weights.path, weights.tensors, wanted)
-    fingerprints = collectives.gather_objects(weights.fingerprint, name=doing)
+    fingerprints = collectives.gather_objects(weights.fingerprint, name=NAME)
 
     def check() -> None:
         if different := [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]:
@@ -58,15 +81,23 @@ def _load(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> Loa
 
     _, error = attempt(check)
     raise_first(collectives, error, doing=doing, left=NOTHING_CHANGED)
+    return Checked(weights, wanted, loaded)
+
+
+def take(checked: Checked, holdings: Holdings) -> None:
+    """Give an engine the weights. Collective.
+
+    Raises:
+        CheckpointError: on every rank; a file has changed since it was opened, or cannot be read.
+    """
     for bucket in holdings.buckets:
         bucket.weights.begin_refill()  # waits for gathers: not where one rank alone may fail
-    _, error = attempt(lambda: _fill(weights, wanted, holdings))
-    raise_first(collectives, error, doing=doing, left=HALF)
+    _, error = attempt(lambda: _fill(checked.weights, checked.wanted, holdings))
+    raise_first(holdings.collectives, error, doing=f"loading weights from {checked.weights.path}", left=HALF)
     for bucket in holdings.buckets:
         if isinstance(bucket, TrainedBucket):
             bucket.update.refilled()
         bucket.weights.end_refill()
-    return loaded
 
 
 def _wanted(holdings: Holdings) -> Iterator[Wanted]:

@@ -1,5 +1,6 @@
 """Weights to start from: out of files of anybody's and checkpoints of ours, into the shards of any stage."""
 
+import errno
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from zerotrain.checkpoint.kept import step_name
 from zerotrain.checkpoint.manifest import pieces_of, read_manifest
 from zerotrain.comm.world import World
 from zerotrain.engine.state import start
-from zerotrain.errors import CheckpointError, EngineStateError
+from zerotrain.errors import CheckpointError, ConfigError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
 HARD = KINDS["hard parameters, bf16, momentum"]
@@ -563,6 +564,53 @@ def test_ranks_that_see_different_files_refuse_them(tmp_path: Path, monkeypatch:
             engine.load_weights(path)
 
     run_threads(on_a_rank, 2)
+
+
+def test_a_disk_that_fails_in_the_midst_leaves_an_engine_that_trains_when_it_is_whole_again(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, path = os.preadv, source / "any name.st"
+    one = saved({"one": torch.tensor(5.0)}, source / "one.safetensors")
+    data_start = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    fails = threading.local()
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        if getattr(fails, "now", False) and offset > data_start:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+    def on_a_rank(world: World) -> None:
+        engine = build(world, HARD, 2, seed=1)
+        loss = engine(torch.arange(9))
+        fails.now = world.rank == 1
+        with pytest.raises(CheckpointError, match=r"rank 1: .+ name\.st cannot be read: Input/output error; the eng"):
+            engine.load_weights(path)
+        fails.now = False
+        with pytest.raises(EngineStateError, match="computed before"):
+            engine.backward(loss)
+        for use in (lambda: engine(torch.arange(9)), lambda: engine.save(source / "half")):
+            with pytest.raises(EngineStateError, match="failed in its midst, and the engine holds a part of it"):
+                use()
+        engine.load_weights(one, strict=False)
+        with pytest.raises(EngineStateError, match=r"name\.st failed in its midst"):
+            engine(torch.arange(9))
+        engine.load_weights(path)
+        assert_holds(engine, HARD, load_file(path))
+        train(engine, 0)
+
+    run_threads(on_a_rank, 2)
+
+
+def test_ranks_that_are_given_different_paths_are_told(source: Path) -> None:
+    def on_a_rank(world: World) -> None:
+        engine = build(world, HARD, 2, seed=1)
+        with pytest.raises(ConfigError, match="path is another on rank 1 than on rank 0; give all ranks the same"):
+            engine.load_weights(source / ("two" if world.rank == 1 else "one"))
+        train(engine, 0)
+
+    run_threads(on_a_rank, 3)
 
 
 def test_in_the_midst_of_a_step_nothing_is_loaded(source: Path) -> None:
