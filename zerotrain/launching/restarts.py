@@ -44,14 +44,20 @@ class Attempts:
         self.job = resuming(replace(self.job, restarts=self.job.restarts + 1))
         self.job.open_folder()
         cause, *more = str(error).splitlines()
-        begins = "the start" if newest is None else f"step {newest}"
-        return "\n".join([f"{cause}; restart {self.job.restarts} of {allowed} from {begins}", *more])
+        place = place_of_restart(self.job.run_dir)
+        return "\n".join([f"{cause}; restart {self.job.restarts} of {allowed} from {place}", *more])
 
 
 def newest_step(run_dir: Path) -> int | None:
     """The step of the newest whole checkpoint that a run has saved in its folder; None where there is none."""
     found = ((_CHECKPOINT.fullmatch(path.parent.name)) for path in run_dir.glob(f"checkpoints/*/{_MANIFEST}"))
     return max((int(match[1]) for match in found if match), default=None)
+
+
+def place_of_restart(run_dir: Path) -> str:
+    """Where a run goes on after a restart, for people."""
+    newest = newest_step(run_dir)
+    return "the start" if newest is None else f"step {newest}"
 
 
 def resuming(job: Job) -> Job:

@@ -27,7 +27,7 @@ from zerotrain.launching import exits, sweep
 from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.folder_lock import locked
 from zerotrain.launching.job import Job, completed_in, write_ending, write_refusal
-from zerotrain.launching.restarts import Attempts, resume_command, resuming
+from zerotrain.launching.restarts import Attempts, place_of_restart, resume_command, resuming
 from zerotrain.launching.spawn import run_ranks
 from zerotrain.launching.torchrun import job_exchange, run_here
 from zerotrain.training.result import RESULT_NAME
@@ -110,9 +110,12 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
     for warning in without_effect(config, num_ranks) + doubtful(config):
         print(f"warning: {warning}", file=sys.stderr)
     restarts = 0 if ranks is None else num_restarts()
+    if ranks is not None and config.launch.max_restarts:
+        print("warning: launch.max_restarts has no effect under torchrun; give it --max-restarts", file=sys.stderr)
     job = Job(config=config, run_dir=run_dir, overrides=overrides, data_checked=data_checked, restarts=restarts)
     if restarts:
         job = resuming(job)
+        print(f"restart {restarts} from {place_of_restart(run_dir)}", file=sys.stderr)
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
     shown = shown_from(Path.cwd(), run_dir)
