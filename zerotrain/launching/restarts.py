@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zerotrain.launching.command_line import quoted
 from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import Job
 
@@ -84,7 +85,6 @@ def with_run_dir(arguments: list[str], run_dir: Path) -> list[str]:
     """The same command line for a job in this folder, whatever its name."""
     text = str(run_dir)
     if not re.fullmatch(r"[\w./-]+", text, re.ASCII):
-        escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-        text = f"'{escaped}'"
+        text = quoted(text)
     others = [argument for argument in arguments if not argument.startswith("hydra.run.dir=")]
     return [f"hydra.run.dir={text}", *others]

@@ -57,10 +57,9 @@ class MisbehavingMLP(MLP):
         if self.action == "pause":
             print("pausing", flush=True)
             time.sleep(1.0)
-        if self.action == "kill once":
-            if not os.path.exists("killed"):
-                open("killed", "x").close()
-                os.kill(os.getpid(), signal.SIGKILL)
+        if self.action == "kill once" and not os.path.exists("killed"):
+            open("killed", "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.action == "poison":
             self.is_poisoned = True
 
