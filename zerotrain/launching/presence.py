@@ -95,10 +95,10 @@ class Presence:
             in_order: whether this rank could end its step, and the run in order.
 
         Returns:
-            Whether it can: not where another rank is gone.
+            Whether it can: not where another rank is gone, or the run's folder.
         """
         gone = tuple(state.rank for state, alive in read_states(self._ranks_dir) if not alive)
-        in_order = in_order and not gone
+        in_order = in_order and not gone and self._path.exists()
         if self._state.stopped_by is None:
             name, now_s = signal.Signals(signum).name, time.time() + self._clock_error_s
             self._state = replace(self._state, stopped_by=name, stopped_s=now_s, in_order=in_order, gone=gone)

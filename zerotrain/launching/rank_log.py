@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
 from zerotrain.launching.terminal import LastingStream, escape_what_cannot_be_written
 
@@ -65,8 +65,8 @@ def open_rank_log(ranks_dir: Path, rank: int, append: bool = False) -> TextIO:
         append: keep what is there, of the same rank before its run was started again.
     """
     ranks_dir.mkdir(parents=True, exist_ok=True)
-    mode: Literal["a", "w"] = "a" if append else "w"
-    log = (ranks_dir / f"{rank}.log").open(mode, buffering=1, encoding="utf-8", errors="backslashreplace")
+    path = ranks_dir / f"{rank}.log"
+    log = path.open("a" if append else "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     for stream in (sys.stdout, sys.stderr):
         escape_what_cannot_be_written(stream)
     if rank == 0:

@@ -39,14 +39,20 @@ class Attempts:
         self.job = going_on(replace(self.job, restarts=self.job.restarts + 1))
         self.job.open_folder()
         cause, *more = str(error).splitlines()
-        begins = "the start" if newest is None else f"step {newest}"
-        return "\n".join([f"{cause}; restart {self.job.restarts} of {allowed} from {begins}", *more])
+        place = place_of_restart(self.job.run_dir)
+        return "\n".join([f"{cause}; restart {self.job.restarts} of {allowed} from {place}", *more])
 
 
 def newest_step(run_dir: Path) -> int | None:
     """The step of the newest checkpoint that a run has saved in its folder; None where there is none."""
     found = checkpoints_in(run_dir / CHECKPOINTS)
     return step_of(found[-1]) if found else None
+
+
+def place_of_restart(run_dir: Path) -> str:
+    """Where a run goes on after a restart, for people."""
+    newest = newest_step(run_dir)
+    return "the start" if newest is None else f"step {newest}"
 
 
 def going_on(job: Job) -> Job:

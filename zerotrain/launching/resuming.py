@@ -14,6 +14,7 @@ from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.launching.command_line import quoted
 from zerotrain.launching.job import completed_in, num_threads_per_rank
 
 AUTO = "auto"
@@ -153,8 +154,7 @@ def with_run_dir(arguments: list[str], run_dir: Path) -> list[str]:
     """The same command line for a job in this folder, whatever its name."""
     text = str(run_dir)
     if not re.fullmatch(r"[\w./-]+", text, re.ASCII):
-        escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-        text = f"'{escaped}'"
+        text = quoted(text)
     others = [argument for argument in arguments if not argument.startswith("hydra.run.dir=")]
     return [f"hydra.run.dir={text}", *others]
 

@@ -27,7 +27,7 @@ from zerotrain.launching import exits, resuming, sweep
 from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.folder_lock import locked
 from zerotrain.launching.job import Job, write_ending, write_refusal
-from zerotrain.launching.restarts import Attempts, going_on
+from zerotrain.launching.restarts import Attempts, going_on, place_of_restart
 from zerotrain.launching.spawn import run_ranks
 from zerotrain.launching.torchrun import job_exchange, run_here
 from zerotrain.training.result import RESULT_NAME
@@ -111,6 +111,8 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
     if config.checkpoint.save_at_end is None:
         config.checkpoint.save_at_end = HydraConfig.get().mode != RunMode.MULTIRUN
     restarts = 0 if ranks is None else num_restarts()
+    if ranks is not None and config.launch.max_restarts:
+        print("warning: launch.max_restarts has no effect under torchrun; give it --max-restarts", file=sys.stderr)
     job = Job(
         config=config,
         run_dir=run_dir,
@@ -121,6 +123,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
     )
     if restarts:
         job = going_on(job)
+        print(f"restart {restarts} from {place_of_restart(run_dir)}", file=sys.stderr)
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
     shown = shown_from(Path.cwd(), run_dir)

@@ -103,8 +103,9 @@ class JobExchange:
 
     def withdraw(self) -> None:
         """Tell the other ranks that there is no job, unless there is one."""
-        if not self._store.check([_JOB_KEY]):
-            self._store.set(_JOB_KEY, _NO_JOB)
+        with suppress(dist.DistError):  # torchrun was killed, and its store is gone
+            if not self._store.check([_JOB_KEY]):
+                self._store.set(_JOB_KEY, _NO_JOB)
 
     def receive(self) -> Job | None:
         """Wait for the job of rank 0, which may prepare the data for long; None where it has none.
