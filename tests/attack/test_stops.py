@@ -20,7 +20,9 @@ def assert_stopped_in_order(command: Command, run_dir: Path, by: str) -> None:
     result = result_of(run_dir)
     assert (result["status"], result["stopped_by"]) == ("stopped", by), result["error"]
     assert result["error"].startswith(f"stopped by {by} after step {result['steps']} of ")
-    assert command.stdout.count(f"{result['error']}; nothing was saved") == 1
+    saved = [path.name for path in run_dir.glob("checkpoints/*")]
+    assert saved == [f"step-{result['steps']:08d}"]
+    assert command.stdout.count(f"{result['error']}; in ") == command.stdout.count("to go on: ") == 1
     assert {path.name for path in run_dir.glob("ranks/*")} == {"0.log", "1.log"}
     assert command.wait_until_gone() == []
 

@@ -129,7 +129,7 @@ class Trainer:
         self.checkpoints = RunCheckpoints(
             self.engine, self.world, self.run_dir, policy=policy, console=self.console, settings=self.settings
         )
-        self._evaluated_at: int | None = None
+        self._evaluated_at: int | None = self.first_step or None
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate, show a sample and the report; return the body of result.json. Collective.

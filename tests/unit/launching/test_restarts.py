@@ -1,6 +1,5 @@
 """When ranks are started again after a failure, from where, and what is said."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from zerotrain.config.schema import Config, LaunchConfig
 from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import Job
-from zerotrain.launching.restarts import Attempts, newest_step, resume_command, resuming, with_run_dir
+from zerotrain.launching.restarts import Attempts, going_on, newest_step
+from zerotrain.launching.resuming import with_run_dir
 
 CAUSE, LOG = "rank 1 was killed by SIGKILL", "  its log: run/ranks/1.log"
 FAILED = RunError(f"{CAUSE}\n{LOG}")
@@ -92,24 +92,13 @@ def test_what_is_whole_counts_by_the_number_of_its_step(tmp_path: Path):
     assert newest_step(tmp_path) == 100000000
 
 
-@dataclass
-class Resume:
-    """In the place of the settings of checkpoints."""
-
-    resume: str | None = "elsewhere"
-
-
-@dataclass
-class WithCheckpoints(Config):
-    checkpoint: Resume = field(default_factory=Resume)
-
-
 def test_a_restart_resumes_from_its_own_folder_once_something_is_saved_there(tmp_path: Path):
-    job = Job(config=WithCheckpoints(), run_dir=tmp_path, overrides=[])
-    assert resuming(job) is job
+    job = Job(config=Config(), run_dir=tmp_path, overrides=[], resume_from=["elsewhere"])
+    assert going_on(job) is job
     save(tmp_path, 10)
-    assert resuming(job).config.checkpoint.resume == "auto"
-    assert job.config.checkpoint.resume == "elsewhere"
+    save(tmp_path, 20)
+    assert going_on(job).resume_from == [str(tmp_path / f"checkpoints/step-000000{step}") for step in (20, 10)]
+    assert job.resume_from == ["elsewhere"]
 
 
 @pytest.mark.parametrize("name", ["outputs/2026-11-22/10-00-00", AWKWARD])
@@ -120,14 +109,3 @@ def test_a_command_line_is_given_a_folder_of_whatever_name(name: str):
     [parsed] = OverridesParser.create().parse_overrides([setting])
     assert parsed.key_or_group == "hydra.run.dir"
     assert parsed.value() == name
-
-
-def test_the_command_that_resumes_is_the_one_that_was_given_in_the_same_folder(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["launch.py", "zero.stage=3", "checkpoint.resume=x", "data.path=a b"])
-    assert resume_command(tmp_path, under_torchrun=False) is None
-    save(tmp_path, 10)
-    settings = f"checkpoint.resume=auto hydra.run.dir={tmp_path} zero.stage=3 'data.path=a b'"
-    assert resume_command(tmp_path, under_torchrun=False) == f"python launch.py {settings}"
-    monkeypatch.setattr("sys.argv", ["/somewhere/zerotrain/__main__.py", *settings.split()[2:3]])
-    expected = f"torchrun ... -m zerotrain checkpoint.resume=auto hydra.run.dir={tmp_path} zero.stage=3"
-    assert resume_command(tmp_path, under_torchrun=True) == expected

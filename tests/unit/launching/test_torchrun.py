@@ -16,7 +16,7 @@ from zerotrain.errors import CommError, ConfigError
 from zerotrain.launching import torchrun
 from zerotrain.launching.failures import Failure
 from zerotrain.launching.job import Job
-from zerotrain.launching.restarts import with_run_dir
+from zerotrain.launching.resuming import with_run_dir
 from zerotrain.launching.torchrun import JobExchange
 
 RANK_1 = RankEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
