@@ -72,9 +72,10 @@ def test_under_torchrun_to_torchrun_and_to_a_rank(tmp_path: Path):
     by_torch.process.send_signal(signal.SIGTERM)
     assert by_torch.wait(WITHIN_S) == 1  # torchrun's own
     assert_stopped_in_order(by_torch, tmp_path / "run", "SIGTERM")
-    alone = by_torchrun(*MISBEHAVING, "+model.action=interrupt", folder=tmp_path)
+    elsewhere = "hydra.run.dir=elsewhere"  # the first has saved
+    alone = by_torchrun(*MISBEHAVING, "+model.action=interrupt", elsewhere, folder=tmp_path)
     assert alone.wait(WITHIN_S) == 0  # another code is a failure to torchrun, and the ranks start again
-    assert_stopped_in_order(alone, tmp_path / "run", "SIGINT")
+    assert_stopped_in_order(alone, tmp_path / "elsewhere", "SIGINT")
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["SIGINT", "SIGTERM"])
