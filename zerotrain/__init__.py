@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zerotrain import checkpoint as checkpoint
     from zerotrain.api import build_engine
     from zerotrain.comm.world import World
     from zerotrain.engine.engine import ZeroEngine
     from zerotrain.engine.groups.muon import MuonWithAdamW
-    from zerotrain.engine.results import StepResult, TrainStepResult
+    from zerotrain.engine.results import LoadedWeights, StepResult, TrainStepResult
     from zerotrain.errors import (
         CheckpointError,
         CommError,
@@ -29,6 +30,7 @@ _HOMES = {
     "ConfigError": "zerotrain.errors",
     "DisagreementError": "zerotrain.errors",
     "EngineStateError": "zerotrain.errors",
+    "LoadedWeights": "zerotrain.engine.results",
     "MuonWithAdamW": "zerotrain.engine.groups.muon",
     "PrecisionConfig": "zerotrain.settings",
     "StepResult": "zerotrain.engine.results",
@@ -47,6 +49,7 @@ __all__ = [
     "ConfigError",
     "DisagreementError",
     "EngineStateError",
+    "LoadedWeights",
     "MuonWithAdamW",
     "PrecisionConfig",
     "StepResult",
@@ -61,6 +64,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "checkpoint":
+        return import_module("zerotrain.checkpoint")
     if name not in _HOMES:
         raise AttributeError(f"module 'zerotrain' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

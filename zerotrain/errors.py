@@ -49,8 +49,8 @@ class TrainingError(ZeroTrainError):
 
 
 class CheckpointError(ZeroTrainError):
-    """A checkpoint is not what was written, does not fit the engine, or could not be saved. What was there before it,
-    on the disk and in the engine, is as it was. Every rank raises it alike."""
+    """A checkpoint, or weights of another file, are not what was written, do not fit the engine, or could not be saved.
+    What was there before, on the disk and in the engine, is as it was. Every rank raises it alike."""
 
 
 class CommError(ZeroTrainError):

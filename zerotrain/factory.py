@@ -1,7 +1,7 @@
 """The one place where config becomes objects: one rank of a run, from joining the others to its result."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,21 @@ from torch.overrides import TorchFunctionMode
 
 from zerotrain.api import assemble_engine
 from zerotrain.comm.world import World
-from zerotrain.config.schema import Config, TrainConfig
+from zerotrain.config.schema import RHYTHM, Config, TrainConfig
 from zerotrain.config.words import words_of_config
 from zerotrain.data.fetch import fetch_rows
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError, printable
 from zerotrain.settings import EngineConfig
 from zerotrain.training import Trainer
+from zerotrain.training.checkpoints import CheckpointPolicy
 from zerotrain.training.deterministic import make_deterministic
 from zerotrain.training.flops import ModelFlops, count_flops
 from zerotrain.training.metrics import device_peak_flops
 
 ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
 """Of the `train` settings, those that the engine gets."""
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 LOOP_SETTINGS = tuple(each.name for each in fields(TrainConfig) if each.name not in (*ENGINE_SETTINGS, "deterministic"))
 """Those that the Trainer gets."""
 
@@ -38,6 +40,8 @@ def run(
     enter: Callable[[str], None] = lambda phase: None,
     begin: Callable[[int], None] = lambda step: None,
     data_checked: Mapping[str, Any] | None = None,
+    resume_from: Sequence[str] = (),
+    restarts: int = 0,
 ) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
@@ -48,14 +52,18 @@ def run(
         enter: told what is done from then on, such as "training".
         begin: told the number of each step, from 1, as it begins.
         data_checked: what the data was for `zerotrain.preflight.check`.
+        resume_from: checkpoints to go on from, the best first.
+        restarts: repeated in result.json too.
     """
     if config.train.deterministic:
         make_deterministic()
     enter("joining the other ranks")
-    facts = {"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash}
+    facts = {"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
     with words_of_config(), World.from_environment(config.launch.device, config.launch.timeout_s) as world:
         enter(f"building {config.model.get('_target_')}")
-        trainer = _trainer(config, world, run_dir, run_facts=facts, begin=begin, data_checked=data_checked)
+        policy = _policy(config, resume_from)
+        told = {"run_facts": facts, "begin": begin, "data_checked": data_checked, "checkpoint": policy}
+        trainer = _trainer(config, world, run_dir, **told)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()
 
@@ -77,6 +85,7 @@ def _trainer(config: Config, world: World, run_dir: Path, **told: Any) -> Traine
         model_flops=_model_flops(config, engine, dataset),
         num_workers=config.data_switches["num_workers"],
         collate_fn=build_collate(config),
+        settings=_settings(config, world.size * len(engine.virtual_ranks)),
         **told,
         **loop,
     )
@@ -99,6 +108,31 @@ def _engine(config: Config, world: World) -> ZeroEngine:
         decay_all=False,
         **config.model_switches,
     )
+
+
+def _policy(config: Config, resume_from: Sequence[str]) -> CheckpointPolicy:
+    given = config.checkpoint
+    rhythm = None if given.every is None else RHYTHM.fullmatch(given.every)
+    seconds = None if rhythm is None else SECONDS.get(rhythm["unit"])
+    number = None if rhythm is None else int(rhythm["number"])
+    return CheckpointPolicy(
+        every_steps=number if seconds is None else None,
+        every_s=None if seconds is None or number is None else number * seconds,
+        keep=given.keep,
+        keep_every=given.keep_every,
+        asynchronous=given.asynchronous,
+        at_end=given.save_at_end is not False,
+        resume=[Path(each) for each in resume_from],
+        init_from=None if given.init_from is None else Path(given.init_from),
+    )
+
+
+def _settings(config: Config, virtual_ranks: int) -> dict[str, Any]:
+    """What a checkpoint notes of the settings: all, and what null came to where the bits depend on it."""
+    values = asdict(config)
+    values["train"]["virtual_ranks"] = virtual_ranks
+    values["launch"]["threads_per_rank"] = torch.get_num_threads()
+    return values
 
 
 def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:

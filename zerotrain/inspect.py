@@ -1,32 +1,49 @@
-"""`python -m zerotrain.inspect CHECKPOINT`: what it holds, and whether it is what was written; `--diff A B` compares.
+"""`python -m zerotrain.inspect PATH`: what a checkpoint holds, or which a run has, and whether they are what was
+written; `--diff A B` compares two.
 
 One process, no ranks. Exit code 0; 1 for a checkpoint that is damaged or, with --diff, two that differ; 2 for none.
 """
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
 from math import prod
 from pathlib import Path
 
 from zerotrain.checkpoint.compare import differences
-from zerotrain.checkpoint.manifest import Manifest, dtype_of, pieces_of, read_manifest
+from zerotrain.checkpoint.kept import (
+    CHECKPOINTS,
+    checkpoints_in,
+    entries,
+    is_under_way,
+    partial_in,
+    removed_in,
+    set_aside_in,
+)
+from zerotrain.checkpoint.manifest import MANIFEST, Manifest, dtype_of, pieces_of, read_manifest
 from zerotrain.checkpoint.verify import problems_in
 from zerotrain.errors import CheckpointError
 
 MIB = 2**20
+FILES_OF_RUNS = ("config.yaml", "result.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what was asked for; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m zerotrain.inspect", description="What a checkpoint of zerotrain holds.")
-    parser.add_argument("checkpoint", nargs="*", metavar="CHECKPOINT", help="the folder with manifest.json")
+    parser = argparse.ArgumentParser(
+        "python -m zerotrain.inspect", description="What lies in checkpoints of zerotrain."
+    )
+    parser.add_argument("path", nargs="*", metavar="PATH", help="the folder of a checkpoint, or of a run")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="which tensors differ between two, and by how much")
     asked = parser.parse_args(arguments)
-    if not asked.checkpoint and asked.diff is None:
-        parser.error("give a CHECKPOINT, or --diff A B")
+    if not asked.path and asked.diff is None:
+        parser.error("give the PATH of a checkpoint or of a run, or --diff A B")
     try:
-        codes = [show(Path(each)) for each in asked.checkpoint]
+        codes = [show_run(path) if _is_run(path) else show(path) for path in map(Path, asked.path)]
         if asked.diff is not None:
             codes.append(compare(*map(Path, asked.diff)))
         return max(codes)
@@ -48,6 +65,82 @@ def show(folder: Path) -> int:
     num_blocks = sum(len(file["hashes"]) for file in manifest.files)
     print(f"verified: the manifest and {num_blocks} blocks in {len(manifest.files)} files are what was written")
     return 0
+
+
+def _is_run(path: Path) -> bool:
+    """Whether it has checkpoints or may come to have some.
+
+    Raises:
+        CheckpointError: it is neither that nor a checkpoint.
+    """
+    if os.path.isfile(path / MANIFEST):
+        return False
+    if any(os.path.lexists(path / name) for name in (CHECKPOINTS, *FILES_OF_RUNS)) or checkpoints_in(path):
+        return True
+    if os.path.isdir(path):
+        raise CheckpointError(
+            f"{path} is no checkpoint and no run: it has no {MANIFEST}, and none of {CHECKPOINTS}/, "
+            f"{', '.join(FILES_OF_RUNS)}"
+        )
+    raise CheckpointError(
+        f"{path} is {'a file, and no' if os.path.lexists(path) else 'not there: give the'} folder of "
+        "a checkpoint or of a run"
+    )
+
+
+def show_run(run: Path) -> int:
+    """Print which checkpoints a run has, each as it is verified, and what else lies beside them."""
+    folder = run if checkpoints_in(run) else run / CHECKPOINTS
+    found = checkpoints_in(folder)
+    print(f"{run}: {len(found) or 'no'} checkpoint{'s' * (len(found) != 1)}")
+    whole, num_broken = [], 0
+    for path in found:
+        problems = _line(path)
+        if not problems:
+            whole.append(path)
+        elif path.exists():
+            num_broken += 1
+            print("BROKEN: do not load it", *problems, sep="\n  ")
+        else:
+            print("removed meanwhile")
+    for path in partial_in(folder):
+        if is_under_way(path):
+            print(f"{path.name}: a save under way, {_nbytes_in(path) / MIB:.1f} MiB so far")
+        else:
+            print(f"{path.name}: a save that was cut off; the next one removes it")
+    for path in removed_in(folder):
+        print(f"{path.name}: a removal under way or cut off; the next one removes it")
+    for path in set_aside_in(folder):
+        print(f"{path.name}: set aside when the run went on from an earlier one")
+    if whole:
+        print(f"to go on from {whole[-1].name}: checkpoint.resume={run if whole[-1] == found[-1] else whole[-1]}")
+    return 1 if num_broken else 0 if found else 2
+
+
+def _line(path: Path) -> list[str]:
+    """Print what one of a run is, and verify it; returns what is wrong with it."""
+    began = time.monotonic()
+    print(path.name, end="  ", flush=True)
+    try:
+        manifest = read_manifest(path)
+        saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
+        nbytes, ranks = sum(file["nbytes"] for file in manifest.files), manifest.num_ranks
+        placement = f"stage {manifest.content['stage']}, {ranks} rank{'s' * (ranks > 1)}"
+        print(f"{saved:%Y-%m-%d %H:%M:%S}  {nbytes / MIB:.1f} MiB  {placement}", end="  ", flush=True)
+        problems = problems_in(path, manifest)
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    if not problems:
+        print(f"verified in {time.monotonic() - began:.1f} s")
+    return problems
+
+
+def _nbytes_in(folder: Path) -> int:
+    total = 0
+    for path in entries(folder):
+        with suppress(OSError):  # published meanwhile
+            total += path.stat().st_size
+    return total
 
 
 def compare(left: Path, right: Path) -> int:

@@ -13,6 +13,11 @@ WITHIN_S = 60.0
 """A rank that waited in a collective for others that are gone would wait for 300 s."""
 
 
+def told(signum: signal.Signals) -> str:
+    """What the first signal is answered."""
+    return f"{signum.name}: the running step ends, then the run; once more stops at once"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_on_one_rank_ends_all_and_is_what_the_user_reads(tmp_path: Path, rank: int):
     command = by_hand(*MISBEHAVING, "+model.action=raise", f"+model.rank={rank}", TWO_RANKS, folder=tmp_path)
@@ -51,10 +56,10 @@ def test_under_torchrun_the_first_cause_comes_before_torchruns_own_report(tmp_pa
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_under_torchrun_a_run_that_is_stopped_says_so_in_its_result(tmp_path: Path, signum: signal.Signals):
+def test_under_torchrun_a_run_that_is_stopped_at_once_says_so_in_its_result(tmp_path: Path, signum: signal.Signals):
     command = by_torchrun(*MISBEHAVING, "+model.action=sleep", folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
-    command.send_signal_as_terminal(signum)
+    command.stop_at_once(signum)
     assert command.wait(WITHIN_S) != 0
     result = result_of(tmp_path / "run")
     assert result["status"] == "stopped", result["error"]
@@ -87,27 +92,28 @@ def test_a_run_stopped_by_its_numbers_names_the_rank_and_the_parameter(tmp_path:
     assert command.wait_until_gone() == []
 
 
-def test_ctrl_c_stops_a_sweep_at_once(tmp_path: Path):
+def test_ctrl_c_twice_stops_a_sweep_at_once(tmp_path: Path):
     sweep = ("-m", *TINY, "model._target_=misbehaving.MisbehavingMLP", "hydra.sweep.dir=sweep")
     command = by_hand(*sweep, "+model.action=sleep", "zero.stage=1,2", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "sweep/0/ranks/1.log", "asleep")
-    command.send_signal_as_terminal(signal.SIGINT)
+    command.stop_at_once(signal.SIGINT)
     assert command.wait(WITHIN_S) == 130
-    assert command.stderr.splitlines() == ["stopped by Ctrl-C"]
+    assert command.stderr.splitlines() == [told(signal.SIGINT), "stopped by Ctrl-C"]
     assert "job 0 stopped" in command.stdout
     assert result_of(tmp_path / "sweep/0")["status"] == "stopped"
     assert not (tmp_path / "sweep/1").exists()
     assert command.wait_until_gone() == []
 
 
-def test_sigterm_stops_a_run_which_says_so_in_its_result(tmp_path: Path):
+def test_sigterm_twice_stops_a_run_at_once_which_says_so_in_its_result(tmp_path: Path):
     """It comes to all processes, also to those that read data."""
     command = by_hand(*MISBEHAVING, "+model.action=sleep", "data.num_workers=1", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
-    command.send_signal_as_terminal(signal.SIGTERM)
+    command.stop_at_once(signal.SIGTERM)
     assert command.wait(WITHIN_S) == 128 + signal.SIGTERM
-    assert command.stderr.splitlines() == ["stopped by SIGTERM"]
-    assert result_of(tmp_path / "run")["status"] == "stopped"
+    assert command.stderr.splitlines() == [told(signal.SIGTERM), "stopped by SIGTERM"]
+    result = result_of(tmp_path / "run")
+    assert (result["status"], result["stopped_by"]) == ("stopped", None)
     assert command.wait_until_gone() == []
 
 

@@ -72,7 +72,7 @@ def test_ranks_of_one_machine_cannot_be_reached_from_others_and_their_files_be_r
     command = Command(["sh", "-c", f'umask 077; exec "$0" {launch} {options}', sys.executable], tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
     assert listening(command) <= {"127.0.0.1", "::1"}
-    command.send_signal_as_terminal(signal.SIGINT)
+    command.stop_at_once(signal.SIGINT)
     assert command.wait() == 130
     modes = {str(path.relative_to(tmp_path)): path.stat().st_mode & 0o077 for path in (tmp_path / "run").rglob("*")}
     assert {"run/result.json", "run/config.yaml", "run/.lock", "run/.hydra/config.yaml", "run/ranks/0.log"} <= set(

@@ -29,7 +29,7 @@ def asleep(folder: Path, start=by_hand, *more: str) -> Command:
 
 
 def end(command: Command, signum: int = signal.SIGTERM) -> None:
-    command.send_signal_as_terminal(signum)
+    command.stop_at_once(signum)
     command.wait()
     assert command.wait_until_gone() == []
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -34,15 +35,21 @@ def calls_of_the_engine(num_parameters: int) -> list[int]:
     dist.destroy_process_group()  # that of the process, whose other ranks are real
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=FAKE_RANKS)
     bare = python_calls(bare_step(Blocks(num_parameters)))
-    return [most_calls(engine_step(Blocks(num_parameters), stage)) - bare for stage in range(4)]
+    return [calls_of_an_update(engine_step(Blocks(num_parameters), stage)) - bare for stage in range(4)]
 
 
-def most_calls(step: Callable[[], object]) -> int:
+def calls_of_an_update(step: Callable[[], Any]) -> int:
+    """Of a step that updates the weights: parameters that a fake group never sent may be no numbers, and their step is
+    skipped, with fewer calls."""
     # Until each buffer on loan has met each bucket: the views of a bucket in a buffer are made once.
     for _ in range(6):
         step()
-    # The most of some steps: parameters that a fake group never sent may be no numbers, and their step is skipped.
-    return max(python_calls(step) for _ in range(3))
+    outcomes: list[Any] = []
+    for _ in range(50):
+        num_calls = python_calls(lambda: outcomes.append(step()))
+        if not outcomes[-1].skipped:
+            return num_calls
+    raise AssertionError("50 steps were skipped")
 
 
 def both_sizes() -> list[tuple[int, int]]:
@@ -52,4 +59,4 @@ def both_sizes() -> list[tuple[int, int]]:
 
 def test_a_thousand_times_the_parameters_do_not_double_the_python_calls_of_a_step() -> None:
     [by_stage] = run_ranks(both_sizes, 1)
-    assert all(0 < few < many < 2 * few for few, many in by_stage)
+    assert all(0 < few < many < 2 * few for few, many in by_stage), by_stage

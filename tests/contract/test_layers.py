@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "api": {"errors", "settings", "comm", "sharding", "deferred", "engine"},
     "models": set(),
     "data": set(),
-    "training": {"errors", "comm", "engine", "data"},
+    "training": {"errors", "comm", "checkpoint", "engine", "data"},
     "testing": {"comm"},
 }
 """What each part of the package may import of it. Left out are factory, preflight, prepare and launcher, which put all

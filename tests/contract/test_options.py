@@ -72,10 +72,18 @@ OPTIONS = """
     train.deterministic
     train.profile
     train.memory_snapshot
+    checkpoint.every
+    checkpoint.keep
+    checkpoint.keep_every
+    checkpoint.asynchronous
+    checkpoint.resume
+    checkpoint.init_from
+    checkpoint.save_at_end
     launch.nproc_per_node
     launch.device
     launch.threads_per_rank
     launch.timeout_s
+    launch.max_restarts
     launch.overwrite
 """
 

@@ -86,6 +86,17 @@ class Command:
         """As Ctrl-C does: to the whole process group."""
         os.killpg(self.process.pid, signum)
 
+    def stop_at_once(self, signum: int) -> None:
+        """As one who presses Ctrl-C and, since the running step does not end, again."""
+        self.send_signal_as_terminal(signum)
+        time.sleep(1.2)  # so soon as a second it would be the same request
+        self.send_signal_as_terminal(signum)
+
+    def pid_of_rank(self, run_dir: Path, rank: int) -> int:
+        """The process of a rank at work."""
+        said = json.loads((run_dir / f"ranks/{rank}.state").read_text()[16:])
+        return int(said["pid"])
+
     def kill(self) -> None:
         """As `kill -9` does: to the first process alone."""
         self.process.send_signal(signal.SIGKILL)

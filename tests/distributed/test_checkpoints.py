@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 import zerotrain
+from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.testing.ranks import run_ranks
 
 MIB = 2**20
@@ -43,25 +45,63 @@ def peak_nbytes() -> int:
     return int(found[1]) * 1024
 
 
-def saved_and_trained(path: str) -> tuple[str, int]:
-    """The weights after one step more, and by how much the save has raised the peak."""
+def saved_and_trained(path: str) -> tuple[str, int, str]:
+    """The weights after one step more, and by how much the save has raised the peak; the weights after another step,
+    with a save beside it."""
     engine = engine_at(3)
     train(engine, 0)
     before = reset_peak()
     engine.save(path, extra={"rows": 4})
     risen = peak_nbytes() - before
     train(engine, 1)
-    return engine.weights_sha256(), risen
+    after_one = engine.weights_sha256()
+    save = engine.begin_save(f"{path}-beside", own={"rank": engine.world.rank})
+    train(engine, 2)
+    assert save.wait() == Path(f"{path}-beside")
+    return after_one, risen, engine.weights_sha256()
 
 
-def loaded_and_trained(path: str) -> tuple[str, int]:
+def loaded_and_trained(path: str) -> tuple[str, int, str]:
     engine = engine_at(2)
     train(engine, 7)
     before = reset_peak()
     assert engine.load(path) == {"rows": 4}
     risen = peak_nbytes() - before
     train(engine, 1)
-    return engine.weights_sha256(), risen
+    after_one = engine.weights_sha256()
+    engine.load(f"{path}-beside")
+    assert engine.own_of(f"{path}-beside") == {"rank": engine.world.rank}
+    assert engine.weights_sha256() == after_one
+    train(engine, 2)
+    return after_one, risen, engine.weights_sha256()
+
+
+def begun_with(path: str) -> tuple[list[str], list[int]]:
+    """The weights that were taken from a checkpoint, whose optimizer state is damaged, and from a file of them; and by
+    how much each has raised the peak."""
+    engine, file = engine_at(3), Path(path).with_name("weights.safetensors")
+    if engine.world.rank == 0:
+        damage(Path(path), "momentum_buffer")
+    hashes, risen = [engine.weights_sha256()], []
+    for source in (Path(path), file):
+        if source is file and (state := engine.full_state_dict()):
+            save_file(state, file)
+            state.clear()
+        engine.freeze("blocks.0.weight") if source is file else None
+        before = reset_peak()
+        engine.load_weights(source)
+        risen.append(peak_nbytes() - before)
+        hashes.append(engine.weights_sha256())
+    return hashes, risen
+
+
+def damage(checkpoint: Path, role: str) -> None:
+    """Flip a byte in the midst of what was kept of a block as `role`."""
+    piece = read_manifest(checkpoint).parameters["blocks.3.weight"]["tensors"][role]["pieces"][0]
+    file = checkpoint / f"rank-{piece['file']:05d}.safetensors"
+    content = bytearray(file.read_bytes())
+    content[piece["byte"] + 2 * MIB] ^= 1
+    file.write_bytes(content)
 
 
 def reset_peak() -> int:
@@ -73,6 +113,10 @@ def reset_peak() -> int:
 def test_real_ranks_save_and_load_in_a_few_mib(tmp_path: Path) -> None:
     saved = run_ranks(saved_and_trained, 2, str(tmp_path / "step"))
     loaded = run_ranks(loaded_and_trained, 2, str(tmp_path / "step"))
-    assert len({after for after, _ in (*saved, *loaded)}) == 1
-    assert max(risen for _, risen in saved) < 8 * MIB
-    assert max(risen for _, risen in loaded) < 16 * MIB
+    assert len({(after_one, after_two) for after_one, _, after_two in (*saved, *loaded)}) == 1
+    assert max(risen for _, risen, _ in saved) < 8 * MIB
+    assert max(risen for _, risen, _ in loaded) < 16 * MIB
+    begun = run_ranks(begun_with, 2, str(tmp_path / "step"))
+    for hashes, risen in begun:
+        assert hashes[0] != hashes[1] == hashes[2]
+        assert max(risen) < 8 * MIB

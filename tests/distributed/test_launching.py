@@ -28,7 +28,12 @@ def test_a_run_by_hand_leaves_one_folder_with_all_its_files(hand_run):
     names = {
         str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file() and ".hydra" not in path.parts
     }
-    assert names == {".lock", "config.yaml", "metrics.jsonl", "result.json", "ranks/0.log", "ranks/1.log"}
+    saved = {
+        f"checkpoints/step-00000003/{name}"
+        for name in ("manifest.json", *map("rank-{:05d}.safetensors".format, (0, 1)))
+    }
+    assert names - saved == {".lock", "config.yaml", "metrics.jsonl", "result.json", "ranks/0.log", "ranks/1.log"}
+    assert names >= saved
     umask = os.umask(0o022)
     os.umask(umask)
     modes = {path.stat().st_mode & 0o777 for path in run_dir.rglob("*") if path.is_file()}

@@ -20,7 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STAGES_AND_PRECISIONS = list(product(range(4), DTYPES))
 FP16 = Case(ZeroConfig(bucket_mb=0.1), precision="fp16", num_steps=2)
 NORMS = "*ln_*"
-NORM_NBYTES = (5 + 5) * 8
+NORM_NBYTES = (5 + 5 + 1) * 8
 """What one rank tells the other for the gradient norm, and to compare what they have done."""
 Answers = Callable[[Callable[[Any], Any]], list[list[Any]]]
 

@@ -1,15 +1,20 @@
 """`python -m zerotrain.inspect`."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 import zerotrain
 from tests.unit.checkpoint.runs import KINDS, build, train
+from zerotrain.checkpoint.folder import PartialFolder
+from zerotrain.checkpoint.kept import set_aside, step_name
 from zerotrain.inspect import main
 from zerotrain.testing.fake_wire import run_threads
 
@@ -78,9 +83,72 @@ def test_a_broken_one_is_told_with_file_and_tensors(
     assert f"{file} is not what was written: bytes 0 to {len(content)} are others (" in out
 
 
-def test_what_is_no_checkpoint_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert "is no checkpoint: it has no manifest.json" in capsys.readouterr().err
+def test_what_is_neither_a_checkpoint_nor_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for path, said in (
+        (
+            tmp_path,
+            "is no checkpoint and no run: it has no manifest.json, and none of checkpoints/, config.y",
+        ),
+        (tmp_path / "file", "file is a file, and no folder of a checkpoint or of a run"),
+        (tmp_path / "nowhere", "nowhere is not there: give the folder of a checkpoint or of a run"),
+    ):
+        assert main([str(path)]) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert err.count("\n") == 1
     with pytest.raises(SystemExit):
         main([])
-    assert "give a CHECKPOINT, or --diff A B" in capsys.readouterr().err
+    assert "give the PATH of a checkpoint or of a run, or --diff A B" in capsys.readouterr().err
+
+
+def test_a_run_is_listed_with_what_lies_beside_its_checkpoints(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in (10, 20, 30):
+        shutil.copytree(saved / "second", folder / step_name(step))
+    os.utime(folder / step_name(20) / "manifest.json", (0, 1_000_000_000))
+    assert main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{tmp_path}: 3 checkpoints"
+    when = datetime.fromtimestamp(1_000_000_000)
+    assert re.fullmatch(rf"step-00000020  {when}  0\.0 MiB  stage 3, 3 ranks  verified in \d\.\d s", lines[2])
+    assert lines[4:] == [f"to go on from step-00000030: checkpoint.resume={tmp_path}"]
+
+    (folder / step_name(10) / "rank-00001.safetensors").unlink()
+    (folder / step_name(30) / "manifest.json").write_text("{")
+    alive = PartialFolder(folder / step_name(40))
+    dead = folder / f".{step_name(50)}.partial-0123456789abcdef"
+    dead.mkdir()
+    (dead / "lock").touch()
+    old = time.time() - 60
+    for path in (alive.path, dead):
+        os.utime(path, (old, old))
+    removed = folder / f".{step_name(1)}.removed-0123456789abcdef"
+    removed.mkdir()
+    aside = set_aside(Path(shutil.copytree(saved / "second", folder / step_name(60))))
+    assert main([str(folder)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("stage 3, 3 ranks  BROKEN: do not load it")
+    assert lines[2].startswith(f"  {folder / step_name(10)}/rank-00001.safetensors is missing")
+    assert lines[3].startswith("step-00000020  ")
+    assert lines[4:6] == ["step-00000030  BROKEN: do not load it", lines[5]]
+    assert "manifest.json is damaged: it is no JSON" in lines[5]
+    assert lines[6:] == [
+        f"{alive.path.name}: a save under way, 0.0 MiB so far",
+        f"{dead.name}: a save that was cut off; the next one removes it",
+        f"{removed.name}: a removal under way or cut off; the next one removes it",
+        f"{aside.name}: set aside when the run went on from an earlier one",
+        f"to go on from step-00000020: checkpoint.resume={folder / step_name(20)}",
+    ]
+    alive.remove()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "result.json", "checkpoints"])
+def test_a_run_without_checkpoints_is_listed_and_is_no_success(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).mkdir()
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().out == f"{tmp_path}: no checkpoints\n"

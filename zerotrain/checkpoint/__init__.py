@@ -4,6 +4,7 @@ Nothing here knows an engine or another rank: `engine/state` says what is saved 
 docs/checkpoints.md.
 """
 
+from zerotrain.checkpoint.kept import checkpoints_in
 from zerotrain.checkpoint.verify import verify
 
-__all__ = ["verify"]
+__all__ = ["checkpoints_in", "verify"]

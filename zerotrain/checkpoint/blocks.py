@@ -12,6 +12,7 @@ from pathlib import Path
 
 BLOCK_NBYTES = 2**20
 HASH = "xxh3_64"
+WRITE_BACK_NBYTES = 16 * 2**20
 
 
 def hash_of(data: bytes | bytearray | memoryview) -> str:
@@ -29,32 +30,34 @@ class BlockWriter:
     """
 
     def __init__(self, path: Path) -> None:
+        import xxhash
+
         self.path = path
         self.nbytes = 0
         self.hashes: list[str] = []
         """Of the blocks written so far; the last may be shorter."""
-        self._begun = bytearray(BLOCK_NBYTES)
-        self._num_begun = 0
+        self._block = xxhash.xxh3_64()
+        """Of what is written of a block that is not whole yet."""
+        self._begun_nbytes = 0
+        """Of which the disk was told."""
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def write(self, data: memoryview) -> None:
-        """Append bytes. Whole blocks go out as they lie, without a copy."""
+        """Append bytes, as they lie, without a copy: each part of a block is hashed, then written from the cache."""
         while len(data) > 0:
-            if self._num_begun == 0 and len(data) >= BLOCK_NBYTES:
-                self._put(data[:BLOCK_NBYTES])
-                data = data[BLOCK_NBYTES:]
-                continue
-            taken = data[: BLOCK_NBYTES - self._num_begun]
-            self._begun[self._num_begun : self._num_begun + len(taken)] = taken
-            self._num_begun += len(taken)
-            data = data[len(taken) :]
-            if self._num_begun == BLOCK_NBYTES:
-                self._put_begun()
+            part = data[: BLOCK_NBYTES - self.nbytes % BLOCK_NBYTES]
+            data = data[len(part) :]
+            self._block.update(part)
+            self._put(part)
+            if self.nbytes % BLOCK_NBYTES == 0:
+                self._end_block()
+            if self.nbytes - self._begun_nbytes >= WRITE_BACK_NBYTES:
+                self._begin_write_back()
 
     def sync(self) -> None:
-        """Write what is left and wait until all is on the disk."""
-        if self._num_begun:
-            self._put_begun()
+        """Wait until all is on the disk."""
+        if self.nbytes % BLOCK_NBYTES:
+            self._end_block()
         with self._naming_the_file():
             os.fsync(self._file)
 
@@ -63,16 +66,23 @@ class BlockWriter:
             os.close(self._file)
             self._file = -1
 
-    def _put_begun(self) -> None:
-        self._put(memoryview(self._begun)[: self._num_begun])
-        self._num_begun = 0
+    def _begin_write_back(self) -> None:
+        """Let the disk begin with what was written, while more comes: otherwise most of it waits for `sync`, and a step
+        of the training for the disk. On Linux this advice begins to write, and forgets what is on the disk already: of
+        this range nothing."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file, self._begun_nbytes, self.nbytes - self._begun_nbytes, os.POSIX_FADV_DONTNEED)
+        self._begun_nbytes = self.nbytes
 
-    def _put(self, block: memoryview) -> None:
-        self.hashes.append(hash_of(block))
-        self.nbytes += len(block)
+    def _end_block(self) -> None:
+        self.hashes.append(self._block.hexdigest())
+        self._block.reset()
+
+    def _put(self, part: memoryview) -> None:
+        self.nbytes += len(part)
         with self._naming_the_file():
-            while len(block) > 0:
-                block = block[os.write(self._file, block) :]  # a disk that is nearly full takes a part
+            while len(part) > 0:
+                part = part[os.write(self._file, part) :]  # a disk that is nearly full takes a part
 
     @contextmanager
     def _naming_the_file(self) -> Iterator[None]:

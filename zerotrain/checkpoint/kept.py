@@ -7,10 +7,12 @@ What is to go gets its hidden name first, and that is on the disk before the fir
 half removed has a checkpoint's name, and the next removal in that place finishes it.
 """
 
+import fcntl
 import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,9 +23,13 @@ from zerotrain.errors import CheckpointError
 CHECKPOINTS = "checkpoints"
 """The folder of them in a run's folder."""
 
+JUST_MADE_S = 10.0
+"""So long a save may need from its folder's name to its lock, in which it is not to be disturbed."""
+
 _STEP = re.compile(r"step-([0-9]{8,})")
 _PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{16}")
 _REMOVED = re.compile(r"\.step-[0-9]{8,}\.removed-[0-9a-f]{16}")
+_ASIDE = re.compile(r"step-[0-9]{8,}\.broken-[0-9a-f]{16}")
 
 
 def step_name(step: int) -> str:
@@ -36,51 +42,98 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
+def entries(folder: Path) -> list[Path]:
+    """What lies in a folder, by name; nothing in one that is not there.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {os.strerror(error.errno or 0)}") from error
+
+
+def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints in a folder that have a step's name, by step, ascending. None in a folder that is not there.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    named = [path for path in _entries(folder) if _STEP.fullmatch(path.name) and step_name(step_of(path)) == path.name]
+    named = [
+        path for path in entries(Path(folder)) if _STEP.fullmatch(path.name) and step_name(step_of(path)) == path.name
+    ]
     return sorted((path for path in named if os.path.isfile(path / MANIFEST)), key=step_of)
 
 
 def partial_in(folder: Path) -> list[Path]:
     """The folders of saves that are under way in a folder, or were cut off."""
-    return [path for path in _entries(folder) if _PARTIAL.fullmatch(path.name)]
+    return [path for path in entries(folder) if _PARTIAL.fullmatch(path.name)]
 
 
-def candidates(path: Path) -> list[Path]:
+def removed_in(folder: Path) -> list[Path]:
+    """What is being removed, or what removals that were cut off have left."""
+    return [path for path in entries(folder) if _REMOVED.fullmatch(path.name)]
+
+
+def set_aside_in(folder: Path) -> list[Path]:
+    """What `set_aside` has renamed."""
+    return [path for path in entries(folder) if _ASIDE.fullmatch(path.name)]
+
+
+def is_under_way(partial: Path) -> bool:
+    """Whether the save of a folder that `partial_in` found is alive: its process holds a lock in it. So are those of
+    which nobody can tell."""
+    try:
+        if time.time() - partial.stat().st_mtime < JUST_MADE_S:
+            return True
+        lock = os.open(partial / "lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+ALLOWED = (
+    f"give the folder of a checkpoint (it has {MANIFEST}), a folder of checkpoints (such as {CHECKPOINTS}/"
+    f"{step_name(100)}), or a run's folder (it has {CHECKPOINTS}/)"
+)
+
+
+def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
     """What may be loaded of what a user named, the newest first: at least one.
 
     Args:
         path: of a checkpoint, of a folder of checkpoints with a step's name, or of a run, which has such a folder.
+        allowed: what an error tells to give.
 
     Raises:
         CheckpointError: there is none.
     """
     if _PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
         of_what = "save" if _PARTIAL.fullmatch(path.name) else "removal"
-        raise CheckpointError(f"{path} is what a {of_what} left that was cut off, or is under way: {_ALLOWED}")
+        raise CheckpointError(f"{path} is what a {of_what} left that was cut off, or is under way: {allowed}")
     if os.path.isfile(path / MANIFEST):
         return [path]
     for folder in (path, path / CHECKPOINTS):
         if found := checkpoints_in(folder):
             return found[::-1]
     if not os.path.exists(path):
-        raise CheckpointError(f"{path} is not there: {_ALLOWED}")
+        raise CheckpointError(f"{path} is not there: {allowed}")
     if not os.path.isdir(path):
-        raise CheckpointError(f"{path} is a file: {_ALLOWED}")
+        raise CheckpointError(f"{path} is a file: {allowed}")
     if partial := [*partial_in(path), *partial_in(path / CHECKPOINTS)]:
         raise CheckpointError(f"{path} has no checkpoint: only a save that was cut off is there ({partial[-1].name})")
-    raise CheckpointError(f"{path} has no checkpoint in it: {_ALLOWED}")
-
-
-_ALLOWED = (
-    f"give the folder of a checkpoint (it has {MANIFEST}), a folder of checkpoints (such as {CHECKPOINTS}/"
-    f"{step_name(100)}), or a run's folder (it has {CHECKPOINTS}/)"
-)
+    raise CheckpointError(f"{path} has no checkpoint in it: {allowed}")
 
 
 def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> list[Path]:
@@ -100,9 +153,8 @@ def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> lis
             changed, so training can go on.
     """
     problems: list[str] = []
-    for path in _entries(folder):
-        if _REMOVED.fullmatch(path.name):
-            _tried(problems, path)
+    for path in removed_in(folder):
+        _tried(problems, path)
     old = [path for path in _not_kept(checkpoints_in(folder), keep, keep_every) if not path.is_symlink()]
     hidden = _hidden(folder, old, problems) if old else {}
     for name in hidden.values():
@@ -114,16 +166,16 @@ def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> lis
 
 
 def set_aside(path: Path) -> Path:
-    """Give a checkpoint that cannot be loaded a name that is no step's: what a run that goes on from an older one does
-    with it, which otherwise could not save this step again, and would keep this one as its newest.
+    """Give a checkpoint a name that is no step's: what a run that goes on from an older one does with it, which
+    otherwise could not save this step again, and would keep this one as its newest.
 
     Returns:
-        Where it is now: step-00000100.broken-9f3c0e5d21b7a864 beside it.
+        Where it is now: step-00000100.aside-9f3c0e5d21b7a864 beside it.
 
     Raises:
         CheckpointError: it cannot be renamed.
     """
-    target = path.with_name(f"{path.name}.broken-{secrets.token_hex(8)}")
+    target = path.with_name(f"{path.name}.aside-{secrets.token_hex(8)}")
     try:
         path.rename(target)
         sync_folder(path.parent)
@@ -173,12 +225,3 @@ def _sentence(error: OSError, path: Path) -> str:
     # A name within the folder that is removed comes without its folder.
     named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else path
     return f"{named if named.is_absolute() else path / named.name}: {os.strerror(error.errno or 0)}"
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {os.strerror(error.errno or 0)}") from error

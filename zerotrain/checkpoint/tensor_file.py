@@ -5,7 +5,7 @@ https://huggingface.co/docs/safetensors/index#format
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,28 +76,29 @@ class TensorFile:
         self.nbytes = len(self._head) + place
         self.hashes: list[str] = []
 
-    def write(self, folder: Path) -> Iterator[None]:
-        """Write it and wait until it is on the disk. Pauses after each `ROUND_NBYTES`, see `num_rounds`."""
+    def write(self, folder: Path, read: Callable[[Entry], Iterator[memoryview]]) -> Iterator[int]:
+        """Write it and wait until it is on the disk.
+
+        Args:
+            read: gives the bytes of an entry, piece by piece.
+
+        Returns:
+            The bytes written so far, after each `ROUND_NBYTES`.
+        """
         writer = BlockWriter(folder / self.name)
         try:
             writer.write(memoryview(self._head))
-            in_round = 0
+            told = 0
             for entry in self.entries:
-                for chunk in chunks(entry.values):
+                for chunk in read(entry):
                     writer.write(chunk)
-                    in_round += len(chunk)
-                    if in_round >= ROUND_NBYTES:
-                        in_round = 0
-                        yield
+                    if writer.nbytes - told >= ROUND_NBYTES:
+                        told = writer.nbytes
+                        yield told
             writer.sync()
             self.hashes = writer.hashes
         finally:
             writer.close()
-
-    @property
-    def num_rounds(self) -> int:
-        """The most pauses that `write` makes."""
-        return self.nbytes // ROUND_NBYTES
 
     def described(self) -> dict[str, Any]:
         """For the manifest: name, size, hashes, and where each tensor lies in it."""

@@ -1,9 +1,11 @@
 """Whether the files of a checkpoint are what was written."""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
-from zerotrain.checkpoint.manifest import Manifest, read_manifest
+from zerotrain.checkpoint.blocks import BLOCK_NBYTES
+from zerotrain.checkpoint.manifest import Manifest, dtype_of, pieces_of, read_manifest
 from zerotrain.checkpoint.reading import Reader
 from zerotrain.errors import CheckpointError
 
@@ -26,14 +28,17 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
-def problems_in(folder: Path, manifest: Manifest, part: int = 0, num_parts: int = 1) -> list[str]:
+def problems_in(
+    folder: Path, manifest: Manifest, part: int = 0, num_parts: int = 1, roles: Collection[str] | None = None
+) -> list[str]:
     """What is wrong with the files, at most `MAX_PROBLEMS_SHOWN` lines.
 
     Args:
         part, num_parts: of all blocks look only at this share.
+        roles: look only at blocks in which tensors of these lie, such as weight; None: at all.
     """
     problems: list[str] = []
-    blocks = [(file, index) for file, each in enumerate(manifest.files) for index in range(len(each["hashes"]))]
+    blocks = _all_blocks(manifest) if roles is None else _blocks_of(manifest, roles)
     mine = blocks[len(blocks) * part // num_parts : len(blocks) * (part + 1) // num_parts]
     broken: set[int] = set()
     with Reader(folder, manifest) as reader:
@@ -53,3 +58,17 @@ def problems_in(folder: Path, manifest: Manifest, part: int = 0, num_parts: int 
                 if len(problems) >= MAX_PROBLEMS_SHOWN:
                     break
     return problems
+
+
+def _all_blocks(manifest: Manifest) -> list[tuple[int, int]]:
+    """(file, index) of each."""
+    return [(file, index) for file, each in enumerate(manifest.files) for index in range(len(each["hashes"]))]
+
+
+def _blocks_of(manifest: Manifest, roles: Collection[str]) -> list[tuple[int, int]]:
+    found: set[tuple[int, int]] = set()
+    for _, role, tensor in manifest.tensors():
+        for piece in pieces_of(tensor) if role in roles else ():
+            end = piece.byte + (piece.stop - piece.start) * dtype_of(tensor).itemsize
+            found.update((piece.file, index) for index in range(piece.byte // BLOCK_NBYTES, -(-end // BLOCK_NBYTES)))
+    return sorted(found)

@@ -9,6 +9,7 @@ import torch
 from zerotrain.comm.handles import Exchange, Gather, Reduction
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.notes import Notes
 from zerotrain.comm.process_groups import ProcessGroups
 from zerotrain.comm.scratch import ScratchPool
 from zerotrain.comm.wire import Alone, Wire
@@ -83,6 +84,10 @@ class Collectives:
         """Rank 0's values on every rank, waited for."""
         self._record("broadcast", values.nbytes if self.shards.rank == 0 else 0)
         self._together("broadcast", name, lambda: self._wire.broadcast(values))
+
+    def notes(self, subject: str) -> Notes:
+        """For what goes on beside the training, on other threads; not collective."""
+        return Notes(self._wire.store(), subject)
 
     def _record(self, ledger_kind: str, sent_nbytes: int) -> None:
         if self.shards.size > 1:

@@ -72,6 +72,12 @@ class RankEnvironment:
                 del os.environ[name]
 
 
+def num_restarts() -> int:
+    """How often torchrun has started all ranks again; they meet in the same store."""
+    said = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return _whole_number("TORCHELASTIC_RESTART_COUNT", said)
+
+
 def _whole_number(name: str, value: str) -> int:
     if value.isascii() and value.isdigit() and len(value) < 10:
         return int(value)

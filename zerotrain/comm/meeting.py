@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from zerotrain.comm.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment, num_restarts
 from zerotrain.errors import CommError, ConfigError
 
 REMINDER_S = 10.0
@@ -26,11 +26,15 @@ _worlds = itertools.count()
 """Meetings of this process. In the same store each has keys of its own: those of the last are still there."""
 
 
-def open_store(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
+def open_store(ranks: RankEnvironment, timeout_s: float, *, across_restarts: bool = False) -> dist.Store:
     """The store of this process's ranks: the file it was given, that of torchrun, or one that rank 0 keeps.
 
     Does not wait for the other ranks, but for the one that keeps the store. Nothing that is read from it is ever
     unpickled: whoever reaches the port of torchrun's store may write to it.
+
+    Args:
+        across_restarts: torchrun may start all ranks again, and keeps its store: whether to see what they have left
+            there before, or a place of their own.
 
     Raises:
         ConfigError: the store cannot be kept or used there.
@@ -40,8 +44,7 @@ def open_store(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
         _opened[ranks] = _open(ranks, timeout_s)
     opened = _opened[ranks]
     opened.set_timeout(timedelta(seconds=timeout_s))
-    # Torchrun may start all ranks again, and keep its store.
-    return dist.PrefixStore(f"zerotrain/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", opened)
+    return dist.PrefixStore("zerotrain/kept" if across_restarts else f"zerotrain/{num_restarts()}", opened)
 
 
 def meet(ranks: RankEnvironment, timeout_s: float) -> dist.Store:

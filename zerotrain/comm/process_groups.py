@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from zerotrain.comm.backend_handles import (
     AllToAll,
@@ -106,6 +107,9 @@ class ProcessGroups(Wire):
     def broadcast(self, values: torch.Tensor) -> None:
         with unseen_by_profiler(self._is_gloo):
             dist.broadcast(values, group=self._gathers, group_src=0)
+
+    def store(self) -> dist.Store:
+        return _get_default_store()
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerotrain.comm.handles import Exchange, Gather, Reduction, mean_by_tree
 from zerotrain.comm.journal import Journal
@@ -47,6 +48,10 @@ class Wire(ABC):
     def broadcast(self, values: torch.Tensor) -> None:
         """Rank 0's values on every rank."""
 
+    @abstractmethod
+    def store(self) -> dist.Store:
+        """In which ranks leave each other small texts, see `Notes`."""
+
 
 class Alone(Wire):
     """One rank: what is gathered or reduced is a copy, or there already."""
@@ -78,6 +83,9 @@ class Alone(Wire):
 
     def broadcast(self, values: torch.Tensor) -> None:
         pass
+
+    def store(self) -> dist.Store:
+        return dist.HashStore()
 
 
 class _Copied:

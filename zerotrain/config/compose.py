@@ -63,9 +63,12 @@ def load_config(path: Path) -> Config:
 
 
 def config_hash(config: Config) -> str:
-    """16 hex digits that two runs share where they compute the same: all settings but `launch` are in it."""
+    """16 hex digits that two runs share where they compute the same: all settings are in it but `launch` and, of
+    `checkpoint`, what is no weight to begin with."""
     values = asdict(config)
     del values["launch"]
+    init_from = values.pop("checkpoint")["init_from"]
+    values |= {} if init_from is None else {"init_from": init_from}
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

@@ -4,6 +4,7 @@
 effects there are, is in `zerotrain.settings`; rules across fields are in `checks.py`. Imports no torch.
 """
 
+import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -26,6 +27,7 @@ COLLATE = Rule(
     "null, or a function such as {_target_: my_components.pad, _partial_: true}",
     lambda value: value is None or (isinstance(value, dict) and isinstance(value.get("_target_"), str)),
 )
+RHYTHM = re.compile(r"(?P<number>[1-9]\d{0,8})(?P<unit>[smh]?)")
 SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.on_nonfinite=stop; it has with skip")
 
 
@@ -95,6 +97,40 @@ class TrainConfig:
     the run folder."""
 
 
+def _is_rhythm(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and RHYTHM.fullmatch(value) is not None)
+
+
+EVERY = Rule("a number of steps such as 100, a time such as 600s, 15m or 2h, or null for never", _is_rhythm)
+SAVING = Effect(lambda run, _: run.checkpoint.every is not None, "with checkpoint.every=null")
+STARTING_ANEW = Effect(
+    lambda run, _: run.checkpoint.resume in (None, "auto"), "with checkpoint.resume={checkpoint.resume}"
+)
+
+
+@dataclass
+class CheckpointConfig:
+    """What a run keeps of itself, in checkpoints/ of its folder, and what it goes on from."""
+
+    every: str | None = setting("15m", EVERY)
+    """How often to save while training: after each so many steps, or after the first step that ends so much later."""
+    keep: int | None = setting(2, or_null(at_least(1, "checkpoints"), " for all"))
+    """As many of the newest stay; older ones are removed when a newer one is on the disk."""
+    keep_every: int | None = setting(None, or_null(STEPS), SAVING)
+    """Those of each so many steps stay for good, whatever `keep` says."""
+    asynchronous: bool = setting(True, TRUE_OR_FALSE, SAVING)
+    """Write beside the training; false: it waits. The checkpoint at a run's end is always waited for."""
+    resume: str | None = setting(None, or_null(Rule("auto, a checkpoint, a run's folder", bool)))
+    """What to go on from. auto: the newest in this run's own folder that is what was written, and the start where there
+    is none. Of another run's folder likewise the newest; a checkpoint named itself must be whole."""
+    init_from: str | None = setting(
+        None, or_null(Rule("a .safetensors file, a folder of a Hugging Face model, a checkpoint", bool)), STARTING_ANEW
+    )
+    """Where a run that does not resume takes its first weights from: those alone."""
+    save_at_end: bool | None = setting(None, or_null(TRUE_OR_FALSE, " for true but in a sweep"))
+    """Save when the last step is done. A run that is told to stop saves in any case."""
+
+
 @dataclass
 class LaunchConfig:
     """Where and how the ranks run."""
@@ -109,6 +145,9 @@ class LaunchConfig:
     on the CPU depend on it."""
     timeout_s: float = setting(300.0, between(0.001, 31536000, "seconds (a year)"))
     """Seconds a collective may wait for the other ranks before the run is ended."""
+    max_restarts: int = setting(0, between(0, 1000, "restarts"))
+    """How often the ranks are started again after one has failed or died, each time from the newest checkpoint; after
+    two in a row that brought no newer one there is no other. With torchrun: its own --max-restarts."""
     overwrite: bool = setting(False, TRUE_OR_FALSE)
     """Run in a folder that holds a completed run, and erase that. One that did not complete needs no leave."""
 
@@ -133,6 +172,7 @@ class Config:
     scheduler: dict[str, Any] = field(default_factory=dict)
     """A function (step, max_steps, ...) -> factor on the learning rate, with `_partial_: true`."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     @property

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zerotrain.data.fetch import RowError
 
-_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 _JOIN_S = 1.0
 """A worker that is not gone then, since it is stuck in the kernel or in code that keeps Python from running, is not
@@ -59,7 +59,7 @@ def read_in_workers(
     workers = set(multiprocessing.active_children()) - others
     lives.close()
     try:
-        yield map(_unpacked, values)
+        yield map(_unpacked, _received(values))
     finally:
         ends.close()
         for worker in workers:
@@ -89,6 +89,14 @@ class _Read(Dataset[Any]):
         except Exception as error:
             said = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {error}"
             return _Failure(said, traceback.format_exc())
+
+
+def _received(values: Iterator[Any]) -> Iterator[Any]:
+    """The same; that a worker is gone, which has sent a value whose memory is still its own, torch does not notice."""
+    try:
+        yield from values
+    except (ConnectionError, EOFError, FileNotFoundError) as error:
+        raise RuntimeError(f"a worker process that reads the data exited unexpectedly: {error!r}") from error
 
 
 def _unpacked(value: Any) -> Any:

@@ -37,6 +37,8 @@ class StepStamps:
     phase = Phase.IDLE
     written = 0
     """What others than the engine have written into the weights since the last step, as a number; see `Writes`."""
+    signal = 0
+    """What this rank tells the others with the step: see `ZeroEngine.signal`. Behind the stamp, and not compared."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -47,10 +49,11 @@ class StepStamps:
         return f"step {self.num_steps + 1}, {self.phase.value}"
 
     def stamp(self, param_groups: Sequence[Mapping[str, object]]) -> torch.Tensor:
-        """(len(STAMP),) fp64 on the device: the numbers of `STAMP`, as this rank has them."""
+        """(len(STAMP) + 1,) fp64 on the device: the numbers of `STAMP`, as this rank has them, and its signal."""
         told, unread = told_values(param_groups)
         hyperparameters = _hash(told, num_bytes=6)
         numbers = [self.num_steps + 1, self.num_backwards, hyperparameters, self._collectives.order, self.written]
+        numbers.append(self.signal)
         # Made on the CPU and sent: a tensor made of Python numbers on a GPU waits for the device.
         stamp = torch.tensor(numbers, dtype=torch.float64).to(self._collectives.world.device, non_blocking=True)
         if unread:
@@ -59,17 +62,18 @@ class StepStamps:
 
     def stamped_norm(
         self, digit_sums: Sequence[torch.Tensor], param_groups: Sequence[Mapping[str, object]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm over ranks and buckets, from the `digit_sums` of each bucket, and the ranks' stamps of this step.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The norm over ranks and buckets, from the `digit_sums` of each bucket, the ranks' stamps of this step, and
+        (ranks,) their signals.
 
         Stamps that differ make the norm NaN. A step whose norm is NaN is skipped anyway, and only that one reads the
         stamps back from the device: so comparing them costs a step nothing.
         """
         numbers = torch.cat([add_digit_sums(torch.stack(list(digit_sums))), self.stamp(param_groups)])
         everyone = self._collectives.gather_small(numbers, name="norm")
-        stamps = everyone[:, -len(STAMP) :]
-        norm = norm_of_digit_sums(add_digit_sums(everyone[:, : -len(STAMP)]))
-        return torch.where((stamps == stamps[0]).all(), norm, float("nan")), stamps
+        digits, stamps, signals = everyone.split([everyone.shape[1] - len(STAMP) - 1, len(STAMP), 1], dim=1)
+        norm = norm_of_digit_sums(add_digit_sums(digits))
+        return torch.where((stamps == stamps[0]).all(), norm, float("nan")), stamps, signals.flatten()
 
     def require_same(self, stamps: torch.Tensor, param_groups: Sequence[Mapping[str, object]]) -> None:
         """Compare the stamps of all ranks, (ranks, len(STAMP)). Collective where hyperparameters differ.

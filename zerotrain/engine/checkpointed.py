@@ -1,56 +1,104 @@
 """A model in buckets that is saved and loaded, together with how far its training has come."""
 
 import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerotrain.checkpoint.manifest import Manifest
+from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.precision.loss_scale import LossScaler
+from zerotrain.engine.results import LoadedWeights
 from zerotrain.engine.schedule.hooks import next_node
 from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.state.owned import Holdings
 from zerotrain.engine.state.restore import added_groups, fill, places_in, verified_manifest
-from zerotrain.engine.state.save import save
+from zerotrain.engine.state.save import Given, prepare
+from zerotrain.engine.state.start import checked_weights, take
+from zerotrain.engine.state.under_way import SaveUnderWay
 from zerotrain.engine.update.optimizer_step import OptimizerStep
 from zerotrain.errors import EngineStateError
 
 
+@dataclass(frozen=True)
+class HalfLoaded:
+    """Of what an engine holds a part."""
+
+    path: Path
+    with_optimizer: bool
+    """Whether of the optimizer's state too, which no weights alone make whole."""
+
+
 class CheckpointedModel(ShardedModel):
-    """Adds `save` and `load`. Whose steps are counted, `ZeroEngine` says."""
+    """Adds `save`, `load` and `load_weights`. Whose steps are counted, `ZeroEngine` says."""
 
     loss_scaler: LossScaler | None
     stamps: StepStamps
     _optimizer_step: OptimizerStep
+    _half_loaded: HalfLoaded | None = None
+    """Left by a load that failed when it had begun to change the engine. Until another succeeds nothing is trained or
+    saved: some elements are of one training, and some of another."""
 
-    def save(self, path: str | os.PathLike[str], *, extra: Any = None, config: Any = None) -> Path:
-        """Write a checkpoint: master weights, optimizer state, groups, what trains, counts, loss scale, buffers.
+    _last_save: SaveUnderWay | None = None
 
-        Collective, between steps; needs some MiB beside what the run holds. The folder appears when all of it is on
-        the disk. Any number of ranks at any stage can `load` it. docs/checkpoints.md has the format.
+    def begin_save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: Any = None,
+        config: Any = None,
+        own: Any = None,
+        staging_nbytes: int | None = None,
+    ) -> SaveUnderWay:
+        """Begin to write a checkpoint: master weights, optimizer state, groups, what trains, counts, loss scale,
+        buffers, all as they are now. Training goes on beside it.
+
+        Collective, between steps. The folder appears when all of it is on the disk. Any number of ranks at any stage
+        can `load` it. docs/checkpoints.md has the format. A thread reads what forward and backward leave as it is; an
+        update first copies what is not written yet of its bucket. One save is under way at a time: a second call waits
+        for the first.
 
         Args:
             path: of a folder that is not there yet, which all ranks reach, such as checkpoints/step-00000100.
             extra: what else the loop needs, the same on all ranks: what JSON can hold.
             config: likewise, of which the manifest gets a hash too.
+            own: what this rank alone needs, such as the states of its generators: what JSON can hold. See `own_of`.
+            staging_nbytes: what copies may take at a time; where more is needed an update waits for the disk. Default:
+                what this rank saves of its largest bucket.
 
         Returns:
-            The folder, absolute.
+            To be waited for: `wait()` gives the folder, or raises on all ranks what any of them has met.
 
         Raises:
-            ConfigError: `extra` or `config` is nothing for JSON.
-            CheckpointError: it could not be written, or something has its name. Nothing is left under that, and
-                training can go on.
+            ConfigError: `extra`, `config` or `own` is nothing for JSON.
+            CheckpointError: it cannot be written, or something has its name, or the save before has failed and nobody
+                has asked. Nothing is left under that name, and training can go on.
             EngineStateError: gradients of a step are waiting, or the optimizer keeps what cannot be saved.
         """
+        started_s = time.perf_counter()
         self._require_between_steps("a checkpoint cannot be saved")
         progress = {
             "step": self.stamps.num_steps,
             "skipped_in_a_row": self._optimizer_step.skipped_steps.num_in_a_row,
             "loss_scaler": None if self.loss_scaler is None else self.loss_scaler.state_dict(),
         }
-        return save(path, self._holdings, progress, extra=extra, config=config)
+        given = Given(path=path, extra=extra, config=config, own=own, staging_nbytes=staging_nbytes, progress=progress)
+        writing = prepare(given, self._holdings, self._settle_last_save)
+        self._last_save = SaveUnderWay(writing)
+        self._last_save.pause_s = time.perf_counter() - started_s
+        return self._last_save
+
+    def save(self, path: str | os.PathLike[str], *, extra: Any = None, config: Any = None, own: Any = None) -> Path:
+        """`begin_save(...).wait()`: needs some MiB beside what the run holds.
+
+        Returns:
+            The folder, absolute.
+        """
+        return self.begin_save(path, extra=extra, config=config, own=own).wait()
 
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Take up a checkpoint of this model and this optimizer, saved at any stage and on any number of ranks.
@@ -67,18 +115,55 @@ class CheckpointedModel(ShardedModel):
                 Nothing has changed then.
             EngineStateError: gradients of a step are waiting.
         """
-        self._require_between_steps("a checkpoint cannot be loaded")
+        self._require_between_steps("a checkpoint cannot be loaded", whole=False)
+        self._wait_until_saved()
         folder, manifest = verified_manifest(path, self._holdings)
         self._adopt(manifest)
-        fill(folder, manifest, self._holdings)
-        self.schedule.end_update()
-        self._first_node_after_update = next_node()
+        with self._replaced(HalfLoaded(folder, with_optimizer=True), mends=True):
+            fill(folder, manifest, self._holdings)
         saved = manifest.content
         self.stamps.num_steps = manifest.step
         self._optimizer_step.skipped_steps.num_in_a_row = saved["skipped_in_a_row"]
         if self.loss_scaler is not None and saved["loss_scaler"] is not None:
             self.loss_scaler.load_state_dict(saved["loss_scaler"])
         return saved["extra"]
+
+    def own_of(self, path: str | os.PathLike[str]) -> Any:
+        """What this rank has given as `own` to the save of a checkpoint; None where another number of ranks saved it,
+        or nothing was given. Not collective.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or its manifest is not what was written.
+        """
+        manifest, shards = read_manifest(Path(os.path.abspath(path))), self.world.shards
+        own = manifest.content.get("own", [])
+        return own[shards.rank] if len(own) == shards.size else None
+
+    def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> LoadedWeights:
+        """Take weights and buffers alone from a file, as `model.load_state_dict` does; the optimizer's state, counts
+        and groups stay what they are.
+
+        Collective, between steps, before training or after. Each rank reads the elements it holds: some MiB are needed
+        beside what the run holds. Master weights get the file's numbers in fp32.
+
+        Args:
+            path: a safetensors file; a folder with model.safetensors or model.safetensors.index.json, as Hugging Face
+                has them; a checkpoint; a run's folder, for its newest checkpoint. All ranks must reach it.
+            strict: False takes what fits by name and shape, and tells what did not.
+
+        Raises:
+            CheckpointError: on every rank; it cannot be read, or does not fit. Nothing has changed then.
+            ConfigError: the ranks were given different paths.
+            EngineStateError: gradients of a step are waiting.
+        """
+        self._require_between_steps("weights cannot be loaded", whole=False)
+        self._wait_until_saved()
+        with checked_weights(path, self._holdings, strict=strict) as checked:
+            half, loaded = self._half_loaded, checked.loaded
+            left = HalfLoaded(loaded.path, with_optimizer=half is not None and half.with_optimizer)
+            with self._replaced(left, mends=half is None or (loaded.is_whole and not left.with_optimizer)):
+                take(checked, self._holdings)
+            return loaded
 
     @property
     def _holdings(self) -> Holdings:
@@ -91,7 +176,50 @@ class CheckpointedModel(ShardedModel):
         if added or places != self._groups.places:
             self._change(lambda: self._groups.adopt(places, added))
 
-    def _require_between_steps(self, what: str) -> None:
+    def _change(self, change: Callable[[], bool]) -> None:
+        self._wait_until_saved()
+        super()._change(change)
+
+    def _wait_until_saved(self) -> None:
+        """Wait until a save that is under way, if any, has read all there is."""
+        if self._last_save is not None:
+            self._last_save.wait_until_read()
+
+    def _settle_last_save(self) -> None:
+        if (last := self._last_save) is not None:
+            self._last_save = None
+            last.settle()
+
+    @contextmanager
+    def _replaced(self, left: HalfLoaded, *, mends: bool) -> Iterator[None]:
+        """In here weights are replaced.
+
+        Args:
+            left: what the engine has a part of if that fails.
+            mends: whether it is whole if that succeeds.
+        """
+        before, self._half_loaded = self._half_loaded, left
+        self._first_node_after_update = next_node()
+        yield
+        self.schedule.end_update()
+        self._first_node_after_update = next_node()
+        self._half_loaded = None if mends else before
+
+    def _require_usable(self) -> None:
+        """Before a forward: nothing is there that a forward cannot use."""
+        self._newcomers.require_none()
+        self._require_whole()
+
+    def _require_whole(self) -> None:
+        if self._half_loaded is not None:
+            raise EngineStateError(
+                f"loading {self._half_loaded.path} failed in its midst, and the engine holds a part of it: load one "
+                "that can be read before anything else"
+            )
+
+    def _require_between_steps(self, what: str, *, whole: bool = True) -> None:
+        if whole:
+            self._require_whole()
         if self.schedule.phase is not Phase.IDLE:
             raise EngineStateError(f"{what} in the midst of a {self.schedule.phase.value}; call it between two steps")
         self._require_no_gradient(what)

@@ -45,6 +45,8 @@ class ZeroEngine(CheckpointedModel):
         leaves = self.options.leaves_per_rank
         self.virtual_ranks = range(self.world.shards.rank * leaves, (self.world.shards.rank + 1) * leaves)
         """Those that this rank runs."""
+        self.signal = 0
+        """A number up to 2**31 for all ranks, which rides on the exchange of the norm: see `StepResult.signals`."""
         self._in_last_leaf = leaves == 1
         self._losses: list[torch.Tensor] = []
         self._optimizer_step = OptimizerStep(model, self.options, self.collectives, self.stamps, loss_scaler)
@@ -61,8 +63,6 @@ class ZeroEngine(CheckpointedModel):
         `engine.zero_grad`; it has no state dict."""
         return EngineOptimizer(self, self._groups.defaults)
 
-    # ---- forward, backward, step
-
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Run the model; floating-point inputs are cast to the compute precision. Returns what the model returns."""
         with self.forward_scope():
@@ -73,7 +73,7 @@ class ZeroEngine(CheckpointedModel):
     def forward_scope(self) -> Iterator[None]:
         """In here the model may be called by another name, such as `engine.module.encoder(inputs)`: on all ranks the
         same modules in the same order, with inputs in the compute precision. What comes out may go into a loss."""
-        self._newcomers.require_none()
+        self._require_usable()
         in_step, backward_follows = self.ledger.in_step, torch.is_grad_enabled()
         self.ledger.in_step = backward_follows
         returned = False
@@ -195,7 +195,7 @@ class ZeroEngine(CheckpointedModel):
                 + (f", and this rank's {leaves} virtual ranks in engine.each_virtual_rank()" if leaves > 1 else "")
             )
         with self._phase(Phase.UPDATE), self._clean_after_error():
-            result, reason_to_stop = self._optimizer_step.run(self.schedule, self.param_groups, self._losses)
+            result, reason = self._optimizer_step.run(self.schedule, self.param_groups, self._losses, self.signal)
         self._losses.clear()
         self._in_last_leaf = self.options.leaves_per_rank == 1
         if not result.skipped:
@@ -203,8 +203,8 @@ class ZeroEngine(CheckpointedModel):
         self.stamps.close_step()
         self.ledger.close_step()
         self.optimizer.told_of_step()
-        if reason_to_stop is not None:
-            raise TrainingError(reason_to_stop)
+        if reason is not None:
+            raise TrainingError(reason)
         if self.loss_scaler is not None:
             self.loss_scaler.update(overflowed=result.skipped)
         return result
@@ -238,7 +238,7 @@ class ZeroEngine(CheckpointedModel):
         if weights is None:
             weights = equal_weights(per_leaf) * len(self.virtual_ranks)
         weighted = iter(zip(micro_batches, weights, strict=True))
-        total = torch.zeros((), dtype=torch.float32, device=self.world.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         with self._clean_after_error():
             for number in self.each_virtual_rank():
                 total += run_leaf(self, number, list(islice(weighted, per_leaf)), before_each)

@@ -1,6 +1,7 @@
-"""What the engine says about a step."""
+"""What the engine says about a step, and about weights that it has loaded."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,8 @@ class StepResult:
     """Whether the weights were left as they were, because the gradient was not finite."""
     loss_scale: float
     """What the losses of this step were multiplied with for the backward; 1.0 but in fp16."""
+    signals: tuple[int, ...]
+    """What each rank had in `engine.signal` in this step, by rank; the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -24,4 +27,44 @@ class TrainStepResult(StepResult):
     """What one step over several micro-batches did."""
 
     loss: torch.Tensor
-    """0-dim fp32: this rank's weighted sum of the losses of its micro-batches, detached."""
+    """0-dim fp64: this rank's weighted sum of the losses of its micro-batches, detached. In fp64 since losses in fp32
+    add up there without rounding, so that their mean over the ranks is the same on any number of ranks."""
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """What `engine.load_weights` took, and what it did not. All names are those of the model, but for `surplus`."""
+
+    path: Path
+    """What was read: a file, or a folder. Of a run it is its newest checkpoint."""
+    num_loaded: int
+    """Tensors of the model, tied ones counted once."""
+    missing: tuple[str, ...]
+    """Not there, and left as they were."""
+    surplus: tuple[str, ...]
+    """There, and not in the model."""
+    wrong_shape: tuple[str, ...]
+    """A sentence for each tensor that was left as it was, since it has another shape there."""
+    wrong_dtype: tuple[str, ...]
+    """The same of integers for floating-point numbers, and the like."""
+    renamed: str
+    """How all names there differ from the model's, in a sentence; empty if they do not."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the model was left as it was."""
+        return not (self.missing or self.wrong_shape or self.wrong_dtype)
+
+    def told(self, max_names: int = 5) -> list[str]:
+        """Sentences for a user: what was loaded, and what was not."""
+        lines = [f"{self.num_loaded} tensors loaded from {self.path}{f'; {self.renamed}' if self.renamed else ''}"]
+        for names, said in (
+            (self.missing, "not in it, and left as they are"),
+            (self.surplus, "in it, and not in the model"),
+            (self.wrong_shape, "of another shape, and left as they are"),
+            (self.wrong_dtype, "of another kind, and left as they are"),
+        ):
+            if names:
+                more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+                lines.append(f"{len(names)} {said}: {', '.join(names[:max_names])}{more}")
+        return lines

@@ -1,6 +1,7 @@
 """What is wrong with a command line that Hydra would not run, a line for each problem. Imports no torch."""
 
 import errno
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -111,7 +112,7 @@ def _interval_problems(arguments: Namespace) -> Iterator[str]:
 
 def _composition_problems(arguments: Namespace, conf: Path) -> list[str]:
     *more, primary = config_folders(arguments, conf)
-    searched = [f"hydra.searchpath=[{','.join(map(_quoted, more))}]"] if more else []
+    searched = [f"hydra.searchpath=[{','.join(quoted(f'file://{path.absolute()}') for path in more)}]"] if more else []
     with hydra.initialize_config_dir(config_dir=str(primary.resolve()), version_base="1.3"):
         return composition_problems(
             arguments.overrides,
@@ -121,9 +122,11 @@ def _composition_problems(arguments: Namespace, conf: Path) -> list[str]:
         )
 
 
-def _quoted(path: Path) -> str:
-    text = str(path.absolute()).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'file://{text}'"
+def quoted(text: str) -> str:
+    """A value of a setting, as Hydra reads it: a quote is escaped, and a backslash where one ends the text or stands
+    before a quote."""
+    escaped = re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + (r"\'" if match[2] else ""), text)
+    return f"'{escaped}'"
 
 
 def _raw_value(error: OmegaConfBaseException) -> str:

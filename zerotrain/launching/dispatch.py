@@ -54,10 +54,13 @@ def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
 
 def _run_as_rank(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -> int:
     with importing():
+        from zerotrain.launching.resuming import with_run_dir
         from zerotrain.launching.torchrun import job_exchange, run_here
 
     try:
         exchange = job_exchange(ranks)
+        if ranks.rank == 0 and (run_dir := exchange.run_dir_before()) is not None:
+            sys.argv[1:] = with_run_dir(sys.argv[1:], run_dir)
         job = None if ranks.rank == 0 else exchange.receive()
         if job is not None:
             exchange.prepare_data(job)

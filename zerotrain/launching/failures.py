@@ -19,8 +19,10 @@ from zerotrain.launching.presence import RankState, clock_error, read_states
 
 _SIGNS_OF_LOST_PEERS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")
 """In the messages of the collectives that a user's own code calls; ours raise CommError."""
-_TOLD_TO_STOP = (-signal.SIGTERM, exits.of_signal(signal.SIGTERM), exits.of_signal(signal.SIGINT))
-"""Exit codes of ranks that torch's agent has ended because another rank had failed."""
+_TOLD_TO_STOP = tuple(
+    code for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) for code in (-signum, exits.of_signal(signum))
+)
+"""Exit codes of ranks that were stopped: by torch's agent because another rank had failed, or by the user."""
 _OF_WAITS = ("unheard", "where", "waited_s")
 """What a CommError says of a wait in vain."""
 _HINTS: dict[int, str] = {
@@ -95,7 +97,9 @@ class Failure:
         return ConfigError(*self.problems) if self.problems else RunError(self.describe(ranks_dir))
 
 
-def first_failure(ranks_dir: Path, ended: dict[int, ProcessFailure] | None = None) -> Failure | None:
+def first_failure(
+    ranks_dir: Path, ended: dict[int, ProcessFailure] | None = None, by_user: bool = False
+) -> Failure | None:
     """The first cause of a run's end; None where no rank has failed.
 
     A rank's own error comes before the death of a process, that before a signal that told one rank to stop, that before
@@ -104,21 +108,24 @@ def first_failure(ranks_dir: Path, ended: dict[int, ProcessFailure] | None = Non
     Args:
         ended: how the processes ended, by rank. One that was killed could not write what happened to it. None where
             that is not known, and the user may have stopped the ranks.
+        by_user: whether the user is known to have stopped them. A rank that ends in order and is gone before has
+            failed all the same.
     """
     written = [Failure.read(path) for path in ranks_dir.glob("*.error.json")]
     states = read_states(ranks_dir)
     written += [Failure(state.rank, state.failed, time_s=time.time()) for state, _ in states if state.failed]
     spoke = {failure.rank for failure in written}
-    silent = [state for state, alive in states if not alive and state.rank not in spoke and not state.stopped_by]
+    lost = [state for state, alive in states if not alive and state.rank not in spoke]
+    silent = [state for state in lost if state.in_order or not state.stopped_by]
     processes = {state.rank: _of_silent(state, exit_code_known=ended is not None) for state in silent}
     processes |= {rank: _of_process(rank, end) for rank, end in (ended or {}).items() if rank not in spoke}
     told_to_stop = {rank for rank, end in (ended or {}).items() if end.exitcode in _TOLD_TO_STOP}
     outlived = {rank for failure in written for rank in failure.saw_alive}
-    stops = {state.rank: state for state, _ in states if state.stopped_by}
+    stops = {state.rank: state for state, _ in states if state.stopped_by and not state.in_order}
     # Of ranks that a signal has stopped, one misses the other that ended first.
     noticed = [failure for failure in written if failure.from_peers and not _came_after(failure, stops)]
     noticed_s = min((failure.time_s for failure in noticed), default=math.inf)
-    by_user = ended is None and not _stopped_alone(stops, noticed)
+    by_user = by_user or (ended is None and not _stopped_alone(stops, noticed))
     told = noticed if by_user else [failure for failure in written if failure.from_peers]
     ranked = (
         [failure for failure in written if not failure.from_peers],
@@ -127,7 +134,7 @@ def first_failure(ranks_dir: Path, ended: dict[int, ProcessFailure] | None = Non
         [] if by_user else [_of_stop(state) for state in stops.values() if state.stopped_s <= noticed_s],
         _unanswered(told),
         told,
-        list(processes.values()),
+        [process for rank, process in processes.items() if not (by_user and rank in told_to_stop)],
     )
     return next((min(failures, key=lambda failure: failure.time_s) for failures in ranked if failures), None)
 

@@ -2,14 +2,17 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass
+import shutil
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from zerotrain.checkpoint.kept import CHECKPOINTS
 from zerotrain.config.compose import config_hash, from_values, save_config
 from zerotrain.config.schema import Config
 from zerotrain.training.result import RESULT_NAME, RunResult
+from zerotrain.training.sinks import METRICS_NAME
 
 CONFIG_NAME = "config.yaml"
 
@@ -25,6 +28,10 @@ class Job:
     """The settings given on the command line."""
     data_checked: dict[str, Any] | None = None
     """What the data was when it was checked, which each rank compares with its own."""
+    resume_from: list[str] = field(default_factory=list)
+    """Checkpoints to go on from, the best first; none to begin anew."""
+    restarts: int = 0
+    """How often its ranks were started again, after a failure."""
 
     @cached_property
     def config_hash(self) -> str:
@@ -42,11 +49,17 @@ class Job:
         return self.run_dir / CONFIG_NAME
 
     def open_folder(self) -> None:
-        """Make the run folder, without what an earlier run has left there, and write config.yaml."""
+        """Make the run folder, without what an earlier run has left there, and write config.yaml. A run that goes on
+        keeps its checkpoints and its metrics, and after a restart what the ranks have logged."""
         self.ranks_dir.mkdir(parents=True, exist_ok=True)
-        for left in (*self.ranks_dir.iterdir(), self.run_dir / RESULT_NAME, self.run_dir / "metrics.jsonl"):
-            left.unlink(missing_ok=True)
-        save_config(self.config, self.config_path)
+        for path in (*self.ranks_dir.iterdir(), self.run_dir / RESULT_NAME):
+            if not self.restarts or path.suffix != ".log":
+                path.unlink(missing_ok=True)
+        if self.config.checkpoint.resume is None and not self.restarts:
+            (self.run_dir / METRICS_NAME).unlink(missing_ok=True)
+            shutil.rmtree(self.run_dir / CHECKPOINTS, ignore_errors=True)
+        if not self.restarts:
+            save_config(self.config, self.config_path)
 
     def complete_folder(self) -> None:
         """Make what is missing of the run folder: on the other machines of a run nobody has opened it."""
@@ -61,6 +74,8 @@ class Job:
             "run_dir": str(self.run_dir),
             "overrides": self.overrides,
             "data_checked": self.data_checked,
+            "resume_from": self.resume_from,
+            "restarts": self.restarts,
         }
         return json.dumps(values)
 
@@ -106,9 +121,10 @@ def write_ending(job: Job, world_size: int, *, status: str, error: str) -> None:
         "stage": job.config.zero.stage,
         "overrides": job.overrides,
         "config_hash": job.config_hash,
+        "restarts": job.restarts,
     }
     try:
         written = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):  # none, or cut off where the disk was full
         written = facts
-    RunResult(**(written | {"status": status, "error": error})).write(job.run_dir)
+    RunResult(**(written | {"status": status, "error": error, "stopped_by": None})).write(job.run_dir)

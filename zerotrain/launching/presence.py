@@ -38,6 +38,8 @@ class RankState:
     """The signal that told it to stop."""
     stopped_s: float = 0.0
     """When that came, since the epoch, by the clock of the folder's file system."""
+    in_order: bool = False
+    """Whether the rank, told to stop, is about to end its step and the run in order."""
     gone: tuple[int, ...] = ()
     """The ranks that had ended before it came."""
     failed: str | None = None
@@ -86,14 +88,30 @@ class Presence:
         self._state = replace(self._state, failed=cause[: _NUM_BYTES // 2])
         self._say()
 
-    def note_stop(self, signum: int) -> None:
-        """A signal has told this rank to stop; the first counts."""
+    def note_stop(self, signum: int, in_order: bool = False) -> bool:
+        """A signal has told this rank to stop; the first counts.
+
+        Args:
+            in_order: whether this rank could end its step, and the run in order.
+
+        Returns:
+            Whether it can: not where another rank is gone, or the run's folder.
+        """
+        gone = tuple(state.rank for state, alive in read_states(self._ranks_dir) if not alive)
+        in_order = in_order and not gone and self._path.exists()
         if self._state.stopped_by is None:
-            gone = tuple(state.rank for state, alive in read_states(self._ranks_dir) if not alive)
-            name = signal.Signals(signum).name
-            self._state = replace(self._state, stopped_by=name, stopped_s=time.time() + self._clock_error_s, gone=gone)
+            name, now_s = signal.Signals(signum).name, time.time() + self._clock_error_s
+            self._state = replace(self._state, stopped_by=name, stopped_s=now_s, in_order=in_order, gone=gone)
             self._say()
+        elif not in_order:
+            self.note_interrupt()
         self._stop_noted.set()
+        return in_order
+
+    def note_interrupt(self) -> None:
+        """The rank does not end in order any more, but at once."""
+        self._state = replace(self._state, in_order=False)
+        self._say()
 
     def wait_for_note(self, timeout_s: float = 1.0) -> None:
         """Wait until the stop that has come to this thread is noted by the one that watches signals."""

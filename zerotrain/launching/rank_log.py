@@ -58,10 +58,15 @@ class TerminalAndFile(io.TextIOBase):
         return self._terminal.encoding
 
 
-def open_rank_log(ranks_dir: Path, rank: int) -> TextIO:
-    """Send this process's output to its log from here on; return the log. Rank 0 keeps its terminal too."""
+def open_rank_log(ranks_dir: Path, rank: int, append: bool = False) -> TextIO:
+    """Send this process's output to its log from here on; return the log. Rank 0 keeps its terminal too.
+
+    Args:
+        append: keep what is there, of the same rank before its run was started again.
+    """
     ranks_dir.mkdir(parents=True, exist_ok=True)
-    log = (ranks_dir / f"{rank}.log").open("w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    path = ranks_dir / f"{rank}.log"
+    log = path.open("a" if append else "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     for stream in (sys.stdout, sys.stderr):
         escape_what_cannot_be_written(stream)
     if rank == 0:

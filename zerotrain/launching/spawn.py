@@ -19,19 +19,49 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from zerotrain.comm.environment import STORE_VARIABLE
 from zerotrain.errors import ZeroTrainError
 from zerotrain.launching import exits
-from zerotrain.launching.failures import first_failure, lost_folder
+from zerotrain.launching.failures import RunError, first_failure, lost_folder
 from zerotrain.launching.job import Job, num_threads_per_rank
+from zerotrain.launching.restarts import Attempts
 from zerotrain.launching.signals import handlers_restored
+from zerotrain.launching.stopping import pass_on
+from zerotrain.training.stop import StopRequest, stop_requests
 
 RANK_MODULE = "zerotrain.launching.rank_process"
 
 
-def run_ranks(job: Job, num_ranks: int) -> None:
-    """Start the ranks and wait until all have ended. Whatever happens, none is left.
+def run_ranks(attempts: Attempts, num_ranks: int) -> int:
+    """Start the ranks and wait until all have ended; after a failure start them again, as often as the config allows.
+    Whatever happens, none is left.
+
+    The first signal to stop goes to the ranks, which end together and have all the time they need. They are ended at
+    once where not all of them are at work yet, and by a second signal.
+
+    Returns:
+        The signal to stop that has come and let them end, or not kept them from completing; 0 for none.
 
     Raises:
         RunError, ConfigError: the first cause of the failure of a rank.
-        KeyboardInterrupt: Ctrl-C; SystemExit: another signal to stop.
+        KeyboardInterrupt: Ctrl-C; SystemExit: another signal to stop; the ranks were ended at once.
+    """
+    ranks_dir = attempts.job.ranks_dir
+    with handlers_restored(), stop_requests(lambda signum: pass_on(ranks_dir, num_ranks, signum)) as stop:
+        while True:
+            try:
+                _run_once(attempts.job, num_ranks, stop)
+                return stop.signum
+            except RunError as error:
+                if stop.signum:
+                    raise
+                print(attempts.begin_next(error), file=sys.stderr, flush=True)
+            except KeyboardInterrupt as error:
+                raise _ended_at_once(stop.signum or signal.SIGINT) from error
+
+
+def _run_once(job: Job, num_ranks: int, stop: StopRequest) -> None:
+    """One attempt.
+
+    Raises:
+        As `run_ranks`, but for signals that `stop` hears of: KeyboardInterrupt where the ranks were ended at once.
     """
     # Only its owner may read what lies there.
     with tempfile.TemporaryDirectory(prefix="zerotrain_") as agent_dir, _rank_environment(job, num_ranks, agent_dir):
@@ -40,28 +70,35 @@ def run_ranks(job: Job, num_ranks: int) -> None:
         job_path = Path(agent_dir) / "job.json"
         job_path.write_text(job.to_json())
         try:
-            with _quiet_agent(), handlers_restored():
+            with _quiet_agent():
                 launch("-m", RANK_MODULE, str(job_path))
-            if (failure := _failure(job, {})) is not None:
+            if (failure := _failure(job, {}, stop)) is not None:
                 raise failure
         except ChildFailedError as error:
-            raise (_failure(job, error.failures) or error) from error
+            if (failure := _failure(job, error.failures, stop)) is not None:
+                raise failure from error
+            raise KeyboardInterrupt from error  # told to stop when not all were in their training
         except SignalException as error:
             # It is an Exception: to Hydra a failed job, after which a sweep would go on with the next.
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from error
-            print(f"stopped by {error.sigval.name}", file=sys.stderr)
-            raise SystemExit(exits.of_signal(error.sigval)) from error
+            raise _ended_at_once(error.sigval) from error
         finally:
             Console().show_cursor(True)  # which the progress bar of a killed rank 0 leaves hidden
 
 
-def _failure(job: Job, ended: dict[int, ProcessFailure]) -> ZeroTrainError | None:
-    """The first cause of the run's end; None where it has completed. A rank that has ended before its work was done is
-    found though its exit code was 0, as by os._exit(0)."""
+def _ended_at_once(signum: int) -> BaseException:
+    """What to raise after this signal has ended the ranks at once."""
+    if signum == signal.SIGINT:
+        return KeyboardInterrupt()
+    print(f"stopped by {signal.Signals(signum).name}", file=sys.stderr)
+    return SystemExit(exits.of_signal(signum))
+
+
+def _failure(job: Job, ended: dict[int, ProcessFailure], stop: StopRequest) -> ZeroTrainError | None:
+    """The first cause of the run's end; None where it has completed, or was stopped. A rank that has ended before its
+    work was done is found though its exit code was 0, as by os._exit(0)."""
     if not job.ranks_dir.is_dir():
         return lost_folder(job.run_dir)
-    failure = first_failure(job.ranks_dir, ended)
+    failure = first_failure(job.ranks_dir, ended, by_user=stop.signum != 0)
     return None if failure is None else failure.as_error(job.ranks_dir)
 
 
@@ -76,7 +113,8 @@ def _launch_config(num_ranks: int, agent_dir: str) -> LaunchConfig:
         rdzv_configs={"store_type": "file"},
         rdzv_endpoint=str(Path(agent_dir) / "rendezvous"),
         local_addr="localhost",
-        max_restarts=0,
+        max_restarts=0,  # `run_ranks` starts them again, and says why between two attempts
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others it does not get: it would kill the ranks 30 s later
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=agent_dir),
     )

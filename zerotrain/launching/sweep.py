@@ -67,7 +67,7 @@ def report(code: int) -> int:
         return exits.CONFIG_PROBLEM
     if results:
         print_table(results, Console())
-    any_failed = any(result["status"] != "completed" for result in results.values())
+    any_failed = any(result["status"] == "failed" for result in results.values())
     return exits.FAILED if any_failed and code == exits.COMPLETED else code
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -16,16 +17,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain import preflight
-from zerotrain.comm.environment import RankEnvironment
+from zerotrain.comm.environment import RankEnvironment, num_restarts
 from zerotrain.config.checks import OPEN_GROUPS, checked_config, doubtful, without_effect
 from zerotrain.config.compose import first_line
 from zerotrain.config.places import with_place
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, ZeroTrainError, printable
-from zerotrain.launching import exits, sweep
+from zerotrain.launching import exits, resuming, sweep
 from zerotrain.launching.failures import RunError, name_full_disk
 from zerotrain.launching.folder_lock import locked
-from zerotrain.launching.job import Job, completed_in, write_ending, write_refusal
+from zerotrain.launching.job import Job, write_ending, write_refusal
+from zerotrain.launching.restarts import Attempts, going_on, place_of_restart
 from zerotrain.launching.spawn import run_ranks
 from zerotrain.launching.torchrun import job_exchange, run_here
 from zerotrain.training.result import RESULT_NAME
@@ -41,9 +43,9 @@ def run_job(composed: DictConfig) -> float:
         The final validation loss in nats; nan where it is not a number.
 
     Raises:
-        SystemExit: the job, alone, has failed.
+        SystemExit: the job, alone, has failed; or a signal has ended it, and with it the sweep.
         ZeroTrainError: the job, of a sweep, has failed: the launcher marks it so and goes on.
-        KeyboardInterrupt: Ctrl-C.
+        KeyboardInterrupt: Ctrl-C, in a sweep or at once.
     """
     hydra = HydraConfig.get()
     is_sweep = hydra.mode == RunMode.MULTIRUN
@@ -52,7 +54,7 @@ def run_job(composed: DictConfig) -> float:
         if is_sweep:
             sweep.claim(run_dir, hydra.job.num)
         with locked(run_dir):
-            result = _run(composed, run_dir, overrides=_given(hydra))
+            result, signum = _run(composed, run_dir, overrides=_given(hydra))
     except Exception as error:
         is_full = name_full_disk(error, run_dir)
         said = printable(f"{type(error).__name__}: {error}")
@@ -64,8 +66,15 @@ def run_job(composed: DictConfig) -> float:
         if is_sweep:
             raise failure from error
         raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
-    if not is_sweep:
-        print_ending(run_dir, Path.cwd())
+    if result["stopped_by"] is not None:
+        signum = signum or signal.Signals[result["stopped_by"]]
+    if result["stopped_by"] is not None or not is_sweep:
+        print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
+    if is_sweep and signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    if result["stopped_by"] is not None or (is_sweep and signum):
+        is_ctrl_c = signum == signal.SIGINT and RankEnvironment.read() is None  # to torchrun a code is a failure
+        raise SystemExit(exits.of_signal(signum) if is_ctrl_c else exits.COMPLETED)
     loss = result["final_val_loss"]
     return math.nan if loss is None else loss
 
@@ -84,11 +93,12 @@ def _given(hydra: Any) -> list[str]:
     return given
 
 
-def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
+def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dict[str, Any], int]:
+    """The body of result.json, and the signal to stop that has come to this process; 0 for none."""
     ranks = RankEnvironment.read()
     try:
         with exits.exits_raised():
-            config, data_checked = _checked(composed, run_dir, ranks)
+            config, data_checked, resume_from = _checked(composed, run_dir, ranks)
         if ranks is not None:
             job_exchange(ranks).require_same_commands(config.launch.timeout_s)
     except Exception as error:
@@ -98,7 +108,22 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     num_ranks = _num_local_ranks(config) if ranks is None else ranks.world_size
     for warning in without_effect(config, num_ranks) + doubtful(config):
         print(f"warning: {warning}", file=sys.stderr)
-    job = Job(config=config, run_dir=run_dir, overrides=overrides, data_checked=data_checked)
+    if config.checkpoint.save_at_end is None:
+        config.checkpoint.save_at_end = HydraConfig.get().mode != RunMode.MULTIRUN
+    restarts = 0 if ranks is None else num_restarts()
+    if ranks is not None and config.launch.max_restarts:
+        print("warning: launch.max_restarts has no effect under torchrun; give it --max-restarts", file=sys.stderr)
+    job = Job(
+        config=config,
+        run_dir=run_dir,
+        overrides=overrides,
+        data_checked=data_checked,
+        resume_from=resume_from,
+        restarts=restarts,
+    )
+    if restarts:
+        job = going_on(job)
+        print(f"restart {restarts} from {place_of_restart(run_dir)}", file=sys.stderr)
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
     shown = shown_from(Path.cwd(), run_dir)
@@ -111,7 +136,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> dict[str,
     except ZeroTrainError as error:
         write_ending(job, num_ranks, status="failed", error=str(error))
         raise
-    return run_here(job, ranks)
+    return run_here(job, ranks), 0
 
 
 def shown_from(here: Path, path: Path) -> Path:
@@ -119,11 +144,16 @@ def shown_from(here: Path, path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def print_ending(run_dir: Path, here: Path) -> None:
-    """Say where a completed run lies, and what may come next."""
-    print(f"saved in {shown_from(here, run_dir)}: result.json, metrics.jsonl, ranks/")
-    print("next: train.max_steps=... trains longer, data.path=... on your own text,")
-    print("      -m zero.stage=0,1,2,3 compares the stages, --cfg job shows every setting", flush=True)
+def print_ending(result: dict[str, Any], run_dir: Path, here: Path, ranks: RankEnvironment | None) -> None:
+    """Say where a run lies that has completed or was stopped in order, and how to go on with it."""
+    shown, has_any = shown_from(here, run_dir), result["checkpoint"] is not None
+    files = f"result.json, metrics.jsonl, ranks/{', checkpoints/' if has_any else ''}"
+    print(f"{result['error'] or 'completed'}; in {shown}: {files}")
+    if has_any:
+        more = [f"train.max_steps={2 * result['steps']}"] if result["status"] == "completed" else []
+        print(f"to go on: {resuming.command_to_go_on(result['overrides'], shown, ranks, *more)}", flush=True)
+    else:
+        print("next: checkpoint.save_at_end=true lets it go on from its end; --cfg job shows every setting", flush=True)
 
 
 def _save_composition(composed: DictConfig, folder: Path) -> None:
@@ -134,27 +164,28 @@ def _save_composition(composed: DictConfig, folder: Path) -> None:
     OmegaConf.save(HydraConfig.get().overrides.task, folder / "overrides.yaml")
 
 
-def _run_spawned(job: Job, num_ranks: int) -> dict[str, Any]:
+def _run_spawned(job: Job, num_ranks: int) -> tuple[dict[str, Any], int]:
+    attempts = Attempts(job)
     try:
-        run_ranks(job, num_ranks)
+        signum = run_ranks(attempts, num_ranks)
     except Exception as error:
         said = str(error) if isinstance(error, ZeroTrainError) else printable(f"{type(error).__name__}: {error}")
         with suppress(OSError):  # the cause matters more than a disk that is full
-            write_ending(job, num_ranks, status="failed", error=said)
+            write_ending(attempts.job, num_ranks, status="failed", error=said)
         raise
     except (KeyboardInterrupt, SystemExit):
         with suppress(OSError):
-            write_ending(job, num_ranks, status="stopped", error="stopped by a signal")
+            write_ending(attempts.job, num_ranks, status="stopped", error="stopped by a signal")
         raise
     result: dict[str, Any] = json.loads((job.run_dir / RESULT_NAME).read_text())
-    return result
+    return result, signum
 
 
 def _checked(
     composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None
-) -> tuple[Config, dict[str, Any] | None]:
-    """The config, after all that can be checked without ranks; and what the data was then."""
-    data_checked = None
+) -> tuple[Config, dict[str, Any] | None, list[str]]:
+    """The config, after all that can be checked without ranks; what the data was then; what to go on from."""
+    data_checked, to_try = None, []
     config, problems = checked_config(composed)
     problems = [_placed(problem) for problem in problems]
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -167,20 +198,28 @@ def _checked(
     if ranks is not None and wanted not in (None, ranks.local_world_size):
         started = ranks.local_world_size
         problems.append(f"launch.nproc_per_node: got {wanted}; torchrun has started {started}; leave it out")
-    if completed_in(run_dir) and not config.launch.overwrite:
-        problems.append(
-            f"launch.overwrite: got false, but {run_dir} holds a completed run; it must be true to erase that; or give "
-            "another hydra.run.dir"
-        )
+    if ranks is None or not num_restarts():
+        problems += resuming.folder_problems(config, run_dir)
+    num_ranks = num_local if ranks is None else ranks.world_size
+    try:
+        resuming.require_weights(config)
+        to_try = resuming.checkpoints_to_try(config, run_dir)
+        if (manifest := resuming.first_readable(to_try)) is not None:
+            for line in resuming.take_from(manifest, config, num_ranks, num_local):
+                print(line, flush=True)
+        elif config.checkpoint.resume == resuming.AUTO:
+            print(f"checkpoint.resume=auto: no checkpoint in {run_dir} yet, so the run begins at step 0", flush=True)
+    except ConfigError as error:
+        problems += error.problems
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, "launch")) for problem in problems):
         try:
-            data_checked = preflight.check(config, num_local, num_local if ranks is None else ranks.world_size)
+            data_checked = preflight.check(config, num_local, num_ranks)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    return config, data_checked
+    return config, data_checked, [str(path) for path in to_try]
 
 
 def device_for(wanted: str, num_local_ranks: int, num_gpus: int) -> tuple[str, str | None]:

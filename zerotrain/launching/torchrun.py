@@ -30,6 +30,7 @@ from zerotrain.launching.terminal import LastingStream
 from zerotrain.launching.worker import exit_now, run_rank
 
 _JOB_KEY = "job"
+_RUN_DIR_KEY = "run_dir"
 _NO_JOB = "none"
 _REFUSED = "refused "
 _POLL_S = 0.1
@@ -52,9 +53,10 @@ class JobExchange:
         """
         with words_of_config():
             self._store = dist.PrefixStore("launch", open_store(ranks, _own_timeout_s()))
-        self._ranks = ranks
+            self._kept = open_store(ranks, _own_timeout_s(), across_restarts=True)
+        self._ranks, self._arguments = ranks, sys.argv[1:]
         self._came = dist.PrefixStore("came", self._store)
-        self._came.set(str(ranks.rank), json.dumps(sys.argv[1:]))
+        self._came.set(str(ranks.rank), json.dumps(self._arguments))
 
     def require_same_commands(self, timeout_s: float) -> None:
         """Wait for all ranks, and refuse the job on all of them where one was started with another command line: it
@@ -66,7 +68,7 @@ class JobExchange:
         """
         with words_of_config():
             await_ranks(self._came, self._ranks, range(self._ranks.world_size), timeout_s)
-        mine = Counter(sys.argv[1:])
+        mine = Counter(self._arguments)
         for rank in range(1, self._ranks.world_size):
             theirs = Counter(json.loads(self._came.get(str(rank))))
             if theirs != mine:
@@ -80,8 +82,14 @@ class JobExchange:
                 raise ConfigError(problem)
 
     def publish(self, job: Job) -> None:
-        """Hand the job to the other ranks."""
+        """Hand the job to the other ranks, and its folder to those that torchrun may start after them."""
+        self._kept.set(_RUN_DIR_KEY, str(job.run_dir))
         self._store.set(_JOB_KEY, job.to_json())
+
+    def run_dir_before(self) -> Path | None:
+        """The folder of the job before torchrun has started the ranks again; None where it has not, or there was no
+        job. The default folder has the time in its name: each attempt would have run in one of its own."""
+        return Path(self._kept.get(_RUN_DIR_KEY).decode()) if self._kept.check([_RUN_DIR_KEY]) else None
 
     def prepare_data(self, job: Job) -> None:
         """Let each machine that has not yet done so prepare the job's data, and wait until all have.
@@ -95,8 +103,9 @@ class JobExchange:
 
     def withdraw(self) -> None:
         """Tell the other ranks that there is no job, unless there is one."""
-        if not self._store.check([_JOB_KEY]):
-            self._store.set(_JOB_KEY, _NO_JOB)
+        with suppress(dist.DistError):  # torchrun was killed, and its store is gone
+            if not self._store.check([_JOB_KEY]):
+                self._store.set(_JOB_KEY, _NO_JOB)
 
     def receive(self) -> Job | None:
         """Wait for the job of rank 0, which may prepare the data for long; None where it has none.

@@ -20,7 +20,7 @@ from zerotrain.launching.failures import Failure, name_full_disk
 from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.launching.presence import Presence, continue_stopped, seen_alive
 from zerotrain.launching.rank_log import open_rank_log
-from zerotrain.launching.signals import stop_in_order
+from zerotrain.launching.stopping import stop_in_order
 
 
 def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -30,13 +30,13 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
     of the process that a user's class asks for.
 
     Args:
-        settle: called if the rank does not end in time after a signal to stop, before it is ended.
+        settle: called if the rank does not end in time after a signal to stop at once, before it is ended.
     """
     try:
         (job.ranks_dir / f"{ranks.rank}.error.json").unlink(missing_ok=True)
         presence = Presence(job.ranks_dir, ranks.rank)
         stop_in_order(presence.note_stop, settle)
-        log = open_rank_log(job.ranks_dir, ranks.rank)
+        log = open_rank_log(job.ranks_dir, ranks.rank, append=job.restarts > 0)
     except OSError as error:  # there is no file yet to leave it in
         name_full_disk(error, job.run_dir)
         print(f"rank {ranks.rank}: {error}", file=sys.stderr)
@@ -55,9 +55,12 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
                 presence.enter,
                 presence.begin,
                 job.data_checked,
+                job.resume_from,
+                job.restarts,
             )
     except KeyboardInterrupt:
         presence.wait_for_note()
+        presence.note_interrupt()
         raise
     except (Exception, SystemExit) as error:
         name_full_disk(error, job.run_dir)

@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -74,6 +75,8 @@ class Board:
         """By rank: "kind name" of each collective, in the order they were issued."""
         self._parts: dict[Any, dict[int, Any]] = defaultdict(dict)
         self._changed = threading.Condition()
+        self.store = dist.HashStore()
+        self.store.set_timeout(timedelta(seconds=TIMEOUT_S))
 
     def leave(self, key: Any, rank: int, part: Any) -> None:
         """Give the other ranks what this one sends in the collective `key`."""
@@ -153,6 +156,9 @@ class FakeWire(Wire):
 
     def broadcast(self, values: torch.Tensor) -> None:
         values.copy_(self.gather_objects(values.clone())[0])
+
+    def store(self) -> dist.Store:
+        return self.board.store
 
 
 class _Fake(Handle):

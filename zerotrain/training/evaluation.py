@@ -3,9 +3,11 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from zerotrain.comm.world import World
 from zerotrain.data.fetch import Collate, fetch_rows
@@ -13,6 +15,33 @@ from zerotrain.data.inputs import as_inputs, num_labels, to_device
 from zerotrain.data.items import source_name
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.leaves import call_model
+
+ROWS_PER_EVAL_BATCH = 8
+"""What `train.eval_batches` counts. A number, not the batch of training: what is validated must not depend on ranks."""
+
+
+class RunEvaluation:
+    """The evaluations of one run: the same sequences each time. Warns once of a loss that is no number.
+
+    Args:
+        num_batches: of `ROWS_PER_EVAL_BATCH` sequences.
+        arguments: for `evaluate_sources`.
+    """
+
+    def __init__(self, console: Console, *, num_batches: int, **arguments: Any) -> None:
+        self._console, self._warned = console, False
+        self._evaluate = partial(evaluate_sources, num_sequences=num_batches * ROWS_PER_EVAL_BATCH, **arguments)
+
+    def after(self, step: int) -> tuple[float, dict[str, float]]:
+        """(loss, loss of each source) after so many steps, as of `evaluate_sources`. Collective."""
+        loss, by_source = self._evaluate(step=step)
+        if math.isnan(loss) and not self._warned:
+            self._warned = True
+            self._console.print(
+                "warning: the validation loss is nan: no label of the validation counts, or the model's loss is nan",
+                highlight=False,
+            )
+        return loss, by_source
 
 
 def evaluate_sources(*, dataset: Any, num_sequences: int, **arguments: Any) -> tuple[float, dict[str, float]]:

@@ -41,7 +41,9 @@ class TrainingFeed:
         collate: Collate | None,
     ) -> None:
         self._dataset, self._world, self._collectives = dataset, world, engine.collectives
-        self._num_workers, self._collate, self._first_step = num_workers, collate, first_step
+        self._num_workers, self._collate = num_workers, collate
+        self.first_step = first_step
+        """Steps done before."""
         self.tokens_per_sequence: int | None = getattr(dataset.train, "tokens_per_sequence", None)
         """Labels that count in each sequence, where all have the same number."""
         self.sampler = GlobalBatchSampler(
@@ -92,7 +94,7 @@ class TrainingFeed:
             self.sampler,
             device=self._world.device,
             num_steps=num_steps,
-            first_step=self._first_step,
+            first_step=self.first_step,
             num_workers=self._num_workers,
             collate=self._collate,
         )

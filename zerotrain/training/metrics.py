@@ -3,12 +3,16 @@
 import math
 import statistics
 import time
+from collections.abc import Mapping
 from types import TracebackType
 
 import torch
 
 NUM_WARMUP_STEPS = 3
 """First steps, which allocate and compile, left out of the run's speed where there are more."""
+
+EARLIER = ("train_s", "steps", "seconds", "tokens", "waits_s")
+"""What a clock keeps of steps before it: the seconds of all, then sums over those that count."""
 
 PEAK_TFLOPS = {
     # (16 bits with fp32 sums, fp32 without TF32) by a part of the device's name; the first part found counts, so
@@ -42,13 +46,17 @@ def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 class StepClock:
-    """Seconds and tokens of each training step. `with clock:` around a step, then `count` its tokens."""
+    """Seconds and tokens of each training step. `with clock:` around a step, then `count` its tokens.
+
+    Of a run that goes on, earlier steps are there as sums alone: they count in means over the run, not in medians.
+    """
 
     def __init__(self) -> None:
         self._durations_s: list[float] = []
         self._num_tokens: list[float] = []
         self._waits_s: list[float] = []
         self._started_s = 0.0
+        self._earlier = dict.fromkeys(EARLIER, 0.0)
 
     def __enter__(self) -> "StepClock":
         self._started_s = time.perf_counter()
@@ -65,37 +73,60 @@ class StepClock:
         self._num_tokens.append(num_tokens)
         self._waits_s.append(wait_s)
 
+    def state_dict(self) -> dict[str, float]:
+        """What is known of the run's steps, to go on with."""
+        sums = [sum(each) for each in self._of(None, self._durations_s, self._num_tokens, self._waits_s)]
+        durations_s = self._of(None, self._durations_s)[0]
+        values = (self.train_s, float(len(durations_s)), *sums)
+        earlier = {"train_s": 0.0} | {name: self._earlier[name] for name in EARLIER[1:]}
+        return {name: earlier[name] + value for name, value in zip(EARLIER, values, strict=True)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state_dict` gave."""
+        self._earlier = {name: float(state[name]) for name in EARLIER}
+
+    @property
+    def last_s(self) -> float:
+        """Seconds of the last step."""
+        return self._durations_s[-1]
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of all steps of the run, the first ones too."""
+        return self._earlier["train_s"] + sum(self._durations_s)
+
     def tokens_per_s(self, last_steps: int | None = None) -> float:
         """Tokens per second over the last so many steps, or over the run without its first steps; nan before any."""
-        return _ratio(*self._of(last_steps, self._num_tokens, self._durations_s))
+        return self._mean("tokens", self._num_tokens, "seconds", self._durations_s, last_steps)
 
     def steps_per_s(self, last_steps: int | None = None) -> float:
         """Steps per second, over the same steps as `tokens_per_s`; nan before any."""
-        [durations_s] = self._of(last_steps, self._durations_s)
-        return _ratio([1.0] * len(durations_s), durations_s)
+        return self._mean("steps", [1.0] * len(self._durations_s), "seconds", self._durations_s, last_steps)
 
     def step_ms_median(self, last_steps: int | None = None) -> float:
-        """Median milliseconds of a step, over the same steps as `tokens_per_s`; nan before any."""
+        """Median milliseconds of a step, over the same steps as `tokens_per_s`, but of this sitting; nan before any."""
         [durations_s] = self._of(last_steps, self._durations_s)
         return 1e3 * statistics.median(durations_s) if durations_s else math.nan
 
     def data_wait_ms(self, last_steps: int | None = None) -> float:
         """Mean milliseconds that a step waited for its data, over the same steps; nan before any."""
-        [waits_s] = self._of(last_steps, self._waits_s)
-        return 1e3 * _ratio(waits_s, [1.0] * len(waits_s))
+        return 1e3 * self._mean("waits_s", self._waits_s, "steps", [1.0] * len(self._waits_s), last_steps)
 
     def data_wait_share(self) -> float:
         """Part of the run's steps that was waiting for data, 0 to 1, over the same steps; nan before any."""
-        return _ratio(*self._of(None, self._waits_s, self._durations_s))
+        return self._mean("waits_s", self._waits_s, "seconds", self._durations_s, None)
+
+    def _mean(self, amount: str, amounts: list[float], unit: str, units: list[float], last_steps: int | None) -> float:
+        """Amounts per unit, of the last so many steps or of the run; their names are those of the earlier sums."""
+        of_amounts, of_units = map(sum, self._of(last_steps, amounts, units))
+        if last_steps is None:
+            of_amounts, of_units = of_amounts + self._earlier[amount], of_units + self._earlier[unit]
+        return of_amounts / of_units if of_units else math.nan
 
     def _of(self, last_steps: int | None, *values: list[float]) -> list[list[float]]:
-        """What belongs to the last so many steps, or to the run without its first steps."""
+        """What belongs to the last so many steps, or to this sitting without its first steps."""
         first = _num_warmup_steps(len(self._durations_s)) if last_steps is None else -last_steps
         return [each[first:] for each in values]
-
-
-def _ratio(amounts: list[float], per: list[float]) -> float:
-    return sum(amounts) / sum(per) if per else math.nan
 
 
 def _num_warmup_steps(num_steps: int) -> int:

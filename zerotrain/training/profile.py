@@ -6,6 +6,9 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from rich.console import Console
+
+from zerotrain.comm.world import World
 
 NUM_TRACED_STEPS = 3
 NUM_STEPS_BEFORE = 3
@@ -14,7 +17,7 @@ NUM_STEPS_BEFORE = 3
 
 @contextmanager
 def recorded_steps(
-    folder: Path, *, rank: int, device: torch.device, max_steps: int, trace: bool, memory: bool
+    folder: Path, world: World, *, max_steps: int, trace: bool, memory: bool, console: Console
 ) -> Iterator[Callable[[], None]]:
     """Record the steps of training made within; yields what is to be called after each.
 
@@ -23,10 +26,14 @@ def recorded_steps(
         max_steps: steps of the run. One that is too short to leave its first steps out is traced from the first on.
         trace: record operations and named ranges, for chrome://tracing or Perfetto.
         memory: record allocations, for pytorch.org/memory_viz; there are none to record on the CPU.
+        console: told so.
     """
+    rank, device = world.rank, world.device
+    if memory and device.type != "cuda":
+        console.print("warning: train.memory_snapshot=true has no effect on the CPU", highlight=False)
     recorders: list[torch.profiler.profile | _MemoryHistory] = []
     with ExitStack() as stack:
-        if trace:
+        if trace and max_steps > 0:
             folder.mkdir(exist_ok=True)
             recorders.append(stack.enter_context(_profiler(folder / f"rank{rank}.json", device, max_steps)))
         if memory and device.type == "cuda":

@@ -17,6 +17,12 @@ from zerotrain.training.result import RunResult
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 
+def in_unit(nbytes: float) -> str:
+    """Such as 10.2 MB."""
+    unit, unit_nbytes = next((unit for unit in UNITS if nbytes >= unit[1]), UNITS[-1])
+    return f"{nbytes / unit_nbytes:.4g} {unit}"
+
+
 @dataclass(frozen=True)
 class RankUsage:
     """Bytes of one rank: held at rest, at most held at once, and sent in one optimizer step."""

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from zerotrain.errors import printable
+
 RESULT_NAME = "result.json"
 
 
@@ -26,6 +28,14 @@ class RunResult:
     """completed, stopped (from outside) or failed."""
     error: str | None = None
     """What ended a run that did not complete."""
+    stopped_by: str | None = None
+    """The signal after which the run ended in order, its step done on all ranks; null however else it ended."""
+    restarts: int = 0
+    """How often the ranks were started again before, after a failure."""
+    resumed_from: str | None = None
+    """The checkpoint that the last sitting of the run has gone on from."""
+    checkpoint: str | None = None
+    """The newest checkpoint of the run."""
     steps: int = 0
     """Optimizer steps done, skipped ones included."""
     skipped_steps: int = 0
@@ -42,6 +52,13 @@ class RunResult:
     """Milliseconds of one optimizer step, the first steps left out."""
     data_wait_ms: float | None = None
     """Milliseconds of a step in which rank 0 waited for its rows, the mean, the first steps left out."""
+    train_s: float | None = None
+    """Seconds of training steps, of all sittings."""
+    save_pause_ms: float | None = None
+    """Milliseconds that a save held the training of rank 0, the mean; null where there was none."""
+    save_step_ratio: float | None = None
+    """Time of a step beside which a save was written to that of the others, by their medians; null where either kind
+    is missing."""
     mfu: float | None = None
     """Model FLOPs utilization, 0 to 1, the first steps left out; null where the device's peak is not known."""
     weights_sha256: str | None = None
@@ -50,6 +67,14 @@ class RunResult:
     """Bytes rank 0 sent in the last step, and what theory says: {sent, theory}."""
     memory_bytes: dict[str, Any] | None = None
     """Bytes rank 0 holds at rest {parameters, gradients, optimizer}, the same in theory {theory}, and its {peak}."""
+
+    def end(self, stopped_by: str | None, max_steps: int, failure: Exception | None) -> None:
+        """The run ends in order: its steps are done, or a signal came before. Some of its saves may have failed."""
+        self.status, self.stopped_by = "stopped" if stopped_by else "completed", stopped_by
+        if stopped_by:
+            self.error = f"stopped by {stopped_by} after step {self.steps} of {max_steps}"
+        if failure is not None:
+            self.status, self.error = "failed", printable(f"{type(failure).__name__}: {failure}")
 
     def body(self) -> dict[str, Any]:
         """What is written."""

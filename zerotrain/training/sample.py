@@ -12,7 +12,7 @@ from zerotrain.training.generate import generate
 NUM_PROMPT_TOKENS = 32
 
 
-def show_sample(console: Console, *, engine: ZeroEngine, dataset: Any, num_tokens: int, seed: int) -> None:
+def show_sample(console: Console, engine: ZeroEngine, dataset: Any, *, num_tokens: int, seed: int) -> None:
     """Let the model continue the beginning of the validation text. Collective.
 
     Args:

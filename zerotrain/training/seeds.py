@@ -1,12 +1,17 @@
 """The random numbers of a run: a function of where they are drawn, so that no generator's state need ever be kept."""
 
 import hashlib
+import random
 
+import numpy as np
 import torch
+
+_NUMPY_SEEDS = 1 << 32
 
 
 def seed_leaf(seed: int, step: int, virtual_rank: int, micro_batch: int) -> None:
-    """Seed torch's generators for one micro-batch, whichever rank runs it and whatever has been drawn before.
+    """Seed torch's, Python's and numpy's generators for one micro-batch, whichever rank runs it and whatever has been
+    drawn before.
 
     Args:
         seed: of the run.
@@ -14,4 +19,7 @@ def seed_leaf(seed: int, step: int, virtual_rank: int, micro_batch: int) -> None
         micro_batch: number within the virtual rank, from 0.
     """
     place = f"{seed} {step} {virtual_rank} {micro_batch}"
-    torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8]))
+    number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8])
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % _NUMPY_SEEDS)

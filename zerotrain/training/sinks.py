@@ -2,11 +2,14 @@
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, Protocol
 
 from zerotrain.training.result import without_non_finite
+
+METRICS_NAME = "metrics.jsonl"
 
 
 class MetricSink(Protocol):
@@ -44,3 +47,28 @@ class MetricsFile:
     def close(self) -> None:
         """See `MetricSink.close`."""
         self._file.close()
+
+
+def keep_lines(source: Path, target: Path, *, until: int) -> None:
+    """Write the lines of a metrics.jsonl that belong to the first so many steps to another, or to itself: a run that
+    goes on from step 100 comes to the steps after it again. Nothing where there is no such file."""
+    if not source.exists():
+        return
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        with source.open("rb") as lines, temporary.open("wb") as kept:
+            for line in lines:
+                if _step_of(line) <= until:
+                    kept.write(line)
+        os.replace(temporary, target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _step_of(line: bytes) -> float:
+    """Infinite for a line that is cut off."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError):
+        return math.inf

@@ -2,35 +2,73 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Those that let a run stop in order. Slurm sends SIGTERM, or SIGUSR1 so long before a job's time is up."""
+SAVE = 1 << 8
+"""What rank 0 adds to the number of its signal, or to 0, where all ranks are to save after a step."""
+SAME_REQUEST_S = 1.0
+"""Signals so soon after the first are the same request: Ctrl-C comes from the terminal, and from the launcher too."""
+
 
 class StopRequest:
-    """Whether SIGTERM has come. Kept, since the interrupt may surface as another error: a broken collective, say."""
+    """The first signal to stop is kept, and whoever is to know is told; a later one ends the running step at once."""
 
-    def __init__(self) -> None:
-        self.received = False
+    def __init__(self, tell: Callable[[int], object] = lambda signum: None) -> None:
+        self.signum = 0
+        """The first signal that came; 0 for none."""
+        self.at_once = False
+        """Whether the running step was interrupted. Kept, since the interrupt may surface as another error: a broken
+        collective, say."""
+        self._tell, self._first_s, self._hopeless = tell, 0.0, False
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Signal handler: end the running step as Ctrl-C would."""
-        self.received = True
-        raise KeyboardInterrupt("stopped by SIGTERM")
+        """Signal handler."""
+        now_s = time.monotonic()
+        if not self.signum:
+            self.signum, self._first_s = signum, now_s
+            self._hopeless |= self._tell(signum) is False
+        is_another = now_s - self._first_s > SAME_REQUEST_S
+        if not self.at_once and (is_another or self._hopeless):
+            self.at_once = True
+            raise KeyboardInterrupt(f"stopped at once by {signal.Signals(signum).name}")
+
+    def give_up(self) -> None:
+        """The next signal ends the running step, however soon it comes: no step can be ended in order any more."""
+        self._hopeless = True
 
 
 @contextmanager
-def interrupt_on_sigterm() -> Iterator[StopRequest]:
-    """Inside, SIGTERM raises KeyboardInterrupt, so that a run can write its result before it ends.
+def stop_requests(tell: Callable[[int], object] = lambda signum: None) -> Iterator[StopRequest]:
+    """Inside, a signal to stop ends nothing by itself: a loop looks at the request when a step is done.
 
     Only the main thread can be told; in any other one nothing changes.
+
+    Args:
+        tell: told the number of the first signal, when it comes. If it returns False, nothing can be ended in order,
+            and the signal interrupts as a second one does.
     """
-    request = StopRequest()
+    request = StopRequest(tell)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    previous = signal.signal(signal.SIGTERM, request.on_signal)
+    previous = {signum: signal.signal(signum, request.on_signal) for signum in STOP_SIGNALS}
     try:
         yield request
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def name_of_stop(signals: Sequence[int]) -> str | None:
+    """What the ranks were told to stop by, of what each has said with a step; None where nobody was. Where they were
+    told differently, as when Ctrl-C comes to a run that a scheduler stops, SIGINT counts: the run is to exit as by it.
+    """
+    came = [number % SAVE for number in signals if number % SAVE]
+    if not came:
+        return None
+    return signal.Signals(signal.SIGINT if signal.SIGINT in came else came[0]).name

@@ -1,8 +1,7 @@
 """The training loop."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,26 +13,24 @@ from rich.console import Console
 from zerotrain.comm.world import World
 from zerotrain.data.fetch import Collate
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.results import TrainStepResult
-from zerotrain.errors import printable
-from zerotrain.training.evaluation import evaluate_sources
+from zerotrain.errors import ConfigError, TrainingError, printable
+from zerotrain.training.checkpoints import CheckpointPolicy, Resumed, RunCheckpoints
+from zerotrain.training.evaluation import RunEvaluation
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.flops import ModelFlops
-from zerotrain.training.metrics import StepClock
+from zerotrain.training.measuring import Measuring
 from zerotrain.training.profile import recorded_steps
 from zerotrain.training.progress import ProgressDisplay
-from zerotrain.training.report import RankUsage, gather_usages, measure_usage, print_report
-from zerotrain.training.result import RunResult
+from zerotrain.training.report import RankUsage
+from zerotrain.training.result import RunResult, without_non_finite
 from zerotrain.training.sample import show_sample
 from zerotrain.training.seeds import seed_leaf
-from zerotrain.training.sinks import MetricsFile, MetricSink
+from zerotrain.training.sinks import METRICS_NAME, MetricsFile, MetricSink, keep_lines
 from zerotrain.training.start import print_start
-from zerotrain.training.stop import interrupt_on_sigterm
+from zerotrain.training.stop import StopRequest, name_of_stop, stop_requests
 
-ROWS_PER_EVAL_BATCH = 8
-"""What `eval_batches` counts. A number, not the batch of training: what is validated must not depend on ranks."""
-DATA_WAIT_SHOWN = 0.05
-"""Share of the steps' time that a run may wait for its data without a word."""
+RESULTS_KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source")
+"""Of the result what a run that goes on begins with."""
 
 
 @dataclass(kw_only=True)
@@ -88,11 +85,15 @@ class Trainer:
     """Global batches that the engine was trained on before; metrics.jsonl is gone on with where it is there."""
     skipped_before: int = 0
     """Those of them that were skipped, which are no updates to the schedule."""
+    checkpoint: CheckpointPolicy | None = None
+    """When to save, and what to go on from; None: neither."""
+    settings: Mapping[str, Any] | None = None
+    """What checkpoints note of the run's settings: nested dicts of what JSON can hold."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.skipped_before <= self.first_step < self.max_steps:
+        if not 0 <= self.skipped_before <= self.first_step <= self.max_steps:
             raise ValueError(
-                f"first_step={self.first_step} must be in 0..{self.max_steps - 1}, below max_steps, and "
+                f"first_step={self.first_step} must be in 0..{self.max_steps}, which is max_steps, and "
                 f"skipped_before={self.skipped_before} in 0..first_step"
             )
         self.feed = TrainingFeed(
@@ -109,68 +110,121 @@ class Trainer:
         self.result = RunResult(
             world_size=self.world.size, steps=self.first_step, skipped_steps=self.skipped_before, **self.run_facts
         )
-        self.clock = StepClock()
-        self._warned = False
         if self.world.rank > 0:
             self.console, self.sinks = Console(quiet=True), ()
+        self.measuring = Measuring(
+            self.engine, self.world, self.feed, self.result, model_flops=self.model_flops, log_every=self.log_every
+        )
+        self.evaluation = RunEvaluation(
+            self.console,
+            num_batches=self.eval_batches,
+            engine=self.engine,
+            world=self.world,
+            dataset=self.dataset.validation,
+            micro_batch_size=self.micro_batch_size,
+            seed=self.seed,
+            collate=self.collate_fn,
+        )
+        policy = self.checkpoint or CheckpointPolicy(at_end=False)
+        self.checkpoints = RunCheckpoints(
+            self.engine, self.world, self.run_dir, policy=policy, console=self.console, settings=self.settings
+        )
+        self._evaluated_at: int | None = self.first_step or None
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate, show a sample and the report; return the body of result.json. Collective.
 
-        result.json is written however the run ends, as long as this process can.
+        result.json is written however the run ends, as long as this process can. A run that is told to stop ends after
+        a step, and saves what it has trained.
+
+        Raises:
+            CheckpointError: no checkpoint to go on from can be taken up; or, after all else, a save has failed.
         """
-        with interrupt_on_sigterm() as stop:
+        with stop_requests(partial(setattr, self.engine, "signal")) as stop:
             try:
+                if (resumed := self.checkpoints.resume()) is not None:
+                    self._go_on(resumed)
                 self.feed.agree(self.data_state, self.data_checked)
                 self.data_state = self.feed.sampler.state_dict()
-                self._show_start()
-                self._train()
-                show_sample(
-                    self.console,
-                    engine=self.engine,
-                    dataset=self.dataset,
-                    num_tokens=self.sample_tokens,
-                    seed=self.seed,
-                )
-                usages = self._measure()
-                self.result.status = "completed"
+                if self.world.rank == 0:
+                    print_start(
+                        self.console,
+                        engine=self.engine,
+                        dataset=self.dataset,
+                        sampler=self.feed.sampler,
+                        plan_name=f"stage {self.result.stage}",
+                        num_steps=self.max_steps - self.first_step,
+                    )
+                stopped_by = self._train(stop)
+                usages = None if stopped_by else self._end()
+                failure = self.checkpoints.finish()
+                self.result.end(stopped_by, self.max_steps, failure)
             except BaseException as error:
-                stopped = stop.received or isinstance(error, KeyboardInterrupt)
-                self.result.status = "stopped" if stopped else "failed"
+                if isinstance(error, TrainingError):  # of all ranks alike
+                    self.checkpoints.finish()
+                is_stop = stop.at_once or isinstance(error, KeyboardInterrupt)
+                self.result.status = "stopped" if is_stop else "failed"
                 self.result.error = printable(f"{type(error).__name__}: {error}")
                 raise
             finally:
-                self.result.tokens_per_s = self.clock.tokens_per_s()
-                self.result.step_ms_median = self.clock.step_ms_median()
-                self.result.mfu = self._utilization()
-                self.result.data_wait_ms = self.clock.data_wait_ms()
+                self.measuring.of_speed()
+                self.result.checkpoint = None if self.checkpoints.newest is None else str(self.checkpoints.newest)
+                self.result.save_pause_ms, self.result.save_step_ratio = self.checkpoints.costs()
                 if self.world.rank == 0:
                     self.result.write(self.run_dir)
-        print_report(self.console, result=self.result, usages=usages, device=self.world.device)
-        if (share := self.clock.data_wait_share()) > DATA_WAIT_SHOWN:
-            said = f"waited for data {share:.0%} of the time: {self.feed.advice_on_waiting()}"
-            self.console.print(said, highlight=False, markup=False)
+        if usages is not None:
+            self.measuring.report(self.console, usages)
+        if failure is not None:
+            raise failure
         return self.result.body()
 
-    def _show_start(self) -> None:
-        if self.world.rank == 0:
-            print_start(
-                self.console,
-                engine=self.engine,
-                dataset=self.dataset,
-                sampler=self.feed.sampler,
-                plan_name=f"stage {self.result.stage}",
-                num_steps=self.max_steps - self.first_step,
+    def _go_on(self, resumed: Resumed) -> None:
+        """Be where the run was that has saved a checkpoint."""
+        if resumed.step > self.max_steps:
+            raise ConfigError(
+                f"train.max_steps: got {self.max_steps}, but {resumed.path} is of step {resumed.step}; it must be as "
+                "many or more"
             )
+        state = resumed.state
+        self.first_step, self.skipped_before = resumed.step, state["skipped_steps"]
+        self.data_state, self._evaluated_at = state["data"], state["evaluated_at"]
+        for name, value in state["result"].items():
+            setattr(self.result, name, value)
+        self.result.steps, self.result.resumed_from = self.first_step, str(resumed.path)
+        self.feed.first_step = self.first_step
+        self.measuring.clock.load_state_dict(state["clock"])
+        if self.world.rank == 0:
+            keep_lines(resumed.path.parent.parent / METRICS_NAME, self.run_dir / METRICS_NAME, until=self.first_step)
 
-    def _train(self) -> None:
+    def _state(self) -> dict[str, Any]:
+        """Where the run is, for a checkpoint: what `_go_on` reads."""
+        return {
+            "data": dict(self.data_state or {}),
+            "skipped_steps": self.result.skipped_steps,
+            "evaluated_at": self._evaluated_at,
+            "result": without_non_finite({name: getattr(self.result, name) for name in RESULTS_KEPT}),
+            "clock": self.measuring.clock.state_dict(),
+            "run": {**self.run_facts, "run_dir": str(self.run_dir)},
+        }
+
+    def _train(self, stop: StopRequest) -> str | None:
+        """Train to the last step, or to a stop: then the name of the signal. Collective."""
         with ExitStack() as stack:
-            metrics_file = self._metrics_file()
+            path, goes_on = self.run_dir / METRICS_NAME, self.first_step > 0
+            metrics_file: list[MetricSink] = [MetricsFile(path, append=goes_on)] if self.world.rank == 0 else []
             progress = ProgressDisplay(console=self.console, max_steps=self.max_steps, first_step=self.first_step)
             sinks = [*metrics_file, progress, *self.sinks]
             for sink in sinks:
                 stack.callback(sink.close)
-            step_done = stack.enter_context(self._recorded_steps())
+            recording = recorded_steps(
+                self.run_dir / "profile",
+                self.world,
+                max_steps=self.max_steps - self.first_step,
+                trace=self.profile,
+                memory=self.memory_snapshot,
+                console=self.console,
+            )
+            step_done = stack.enter_context(recording)
 
             def log(metrics: dict[str, Any]) -> None:
                 for sink in sinks:
@@ -178,39 +232,54 @@ class Trainer:
 
             # A model that `from_pretrained` has made is in evaluation mode, in which dropout does nothing.
             self.engine.train()
-            if self.eval_every and self.first_step == 0:
+            if self._owes_evaluation():
                 log(self._evaluate())
             loader = stack.enter_context(self.feed.loader(self.max_steps - self.first_step))
             for step in range(self.first_step, self.max_steps):
                 self.begin(step + 1)
                 self._set_learning_rate(step - self.result.skipped_steps)
-                with self.clock:
+                with self.measuring.clock:
                     micro_batches, weights, num_tokens = self.feed.next_step(loader)
                     seed_each = partial(seed_leaf, self.seed, step)
+                    self.engine.signal = stop.signum | self.checkpoints.ask()
                     outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each)
                 # Read only now: the step has waited for the device anyway.
-                self.clock.count(float(num_tokens), loader.wait_s)
+                self.measuring.clock.count(float(num_tokens), loader.wait_s)
                 self.feed.step_done()
                 self.data_state = self.feed.sampler.state_dict()
                 self.result.skipped_steps += outcome.skipped
                 self.result.steps = step + 1
                 step_done()
                 progress.advance()
-                if self._is_due(self.log_every) or step == self.first_step:
-                    log(self._measure_step(outcome))
-                if self._is_due(self.eval_every):
+                self.checkpoints.look(self.measuring.clock.last_s)
+                stopped_by = name_of_stop(outcome.signals) if self.result.steps < self.max_steps else None
+                if self._is_due(self.log_every) or step == 0:
+                    log(self.measuring.of_step(outcome))
+                if self._is_due(self.eval_every) and not stopped_by:
                     log(self._evaluate())
+                if self.checkpoints.is_due(step + 1, outcome.signals) or stopped_by:
+                    self.checkpoints.save(step + 1, self._state(), wait=bool(stopped_by))
+                if stopped_by:
+                    return stopped_by
+            return None
+
+    def _end(self) -> list[RankUsage]:
+        """Save, show a sample of text, and measure what is known at the end only. Collective."""
+        self.checkpoints.save_at_end(self.result.steps, self._state())
+        show_sample(self.console, self.engine, self.dataset, num_tokens=self.sample_tokens, seed=self.seed)
+        return self.measuring.of_ranks(self.gradient_accumulation_steps * len(self.engine.virtual_ranks))
+
+    def _owes_evaluation(self) -> bool:
+        """Whether one is due before the next step: the first of all, or one that a stop came before."""
+        if self.first_step == 0:
+            return self.eval_every > 0
+        return self._is_due(self.eval_every) and self._evaluated_at != self.first_step
 
     def leaf(self, virtual_rank: int) -> dict[str, torch.Tensor]:
         """What a virtual rank will add to the gradient of the next step: `engine.leaf`. At stage 3 collective."""
         micro_batches, weights = self.feed.leaf(virtual_rank)
         seed_each = partial(seed_leaf, self.seed, self.result.steps)
         return self.engine.train().leaf(virtual_rank, micro_batches, weights=weights, before_each=seed_each)
-
-    def _metrics_file(self) -> list[MetricSink]:
-        """metrics.jsonl on rank 0. A run that goes on leaves in it what its first steps wrote."""
-        path = self.run_dir / "metrics.jsonl"
-        return [] if self.world.rank > 0 else [MetricsFile(path, append=self.first_step > 0)]
 
     def _is_due(self, every: int) -> bool:
         """Whether something to be done every so many steps comes now; 0: only after the last."""
@@ -221,78 +290,8 @@ class Trainer:
         for group in self.engine.param_groups:
             group["lr"] = group["initial_lr"] * factor
 
-    def _measure_step(self, outcome: TrainStepResult) -> dict[str, Any]:
-        """What a step of training came to, for the sinks. Collective."""
-        loss, wait_ms = self._over_ranks(outcome.loss)
-        self.result.final_train_loss = loss
-        return {
-            "train_loss": loss,
-            "lr": self.engine.param_groups[0]["lr"],
-            "grad_norm": outcome.grad_norm,
-            "grad_norm_clipped": outcome.grad_norm * outcome.clip_coefficient,
-            "skipped_steps": self.result.skipped_steps,
-            "loss_scale": outcome.loss_scale,
-            "tokens_per_s": self.clock.tokens_per_s(last_steps=self.log_every),
-            "step_ms_median": self.clock.step_ms_median(last_steps=self.log_every),
-            "mfu": self._utilization(last_steps=self.log_every),
-            "data_wait_ms": wait_ms,
-            "epoch": self.feed.epoch,
-            "tokens": self.feed.num_tokens,
-        }
-
-    def _over_ranks(self, loss: torch.Tensor) -> tuple[float, float]:
-        """(mean loss, milliseconds that the last steps waited for their data on the rank that waited longest)."""
-        waits = loss.new_zeros(self.world.size, dtype=torch.float64)
-        waits[self.world.rank] = self.clock.data_wait_ms(last_steps=self.log_every)
-        total, *waits_ms = self.world.sum(torch.cat([loss.double().view(1), waits])).tolist()
-        return total / self.world.size, max(waits_ms)
-
-    def _utilization(self, last_steps: int | None = None) -> float | None:
-        """MFU over the last so many steps, or over the run without its first steps."""
-        if self.model_flops is None:
-            return None
-        return self.model_flops.utilization(self.feed.sampler.global_batch_size * self.clock.steps_per_s(last_steps))
-
-    def _recorded_steps(self) -> AbstractContextManager[Callable[[], None]]:
-        if self.memory_snapshot and self.world.device.type != "cuda":
-            self.console.print("warning: train.memory_snapshot=true has no effect on the CPU", highlight=False)
-        return recorded_steps(
-            self.run_dir / "profile",
-            rank=self.world.rank,
-            device=self.world.device,
-            max_steps=self.max_steps - self.first_step,
-            trace=self.profile,
-            memory=self.memory_snapshot,
-        )
-
     def _evaluate(self) -> dict[str, Any]:
-        loss, by_source = evaluate_sources(
-            engine=self.engine,
-            world=self.world,
-            dataset=self.dataset.validation,
-            num_sequences=self.eval_batches * ROWS_PER_EVAL_BATCH,
-            micro_batch_size=self.micro_batch_size,
-            seed=self.seed,
-            step=self.result.steps,
-            collate=self.collate_fn,
-        )
+        loss, by_source = self.evaluation.after(self.result.steps)
         self.result.final_val_loss, self.result.val_loss_by_source = loss, by_source or None
-        if math.isnan(loss) and not self._warned:
-            self._warned = True
-            self.console.print(
-                "warning: the validation loss is nan: no label of the validation counts, or the model's loss is nan",
-                highlight=False,
-            )
+        self._evaluated_at = self.result.steps
         return {"val_loss": loss} | {f"val_loss/{name}": value for name, value in by_source.items()}
-
-    def _measure(self) -> list[RankUsage]:
-        """Fill in what is known at the end only; return the usage of all ranks. Collective."""
-        usage = measure_usage(
-            engine=self.engine,
-            device=self.world.device,
-            num_micro_batches=self.gradient_accumulation_steps * len(self.engine.virtual_ranks),
-        )
-        self.result.weights_sha256 = self.engine.weights_sha256()
-        self.result.comm_bytes_per_step = {"sent": usage.sent_nbytes, "theory": usage.theory_sent_nbytes}
-        self.result.memory_bytes = self.engine.memory_bytes() | {"peak": usage.peak_nbytes}
-        return gather_usages(usage, self.world)

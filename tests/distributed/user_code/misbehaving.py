@@ -14,18 +14,20 @@ from zerotrain.models import MLP
 
 
 class MisbehavingMLP(MLP):
-    """An MLP that misbehaves in its second step on rank 1 (or on `rank`), evaluations not counted."""
+    """An MLP that misbehaves in its second step on rank 1, or on `rank` in step `at`, evaluations not counted; 0 is the
+    evaluation before the first step."""
 
-    def __init__(self, *, action: str, rank: int = 1, **arguments: Any) -> None:
+    def __init__(self, *, action: str, rank: int = 1, at: int = 2, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.action = action
         self.rank = rank
+        self.at = at
         self.num_forwards = 0
         self.is_poisoned = False
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         self.num_forwards += self.training
-        if self.training and self.num_forwards == 2 and int(os.environ["RANK"]) == self.rank:
+        if self.training == (self.at > 0) and self.num_forwards == self.at and os.environ["RANK"] == str(self.rank):
             self._misbehave()
         output = super().forward(ids, labels)
         return output * float("nan") if self.is_poisoned else output
@@ -52,6 +54,12 @@ class MisbehavingMLP(MLP):
         if self.action == "sleep":
             print("asleep", flush=True)
             time.sleep(600)
+        if self.action == "pause":
+            print("pausing", flush=True)
+            time.sleep(1.0)
+        if self.action == "kill once" and not os.path.exists("killed"):
+            open("killed", "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.action == "poison":
             self.is_poisoned = True
 
@@ -62,6 +70,16 @@ class EndingMLP(MLP):
     def __init__(self, *, ending: str, **arguments: Any) -> None:
         super().__init__(**arguments)
         {"os._exit": os._exit, "sys.exit": sys.exit}[ending](0)
+
+
+class SlowMLP(MLP):
+    """An MLP that takes its time."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        if "RANK" in os.environ:  # not where it is tried out
+            print("building", flush=True)
+            time.sleep(600)
 
 
 class SlowText(TextDataset):

@@ -7,6 +7,8 @@ OF_DAMAGE = ("unit/checkpoint/test_damage.py",)
 OF_PLACEMENTS = ("unit/checkpoint/test_placements.py",)
 OF_EXACTNESS = ("unit/checkpoint/test_exactness.py",)
 OF_INTERRUPTED = ("unit/checkpoint/test_interrupted.py",)
+OF_START = ("unit/engine/state/test_start.py",)
+START, MATCH = "engine/state/start.py", "engine/state/match.py"
 OF_KEPT = ("unit/checkpoint/test_kept.py",)
 
 FAULTS = {
@@ -107,5 +109,54 @@ FAULTS = {
         "    old = found[: max(keep, 1)]\n",
         "the oldest stay and the newest go",
         OF_KEPT,
+    ),
+    "start-order-of-memory": Fault(
+        START,
+        "    if order == memory_order(source.shape, stride):\n",
+        "    if True:\n",
+        "a transposed parameter is filled with the numbers of another place",
+        OF_START,
+    ),
+    "start-first-of-a-shard": Fault(
+        START,
+        "_read(weights, source, piece.managed.stride, piece.in_tensor.start, piece.values)",
+        "_read(weights, source, piece.managed.stride, 0, piece.values)",
+        "every rank reads the first elements of a tensor",
+        OF_START,
+    ),
+    "start-old-copies": Fault(
+        START,
+        "            bucket.update.refilled()\n",
+        "            pass\n",
+        "the model computes with its old weights until the first step",
+        OF_START,
+    ),
+    "start-other-file-believed": Fault(
+        START,
+        "if each != fingerprints[0]]:\n",
+        "if each is None]:\n",
+        "ranks whose machines have other files train a model of both",
+        OF_START,
+    ),
+    "start-two-in-one": Fault(
+        START,
+        "*_two_in_one(weights, wanted, collectives)",
+        "*()",
+        "of a head and an embedding that were not tied one is dropped without a word",
+        OF_START,
+    ),
+    "start-kinds": Fault(
+        MATCH,
+        "_kind(given.dtype) != _kind(dtype)",
+        "False",
+        "8-bit weights are taken without their scales",
+        OF_START,
+    ),
+    "start-half": Fault(
+        "engine/checkpointed.py",
+        "        self._half_loaded = None if mends else before\n",
+        "        self._half_loaded = None\n",
+        "a few weights that are loaded hide that the others are of two trainings",
+        OF_START,
     ),
 }

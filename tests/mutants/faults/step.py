@@ -9,8 +9,8 @@ OF_UPDATE_ALL = ("unit/engine/update/test_optimizer_step.py",)
 FAULTS = {
     "clipped-by-the-local-norm": Fault(
         AGREEMENT,
-        "norm_of_digit_sums(add_digit_sums(everyone[:, : -len(STAMP)]))",
-        "norm_of_digit_sums(numbers[: -len(STAMP)])",
+        "norm_of_digit_sums(add_digit_sums(digits))",
+        "norm_of_digit_sums(numbers[: -len(STAMP) - 1])",
         "each rank clips by the norm of its own part",
         OF_ENGINE,
     ),

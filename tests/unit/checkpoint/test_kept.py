@@ -173,11 +173,18 @@ def num_calls(run: Callable[..., Path]) -> int:
     with pytest.MonkeyPatch.context() as monkeypatch:
         calls = interrupt(monkeypatch, -1, lambda: None)
         remove_old(folder, keep=1, keep_every=None)
+    return len(calls)
+
+
+def test_the_hidden_names_are_on_the_disk_before_the_first_file_goes(
+    run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run(1, 2, 3) / "checkpoints"
+    calls = interrupt(monkeypatch, -1, lambda: None)
+    remove_old(folder, keep=1, keep_every=None)
     assert {*calls} == {*CALLS}
-    # Flushed, renamed, flushed, and only then the first file goes.
     assert [call for call in calls if call in ("fsync", "rename")] == ["fsync", "rename", "rename", "fsync"]
     assert calls.index("unlink") > max(at for at, call in enumerate(calls) if call == "fsync")
-    return len(calls)
 
 
 def test_killed_at_any_call_it_leaves_whole_checkpoints_and_the_next_removal_finishes_it(
@@ -241,7 +248,7 @@ def test_a_disk_that_was_made_read_only_is_told(run: Callable[..., Path]) -> Non
 def test_one_that_is_broken_is_set_aside_and_its_step_can_be_saved_again(run: Callable[..., Path]) -> None:
     folder = run(1, 2) / "checkpoints"
     moved = set_aside(folder / step_name(2))
-    assert moved.name.startswith("step-00000002.broken-")
+    assert moved.name.startswith("step-00000002.aside-")
     assert steps_in(folder) == [1]
     verify(moved)
     PartialFolder(folder / step_name(2)).remove()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from zerotrain.data import workers
 from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.data.fetch import RowError
 from zerotrain.data.loader import NUM_STEPS_AHEAD, ReadAhead, StepLoader
@@ -181,6 +182,20 @@ def test_a_worker_that_is_killed_is_told() -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOFError(), FileNotFoundError()])
+def test_a_worker_that_is_killed_while_its_memory_is_asked_for_is_told_as_such(error: Exception) -> None:
+    """Seen on a busy machine: torch noticed the dead worker in the wait for a value, but not in the one behind it."""
+
+    def values() -> Any:
+        yield 1
+        raise error
+
+    received = workers._received(values())
+    assert next(received) == 1
+    with pytest.raises(RuntimeError, match="worker process that reads the data exited unexpectedly"):
+        next(received)
+
+
 def test_what_a_thread_reads_ahead_ends_where_the_values_end_or_fail() -> None:
     def values() -> Any:
         yield from (1, 2)
@@ -249,7 +264,7 @@ def test_workers_ignore_the_signals_that_stop_a_group_and_none_outlives_a_rank_k
     with rank:
         assert rank.stdout is not None
         workers = [int(rank.stdout.readline().split()[1]) for _ in range(2)]
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             for pid in workers:
                 os.kill(pid, signum)
         time.sleep(0.2)

@@ -46,11 +46,11 @@ def test_each_number_that_differs_is_told_with_its_ranks() -> None:
 def test_a_stamp_counts_steps_and_backwards() -> None:
     progress = StepStamps(collectives())
     progress.num_backwards = 2
-    one, two, hyperparameters, order, written = progress.stamp([{"lr": 0.25}]).tolist()
-    assert (one, two, order, written) == (1, 2, 0, 0)
+    one, two, hyperparameters, order, written, signal = progress.stamp([{"lr": 0.25}]).tolist()
+    assert (one, two, order, written, signal) == (1, 2, 0, 0, 0)
     assert hyperparameters == int(hyperparameters) > 0
     progress.close_step()
-    assert progress.stamp([{"lr": 0.25}]).tolist() == [2, 0, hyperparameters, 0, 0]
+    assert progress.stamp([{"lr": 0.25}]).tolist() == [2, 0, hyperparameters, 0, 0, 0]
     assert progress.describe() == "step 2, idle"
 
 

@@ -135,6 +135,45 @@ def test_a_signal_to_one_rank_is_the_cause_of_what_the_others_noticed(tmp_path: 
     assert (failure.rank, failure.cause) == (1, "was stopped by SIGINT, sent to it alone, in training")
 
 
+@pytest.mark.parametrize("ends", [None, {1: ended(1, -signal.SIGKILL)}], ids=["torchrun", "by hand"])
+def test_a_rank_that_dies_while_all_stop_in_order_is_the_cause(tmp_path: Path, ends):
+    leave_state(tmp_path, 1, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
+    Failure.of(LOST_PEER, 0).write(tmp_path)
+    leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
+    failure = first_failure(tmp_path, ends, by_user=True)
+    assert failure.rank == 1
+    assert "was killed" in failure.cause
+
+
+def test_a_rank_that_waits_in_vain_while_all_stop_in_order_is_told_of(tmp_path: Path):
+    leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
+    Failure.of(CommError("rank 1 did not answer"), 0).write(tmp_path)
+    assert first_failure(tmp_path, {0: ended(0, 1)}, by_user=True).cause.endswith("rank 1 did not answer")
+
+
+@pytest.mark.parametrize("exitcode", [143, 130, 138, -signal.SIGUSR1])
+def test_ranks_that_the_user_has_stopped_before_their_training_have_not_failed(tmp_path: Path, exitcode: int):
+    for rank in (0, 1):
+        leave_state(tmp_path, rank, stopped_by="SIGTERM", stopped_s=2.0)
+    assert first_failure(tmp_path, {0: ended(0, exitcode), 1: ended(1, exitcode)}, by_user=True) is None
+    assert first_failure(tmp_path, {0: ended(0, exitcode), 1: ended(1, exitcode)}) is not None
+
+
+def test_a_stop_is_in_order_while_all_ranks_are_there_and_until_a_second_one(tmp_path: Path):
+    presence = Presence(tmp_path, 0)
+    assert presence.note_stop(signal.SIGTERM, in_order=True)
+    assert [state.in_order for state, _ in read_states(tmp_path)] == [True]
+    assert presence.note_stop(signal.SIGINT, in_order=True)
+    leave_state(tmp_path, 1)  # it is gone: torch's agent is about to end the others
+    assert not presence.note_stop(signal.SIGTERM, in_order=True)
+    [state] = [state for state, _ in read_states(tmp_path) if state.rank == 0]
+    assert (state.stopped_by, state.in_order, state.gone) == ("SIGTERM", False, ())
+    (tmp_path / "1.state").unlink()
+    assert presence.note_stop(signal.SIGTERM, in_order=True)
+    (tmp_path / "0.state").unlink()  # the run's folder was deleted
+    assert not presence.note_stop(signal.SIGTERM, in_order=True)
+
+
 def test_a_rank_that_another_saw_alive_when_it_failed_was_ended_because_of_that(tmp_path: Path):
     Failure.of(CommError("timed out"), 0, saw_alive={1: "training"}).write(tmp_path)
     leave_state(tmp_path, 1)

@@ -1,6 +1,7 @@
 """What the ranks of a job are told, its folder, and its ending."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ def job(tmp_path: Path) -> Job:
 
 
 def test_a_job_arrives_at_other_ranks_as_it_was(job: Job):
-    assert Job.from_json(job.to_json()) == job
+    again = replace(job, restarts=2)
+    assert Job.from_json(again.to_json()) == again
 
 
 def test_the_folder_holds_the_config_and_nothing_of_an_earlier_run(job: Job):
@@ -28,6 +30,19 @@ def test_the_folder_holds_the_config_and_nothing_of_an_earlier_run(job: Job):
         path.write_text("old")
     job.open_folder()
     assert not any(path.exists() for path in earlier)
+    assert load_config(job.run_dir / "config.yaml") == job.config
+
+
+def test_after_a_restart_the_folder_keeps_what_was_logged_measured_and_saved(job: Job):
+    job.open_folder()
+    kept = [job.ranks_dir / "0.log", job.run_dir / "metrics.jsonl", job.run_dir / "checkpoints/step-00000010/a"]
+    gone = [job.ranks_dir / name for name in ("1.error.json", "0.state", "ending.txt")] + [job.run_dir / "result.json"]
+    kept[-1].parent.mkdir(parents=True)
+    for path in kept + gone:
+        path.write_text("of the first attempt")
+    replace(job, config=Config(seed=4), restarts=1).open_folder()
+    assert all(path.read_text() == "of the first attempt" for path in kept)
+    assert not any(path.exists() for path in gone)
     assert load_config(job.run_dir / "config.yaml") == job.config
 
 
@@ -46,10 +61,13 @@ def test_another_machine_makes_the_folder_that_nobody_has_opened_there(job: Job)
 
 def test_an_ending_keeps_what_rank_0_had_written(job: Job):
     job.open_folder()
-    RunResult(world_size=2, stage=2, status="stopped", error="KeyboardInterrupt", steps=7).write(job.run_dir)
+    RunResult(world_size=2, stage=2, status="stopped", error="SIGTERM", stopped_by="SIGTERM", steps=7).write(
+        job.run_dir
+    )
     write_ending(job, 2, status="failed", error="rank 1 failed")
     written = json.loads((job.run_dir / "result.json").read_text())
     assert (written["status"], written["error"], written["steps"]) == ("failed", "rank 1 failed", 7)
+    assert written["stopped_by"] is None
 
 
 def test_an_ending_is_written_even_if_rank_0_never_wrote_any(job: Job):
@@ -58,7 +76,7 @@ def test_an_ending_is_written_even_if_rank_0_never_wrote_any(job: Job):
     written = json.loads((job.run_dir / "result.json").read_text())
     assert written["overrides"] == ["seed=3"]
     assert written["config_hash"] == job.config_hash
-    assert (written["world_size"], written["stage"]) == (2, 2)
+    assert (written["world_size"], written["stage"], written["restarts"]) == (2, 2, 0)
 
 
 def test_cores_are_shared_out_among_ranks_and_each_has_one():

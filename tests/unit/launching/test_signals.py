@@ -10,6 +10,7 @@ from zerotrain.config.schema import Config
 from zerotrain.launching import spawn
 from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import Job
+from zerotrain.launching.restarts import Attempts
 from zerotrain.launching.signals import STOP_SIGNALS
 
 
@@ -29,5 +30,5 @@ def test_signals_are_handled_after_a_job_as_before_it(tmp_path: Path, monkeypatc
     job = Job(config=Config(), run_dir=tmp_path, overrides=[])
     job.open_folder()
     with pytest.raises(RunError, match="ended with exit code 1") if fails else nullcontext():
-        spawn.run_ranks(job, 1)
+        spawn.run_ranks(Attempts(job), 1)
     assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} == before

@@ -1,6 +1,7 @@
 """What ranks that torchrun has started tell each other, and how one ends if its job does not complete."""
 
 import json
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from zerotrain.comm import meeting
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.errors import CommError, ConfigError
 from zerotrain.launching import torchrun
 from zerotrain.launching.failures import Failure
 from zerotrain.launching.job import Job
+from zerotrain.launching.resuming import with_run_dir
 from zerotrain.launching.torchrun import JobExchange
 
 RANK_1 = RankEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
@@ -124,6 +127,26 @@ def test_a_rank_of_another_machine_prepares_its_data_and_rank_0_waits_for_it(exc
     assert not waiting.is_alive()
     [store] = cache.iterdir()
     assert (store / "seal.json").exists()
+
+
+def test_ranks_that_torchrun_starts_again_go_on_in_the_folder_of_the_first_and_see_nothing_else_of_them(
+    exchange, tmp_path: Path, monkeypatch
+):
+    """The default folder has the time in its name."""
+    first = exchange(0)
+    assert first.run_dir_before() is None
+    first.publish(Job(config=Config(seed=1), run_dir=tmp_path / "first", overrides=[]))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(meeting, "_opened", {})  # as in new processes
+    second = exchange(1, "launch.timeout_s=0.2")
+    with pytest.raises(CommError, match="rank 0 did not come"):
+        second.receive()
+    again = exchange(0, "launch.timeout_s=0.2")
+    assert again.run_dir_before() == tmp_path / "first"
+    sys.argv[1:] = with_run_dir(sys.argv[1:], tmp_path / "first")
+    again.require_same_commands(10.0)  # what each was started with, not what it makes of it
+    again.publish(Job(config=Config(seed=2), run_dir=tmp_path / "first", overrides=[]))
+    assert second.receive().config.seed == 2
 
 
 def test_without_a_job_there_is_none_and_without_rank_0_the_wait_ends(exchange, tmp_path: Path):

@@ -38,6 +38,18 @@ def test_a_run_shorter_than_its_warmup_counts_all_its_steps(monkeypatch):
     assert clock_of([2.0, 4.0], monkeypatch).tokens_per_s() == pytest.approx(200 / 6)
 
 
+def test_a_clock_goes_on_with_the_sums_of_one_before_it(monkeypatch):
+    first = clock_of([50.0] * NUM_WARMUP_STEPS + [1.0, 2.0], monkeypatch)
+    second = clock_of([40.0] * NUM_WARMUP_STEPS + [9.0], monkeypatch)
+    second.load_state_dict(first.state_dict())
+    assert second.tokens_per_s() == pytest.approx(300 / 12)
+    assert second.train_s == pytest.approx(90 * NUM_WARMUP_STEPS + 12)
+    assert second.tokens_per_s(last_steps=1) == pytest.approx(100 / 9)
+    third = StepClock()
+    third.load_state_dict(second.state_dict())
+    assert (third.tokens_per_s(), third.train_s) == (pytest.approx(300 / 12), pytest.approx(90 * NUM_WARMUP_STEPS + 12))
+
+
 def test_before_any_step_there_is_no_speed():
     assert math.isnan(StepClock().tokens_per_s())
     assert math.isnan(StepClock().step_ms_median())

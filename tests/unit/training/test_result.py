@@ -10,6 +10,13 @@ from zerotrain.training import RunResult
 KEYS = [
     "status",
     "error",
+    "stopped_by",
+    "restarts",
+    "resumed_from",
+    "checkpoint",
+    "train_s",
+    "save_pause_ms",
+    "save_step_ratio",
     "stage",
     "world_size",
     "final_train_loss",

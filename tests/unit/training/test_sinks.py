@@ -1,9 +1,10 @@
 import json
 import math
+from pathlib import Path
 
 import pytest
 
-from zerotrain.training.sinks import MetricsFile
+from zerotrain.training.sinks import MetricsFile, keep_lines
 
 
 def test_each_line_can_be_read_while_the_run_goes_on(tmp_path):
@@ -31,3 +32,16 @@ def test_a_file_that_was_deleted_is_not_written_to_in_silence(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"Deleted while it was written: '{path}'"):
         metrics.log({}, 1)
     metrics.close()
+
+
+def test_lines_of_later_steps_and_one_that_was_cut_off_do_not_stay(tmp_path: Path):
+    source, target = tmp_path / "then.jsonl", tmp_path / "now.jsonl"
+    kept = '{"step": 0, "val_loss": 3.0}\n{"step": 2}\n{"step": 2, "val_loss": 1}\n'
+    source.write_text(kept + '{"step": 3}\n{"step": 2, "va')
+    keep_lines(source, target, until=2)
+    assert target.read_text() == kept
+    keep_lines(target, target, until=0)
+    assert target.read_text() == '{"step": 0, "val_loss": 3.0}\n'
+    keep_lines(tmp_path / "none", target, until=0)
+    assert target.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["now.jsonl", "then.jsonl"]

@@ -11,7 +11,7 @@ from zerotrain import PrecisionConfig, TrainingError, build_engine
 from zerotrain.data import GlobalBatchSampler, SyntheticTokens, TextDataset
 from zerotrain.data.fetch import RowError
 from zerotrain.models import GPT
-from zerotrain.training import warmup_cosine
+from zerotrain.training import stop, warmup_cosine
 
 
 def read_metrics(folder):
@@ -235,7 +235,7 @@ def test_a_run_that_goes_on_logs_and_evaluates_at_the_steps_of_the_whole(make_tr
     first.run()
     body = make_trainer(engine=first.engine, max_steps=9, eval_every=3, log_every=3, first_step=4).run()
     lines = read_metrics(tmp_path)
-    assert [line["step"] for line in lines if "train_loss" in line] == [1, 3, 4, 5, 6, 9]
+    assert [line["step"] for line in lines if "train_loss" in line] == [1, 3, 4, 6, 9]
     assert [line["step"] for line in lines if "val_loss" in line] == [0, 3, 4, 6, 9]
     assert (body["steps"], body["skipped_steps"]) == (9, 0)
 
@@ -250,10 +250,10 @@ def test_steps_skipped_before_the_run_are_no_updates_to_its_schedule(make_traine
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"first_step": 4}, {"first_step": -1}, {"first_step": 1, "skipped_before": 2}], ids=str
+    "wrong", [{"first_step": 5}, {"first_step": -1}, {"first_step": 1, "skipped_before": 2}], ids=str
 )
 def test_steps_that_cannot_have_been_before_are_refused(make_trainer, wrong):
-    with pytest.raises(ValueError, match=r"must be in 0\.\.3, below max_steps"):
+    with pytest.raises(ValueError, match=r"must be in 0\.\.4, which is max_steps"):
         make_trainer(max_steps=4, **wrong)
 
 
@@ -339,23 +339,75 @@ def ctrl_c():
 
 
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_run_stopped_from_outside_leaves_a_result_that_says_so(make_trainer, dataset, tmp_path, number):
-    stop = partial(os.kill, os.getpid(), number)
-    trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, stop)))
+@pytest.mark.parametrize("number", stop.STOP_SIGNALS, ids=lambda number: number.name)
+def test_a_run_that_is_told_to_stop_ends_the_step_and_says_so_in_its_result(make_trainer, dataset, tmp_path, number):
+    tell = partial(os.kill, os.getpid(), number)
+    trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, tell)))
+    body = trainer.run()
+    result = read_result(tmp_path)
+    assert result == body
+    assert (result["status"], result["stopped_by"], result["steps"]) == ("stopped", number.name, 3)
+    assert result["error"] == f"stopped by {number.name} after step 3 of {trainer.max_steps}"
+    assert read_metrics(tmp_path)[-1]["step"] == 3
+    assert read_metrics(tmp_path)[-1]["train_loss"] == result["final_train_loss"]
+    assert result["weights_sha256"] is None
+
+
+def test_a_run_told_to_stop_in_its_first_evaluation_ends_after_its_first_step(make_trainer, dataset, tmp_path):
+    trainer = make_trainer(dataset=dataset, eval_every=1)
+    evaluate, trainer._evaluate = trainer._evaluate, lambda: os.kill(os.getpid(), signal.SIGTERM) or evaluate()
+    trainer.run()
+    assert (read_result(tmp_path)["status"], read_result(tmp_path)["steps"]) == ("stopped", 1)
+
+
+def test_a_run_told_to_stop_in_its_last_step_completes(make_trainer, dataset, tmp_path):
+    trainer = make_trainer(dataset=dataset)
+    trainer.begin = lambda step: step == trainer.max_steps and os.kill(os.getpid(), signal.SIGTERM)
+    trainer.run()
+    assert (read_result(tmp_path)["status"], read_result(tmp_path)["stopped_by"]) == ("completed", None)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_second_signal_stops_at_once(make_trainer, dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(stop, "SAME_REQUEST_S", 0.0)
+
+    def twice():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, twice)))
     with pytest.raises(KeyboardInterrupt):
         trainer.run()
-    assert (read_result(tmp_path)["status"], read_result(tmp_path)["steps"]) == ("stopped", 2)
+    result = read_result(tmp_path)
+    assert (result["status"], result["stopped_by"], result["steps"]) == ("stopped", None, 2)
 
 
-def test_a_stop_that_surfaces_as_a_broken_connection_is_still_a_stop(make_trainer, dataset, tmp_path):
-    def stop():
+def test_a_stop_at_once_that_surfaces_as_a_broken_connection_is_still_a_stop(
+    make_trainer, dataset, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(stop, "SAME_REQUEST_S", 0.0)
+
+    def twice():
+        os.kill(os.getpid(), signal.SIGTERM)
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
             raise RuntimeError("connection closed by peer")
 
-    trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, stop)))
+    trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, twice)))
     with pytest.raises(RuntimeError, match="closed by peer"):
         trainer.run()
     assert read_result(tmp_path)["status"] == "stopped"
+
+
+def test_what_fails_after_a_signal_has_failed(make_trainer, dataset, tmp_path):
+    """The disk may be full when the run saves."""
+
+    def stop_and_fail():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise_broken_disk()
+
+    trainer = make_trainer(dataset=with_changed_training(dataset, failing_at_read(10, stop_and_fail)))
+    with pytest.raises(RowError, match="broken disk"):
+        trainer.run()
+    assert read_result(tmp_path)["status"] == "failed"

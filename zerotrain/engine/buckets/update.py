@@ -117,6 +117,7 @@ class BucketUpdate:
             must resume it at the same points.
         """
         with named_range("optimizer", self.spec.name):
+            self._weights.about_to_change()
             self._take_writes()
             gradient = self._gradient.reduced()
             widened = None
@@ -170,6 +171,7 @@ class BucketUpdate:
             return
         self._weights.writes.are_new = False
         if self._has_copy:
+            self._weights.about_to_change()
             held, master = self._held(), self.master_weight
             torch.where(held == master.to(held.dtype), master, held.to(master.dtype), out=master)
 

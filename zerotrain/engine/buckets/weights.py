@@ -37,6 +37,8 @@ class BucketWeights:
     when_read: Callable[[], None] | None = None
     """Called when a parameter is read that is not ready: completes the bucket, or raises EngineStateError. It must not
     keep the engine alive."""
+    before_change: Callable[[], None] | None = None
+    """Called by `about_to_change`, while a save reads the bucket beside the training."""
     when_asked_for_gradient: Callable[[], bool] | None = None
     """Tells whether gradients of this step have been moved out of the parameters; None where none ever are."""
     own: slice
@@ -129,13 +131,21 @@ class BucketWeights:
         if self.plan.shards_parameters:
             self.model_weight.release()
 
+    def about_to_change(self) -> None:
+        """What is saved of the bucket is about to be written to: weights, master weights or optimizer state."""
+        # Read once: the thread that saves takes it away when it has all.
+        if (before := self.before_change) is not None:
+            before()
+
     def take_writes(self) -> None:
         """Bring `held` up to date with what others than the engine have written into the parameters."""
         if self.is_full and self.writes.look(self.model_weight.tensor) and self.plan.shards_parameters:
+            self.about_to_change()
             self.shard.copy_(self.model_weight.tensor[self.own])
 
     def load(self, whole: torch.Tensor) -> None:
         """Replace all weights by (padded_numel,) others, the same on all ranks."""
+        self.about_to_change()
         if self.plan.shards_parameters:
             self.finish_gather()
             self.reshard()
@@ -187,6 +197,8 @@ class BucketWeights:
         self.when_read()
 
     def data_was_read(self) -> None:
+        if not self.plan.shards_parameters:
+            self.about_to_change()
         self.writes.may_be_uncounted = True
 
     def holds_gradient(self) -> bool:

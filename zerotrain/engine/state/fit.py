@@ -45,14 +45,14 @@ def _of_parameter(saved: dict[str, Any], own: ManagedParameter) -> Iterator[str]
         yield f"{name} is tied as {saved['names']}, and the model's as {own.names}"
     if saved["shape"] != shape:
         yield f"{name} is of shape {tuple(saved['shape'])}, and the model's of shape {tuple(shape)}"
-    elif _order(shape, saved["stride"]) != _order(shape, own.stride):
+    elif memory_order(shape, saved["stride"]) != memory_order(shape, own.stride):
         yield (
             f"{name} lies in memory with strides {tuple(saved['stride'])}, and the model's with {own.stride}; build "
             "the model in that memory format"
         )
 
 
-def _order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     """The dimensions that have a length, from the slowest to the fastest."""
     dims = [dim for dim, size in enumerate(shape) if size > 1]
     return sorted(dims, key=lambda dim: -stride[dim])

@@ -54,6 +54,15 @@ def pieces(bucket: Bucket, role: str) -> Iterator[Piece]:
                 yield Piece(bucket.spec.parameters[slot], role, kept, None, None)
 
 
+def replaced_weights(bucket: Bucket) -> Iterator[Piece]:
+    """What this rank fills where weights are replaced, between `begin_refill` and `end_refill`. Of frozen ones that is
+    its own range: the other ranks' parts come by a gather, and where all hold all, each reads a part all the same."""
+    if isinstance(bucket, TrainedBucket):
+        yield from pieces(bucket, WEIGHT)
+    else:
+        yield from _cut(bucket, WEIGHT, bucket.weights.shard, bucket.weights.own)
+
+
 def roles(bucket: Bucket) -> list[str]:
     """The roles in which this rank holds tensors of a bucket, the gradient left out."""
     found = set()

@@ -58,8 +58,8 @@ def owned_pieces(bucket: Bucket, rank: int) -> Iterator[Piece]:
                 yield Piece(piece.managed, role, values, slice(start - ahead, stop - ahead), slice(start, stop))
 
 
-def entries(holdings: Holdings, rank: int) -> Iterator[Entry]:
-    """The tensors of this rank's file, bucket by bucket, without buffers."""
+def entries(holdings: Holdings, rank: int) -> Iterator[tuple[Bucket, Entry]]:
+    """The tensors of this rank's file, bucket by bucket in the order of updates, without buffers."""
     for bucket in holdings.buckets:
         for piece in owned_pieces(bucket, rank):
             if is_traceable_wrapper_subclass(piece.values):
@@ -69,7 +69,7 @@ def entries(holdings: Holdings, rank: int) -> Iterator[Entry]:
                 )
             start = 0 if piece.in_tensor is None else piece.in_tensor.start
             shape = list(piece.values.shape) if piece.in_tensor is None else None
-            yield Entry(piece.managed.names[0], piece.role, piece.values, start, shape)
+            yield bucket, Entry(piece.managed.names[0], piece.role, piece.values, start, shape)
 
 
 def counts(holdings: Holdings) -> dict[str, dict[str, Any]]:

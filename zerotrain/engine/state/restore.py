@@ -16,7 +16,7 @@ from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.groups.hyperparameters import restore_group, restored, without_objects
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.state.fit import misfits
-from zerotrain.engine.state.named import WEIGHT, pieces, roles
+from zerotrain.engine.state.named import WEIGHT, pieces, replaced_weights, roles
 from zerotrain.engine.state.owned import Holdings, buffers
 from zerotrain.engine.state.together import attempt, raise_first
 from zerotrain.errors import CheckpointError
@@ -92,19 +92,10 @@ def fill(folder: Path, manifest: Manifest, holdings: Holdings) -> None:
 
 
 def _fill_bucket(bucket: Bucket, manifest: Manifest, reader: Reader) -> None:
-    if not isinstance(bucket, TrainedBucket):
-        # The other ranks' parts come by a gather: where all hold all, each reads a part all the same.
-        own = bucket.weights.own
-        for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True):
-            start, stop = max(slot.offset, own.start), min(slot.end, own.stop)
-            if start < stop:
-                target = bucket.weights.shard[start - own.start : stop - own.start]
-                saved = manifest.parameters[managed.names[0]]["tensors"][WEIGHT]
-                reader.read(saved, start - slot.offset, target)
-        return
-    _make_state(bucket, manifest)
+    if isinstance(bucket, TrainedBucket):
+        _make_state(bucket, manifest)
     for role in roles(bucket):
-        for piece in pieces(bucket, role):
+        for piece in replaced_weights(bucket) if role == WEIGHT else pieces(bucket, role):
             saved = manifest.parameters[piece.managed.names[0]]["tensors"][role]
             reader.read(saved, piece.in_tensor.start if piece.in_tensor else 0, piece.values)
 

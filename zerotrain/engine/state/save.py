@@ -1,9 +1,10 @@
-"""An engine into a checkpoint: every rank writes its file, rank 0 the manifest, and then it has its name."""
+"""An engine into a checkpoint: what each rank writes is planned together, and then a thread of each writes it."""
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,78 +14,134 @@ from zerotrain.checkpoint.blocks import hash_of
 from zerotrain.checkpoint.folder import PartialFolder, file_name
 from zerotrain.checkpoint.manifest import Manifest, head
 from zerotrain.checkpoint.tensor_file import Entry, TensorFile, chunks
-from zerotrain.comm.collectives import Collectives
+from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.groups.hyperparameters import saved_group
+from zerotrain.engine.state.chunks import ChunkReader
 from zerotrain.engine.state.owned import BUFFER, Holdings, buffers, counts, entries, saved_parameters
-from zerotrain.engine.state.together import attempt, raise_first
+from zerotrain.engine.state.snapshot import Snapshot
+from zerotrain.engine.state.together import attempt, exchange, raise_first
+from zerotrain.engine.state.writing import LEFT, Writing
 from zerotrain.errors import ConfigError
 
-LEFT = "nothing was saved, what was there before is as it was, and training can go on"
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a save is told."""
+
+    path: str | os.PathLike[str]
+    extra: Any
+    config: Any
+    own: Any
+    staging_nbytes: int | None
+    progress: Mapping[str, Any]
+    """"step", and what else the engine counts; values for JSON."""
+
+    @property
+    def target(self) -> Path:
+        """The folder, absolute."""
+        return Path(os.path.abspath(self.path))
 
 
-def save(
-    path: str | os.PathLike[str], holdings: Holdings, progress: Mapping[str, Any], *, extra: Any, config: Any
-) -> Path:
-    """See `ZeroEngine.save`.
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What a rank has found out without a word of the others."""
+
+    partial: PartialFolder | None
+    """On rank 0."""
+    own: dict[Bucket, list[Entry]]
+    """What this rank writes, without buffers."""
+    told: dict[str, Any]
+    """For all ranks."""
+
+
+def prepare(given: Given, holdings: Holdings, settle_former: Callable[[], None]) -> Writing:
+    """All of a save but the writing. Collective.
 
     Args:
-        progress: "step", and what else the engine counts; values for JSON.
+        settle_former: waits for the save before this one, and raises its error if nobody has read it.
     """
-    collectives = holdings.collectives
-    target = Path(os.path.abspath(path))
-    doing = f"saving {target}"
-    planned, error = attempt(lambda: _prepared(target, holdings, extra, config))
+    collectives, doing = holdings.collectives, f"saving {given.target}"
+
+    def make_plan() -> _Plan:
+        settle_former()
+        return _planned(given, holdings)
+
+    writing: Writing | None = None
+    plan, error = attempt(make_plan)
     try:
+        told = exchange(collectives, None if plan is None else plan.told, error, doing=doing, left=LEFT)
+        assert plan is not None
+        writing, error = attempt(lambda: _writing(given, holdings, plan, told))
         raise_first(collectives, error, doing=doing, left=LEFT)
-        assert planned is not None
-        partial, own, facts = planned
-        told = collectives.gather_objects(
-            [partial.token if partial else None, str(partial.path) if partial else None, facts], name=doing
-        )
-        _, error = attempt(lambda: _require_same([facts for _, _, facts in told]))
-        raise_first(collectives, error, doing=doing, left=LEFT)
-        token, folder = told[0][:2]
-        file = _file(holdings, own, [facts["buffers"] for _, _, facts in told], token, progress)
-        _write(file, Path(folder), collectives, doing)
-        described = collectives.gather_objects([file.described(), counts(holdings)], name=doing)
-
-        def publish() -> None:
-            if partial is not None:
-                content = _content(holdings, described, token, progress, extra=extra, config=config)
-                partial.publish(Manifest(content))
-
-        _, error = attempt(publish)
-        raise_first(collectives, error, doing=doing, left=LEFT)
+        assert writing is not None
     except BaseException:
-        if planned is not None and planned[0] is not None:
-            planned[0].remove()
+        if writing is not None:
+            writing.snapshot.close()
+        if plan is not None and plan.partial is not None:
+            plan.partial.remove()
         raise
-    return target
+    return writing
 
 
-def _prepared(
-    target: Path, holdings: Holdings, extra: Any, config: Any
-) -> tuple[PartialFolder | None, list[Entry], dict[str, Any]]:
-    """The folder (on rank 0), what this rank writes without its buffers, and what all ranks are told of it."""
+def _planned(given: Given, holdings: Holdings) -> _Plan:
     rank = holdings.collectives.shards.rank
-    for name, value in (("extra", extra), ("config", config)):
+    for name, value in (("extra", given.extra), ("config", given.config), ("own", given.own)):
         require_plain(value, name)
-    facts = {
-        "target": str(target),
-        "extra": hash_of(json.dumps(extra, sort_keys=True).encode()),
-        "config": hash_of(json.dumps(config, sort_keys=True).encode()),
+    if given.staging_nbytes is not None and given.staging_nbytes < 0:
+        raise ConfigError(f"engine.begin_save: staging_nbytes is {given.staging_nbytes}; give 0 or more bytes")
+    own: dict[Bucket, list[Entry]] = {}
+    for bucket, entry in entries(holdings, rank):
+        own.setdefault(bucket, []).append(entry)
+    told = {
+        "target": str(given.target),
+        "extra": hash_of(json.dumps(given.extra, sort_keys=True).encode()),
+        "config": hash_of(json.dumps(given.config, sort_keys=True).encode()),
+        "own": given.own,
         "buffers": {name: _hash_of_tensor(each) for name, each in buffers(holdings.model, holdings.buckets).items()},
+        "counts": counts(holdings),  # raises where something cannot be saved, before a folder is made
     }
-    own = list(entries(holdings, rank))
-    counts(holdings)  # raises where something cannot be saved, before a folder is made
-    return (PartialFolder(target) if rank == 0 else None), own, facts
+    partial = PartialFolder(given.target) if rank == 0 else None
+    if partial is not None:
+        told |= {"token": partial.token, "folder": str(partial.path)}
+    return _Plan(partial=partial, own=own, told=told)
+
+
+def _writing(given: Given, holdings: Holdings, plan: _Plan, told: list[dict[str, Any]]) -> Writing:
+    """What a thread needs to go on from here."""
+    _require_same(told)
+    shards, token = holdings.collectives.shards, told[0]["token"]
+    own = [entry for of_bucket in plan.own.values() for entry in of_bucket]
+    file = _file(holdings, own, [each["buffers"] for each in told], token, given.progress)
+    content = _content(given, holdings, told) if plan.partial is not None else {}
+    partial = plan.partial
+
+    def publish(described: list[dict[str, Any]]) -> None:
+        assert partial is not None
+        _add_files(content, described)
+        partial.publish(Manifest(content))
+
+    return Writing(
+        path=given.target,
+        folder=Path(told[0]["folder"]),
+        file=file,
+        snapshot=Snapshot(plan.own, given.staging_nbytes, ChunkReader(holdings.collectives.world.device)),
+        notes=holdings.collectives.notes(f"save/{token}"),
+        rank=shards.rank,
+        num_ranks=shards.size,
+        publish=publish,
+        remove=partial.remove if partial is not None else _nothing,
+    )
+
+
+def _nothing() -> None:
+    pass
 
 
 def _hash_of_tensor(values: torch.Tensor) -> str:
     return hash_of("".join(hash_of(chunk) for chunk in chunks(values)).encode())
 
 
-def _require_same(facts: list[dict[str, Any]]) -> None:
+def _require_same(facts: Sequence[dict[str, Any]]) -> None:
     for name in ("target", "extra", "config"):
         different = [rank for rank, each in enumerate(facts) if each[name] != facts[0][name]]
         if different:
@@ -100,7 +157,7 @@ def _file(
     """This rank's file. Rank 0 saves all buffers, any other those that differ from them: batch norms of other data."""
     rank = holdings.collectives.shards.rank
     own = own + [
-        Entry(name, BUFFER, values.reshape(-1), 0)
+        Entry(name, BUFFER, values.detach().reshape(-1).clone(), 0)  # the next forward may change it
         for name, values in buffers(holdings.model, holdings.buckets).items()
         if rank == 0 or hashes[rank][name] != hashes[0][name]
     ]
@@ -108,47 +165,42 @@ def _file(
     return TensorFile(file_name(rank), own, about)
 
 
-def _write(file: TensorFile, folder: Path, collectives: Collectives, doing: str) -> None:
-    """Write this rank's file, and after each some MiB learn how the others are doing: the first that fails ends it for
-    all. Collective."""
-    device = collectives.world.device
-    mine = torch.tensor([file.num_rounds], dtype=torch.int64, device=device)
-    num_rounds = 1 + int(collectives.gather_small(mine, name=doing).max())
-    writing: Iterator[None] = file.write(folder)
-    error: Exception | None = None
-    try:
-        for _ in range(num_rounds):
-            _, error = attempt(lambda: next(writing, None))
-            failed = torch.tensor([int(error is not None)], dtype=torch.int64, device=device)
-            if collectives.gather_small(failed, name=doing).any():
-                break
-    finally:
-        writing.close()  # type: ignore[attr-defined]
-    raise_first(collectives, error, doing=doing, left=LEFT)
-
-
-def _content(
-    holdings: Holdings,
-    described: list[list[Any]],
-    token: str,
-    progress: Mapping[str, Any],
-    *,
-    extra: Any,
-    config: Any,
-) -> dict[str, Any]:
-    """The manifest, from what each rank has told of its file and of what its optimizers count."""
-    groups = holdings.groups.hyperparameters
-    options = holdings.options
+def _content(given: Given, holdings: Holdings, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest but for its files and where each tensor lies in them: as the state is now."""
+    options, config = holdings.options, given.config
+    groups = zip(holdings.groups.hyperparameters, holdings.groups.kinds, strict=True)
     kept: dict[str, Any] = {}
-    for _, of_rank in described:
-        kept |= of_rank
-    parameters = saved_parameters(holdings, kept)
-    saved_buffers: dict[str, Any] = {
-        name: {"shape": list(values.shape), "dtype": str(values.dtype).removeprefix("torch."), "pieces": []}
-        for name, values in buffers(holdings.model, holdings.buckets).items()
+    for each in told:
+        kept |= each["counts"]
+    content = {
+        **head(),
+        "save": told[0]["token"],
+        **given.progress,
+        "stage": options.zero.stage,
+        "ranks": len(told),
+        "virtual_ranks": len(told) * options.leaves_per_rank,
+        "precision": options.given.precision.name,
+        "config": config,
+        "config_sha256": None if config is None else hashlib.sha256(json.dumps(config).encode()).hexdigest(),
+        "extra": given.extra,
+        "own": [each["own"] for each in told],
+        "groups": [_group(group, kind) for group, kind in groups],
+        "parameters": saved_parameters(holdings, kept),
+        "buffers": {
+            name: {"shape": list(values.shape), "dtype": str(values.dtype).removeprefix("torch."), "pieces": []}
+            for name, values in buffers(holdings.model, holdings.buckets).items()
+        },
+        "files": [],
     }
-    files = []
-    for index, (file, _) in enumerate(described):
+    # A copy: the training changes what some of this refers to, such as the names of parameters and what `extra` holds.
+    copied: dict[str, Any] = json.loads(json.dumps(content))
+    return copied
+
+
+def _add_files(content: dict[str, Any], described: Sequence[dict[str, Any]]) -> None:
+    """Complete a manifest by what each rank tells of its file."""
+    parameters, saved_buffers = content["parameters"], content["buffers"]
+    for index, file in enumerate(described):
         for piece in file.pop("pieces"):
             place = {"file": index, "byte": piece["byte"], "start": piece["start"], "stop": piece["stop"]}
             if piece["role"] == BUFFER and piece["name"] in saved_buffers:
@@ -159,23 +211,7 @@ def _content(
             if piece["kept_shape"] is not None:
                 tensor["shape"] = piece["kept_shape"]
             tensor["pieces"].append(place)
-        files.append(file)
-    return {
-        **head(),
-        "save": token,
-        **progress,
-        "stage": options.zero.stage,
-        "ranks": len(described),
-        "virtual_ranks": len(described) * options.leaves_per_rank,
-        "precision": options.given.precision.name,
-        "config": config,
-        "config_sha256": None if config is None else hashlib.sha256(json.dumps(config).encode()).hexdigest(),
-        "extra": extra,
-        "groups": [_group(group, kind) for group, kind in zip(groups, holdings.groups.kinds, strict=True)],
-        "parameters": parameters,
-        "buffers": saved_buffers,
-        "files": files,
-    }
+        content["files"].append(file)
 
 
 def _group(group: Mapping[str, Any], kind: str) -> dict[str, Any]:

@@ -44,25 +44,30 @@ class OptimizerStep:
         self.skipped_steps = SkippedSteps(options.max_skipped_steps, loss_scaler)
 
     def run(
-        self, schedule: Schedule, param_groups: Sequence[Mapping[str, object]], losses: Sequence[torch.Tensor]
+        self,
+        schedule: Schedule,
+        param_groups: Sequence[Mapping[str, object]],
+        losses: Sequence[torch.Tensor],
+        signal: int = 0,
     ) -> tuple[StepResult, str | None]:
         """Clip and update, or skip a gradient that is not finite.
 
         Args:
             losses: of the step's micro-batches, on this rank.
+            signal: what this rank tells the others with the norm.
 
         Returns:
             What was done; and why training must not go on after it, if so.
         """
         schedule.reductions.finish()
-        self._stamps.written = take_writes(schedule.buckets)
-        norm_value, coefficient_value, coefficient, stamps = self._norm(schedule, param_groups)
+        self._stamps.written, self._stamps.signal = take_writes(schedule.buckets), signal
+        norm_value, coefficient_value, signals, coefficient, stamps = self._norm(schedule, param_groups)
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
         if not math.isfinite(norm_value) and self._max_grad_norm is None:
             # Taken in fp32, since it is only shown. A gradient of 1e20 is finite, and its square is not.
             for bucket in schedule.trained:
                 bucket.gradient.take_norm(loss_scale, exact=True)
-            norm_value, coefficient_value, coefficient, stamps = self._norm(schedule, param_groups)
+            norm_value, coefficient_value, signals, coefficient, stamps = self._norm(schedule, param_groups)
         skipped = not math.isfinite(norm_value)
         if skipped:
             self._stamps.require_same(stamps, param_groups)
@@ -75,18 +80,20 @@ class OptimizerStep:
             is_scaled = self._max_grad_norm is not None or self._loss_scaler is not None
             update_all(schedule.trained, schedule.gathers, coefficient / loss_scale if is_scaled else None)
             schedule.end_update()
-        return StepResult(norm_value, coefficient_value, skipped, loss_scale), reason
+        return StepResult(norm_value, coefficient_value, skipped, loss_scale, tuple(map(int, signals))), reason
 
     def _norm(
         self, schedule: Schedule, param_groups: Sequence[Mapping[str, object]]
-    ) -> tuple[float, float, torch.Tensor, torch.Tensor]:
-        """The norm over all ranks, what to clip by it as a number and on the device, and the ranks' stamps."""
+    ) -> tuple[float, float, list[float], torch.Tensor, torch.Tensor]:
+        """The norm over all ranks, what to clip by it, and the ranks' signals as numbers; what to clip by and the
+        ranks' stamps on the device."""
         with named_range("norm of", "the gradient"):
             digit_sums = [bucket.gradient.digit_sums for bucket in schedule.trained]
-            norm, stamps = self._stamps.stamped_norm(digit_sums, param_groups)
+            norm, stamps, signals = self._stamps.stamped_norm(digit_sums, param_groups)
         coefficient = clip_coefficient(norm, self._max_grad_norm)
-        norm_value, coefficient_value = torch.stack([norm, coefficient]).tolist()  # a step's one wait for the device
-        return norm_value, coefficient_value, coefficient, stamps
+        # A step's one wait for the device.
+        norm_value, coefficient_value, *told = torch.cat([torch.stack([norm, coefficient]), signals]).tolist()
+        return norm_value, coefficient_value, told, coefficient, stamps
 
 
 def take_writes(buckets: Sequence[Bucket]) -> int:

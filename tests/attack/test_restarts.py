@@ -1,0 +1,58 @@
+"""Ranks that die or fail are started again, where the config says so, and given up in time."""
+
+from pathlib import Path
+
+from commands import TINY, by_hand, by_torchrun, result_of
+
+MISBEHAVING = (*TINY, "model._target_=misbehaving.MisbehavingMLP")
+RUN = (*MISBEHAVING, "hydra.run.dir=run")
+TWO_RANKS = "launch.nproc_per_node=2"
+
+
+def test_a_killed_rank_is_started_again_and_the_run_completes(tmp_path: Path):
+    command = by_hand(*RUN, "+model.action=kill once", "launch.max_restarts=3", TWO_RANKS, folder=tmp_path)
+    assert command.wait() == 0, command.stderr
+    assert command.stderr.splitlines() == [
+        "rank 1 was killed by SIGKILL (kill -9, or the machine ran out of memory); restart 1 of 3 from the start",
+        f"  its log: {tmp_path / 'run/ranks/1.log'}",
+    ]
+    result = result_of(tmp_path / "run")
+    assert (result["status"], result["restarts"], result["steps"]) == ("completed", 1, 3)
+    assert (tmp_path / "run/ranks/0.log").read_text().count("step 1/3") == 2
+    assert {path.name for path in (tmp_path / "run/ranks").iterdir()} == {"0.log", "1.log"}
+    assert command.wait_until_gone() == []
+
+
+def test_ranks_that_fail_again_and_again_are_given_up(tmp_path: Path):
+    command = by_hand(*RUN, "+model.action=raise", "+model.rank=0", "launch.max_restarts=9", folder=tmp_path)
+    assert command.wait() == 1
+    cause, log = "rank 0 failed: ValueError: the third batch is unlucky", f"  its log: {tmp_path / 'run/ranks/0.log'}"
+    given_up = "  given up: 2 restarts in a row have brought no newer checkpoint"
+    assert command.stderr.splitlines() == [
+        f"{cause}; restart 1 of 9 from the start",
+        log,
+        f"{cause}; restart 2 of 9 from the start",
+        log,
+        cause,
+        log,
+        given_up,
+    ]
+    result = result_of(tmp_path / "run")
+    assert (result["status"], result["restarts"]) == ("failed", 2)
+    assert result["error"] == f"{cause}\n{log}\n{given_up}"
+    assert (tmp_path / "run/ranks/0.log").read_text().count("Traceback") == 3
+
+
+def test_torchrun_starts_all_ranks_again_in_the_same_folder(tmp_path: Path):
+    """Whose name has the time in it."""
+    command = by_torchrun(
+        *MISBEHAVING, "+model.action=kill once", folder=tmp_path, options=("--nproc-per-node=2", "--max-restarts=2")
+    )
+    assert command.wait() == 0, command.stderr
+    [run_dir] = (tmp_path / "outputs").glob("*/*")
+    result = result_of(run_dir)
+    assert (result["status"], result["restarts"], result["steps"]) == ("completed", 1, 3)
+    assert (run_dir / "ranks/0.log").read_text().count("step 1/3") == 2
+    assert {path.name for path in (run_dir / "ranks").iterdir()} == {"0.log", "1.log"}
+    assert "restart 1 from the start" in command.stderr.splitlines()
+    assert command.wait_until_gone() == []

@@ -1,0 +1,123 @@
+"""Which tensors of a file are which of the model's: by name, shape and kind. Nothing is read, and nothing changes."""
+
+import difflib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from zerotrain.checkpoint.weights import GivenTensor
+from zerotrain.engine.results import LoadedWeights
+
+MAX_NAMES_SHOWN = 10
+MAX_NAMES_COMPARED = 2000
+"""To find the nearest of more takes seconds."""
+
+
+@dataclass(eq=False)
+class Wanted:
+    """A tensor of the model."""
+
+    names: list[str]
+    """In the order of its modules; the first is what it is called in what is said."""
+    tensor: torch.Tensor
+    given: list[tuple[str, GivenTensor]] = field(default_factory=list)
+    """What fits it, under which of its names. Of several, which a tied one may have, the last is read, as PyTorch
+    does."""
+
+
+def match(path: Path, tensors: Sequence[GivenTensor], wanted: Sequence[Wanted]) -> LoadedWeights:
+    """Give each tensor of the model what fits it, and tell what did not."""
+    homes = {name: each for each in wanted for name in each.names}
+    rename, renamed = _renaming([name for given in tensors for name in given.names], wanted, homes)
+    surplus, wrong_shape, wrong_dtype = [], [], []
+    found: set[Wanted] = set()
+    for given in tensors:
+        name = next((name for name in map(rename, given.names) if name in homes), None)
+        if name is None:
+            surplus.append(given.names[0])
+            continue
+        home = homes[name]
+        shape, dtype = tuple(home.tensor.shape), home.tensor.dtype
+        found.add(home)
+        if given.shape != shape:
+            wrong_shape.append(f"{name} is of shape {given.shape} in it, and of shape {shape} in the model")
+        elif home.tensor.numel() > 0 and _kind(given.dtype) != _kind(dtype):
+            wrong_dtype.append(f"{name} is {given.kind} in it, and {str(dtype).removeprefix('torch.')} in the model")
+        else:
+            home.given.append((name, given))
+    for each in wanted:
+        each.given.sort(key=lambda given: each.names.index(given[0]))
+    return LoadedWeights(
+        path=path,
+        num_loaded=sum(bool(each.given) for each in wanted),
+        missing=tuple(each.names[0] for each in wanted if each not in found),
+        surplus=tuple(surplus),
+        wrong_shape=tuple(wrong_shape),
+        wrong_dtype=tuple(wrong_dtype),
+        renamed=renamed,
+    )
+
+
+def misfits(loaded: LoadedWeights) -> list[str]:
+    """What does not fit, a line for each kind of it; the same on every rank."""
+    problems = []
+    if loaded.missing:
+        problems.append(f"it lacks {_listed(loaded.missing, loaded.surplus)}; or say strict=False")
+    if loaded.surplus:
+        problems.append(f"the model has no {_listed(loaded.surplus, loaded.missing)}; or say strict=False")
+    problems += [*loaded.wrong_shape, *loaded.wrong_dtype]
+    return [f"{loaded.path} does not fit the engine: {each}" for each in problems]
+
+
+def _listed(names: Sequence[str], others: Sequence[str]) -> str:
+    """Names, each with the one of others that is most like it."""
+    said = []
+    for name in names[:MAX_NAMES_SHOWN]:
+        nearest = difflib.get_close_matches(name, others[:MAX_NAMES_COMPARED], n=1)
+        said.append(f"{name} (is it {nearest[0]}?)" if nearest else name)
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return ", ".join(said) + more
+
+
+def _renaming(
+    names: Sequence[str], wanted: Sequence[Wanted], homes: Collection[str]
+) -> tuple[Callable[[str], str], str]:
+    """What the model calls a name of the file, and what there is to say of it.
+
+    Wrappers put a word before all names: DistributedDataParallel "module.", torch.compile "_orig_mod.", a class around
+    a model of Hugging Face "model.". Where no name fits as it is, and just one such word makes names fit, that is it.
+    """
+    if any(name in homes for name in names):
+        return str, ""
+    own = [each.names[0] for each in wanted]
+    before = [word for word in _common(names) if any(name.removeprefix(word) in homes for name in names)]
+    lacked = [word for word in _common(own) if any(word + name in homes for name in names)]
+    if len(before) + len(lacked) != 1:
+        return str, ""
+    if before:
+        word = before[0]
+        return lambda name: name.removeprefix(word), f"all names in it begin with {word!r}, which was left out"
+    word = lacked[0]
+    return lambda name: word + name, f"all names of the model begin with {word!r}, which was put before those in it"
+
+
+def _common(names: Sequence[str]) -> Iterator[str]:
+    """What all names begin with, up to each dot."""
+    prefix = ""
+    while names:
+        first, dot, _ = names[0][len(prefix) :].partition(".")
+        prefix += first + dot
+        if not dot or not all(name.startswith(prefix) for name in names):
+            return
+        yield prefix
+
+
+def _kind(dtype: torch.dtype | None) -> str:
+    """Dtypes of one kind are turned into each other; what has 8 bits needs a scale that is not known here."""
+    if dtype is None or (dtype.is_floating_point and dtype.itemsize == 1):
+        return f"{dtype}"
+    if dtype.is_floating_point or dtype.is_complex:
+        return "complex" if dtype.is_complex else "float"
+    return "bool" if dtype is torch.bool else "integer"

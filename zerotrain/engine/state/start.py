@@ -1,0 +1,174 @@
+"""Weights to start from, out of files into the shards: all is checked first, then each rank reads what it holds."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zerotrain.checkpoint.weights import GivenTensor, Weights, find_weights, resolved
+from zerotrain.comm.collectives import Collectives
+from zerotrain.engine.buckets.bucket import TrainedBucket
+from zerotrain.engine.results import LoadedWeights
+from zerotrain.engine.state.fit import memory_order
+from zerotrain.engine.state.match import Wanted, match, misfits
+from zerotrain.engine.state.named import replaced_weights
+from zerotrain.engine.state.owned import Holdings, buffers
+from zerotrain.engine.state.restore import HALF, NOTHING_CHANGED
+from zerotrain.engine.state.together import attempt, raise_first
+from zerotrain.errors import CheckpointError, ConfigError
+
+NAME = "weights to start from"
+CHUNK_NUMEL = 2**17
+"""Held at a time, a few times over, where the elements of a tensor lie in another order in the file."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Weights that can be read and fit the engine, open."""
+
+    weights: Weights
+    wanted: list[Wanted]
+    loaded: LoadedWeights
+
+
+@contextmanager
+def checked_weights(path: str | os.PathLike[str], holdings: Holdings, *, strict: bool) -> Iterator[Checked]:
+    """Find weights and look at all that can be known of them without reading them. Collective.
+
+    Raises:
+        CheckpointError: on every rank, before anything has changed.
+    """
+    collectives = holdings.collectives
+    named = Path(os.path.abspath(path))
+    everyone = collectives.gather_objects(str(named), name=NAME)
+    if different := [rank for rank, each in enumerate(everyone) if each != everyone[0]]:
+        raise ConfigError(
+            f"engine.load_weights: path is another on rank {different[0]} than on rank 0; give all ranks the same"
+        )
+    doing = f"loading weights from {named}"
+    # Rank 0's newest: the run it is of may save another meanwhile.
+    source, error = attempt(lambda: str(resolved(named)) if collectives.shards.rank == 0 else None)
+    raise_first(collectives, error, doing=doing, left=NOTHING_CHANGED)
+    source = collectives.gather_objects(source, name=NAME)[0]
+    assert source is not None
+    weights, error = attempt(lambda: find_weights(Path(source)))
+    try:
+        raise_first(collectives, error, doing=doing, left=NOTHING_CHANGED)
+        assert weights is not None
+        yield _checked(weights, holdings, doing, strict)
+    finally:
+        if weights is not None:
+            weights.close()
+
+
+def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> Checked:
+    collectives = holdings.collectives
+    wanted = list(_wanted(holdings))
+    loaded = match(weights.path, weights.tensors, wanted)
+    fingerprints = collectives.gather_objects(weights.fingerprint, name=NAME)
+
+    def check() -> None:
+        if different := [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]:
+            raise CheckpointError(f"{weights.path} is another on rank {different[0]} than on rank 0")
+        if strict and (problems := misfits(loaded)):
+            raise CheckpointError("\n".join(problems))
+        rank, size = collectives.shards.rank, collectives.shards.size
+        if problems := [*weights.problems(rank, size), *_two_in_one(weights, wanted, collectives)]:
+            raise CheckpointError("\n".join(problems))
+
+    _, error = attempt(check)
+    raise_first(collectives, error, doing=doing, left=NOTHING_CHANGED)
+    return Checked(weights, wanted, loaded)
+
+
+def take(checked: Checked, holdings: Holdings) -> None:
+    """Give an engine the weights. Collective.
+
+    Raises:
+        CheckpointError: on every rank; a file has changed since it was opened, or cannot be read.
+    """
+    for bucket in holdings.buckets:
+        bucket.weights.begin_refill()  # waits for gathers: not where one rank alone may fail
+    _, error = attempt(lambda: _fill(checked.weights, checked.wanted, holdings))
+    raise_first(holdings.collectives, error, doing=f"loading weights from {checked.weights.path}", left=HALF)
+    for bucket in holdings.buckets:
+        if isinstance(bucket, TrainedBucket):
+            bucket.update.refilled()
+        bucket.weights.end_refill()
+
+
+def _wanted(holdings: Holdings) -> Iterator[Wanted]:
+    """Parameters and buffers by all names that they have: those of their modules, and those in `state_dict()`, which
+    hooks may have changed."""
+    also: dict[int, list[str]] = {}
+    # Without detaching them: that would read sharded parameters.
+    for name, value in holdings.model.state_dict(keep_vars=True).items():
+        also.setdefault(id(value), []).append(name)
+    parameters = [(managed.names, managed.parameter) for managed in holdings.parameters.values()]
+    rest = [([name], tensor) for name, tensor in buffers(holdings.model, holdings.buckets).items()]
+    for names, tensor in (*parameters, *rest):
+        yield Wanted(list(dict.fromkeys([*names, *also.get(id(tensor), ())])), tensor)
+
+
+def _two_in_one(weights: Weights, wanted: list[Wanted], collectives: Collectives) -> Iterator[str]:
+    """Tensors that are one in the model and several in the file, with other values; each rank looks at a share."""
+    rank, size = collectives.shards.rank, collectives.shards.size
+    for each in wanted:
+        for (name, given), (other_name, other) in zip(each.given, each.given[1:], strict=False):
+            numel = each.tensor.numel()
+            if not _same(weights, given, other, numel * rank // size, numel * (rank + 1) // size):
+                yield (
+                    f"{weights.path} does not fit the engine: {name} and {other_name} are one tensor in the model, and "
+                    "two with other values in it"
+                )
+
+
+def _same(weights: Weights, left: GivenTensor, right: GivenTensor, start: int, stop: int) -> bool:
+    if (left.dtype, memory_order(left.shape, left.stride)) != (right.dtype, memory_order(right.shape, right.stride)):
+        return False
+    for first in range(start, stop, CHUNK_NUMEL):
+        pair = [torch.empty(min(CHUNK_NUMEL, stop - first), dtype=left.dtype) for _ in range(2)]
+        for values, tensor in zip(pair, (left, right), strict=True):
+            weights.read(tensor, first, values)
+        if not torch.equal(*(values.view(torch.uint8) for values in pair)):
+            return False
+    return True
+
+
+def _fill(weights: Weights, wanted: list[Wanted], holdings: Holdings) -> None:
+    given = {id(each.tensor): each.given[-1][1] for each in wanted if each.given}
+    for bucket in holdings.buckets:
+        for piece in replaced_weights(bucket):
+            source = given.get(id(piece.managed.parameter))
+            if source is not None and piece.in_tensor is not None:
+                _read(weights, source, piece.managed.stride, piece.in_tensor.start, piece.values)
+    for tensor in buffers(holdings.model, holdings.buckets).values():
+        if (source := given.get(id(tensor))) is not None and tensor.numel() > 0:
+            values = torch.empty(tensor.numel(), dtype=source.dtype)
+            weights.read(source, 0, values)
+            tensor.data.copy_(values.view(tensor.shape))
+
+
+def _read(weights: Weights, source: GivenTensor, stride: tuple[int, ...], start: int, target: torch.Tensor) -> None:
+    """Elements of a tensor from `start` on, in the order of `stride`, into all of `target`.
+
+    Where they lie in another order in the file, its tensor passes by whole, some elements at a time.
+    """
+    order = memory_order(source.shape, source.stride)
+    if order == memory_order(source.shape, stride):
+        weights.read(source, start, target)
+        return
+    numel = torch.Size(source.shape).numel()
+    for first in range(0, numel, CHUNK_NUMEL):
+        values = torch.empty(min(CHUNK_NUMEL, numel - first), dtype=source.dtype)
+        weights.read(source, first, values)
+        index = torch.arange(first, first + values.numel())
+        place = torch.full_like(index, -start)
+        for dim in reversed(order):
+            place += index % source.shape[dim] * stride[dim]
+            index //= source.shape[dim]
+        here = (place >= 0) & (place < target.numel())
+        target[place[here].to(target.device)] = values[here].to(target)

@@ -1,0 +1,102 @@
+"""What a run measures of itself: a step, its speed so far, and at its end the bytes of each rank."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from zerotrain.comm.world import World
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.results import TrainStepResult
+from zerotrain.training.feed import TrainingFeed
+from zerotrain.training.flops import ModelFlops
+from zerotrain.training.metrics import StepClock
+from zerotrain.training.report import RankUsage, gather_usages, measure_usage, print_report
+from zerotrain.training.result import RunResult
+
+DATA_WAIT_SHOWN = 0.05
+"""Share of the steps' time that a run may wait for its data without a word."""
+
+
+class Measuring:
+    """Fills in the result of a run.
+
+    Args:
+        model_flops: for MFU; None where it is not known.
+        log_every: steps that the speed of a step is taken over.
+    """
+
+    def __init__(
+        self,
+        engine: ZeroEngine,
+        world: World,
+        feed: TrainingFeed,
+        result: RunResult,
+        *,
+        model_flops: ModelFlops | None,
+        log_every: int,
+    ) -> None:
+        self._engine, self._world, self._feed, self._result = engine, world, feed, result
+        self._model_flops, self._log_every = model_flops, log_every
+        self.clock = StepClock()
+
+    def of_step(self, outcome: TrainStepResult) -> dict[str, Any]:
+        """What a step of training came to, for the sinks. Collective."""
+        loss, wait_ms = self._over_ranks(outcome.loss)
+        self._result.final_train_loss = loss
+        return {
+            "train_loss": loss,
+            "lr": self._engine.param_groups[0]["lr"],
+            "grad_norm": outcome.grad_norm,
+            "grad_norm_clipped": outcome.grad_norm * outcome.clip_coefficient,
+            "skipped_steps": self._result.skipped_steps,
+            "loss_scale": outcome.loss_scale,
+            "tokens_per_s": self.clock.tokens_per_s(last_steps=self._log_every),
+            "step_ms_median": self.clock.step_ms_median(last_steps=self._log_every),
+            "mfu": self._utilization(last_steps=self._log_every),
+            "data_wait_ms": wait_ms,
+            "epoch": self._feed.epoch,
+            "tokens": self._feed.num_tokens,
+        }
+
+    def of_speed(self) -> None:
+        """The speed of the run, however it has ended."""
+        self._result.tokens_per_s = self.clock.tokens_per_s()
+        self._result.step_ms_median = self.clock.step_ms_median()
+        self._result.mfu = self._utilization()
+        self._result.data_wait_ms = self.clock.data_wait_ms()
+        self._result.train_s = self.clock.train_s
+
+    def of_ranks(self, num_micro_batches: int) -> list[RankUsage]:
+        """What is known at the end only: the weights, and the usage of all ranks. Collective.
+
+        Args:
+            num_micro_batches: of one rank in a step.
+        """
+        usage = measure_usage(engine=self._engine, device=self._world.device, num_micro_batches=num_micro_batches)
+        self._result.weights_sha256 = self._engine.weights_sha256()
+        self._result.comm_bytes_per_step = {"sent": usage.sent_nbytes, "theory": usage.theory_sent_nbytes}
+        self._result.memory_bytes = self._engine.memory_bytes() | {"peak": usage.peak_nbytes}
+        return gather_usages(usage, self._world)
+
+    def report(self, console: Console, usages: Sequence[RankUsage]) -> None:
+        """Print what came of the run."""
+        print_report(console, result=self._result, usages=usages, device=self._world.device)
+        if (share := self.clock.data_wait_share()) > DATA_WAIT_SHOWN:
+            said = f"waited for data {share:.0%} of the time: {self._feed.advice_on_waiting()}"
+            console.print(said, highlight=False, markup=False)
+
+    def _over_ranks(self, loss: torch.Tensor) -> tuple[float, float]:
+        """(mean loss, milliseconds that the last steps waited for their data on the rank that waited longest)."""
+        waits = loss.new_zeros(self._world.size, dtype=torch.float64)
+        waits[self._world.rank] = self.clock.data_wait_ms(last_steps=self._log_every)
+        total, *waits_ms = self._world.sum(torch.cat([loss.double().view(1), waits])).tolist()
+        return total / self._world.size, max(waits_ms)
+
+    def _utilization(self, last_steps: int | None = None) -> float | None:
+        """MFU over the last so many steps, or over the run without its first steps."""
+        if self._model_flops is None:
+            return None
+        per_step = self._feed.sampler.global_batch_size
+        return self._model_flops.utilization(per_step * self.clock.steps_per_s(last_steps))
