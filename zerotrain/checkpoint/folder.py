@@ -92,12 +92,17 @@ class PartialFolder:
         # From here on it is a checkpoint. The lock goes last: without it nobody would know whose the folder is.
         sync_folder(self.target.parent)
         (self.target / _LOCK).unlink(missing_ok=True)
-        os.close(self._lock)
+        self._unlock()
 
     def remove(self) -> None:
-        """Of a save that failed nothing is left."""
+        """Of a save that failed nothing is left. Twice is once."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
 def remove_dead(parent: Path) -> None:

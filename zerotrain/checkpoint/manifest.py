@@ -15,6 +15,8 @@ from zerotrain.checkpoint.blocks import BLOCK_NBYTES, HASH, hash_of
 from zerotrain.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+EXTRA_STATE = "extra_state"
+"""In the manifest what modules keep beside their tensors, and the role of what of it is a tensor."""
 FORMAT, FORMAT_VERSION = "zerotrain checkpoint", 1
 
 
@@ -59,6 +61,9 @@ class Manifest:
                 yield name, role, tensor
         for name, buffer in self.buffers.items():
             yield name, "buffer", buffer
+        for name, state in self.content.get(EXTRA_STATE, {}).items():
+            if "pieces" in state:
+                yield name, EXTRA_STATE, state
 
     def text(self) -> str:
         """As it is written: a line for each of its parts, its own hash last."""

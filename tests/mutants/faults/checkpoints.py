@@ -10,6 +10,7 @@ OF_INTERRUPTED = ("unit/checkpoint/test_interrupted.py",)
 OF_START = ("unit/engine/state/test_start.py",)
 START, MATCH = "engine/state/start.py", "engine/state/match.py"
 OF_KEPT = ("unit/checkpoint/test_kept.py",)
+OF_BESIDE = ("unit/checkpoint/test_beside_training.py",)
 
 FAULTS = {
     "checkpoint-hashes-ignored": Fault(
@@ -158,5 +159,40 @@ FAULTS = {
         "        self._half_loaded = None\n",
         "a few weights that are loaded hide that the others are of two trainings",
         OF_START,
+    ),
+    "checkpoint-update-copies-nothing": Fault(
+        "engine/buckets/update.py",
+        '        with named_range("optimizer", self.spec.name):\n            self._weights.about_to_change()\n',
+        '        with named_range("optimizer", self.spec.name):\n',
+        "a save beside training has some buckets of this step and some of the next",
+        OF_BESIDE,
+    ),
+    "checkpoint-written-data-not-copied": Fault(
+        "engine/buckets/weights.py",
+        "        if not self.plan.shards_parameters:\n            self.about_to_change()\n",
+        "",
+        "a save beside training has what a user wrote through p.data",
+        OF_BESIDE,
+    ),
+    "checkpoint-changed-while-read": Fault(
+        "engine/state/snapshot.py",
+        "self._under_way is not bucket and ",
+        "",
+        "an update begins while the thread reads the bucket: some MiB are of two steps",
+        OF_BESIDE,
+    ),
+    "checkpoint-buffers-not-copied": Fault(
+        "engine/state/save.py",
+        "reshape(-1).clone()",
+        "reshape(-1)",
+        "a batch norm's statistics are of a later step than the weights",
+        OF_BESIDE,
+    ),
+    "checkpoint-writes-in-place-not-found": Fault(
+        "engine/state/snapshot.py",
+        "            if old != new:\n",
+        "            if old > new:\n",
+        "a weight that is written while it is saved is half old and half new in the file",
+        OF_BESIDE,
     ),
 }

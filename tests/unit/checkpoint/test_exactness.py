@@ -350,3 +350,65 @@ def test_another_model_or_optimizer_is_refused_on_all_ranks_before_anything_has_
             assert engine.stamps.num_steps == 0
 
         run_threads(load, 2)
+
+
+class Counting(torch.nn.Linear):
+    """Keeps something beside its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(37, 37)
+        self.seen: Any = {"texts": ["a"], "number": 0}
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+class WithExtraState(Matrices):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counting()
+        self.table = Counting()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.table(self.counts.weight).mean()
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 1)])
+def test_what_modules_keep_as_extra_state_comes_back_rank_0s_to_all_and_what_cannot_be_saved_is_refused(
+    saving: int, loading: int, tmp_path: Path
+) -> None:
+    kind = Kind(WithExtraState)
+
+    def save(world: zerotrain.World) -> None:
+        engine = build(world, kind, saving)
+        train(engine, 0)
+        engine.module.counts.seen = {"texts": ["b"], "number": 7 + world.rank}
+        engine.module.table.seen = torch.arange(6, dtype=torch.int16).view(2, 3) + world.rank
+        under_way = engine.begin_save(tmp_path / "step")
+        engine.module.counts.seen["number"] = 0
+        engine.module.table.seen.zero_()
+        under_way.wait()
+        engine.module.counts.seen = (1, 2)
+        with pytest.raises(
+            ConfigError, match=r"engine\.save: counts\._extra_state is of type tuple; it may hold dicts"
+        ):
+            engine.save(tmp_path / "refused")
+        build(world, Kind(Matrices), saving).save(tmp_path / "without")
+
+    def load(world: zerotrain.World) -> Any:
+        engine = build(world, kind, loading, seed=1)
+        engine.load(tmp_path / "step")
+        with pytest.raises(
+            CheckpointError, match=r"extra states counts\._extra_state, table\._extra_state are of the model"
+        ):
+            engine.load(tmp_path / "without")
+        return engine.module.counts.seen, engine.module.table.seen
+
+    run_threads(save, 2)
+    for counts, table in run_threads(load, 3)[0]:
+        assert counts == {"texts": ["b"], "number": 7}
+        assert table.dtype == torch.int16
+        assert torch.equal(table, torch.arange(6, dtype=torch.int16).view(2, 3))

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from zerotrain.checkpoint.manifest import Manifest
+from zerotrain.checkpoint.manifest import EXTRA_STATE, Manifest
+from zerotrain.engine.state.extra_state import modules_with_extra_state
 from zerotrain.engine.state.owned import Holdings, buffers
 from zerotrain.sharding.units import ManagedParameter
 
@@ -14,9 +15,12 @@ def misfits(manifest: Manifest, holdings: Holdings) -> list[str]:
     """What does not fit, a line for each; the same on every rank, and nothing is changed."""
     own = holdings.parameters
     own_buffers = buffers(holdings.model, holdings.buckets)
+    own_states = [name for name, _ in modules_with_extra_state(holdings.model)]
+    saved_states = manifest.content.get(EXTRA_STATE, own_states)  # of an older checkpoint, without any: they stay
     problems = [
         *_names(manifest.parameters, own, "parameter"),
         *_names(manifest.buffers, own_buffers, "buffer"),
+        *_names(saved_states, own_states, "extra state"),
     ]
     for name in (name for name in own if name in manifest.parameters):
         problems += _of_parameter(manifest.parameters[name], own[name])

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from zerotrain.checkpoint.manifest import MANIFEST, Manifest, dtype_of, parse_manifest, read_manifest
+from zerotrain.checkpoint.manifest import EXTRA_STATE, MANIFEST, Manifest, dtype_of, parse_manifest, read_manifest
 from zerotrain.checkpoint.reading import Reader
 from zerotrain.checkpoint.verify import problems_in
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.groups.hyperparameters import restore_group, restored, without_objects
 from zerotrain.engine.groups.param_groups import ParamGroups
+from zerotrain.engine.state.extra_state import restore_extra_states
 from zerotrain.engine.state.fit import misfits
 from zerotrain.engine.state.named import WEIGHT, pieces, replaced_weights, roles
 from zerotrain.engine.state.owned import Holdings, buffers
@@ -80,6 +81,7 @@ def fill(folder: Path, manifest: Manifest, holdings: Holdings) -> None:
             for bucket in holdings.buckets:
                 _fill_bucket(bucket, manifest, reader)
             _fill_buffers(holdings, manifest, reader)
+            restore_extra_states(holdings.model, manifest.content.get(EXTRA_STATE, {}), reader)
 
     _, error = attempt(read)
     raise_first(holdings.collectives, error, doing=f"loading {folder}", left=HALF)

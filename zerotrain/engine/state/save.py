@@ -12,11 +12,12 @@ import torch
 
 from zerotrain.checkpoint.blocks import hash_of
 from zerotrain.checkpoint.folder import PartialFolder, file_name
-from zerotrain.checkpoint.manifest import Manifest, head
+from zerotrain.checkpoint.manifest import EXTRA_STATE, Manifest, head
 from zerotrain.checkpoint.tensor_file import Entry, TensorFile, chunks
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.groups.hyperparameters import saved_group
 from zerotrain.engine.state.chunks import ChunkReader
+from zerotrain.engine.state.extra_state import described, entries_of, extra_states
 from zerotrain.engine.state.owned import BUFFER, Holdings, buffers, counts, entries, saved_parameters
 from zerotrain.engine.state.snapshot import Snapshot
 from zerotrain.engine.state.together import attempt, exchange, raise_first
@@ -50,6 +51,8 @@ class _Plan:
     """On rank 0."""
     own: dict[Bucket, list[Entry]]
     """What this rank writes, without buffers."""
+    extra_states: dict[str, Any]
+    """Of modules, by name; rank 0's are saved."""
     told: dict[str, Any]
     """For all ranks."""
 
@@ -89,6 +92,10 @@ def _planned(given: Given, holdings: Holdings) -> _Plan:
         require_plain(value, name)
     if given.staging_nbytes is not None and given.staging_nbytes < 0:
         raise ConfigError(f"engine.begin_save: staging_nbytes is {given.staging_nbytes}; give 0 or more bytes")
+    states = extra_states(holdings.model)
+    for name, state in states.items():
+        if not isinstance(state, torch.Tensor):
+            require_plain(state, name)
     own: dict[Bucket, list[Entry]] = {}
     for bucket, entry in entries(holdings, rank):
         own.setdefault(bucket, []).append(entry)
@@ -103,7 +110,7 @@ def _planned(given: Given, holdings: Holdings) -> _Plan:
     partial = PartialFolder(given.target) if rank == 0 else None
     if partial is not None:
         told |= {"token": partial.token, "folder": str(partial.path)}
-    return _Plan(partial=partial, own=own, told=told)
+    return _Plan(partial=partial, own=own, extra_states=states, told=told)
 
 
 def _writing(given: Given, holdings: Holdings, plan: _Plan, told: list[dict[str, Any]]) -> Writing:
@@ -111,13 +118,15 @@ def _writing(given: Given, holdings: Holdings, plan: _Plan, told: list[dict[str,
     _require_same(told)
     shards, token = holdings.collectives.shards, told[0]["token"]
     own = [entry for of_bucket in plan.own.values() for entry in of_bucket]
+    if plan.partial is not None:
+        own += entries_of(plan.extra_states)
     file = _file(holdings, own, [each["buffers"] for each in told], token, given.progress)
-    content = _content(given, holdings, told) if plan.partial is not None else {}
+    content = _content(given, holdings, plan, told) if plan.partial is not None else {}
     partial = plan.partial
 
-    def publish(described: list[dict[str, Any]]) -> None:
+    def publish(files: list[dict[str, Any]]) -> None:
         assert partial is not None
-        _add_files(content, described)
+        _add_files(content, files)
         partial.publish(Manifest(content))
 
     return Writing(
@@ -165,7 +174,7 @@ def _file(
     return TensorFile(file_name(rank), own, about)
 
 
-def _content(given: Given, holdings: Holdings, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _content(given: Given, holdings: Holdings, plan: _Plan, told: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The manifest but for its files and where each tensor lies in them: as the state is now."""
     options, config = holdings.options, given.config
     groups = zip(holdings.groups.hyperparameters, holdings.groups.kinds, strict=True)
@@ -190,6 +199,7 @@ def _content(given: Given, holdings: Holdings, told: Sequence[dict[str, Any]]) -
             name: {"shape": list(values.shape), "dtype": str(values.dtype).removeprefix("torch."), "pieces": []}
             for name, values in buffers(holdings.model, holdings.buckets).items()
         },
+        EXTRA_STATE: described(plan.extra_states),
         "files": [],
     }
     # A copy: the training changes what some of this refers to, such as the names of parameters and what `extra` holds.
@@ -197,14 +207,14 @@ def _content(given: Given, holdings: Holdings, told: Sequence[dict[str, Any]]) -
     return copied
 
 
-def _add_files(content: dict[str, Any], described: Sequence[dict[str, Any]]) -> None:
+def _add_files(content: dict[str, Any], files: Sequence[dict[str, Any]]) -> None:
     """Complete a manifest by what each rank tells of its file."""
-    parameters, saved_buffers = content["parameters"], content["buffers"]
-    for index, file in enumerate(described):
+    parameters, beside = content["parameters"], {BUFFER: content["buffers"], EXTRA_STATE: content[EXTRA_STATE]}
+    for index, file in enumerate(files):
         for piece in file.pop("pieces"):
             place = {"file": index, "byte": piece["byte"], "start": piece["start"], "stop": piece["stop"]}
-            if piece["role"] == BUFFER and piece["name"] in saved_buffers:
-                saved_buffers[piece["name"]]["pieces"].append(place)
+            if (found := beside.get(piece["role"], {}).get(piece["name"])) is not None:
+                found["pieces"].append(place)
                 continue
             tensors = parameters[piece["name"]]["tensors"]
             tensor = tensors.setdefault(piece["role"], {"dtype": piece["dtype"], "pieces": []})

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from zerotrain.checkpoint.tensor_file import TensorFile
 from zerotrain.comm.notes import Notes
 from zerotrain.engine.state.snapshot import Snapshot
 from zerotrain.engine.state.together import Told, joint, told
-from zerotrain.errors import CheckpointError, ZeroTrainError
+from zerotrain.errors import CheckpointError, CommError, ZeroTrainError
 
 LEFT = "nothing was saved, what was there before is as it was, and training can go on"
 MAX_PAUSE_S = 0.25
@@ -96,7 +97,8 @@ class Writing:
         if failed:
             self.remove()
             end = self._joint(failed)
-        self.notes.leave(_END, [end])
+        with suppress(CommError):  # nobody is left to be told, and the checkpoint is there all the same
+            self.notes.leave(_END, [end])
         return end
 
     def _await_all(self) -> list[tuple[int, Told]]:
