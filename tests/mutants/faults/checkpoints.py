@@ -7,7 +7,7 @@ OF_DAMAGE = ("unit/checkpoint/test_damage.py",)
 OF_PLACEMENTS = ("unit/checkpoint/test_placements.py",)
 OF_EXACTNESS = ("unit/checkpoint/test_exactness.py",)
 OF_INTERRUPTED = ("unit/checkpoint/test_interrupted.py",)
-OF_START = ("unit/engine/state/test_start.py",)
+OF_START = ("unit/engine/state/test_start.py", "unit/engine/state/test_start_refused.py")
 START, MATCH = "engine/state/start.py", "engine/state/match.py"
 OF_KEPT = ("unit/checkpoint/test_kept.py",)
 
