@@ -1,8 +1,6 @@
 """Weights to start from, wherever they lie: a safetensors file, a folder of Hugging Face, the weights of a checkpoint.
 
-with find_weights(Path("llama")) as weights:
-    weights.tensors            # names, dtypes and shapes, known from headers alone
-    weights.read(tensor, 0, target)
+`find_weights` opens them; names, dtypes and shapes are known from headers alone, and `read` gives elements by number.
 """
 
 import json
@@ -13,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -54,7 +51,7 @@ class GivenTensor:
 
 
 class Weights(ABC):
-    """Where weights lie, open. A context.
+    """Where weights lie, open until `close`.
 
     Its methods raise CheckpointError, naming the file.
     """
@@ -62,7 +59,8 @@ class Weights(ABC):
     path: Path
     tensors: list[GivenTensor]
     fingerprint: str
-    """Two ranks that see the same see the same weights."""
+    """Two ranks that see the same see the same checkpoint, or files of the same names, dtypes and shapes."""
+    _opened: ExitStack
 
     @abstractmethod
     def problems(self, part: int, num_parts: int) -> list[str]:
@@ -72,16 +70,8 @@ class Weights(ABC):
     def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:
         """Elements from `start` on, in the order of `tensor.stride`, into all of `target`, (n,)."""
 
-    @abstractmethod
-    def close(self) -> None: ...
-
-    def __enter__(self) -> "Weights":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def close(self) -> None:
+        self._opened.close()
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
@@ -114,9 +104,9 @@ def find_weights(path: str | os.PathLike[str]) -> Weights:
     source = resolved(path)
     if os.path.isfile(source / MANIFEST):
         return CheckpointWeights(source)
-    if not source.is_dir() and not source.name.endswith(INDEX_END):
+    if not os.path.isdir(source) and not source.name.endswith(INDEX_END):
         return SafetensorsWeights(source, {source: None})
-    index = source if not source.is_dir() else source / INDEX
+    index = source if not os.path.isdir(source) else source / INDEX
     if os.path.isfile(index):
         return SafetensorsWeights(source, _files_of(index))
     return SafetensorsWeights(source, {source / WHOLE: None})
@@ -179,9 +169,6 @@ class SafetensorsWeights(Weights):
     def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:
         tensor.place.read(tensor.names[0], start, target)
 
-    def close(self) -> None:
-        self._opened.close()
-
 
 class CheckpointWeights(Weights):
     """Of a checkpoint of ours: master weights, and the buffers of rank 0."""
@@ -189,7 +176,8 @@ class CheckpointWeights(Weights):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._manifest = read_manifest(path)
-        self._reader = Reader(path, self._manifest)
+        self._opened = ExitStack()
+        self._reader = self._opened.enter_context(Reader(path, self._manifest))
         self.fingerprint = hash_of(self._manifest.text().encode())
         self.tensors = []
         for parameter in self._manifest.parameters.values():
@@ -211,6 +199,3 @@ class CheckpointWeights(Weights):
     def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:
         if target.numel() > 0:
             self._reader.read(tensor.place, start, target)
-
-    def close(self) -> None:
-        self._reader.__exit__(None, None, None)
