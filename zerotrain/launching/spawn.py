@@ -75,8 +75,8 @@ def _run_once(job: Job, num_ranks: int, stop: StopRequest) -> None:
             if (failure := _failure(job, {}, stop)) is not None:
                 raise failure
         except ChildFailedError as error:
-            if (failure := _failure(job, error.failures, stop)) is not None:
-                raise failure from error
+            if (failure := _failure(job, error.failures, stop)) is not None or not stop.signum:
+                raise failure or error from error
             raise KeyboardInterrupt from error  # told to stop when not all were in their training
         except SignalException as error:
             # It is an Exception: to Hydra a failed job, after which a sweep would go on with the next.

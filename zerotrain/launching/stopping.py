@@ -58,7 +58,7 @@ def stop_in_order(note: Callable[[int, bool], bool], settle: Callable[[], None])
                 if note(signum, is_same or (obeyed_s is None and isinstance(request, StopRequest))):
                     obeyed_s = obeyed_s or now_s
                     continue
-                if isinstance(request, StopRequest):
+                if isinstance(request, StopRequest) and not request.at_once:
                     request.give_up()
                     _thread.interrupt_main(signal.Signals(signum))
                 if handler is not _stop_of_the_start:
