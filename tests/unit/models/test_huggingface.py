@@ -11,9 +11,11 @@ from torch.nn import functional as F
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
+import zerotrain  # noqa: E402
 from zerotrain.deferred.init import MIN_NBYTES, deferred_init  # noqa: E402
 from zerotrain.models import HuggingFaceModel  # noqa: E402
 from zerotrain.models.pretrained import find_weights, load_weights  # noqa: E402
+from zerotrain.testing.fake_wire import run_threads  # noqa: E402
 
 GPT2 = {"model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 16}
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -89,6 +91,23 @@ def test_a_pretrained_model_has_the_weights_of_its_folder(folder: Path) -> None:
     got = HuggingFaceModel(name_or_path=str(folder)).model.state_dict()
     assert list(got) == list(expected)
     assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_a_model_from_scratch_in_shards_begins_with_the_weights_of_a_folder(folder: Path) -> None:
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+    def on_a_rank(world: zerotrain.World) -> None:
+        model = HuggingFaceModel(config=GPT2, vocab_size=300)
+        zero = zerotrain.ZeroConfig(stage=3)
+        engine = zerotrain.build_engine(model, optimizer=torch.optim.AdamW, zero=zero, precision="bf16", world=world)
+        loaded = engine.load_weights(folder)
+        assert loaded.renamed == "'model.', with which all names of the model begin, was put before those in it"
+        got = engine.full_state_dict()
+        if world.rank == 0:
+            assert [name.removeprefix("model.") for name in got] == list(expected)
+            assert all(torch.equal(got[f"model.{name}"], value) for name, value in expected.items())
+
+    run_threads(on_a_rank, 2)
 
 
 def test_pretrained_weights_are_read_one_tensor_at_a_time_where_memory_is_deferred(folder: Path) -> None:

@@ -68,7 +68,8 @@ def misfits(loaded: LoadedWeights) -> list[str]:
     if loaded.surplus:
         problems.append(f"the model has no {_listed(loaded.surplus, loaded.missing)}; or say strict=False")
     problems += [*loaded.wrong_shape, *loaded.wrong_dtype]
-    return [f"{loaded.path} does not fit the engine: {each}" for each in problems]
+    said = [f"{loaded.path} does not fit the engine: {each}" for each in problems]
+    return [*said, f"{loaded.path}: {loaded.renamed}"] if said and loaded.renamed else said
 
 
 def _listed(names: Sequence[str], others: Sequence[str]) -> str:
@@ -98,9 +99,9 @@ def _renaming(
         return str, ""
     if before:
         word = before[0]
-        return lambda name: name.removeprefix(word), f"all names in it begin with {word!r}, which was left out"
+        return lambda name: name.removeprefix(word), f"{word!r}, with which all names in it begin, was left out"
     word = lacked[0]
-    return lambda name: word + name, f"all names of the model begin with {word!r}, which was put before those in it"
+    return lambda name: word + name, f"{word!r}, with which all names of the model begin, was put before those in it"
 
 
 def _common(names: Sequence[str]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Weights to start from: out of files of anybody's and checkpoints of ours, into the shards of any stage."""
 
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tests.unit.engine.state.sources import (
 )
 from zerotrain.checkpoint.kept import step_name
 from zerotrain.comm.world import World
+from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads
 
 
@@ -165,10 +167,10 @@ class Around(nn.Module):
 @pytest.mark.parametrize(
     ("before", "made", "said"),
     [
-        ("module.", Matrices, "all names in it begin with 'module.', which was left out"),
-        ("_orig_mod.", Matrices, "all names in it begin with '_orig_mod.', which was left out"),
-        ("module._orig_mod.", Matrices, "all names in it begin with 'module._orig_mod.', which was left out"),
-        ("", Around, "all names of the model begin with 'model.inner.', which was put before those in it"),
+        ("module.", Matrices, "'module.', with which all names in it begin, was left out"),
+        ("_orig_mod.", Matrices, "'_orig_mod.', with which all names in it begin, was left out"),
+        ("module._orig_mod.", Matrices, "'module._orig_mod.', with which all names in it begin, was left out"),
+        ("", Around, "'model.inner.', with which all names of the model begin, was put before those in it"),
     ],
     ids=["DDP", "compiled", "both", "a class around the model"],
 )
@@ -178,6 +180,9 @@ def test_a_word_before_all_names_is_no_hindrance_and_is_told(
     tensors = tensors_of(plain(Kind(Matrices), 7))
     path = saved({before + name: value for name, value in tensors.items()}, tmp_path / "weights.safetensors")
     engine = build(alone(), Kind(made), 2, seed=1)
+    saved({before + "more": torch.ones(1), before + "blocks.0.weight": torch.ones(1)}, tmp_path / "two.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape(f"two.safetensors: {said}")):
+        engine.load_weights(tmp_path / "two.safetensors")
     loaded = engine.load_weights(path)
     assert loaded.told() == [f"{len(tensors)} tensors loaded from {path}; {said}"]
     own = "model.inner." if made is Around else ""
