@@ -80,10 +80,10 @@ class Collectives:
         """What each rank has to say, in rank order, on every rank: small values, outside of steps."""
         return self._together("comparison", name, lambda: self._wire.gather_objects(value))
 
-    def broadcast(self, values: torch.Tensor, *, name: str) -> None:
-        """Rank 0's values on every rank, waited for."""
-        self._record("broadcast", values.nbytes if self.shards.rank == 0 else 0)
-        self._together("broadcast", name, lambda: self._wire.broadcast(values))
+    def broadcast(self, values: torch.Tensor, *, name: str, source: int = 0) -> None:
+        """One rank's values on every rank, waited for."""
+        self._record("broadcast", values.nbytes if self.shards.rank == source else 0)
+        self._together("broadcast", name, lambda: self._wire.broadcast(values, source))
 
     def notes(self, subject: str) -> Notes:
         """For what goes on beside the training, on other threads; not collective."""

@@ -104,9 +104,9 @@ class ProcessGroups(Wire):
                 f"ranks tell each other numbers, texts, tensors and collections of these alone: {error}"
             ) from error
 
-    def broadcast(self, values: torch.Tensor) -> None:
+    def broadcast(self, values: torch.Tensor, source: int) -> None:
         with unseen_by_profiler(self._is_gloo):
-            dist.broadcast(values, group=self._gathers, group_src=0)
+            dist.broadcast(values, group=self._gathers, group_src=source)
 
     def store(self) -> dist.Store:
         return _get_default_store()

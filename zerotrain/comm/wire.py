@@ -45,8 +45,8 @@ class Wire(ABC):
         """What each rank has to say, in rank order, on every rank: numbers, texts, dtypes, tensors, collections."""
 
     @abstractmethod
-    def broadcast(self, values: torch.Tensor) -> None:
-        """Rank 0's values on every rank."""
+    def broadcast(self, values: torch.Tensor, source: int) -> None:
+        """One rank's values on every rank."""
 
     @abstractmethod
     def store(self) -> dist.Store:
@@ -81,7 +81,7 @@ class Alone(Wire):
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
-    def broadcast(self, values: torch.Tensor) -> None:
+    def broadcast(self, values: torch.Tensor, source: int) -> None:
         pass
 
     def store(self) -> dist.Store:

@@ -18,13 +18,14 @@ from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.live_parameter import ENGINE_IS_GONE
-from zerotrain.engine.buckets.update import BucketUpdate
+from zerotrain.engine.buckets.update import BucketUpdate, update_range
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.groups.hyperparameters import shown_groups
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.engine.schedule.schedule import Schedule
+from zerotrain.engine.state.switch import Switch
 from zerotrain.errors import ConfigError, EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.flat_buffer import FlatBuffer
@@ -86,10 +87,37 @@ class Builder:
             if fill is not None:
                 fill(spec)
             buckets.append(self._bucket(spec, layout, owning, initial))
-        live_units = [
-            LiveUnit(unit.name, unit.modules, [b for b, spec in zip(buckets, specs, strict=True) if unit in spec.units])
-            for unit in units
-        ]
+        return self._ordered(
+            [
+                (unit.name, unit.modules, [place for place, spec in enumerate(specs) if unit in spec.units])
+                for unit in units
+            ],
+            buckets,
+        )
+
+    def under(self, options: EngineOptions, schedule: Schedule) -> Callable[[], Schedule]:
+        """Be ready to move the buckets of a schedule, one after the other, to where other options have them. The
+        schedule must be gone when the move is made, or its buckets stay in memory. All ranks take part.
+
+        Returns:
+            Makes the move; gives their new schedule.
+        """
+        buckets: list[Bucket] = list(schedule.buckets)
+        places = [(unit.name, unit.modules, [buckets.index(each) for each in unit.buckets]) for unit in schedule.units]
+        del schedule
+
+        def move() -> Schedule:
+            self._options = options
+            switch = Switch(buckets, options.plan, self._collectives)
+            for place in range(len(buckets)):
+                buckets[place] = self.moved(buckets[place], switch)
+            return self._ordered(places, buckets)
+
+        return move
+
+    def _ordered(self, units: Sequence[tuple[str, list[nn.Module], list[int]]], buckets: Sequence[Bucket]) -> Schedule:
+        """A schedule of units, each with its name, its modules and the places of its buckets."""
+        live_units = [LiveUnit(name, modules, [buckets[place] for place in places]) for name, modules, places in units]
         schedule = Schedule(live_units, buckets, self._options)
         for bucket in buckets:
             bucket.weights.when_read = partial(_touch, weakref.ref(schedule), weakref.ref(bucket))
@@ -118,11 +146,45 @@ class Builder:
         ]
 
     def _bucket(self, spec: BucketSpec, layout: BucketLayout, owners: Sequence[int], initial: InitialValues) -> Bucket:
-        precision = self._options.precision.of_bucket(spec.dtype)
+        precision, plan = self._options.precision.of_bucket(spec.dtype), self._options.plan
         values = self._initial_values(spec, layout, precision.master, initial)
+        master = None
+        if precision.separate_master and spec.trainable:
+            master = values.tensor[update_range(layout, plan, self._collectives.shards.rank)].clone()
+        bucket = self._around(spec, layout, owners, values, master)
+        if plan.shards_parameters:
+            initial.freed(bucket.weights.model_weight.tensor.nbytes)
+        return bucket
+
+    def moved(self, old: Bucket, switch: Switch) -> Bucket:
+        """A bucket as it lies under the options of now; the old one is used no more. Collective."""
+        weights, owners = old.weights, old.update.owners if isinstance(old, TrainedBucket) else ()
+        master = switch.master_of(old)
+        weights.take_writes()
+        weights.start_gather()
+        weights.let_go()
+        new = self._around(old.spec, old.layout, owners, weights.model_weight, master)
+        switch.move_state(old, new)
+        return new
+
+    def _around(
+        self,
+        spec: BucketSpec,
+        layout: BucketLayout,
+        owners: Sequence[int],
+        values: FlatBuffer,
+        master: torch.Tensor | None,
+    ) -> Bucket:
+        """A bucket around its weights, which are the same on all ranks.
+
+        Args:
+            values: of the master dtype, or what the model reads.
+            master: see `BucketUpdate`.
+        """
         weights = BucketWeights(spec, layout, values, plan=self._options.plan, collectives=self._collectives)
         bucket = Bucket(weights)
         if spec.trainable:
+            precision = self._options.precision.of_bucket(spec.dtype)
             gradient = BucketGradient(
                 spec,
                 layout,
@@ -136,7 +198,7 @@ class Builder:
                 layout,
                 weights,
                 gradient,
-                values=values,
+                master=master,
                 groups=self._groups,
                 owners=owners,
                 collectives=self._collectives,
@@ -146,7 +208,6 @@ class Builder:
         if self._options.plan.shards_parameters:
             # Now, not when all buckets are there: a large model must never be whole.
             weights.reshard()
-            initial.freed(weights.model_weight.tensor.nbytes)
         return bucket
 
     def _initial_values(

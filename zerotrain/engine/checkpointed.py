@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
-from zerotrain.engine.agreement import StepStamps
+from zerotrain.engine.agreement import StepStamps, require_same
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.precision.loss_scale import LossScaler
-from zerotrain.engine.results import LoadedWeights
+from zerotrain.engine.results import LoadedWeights, StageSwitch
 from zerotrain.engine.schedule.hooks import next_node
 from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.state.owned import Holdings
@@ -20,7 +20,7 @@ from zerotrain.engine.state.restore import added_groups, fill, places_in, verifi
 from zerotrain.engine.state.save import Given, prepare
 from zerotrain.engine.state.start import checked_weights, take
 from zerotrain.engine.state.under_way import SaveUnderWay
-from zerotrain.engine.update.optimizer_step import OptimizerStep
+from zerotrain.engine.update.optimizer_step import OptimizerStep, take_writes
 from zerotrain.errors import EngineStateError
 
 
@@ -164,6 +164,27 @@ class CheckpointedModel(ShardedModel):
             with self._replaced(left, mends=half is None or (loaded.is_whole and not left.with_optimizer)):
                 take(checked, self._holdings)
             return loaded
+
+    def set_stage(self, stage: int) -> StageSwitch:
+        """Let parameters, gradients and optimizer state lie from here on as another ZeRO stage has them; what is
+        computed stays the same, to the bit.
+
+        Collective, between steps. Buckets move one at a time, in memory: beside the larger of the two stages a rank
+        holds one bucket whole.
+
+        Args:
+            stage: 0 to 3, the same on all ranks.
+
+        Raises:
+            ConfigError: there is no such stage, or the ranks were given different ones. Nothing has changed then.
+            EngineStateError: gradients of a step are waiting.
+        """
+        self._require_between_steps("the stage cannot change")
+        options = self.options.at_stage(stage)
+        written = take_writes(self.schedule.buckets)
+        require_same(self.collectives, {"engine.set_stage": stage, "weights written in place, as a hash": written})
+        self._wait_until_saved()
+        return self._move_to(options)
 
     @property
     def _holdings(self) -> Holdings:

@@ -1,14 +1,14 @@
 """What an engine is told once, when it is built, and what follows from it in this world."""
 
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from zerotrain.comm.world import World
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.precision.policy import Precision, precision_named
 from zerotrain.errors import ConfigError
-from zerotrain.settings import EngineConfig, ZeroConfig
+from zerotrain.settings import EngineConfig, ZeroConfig, problems_in
 from zerotrain.sharding.plan import STAGES, Plan
 
 
@@ -43,6 +43,17 @@ class EngineOptions:
             ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and world.device.type == "cpu"),
             leaves_per_rank=leaves_per_rank(given.virtual_ranks, world.shards.size, zero.accumulate),
         )
+
+    def at_stage(self, stage: int) -> "EngineOptions":
+        """The same with everything placed as another stage has it.
+
+        Raises:
+            ConfigError: there is no such stage.
+        """
+        given = replace(self.given, zero=replace(self.given.zero, stage=stage))
+        if problems := problems_in(given.zero):
+            raise ConfigError(*problems)
+        return replace(self, given=given, plan=STAGES[stage])
 
     @property
     def zero(self) -> ZeroConfig:

@@ -32,6 +32,18 @@ class TrainStepResult(StepResult):
 
 
 @dataclass(frozen=True)
+class StageSwitch:
+    """What `engine.set_stage` has done."""
+
+    stage: int
+    """The stage since then."""
+    sent_nbytes: int
+    """Bytes this rank has sent for it."""
+    theory_sent_nbytes: int
+    """(N-1)/N of the bytes of what N ranks shared before and hold whole now."""
+
+
+@dataclass(frozen=True)
 class LoadedWeights:
     """What `engine.load_weights` took, and what it did not. All names are those of the model, but for `surplus`."""
 

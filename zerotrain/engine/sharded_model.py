@@ -18,13 +18,14 @@ from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.one_memory import require_own_memory
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.kept_fp32 import cast_around_kept, dtypes_of
+from zerotrain.engine.results import StageSwitch
 from zerotrain.engine.schedule.hooks import connect, next_node, require_no_engine
 from zerotrain.engine.schedule.newcomers import Newcomers
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.full_weights import full_state_dict, weights_sha256
 from zerotrain.engine.state.load import load_state_dict
 from zerotrain.engine.state.transfer import Transfer
-from zerotrain.engine.usage import memory_bytes, planned_nbytes, sums_nbytes, volume_of
+from zerotrain.engine.usage import memory_bytes, planned_nbytes, sums_nbytes, switch_nbytes, volume_of
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.units import model_parameters
 
@@ -141,6 +142,19 @@ class ShardedModel:
             schedule = self._builder.schedule(InitialValues(), transfer.fill)
             transfer.restore_state(schedule.trained)
             self._connect(schedule)
+
+    def _move_to(self, options: EngineOptions) -> StageSwitch:
+        """Let everything lie where other options have it, between two steps. Collective."""
+        theory = switch_nbytes(self.schedule, self._groups.factory, self.world.shards.size, options.plan)
+        before = self.ledger.outside_steps.sent_nbytes
+        self._disconnect()
+        self._pools.clear()
+        move = self._builder.under(options, self.schedule)
+        del self.schedule
+        schedule = move()
+        self.options, self.plan = options, options.plan
+        self._connect(schedule)
+        return StageSwitch(options.zero.stage, self.ledger.outside_steps.sent_nbytes - before, theory)
 
     # ---- weights in
 

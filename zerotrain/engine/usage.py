@@ -9,7 +9,7 @@ from zerotrain.engine.buckets.update import tensors_of_state
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, build_optimizer
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.schedule import Schedule
-from zerotrain.sharding.plan import Volume
+from zerotrain.sharding.plan import Plan, Volume
 
 
 def volume_of(schedule: Schedule, num_shards: int) -> Volume:
@@ -64,6 +64,17 @@ def planned_nbytes(schedule: Schedule, factory: OptimizerFactory, num_shards: in
         if numel:
             state += numel * _sampled_nbytes(factory, name) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
     return volume_of(schedule, num_shards).memory_nbytes(schedule.plan, state + copies)
+
+
+def switch_nbytes(schedule: Schedule, factory: OptimizerFactory, num_shards: int, plan: Plan) -> int:
+    """Bytes a rank sends so that everything lies as a plan has it: its share of what was sharded, and is held whole."""
+    volume, old = volume_of(schedule, num_shards), schedule.plan
+    gathered = 0
+    if old.shards_parameters and not plan.shards_parameters:
+        gathered += volume.trainable_nbytes + volume.frozen_nbytes
+    if old.shards_optimizer and not plan.shards_optimizer:
+        gathered += _optimizer_nbytes(schedule, factory)
+    return gathered * (num_shards - 1) // num_shards
 
 
 def sums_nbytes(schedule: Schedule, options: EngineOptions, num_micro_batches: int) -> int:

@@ -154,8 +154,8 @@ class FakeWire(Wire):
         self.board.leave(key, self.rank, value)
         return self.board.parts(key)
 
-    def broadcast(self, values: torch.Tensor) -> None:
-        values.copy_(self.gather_objects(values.clone())[0])
+    def broadcast(self, values: torch.Tensor, source: int) -> None:
+        values.copy_(self.gather_objects(values.clone())[source])
 
     def store(self) -> dist.Store:
         return self.board.store

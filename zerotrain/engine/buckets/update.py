@@ -15,8 +15,8 @@ from zerotrain.engine.buckets.whole_tensors import Updates, WholeTensors
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.ranges import named_range
 from zerotrain.sharding.bucketing import BucketSpec
-from zerotrain.sharding.flat_buffer import FlatBuffer
 from zerotrain.sharding.layout import BucketLayout
+from zerotrain.sharding.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +31,17 @@ class Span:
     """`ManagedParameter.span` of its parameters."""
 
 
+def update_range(layout: BucketLayout, plan: Plan, rank: int) -> slice:
+    """The elements of a bucket that a rank updates: its own shard, or all."""
+    return layout.shard(rank) if plan.shards_optimizer else slice(0, layout.padded_numel)
+
+
 class BucketUpdate:
     """One bucket's part of the optimizer. A bucket can be updated as soon as its gradient is there, and its gather
     issued while the next is updated.
 
     Args:
-        values: (padded_numel,) the initial weights in the master dtype; its storage is used on where it is the model's.
+        master: over `where`, where a master weight is kept apart from the model's; None where they are one.
         owners: of each tensor that is updated whole (they come first in the bucket), the rank that updates it.
         pool: lends buffers of the master dtype.
     """
@@ -49,6 +54,8 @@ class BucketUpdate:
     """What this rank updates by elements."""
     whole: WholeTensors | None
     """What is updated whole; None if there is nothing."""
+    has_copy: bool
+    """Whether the master weight is kept apart from the model's."""
 
     def __init__(
         self,
@@ -56,7 +63,7 @@ class BucketUpdate:
         weights: BucketWeights,
         gradient: BucketGradient,
         *,
-        values: FlatBuffer,
+        master: torch.Tensor | None,
         groups: ParamGroups,
         owners: Sequence[int],
         collectives: Collectives,
@@ -68,10 +75,10 @@ class BucketUpdate:
         self._weights, self._gradient = weights, gradient
         self._groups, self._pool = groups, pool
         self._is_sharded = weights.plan.shards_optimizer
-        self.where = layout.shard(collectives.shards.rank) if self._is_sharded else slice(0, layout.padded_numel)
-        self._has_copy = gradient.precision.separate_master
-        if self._has_copy:
-            self.master_weight = values.tensor[self.where].clone()
+        self.where = update_range(layout, weights.plan, collectives.shards.rank)
+        self.has_copy = master is not None
+        if master is not None:
+            self.master_weight = master
         else:
             self.master_weight = weights.shard if self._is_sharded else weights.held
         self.spans = self._cut_spans()
@@ -121,7 +128,7 @@ class BucketUpdate:
             self._take_writes()
             gradient = self._gradient.reduced()
             widened = None
-            if self._has_copy:
+            if self.has_copy:
                 widened = self._pool.take(gradient.numel())
                 gradient = widened.storage[: gradient.numel()].copy_(gradient)
             if factor is not None:
@@ -170,19 +177,19 @@ class BucketUpdate:
         if not self._weights.writes.are_new:
             return
         self._weights.writes.are_new = False
-        if self._has_copy:
+        if self.has_copy:
             self._weights.about_to_change()
             held, master = self._held(), self.master_weight
             torch.where(held == master.to(held.dtype), master, held.to(master.dtype), out=master)
 
     def load(self, whole: torch.Tensor) -> None:
         """Replace the master weight by this rank's part of (padded_numel,) others; what the optimizer keeps stays."""
-        if self._has_copy:
+        if self.has_copy:
             self.master_weight.copy_(whole[self.where])
 
     def refilled(self) -> None:
         """The master weight was replaced: bring what this rank holds of the model weight up to date."""
-        if self._has_copy:
+        if self.has_copy:
             self._held().copy_(self.master_weight)
 
     def current_weight(self) -> torch.Tensor:
@@ -196,7 +203,7 @@ class BucketUpdate:
     @property
     def separate_master_nbytes(self) -> int:
         """Bytes of the master weight, 0 where it shares the model weight's storage."""
-        return self.master_weight.nbytes if self._has_copy else 0
+        return self.master_weight.nbytes if self.has_copy else 0
 
     @property
     def sent_nbytes(self) -> int:

@@ -35,22 +35,7 @@ class Transfer:
             for bucket in buckets
             for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True)
         }
-        self._state = self._described_state(buckets)
-
-    def _described_state(self, buckets: Sequence[Bucket]) -> dict[SpanKey, dict[str, Any]]:
-        """What the optimizer keeps for parameters of each span key, by name: a dtype for a number per element, and for
-        what is kept once the value, and whether it lies on the device. A rank whose shards hold nothing of a key learns
-        of it from the others.
-        """
-        mine: dict[SpanKey, dict[str, Any]] = {}
-        for bucket in (each for each in buckets if isinstance(each, TrainedBucket)):
-            for span in bucket.update.spans:
-                for name, value in bucket.update.span_state(span).items():
-                    mine.setdefault(span.key, {})[name] = _described(name, value, span)
-        everyone: dict[SpanKey, dict[str, Any]] = {}
-        for of_rank in self._collectives.gather_objects(mine, name="optimizer state"):
-            everyone |= of_rank
-        return everyone
+        self._state = described_state(buckets, collectives)
 
     def fill(self, spec: BucketSpec) -> None:
         """Give the parameters of a new bucket their whole values."""
@@ -67,7 +52,7 @@ class Transfer:
             for span in bucket.update.spans:
                 for name, value in self._state.get(span.key, {}).items():
                     if not isinstance(value, torch.dtype):
-                        bucket.update.span_state(span)[name] = _placed(value, span.target.device)
+                        bucket.update.span_state(span)[name] = placed(value, span.target.device)
             for name, dtype in self._per_element(members):
                 keys = [key for key, state in self._state.items() if name in state]
                 restore(bucket, name, self._whole_state(name, dtype, bucket, members), keys)
@@ -99,6 +84,22 @@ class Transfer:
         return whole
 
 
+def described_state(buckets: Sequence[Bucket], collectives: Collectives) -> dict[SpanKey, dict[str, Any]]:
+    """What the optimizer keeps for parameters of each span key, by name: a dtype for a number per element, and for what
+    is kept once the value, and whether it lies on the device. A rank whose shards hold nothing of a key learns of it
+    from the others.
+    """
+    mine: dict[SpanKey, dict[str, Any]] = {}
+    for bucket in (each for each in buckets if isinstance(each, TrainedBucket)):
+        for span in bucket.update.spans:
+            for name, value in bucket.update.span_state(span).items():
+                mine.setdefault(span.key, {})[name] = _described(name, value, span)
+    everyone: dict[SpanKey, dict[str, Any]] = {}
+    for of_rank in collectives.gather_objects(mine, name="optimizer state"):
+        everyone |= of_rank
+    return everyone
+
+
 def _described(name: str, value: Any, span: Span) -> Any:
     """How a piece of state travels to the other ranks.
 
@@ -117,7 +118,7 @@ def _described(name: str, value: Any, span: Span) -> Any:
     )
 
 
-def _placed(described: tuple[Any, bool], device: torch.device) -> Any:
+def placed(described: tuple[Any, bool], device: torch.device) -> Any:
     """A copy of a described piece of state for one span."""
     value, on_device = described
     return value.to(device, copy=True) if on_device else deepcopy(value)

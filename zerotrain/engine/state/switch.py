@@ -1,0 +1,151 @@
+"""The state of buckets under another plan, one bucket at a time: kept where it lies, cut, or gathered.
+
+Borders of buckets and of shards are the same under every plan, so between two that shard the optimizer's state nothing
+of it moves. Beside what the larger of two plans holds, one bucket is whole meanwhile.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from zerotrain.comm.collectives import Collectives
+from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
+from zerotrain.engine.buckets.update import BucketUpdate, Span, update_range
+from zerotrain.engine.state.named import capture, per_element, restore
+from zerotrain.engine.state.transfer import described_state, placed
+from zerotrain.sharding.plan import Plan
+
+
+class Switch:
+    """Moves what is kept of buckets. All ranks take part.
+
+    Args:
+        buckets: as they lie now.
+        plan: where they are to lie.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], plan: Plan, collectives: Collectives) -> None:
+        self._plan, self._collectives = plan, collectives
+        self._is_gathered = (
+            any(bucket.weights.plan.shards_optimizer for bucket in buckets) and not plan.shards_optimizer
+        )
+        # A rank whose shards hold nothing of some parameters learns from the others what is kept of them.
+        self._by_span = described_state(buckets, collectives) if self._is_gathered else {}
+        self._whole = self._described_whole(buckets) if self._is_gathered else {}
+
+    def _described_whole(self, buckets: Sequence[Bucket]) -> dict[tuple[str, int], dict[str, Any]]:
+        """What owners keep of tensors that are updated whole, by bucket and place in it: of a tensor its shape and
+        dtype."""
+        mine = {
+            (bucket.spec.name, slot): {name: _told(value) for name, value in bucket.update.whole_state(slot).items()}
+            for bucket in buckets
+            if isinstance(bucket, TrainedBucket) and bucket.update.whole is not None
+            for slot in bucket.update.whole.targets
+        }
+        everyone: dict[tuple[str, int], dict[str, Any]] = {}
+        for of_rank in self._collectives.gather_objects(mine, name="optimizer state"):
+            everyone |= of_rank
+        return everyone
+
+    def master_of(self, bucket: Bucket) -> torch.Tensor | None:
+        """The master weight of a bucket over the range that this rank is to update; None where it is the model's."""
+        if not isinstance(bucket, TrainedBucket):
+            return None
+        update, current = bucket.update, bucket.update.current_weight()
+        if not update.has_copy:
+            return None
+        held, wanted = update.where, update_range(bucket.layout, self._plan, self._collectives.shards.rank)
+        if _is_within(wanted, held):
+            return current if wanted == held else current[_relative(wanted, held)].clone()
+        full = current.new_empty(bucket.layout.padded_numel)
+        self._collectives.gather_now(f"master weights of {bucket.spec.name}", full, current)
+        return full
+
+    def move_state(self, old: Bucket, new: Bucket) -> None:
+        """Give a new bucket what the optimizer keeps of an old one, which keeps nothing."""
+        if not isinstance(old, TrainedBucket) or not isinstance(new, TrainedBucket):
+            return
+        if self._is_gathered:
+            self._gather_spans(old, new)
+        else:
+            for span in new.update.spans:
+                _cut(old.update, new.update, span)
+        if new.update.whole is not None:
+            self._move_whole(old.update, new.update)
+
+    def _gather_spans(self, old: TrainedBucket, new: TrainedBucket) -> None:
+        keys = {managed.span for managed in old.spec.parameters if not managed.is_updated_whole}
+        for span in new.update.spans:
+            for name, value in self._by_span.get(span.key, {}).items():
+                if not isinstance(value, torch.dtype):
+                    new.update.span_state(span)[name] = placed(value, span.target.device)
+        kept = {name: value for key in keys for name, value in self._by_span.get(key, {}).items()}
+        for name, dtype in sorted((name, value) for name, value in kept.items() if isinstance(value, torch.dtype)):
+            whole = capture(old, name, dtype, self._collectives)
+            for span in old.update.spans:
+                old.update.span_state(span).pop(name, None)
+            restore(new, name, whole, [key for key in keys if name in self._by_span.get(key, {})])
+
+    def _move_whole(self, old: BucketUpdate, new: BucketUpdate) -> None:
+        assert old.whole is not None
+        assert new.whole is not None
+        rank = self._collectives.shards.rank
+        for slot, owner in enumerate(old.owners):
+            kept = old.whole_state(slot) if slot in old.whole.targets else {}
+            if self._is_gathered:
+                kept = self._from_owner(new, slot, owner, kept)
+            if slot in new.whole.targets and (kept or owner == rank):
+                new.whole_state(slot).update(kept)
+
+    def _from_owner(self, new: BucketUpdate, slot: int, owner: int, own: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {}
+        for name, told in self._whole.get((new.spec.name, slot), {}).items():
+            if not (isinstance(told, tuple) and isinstance(told[1], torch.dtype)):
+                kept[name] = own[name] if name in own else placed(told, new.master_weight.device)
+                continue
+            shape, dtype = told
+            values = own[name].contiguous() if name in own else new.master_weight.new_empty(shape, dtype=dtype)
+            self._collectives.broadcast(
+                values.view(-1).view(torch.uint8), name=f"{name} of {new.spec.name}", source=owner
+            )
+            kept[name] = values
+        return kept
+
+
+def _told(value: Any) -> Any:
+    """(shape, dtype) of a tensor; of what is kept once the value, and whether it lies on the device."""
+    if isinstance(value, torch.Tensor) and value.ndim > 0:
+        return list(value.shape), value.dtype
+    return (value.cpu(), not value.is_cpu) if isinstance(value, torch.Tensor) else (value, False)
+
+
+def _cut(old: BucketUpdate, new: BucketUpdate, span: Span) -> None:
+    """Give a span the part of an old one in which it lies."""
+    wanted = _absolute(span, new)
+    for source in old.spans:
+        held = _absolute(source, old)
+        if _is_within(wanted, held):
+            state = old.span_state(source)
+            elements = per_element(source.target, state)
+            for name, value in list(state.items()):
+                if held == wanted:
+                    new.span_state(span)[name] = value
+                elif name in elements:
+                    new.span_state(span)[name] = value[_relative(wanted, held)].clone()
+                else:
+                    new.span_state(span)[name] = deepcopy(value)
+
+
+def _absolute(span: Span, update: BucketUpdate) -> slice:
+    """Which elements of the bucket a span is."""
+    return slice(update.where.start + span.where.start, update.where.start + span.where.stop)
+
+
+def _relative(part: slice, whole: slice) -> slice:
+    return slice(part.start - whole.start, part.stop - whole.start)
+
+
+def _is_within(part: slice, whole: slice) -> bool:
+    return bool(whole.start <= part.start and part.stop <= whole.stop)
