@@ -18,9 +18,9 @@ from zerotrain.config.words import word, words_of_config
 from zerotrain.data.fetch import RowError
 from zerotrain.data.fingerprint import Fingerprint, fingerprint_of
 from zerotrain.data.items import first_batches, ids_of, require_next_tokens, require_taken
-from zerotrain.engine.build import require_plain, require_trainable
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
 from zerotrain.engine.groups.trial import Trials
+from zerotrain.engine.model_checks import require_plain, require_trainable
 from zerotrain.engine.one_memory import require_own_memory
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.engine.precision.kept_fp32 import dtypes_of

@@ -11,10 +11,11 @@ from zerotrain.comm.scratch import ScratchPools
 from zerotrain.comm.world import World
 from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.agreement import require_same
-from zerotrain.engine.build import Builder, require_leaves, require_plain, require_values, share_unmanaged
+from zerotrain.engine.build import Builder, share_unmanaged
 from zerotrain.engine.fast_path import complete_before_encoders
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
+from zerotrain.engine.model_checks import require_leaves, require_plain, require_values
 from zerotrain.engine.one_memory import require_own_memory
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.kept_fp32 import cast_around_kept, dtypes_of

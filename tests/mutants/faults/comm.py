@@ -116,7 +116,7 @@ FAULTS = {
         REAL,
     ),
     "broadcast-from-another": Fault(
-        GROUPS, "group_src=0", "group_src=1", "another rank's initial weights are used", REAL
+        GROUPS, "group_src=source", "group_src=1 - source", "another rank's initial weights are used", REAL
     ),
     "native-counted-once": Fault(
         BACKEND,

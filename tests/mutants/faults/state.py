@@ -3,6 +3,7 @@
 from tests.mutants.fault import Fault
 
 NAMED, TRANSFER, BUILD = "engine/state/named.py", "engine/state/transfer.py", "engine/build.py"
+SWITCH, OF_SWITCH = "engine/state/switch.py", ("unit/engine/test_set_stage.py",)
 OF_NAMED = ("unit/engine/state/test_named.py",)
 OF_TRANSFER = ("unit/engine/state/test_transfer.py",)
 OF_BUILD = ("unit/engine/test_build.py",)
@@ -10,7 +11,7 @@ OF_BUILD = ("unit/engine/test_build.py",)
 FAULTS = {
     "state-of-this-rank-alone": Fault(
         TRANSFER,
-        'self._collectives.gather_objects(mine, name="optimizer state")',
+        'collectives.gather_objects(mine, name="optimizer state")',
         "[mine]",
         "a rank whose part held nothing of a group does not know its state",
         OF_TRANSFER,
@@ -108,10 +109,31 @@ FAULTS = {
         "where not all ranks share the shards, buckets are cut for too many",
         OF_BUILD,
     ),
+    "switch-keeps-the-old-part": Fault(
+        SWITCH,
+        "value[_relative(wanted, held)].clone()",
+        "value[: wanted.stop - wanted.start].clone()",
+        "after a change of the stage every rank goes on with the first elements of the optimizer's state",
+        OF_SWITCH,
+    ),
+    "switch-forgets-whole-tensors": Fault(
+        SWITCH,
+        "            if slot in new.whole.targets and (kept or owner == rank):\n",
+        "            if slot in new.whole.targets and owner == rank and not self._is_gathered:\n",
+        "matrices that are updated whole begin without momentum after a change to stage 0",
+        OF_SWITCH,
+    ),
+    "switch-master-of-this-rank": Fault(
+        SWITCH,
+        "return current if wanted == held else current[_relative(wanted, held)].clone()",
+        "return current if wanted == held else current[: wanted.stop - wanted.start].clone()",
+        "after a change of the stage every rank updates the master weights of rank 0",
+        OF_SWITCH,
+    ),
     "whole-when-built": Fault(
         BUILD,
-        "            weights.reshard()\n            initial.freed",
-        "            initial.freed",
+        "            weights.reshard()\n        return bucket\n",
+        "            pass\n        return bucket\n",
         "a model that fits in parts alone is whole when it is built",
         OF_BUILD,
     ),

@@ -101,8 +101,8 @@ FAULTS = {
     ),
     "master-from-16-bits": Fault(
         UPDATE,
-        "self.master_weight = values.tensor[self.where].clone()",
-        "self.master_weight = weights.model_weight.tensor[self.where].float()",
+        "            self.master_weight = master\n",
+        "            self.master_weight = weights.model_weight.tensor[self.where].float()\n",
         "training begins with weights that were rounded",
         OF_UPDATE,
     ),
