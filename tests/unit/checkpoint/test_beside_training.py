@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -165,7 +164,7 @@ def test_one_rank_that_fails_beside_the_training_fails_the_save_on_all_and_the_t
 
 
 def test_a_rank_of_which_nothing_is_heard_ends_the_save_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = SlowDisk(monkeypatch)
+    disk, told = SlowDisk(monkeypatch), threading.Event()
     disk.let_go(0)
 
     def on_a_rank(world: zerotrain.World) -> None:
@@ -177,12 +176,13 @@ def test_a_rank_of_which_nothing_is_heard_ends_the_save_on_all(tmp_path: Path, m
         save = engine.begin_save(tmp_path / "step", staging_nbytes=2**30)
         train(engine, 1, 2)
         if world.rank == 1:
-            time.sleep(0.6)
+            assert told.wait(60.0)
             disk.let_go(1)
         with pytest.raises(
             CheckpointError, match=r"rank 1: nothing was heard of it for 0\.3 s: its process is gone, or"
         ):
             save.wait()
+        told.set()
 
     run_threads(on_a_rank, 2)
     assert list(tmp_path.iterdir()) == []

@@ -82,7 +82,7 @@ def test_killed_at_any_call_it_leaves_the_last_one_and_a_partial_folder_that_the
     for at in range(num_calls):
         target = tmp_path / "checkpoints" / f"step-{at}"
         child = os.fork()
-        if child == 0:  # a save makes no autograd graph and starts no thread, so a fork may run it
+        if child == 0:  # a save makes no autograd graph, so a fork may run it
             with pytest.MonkeyPatch.context() as monkeypatch:
                 Interrupted(monkeypatch, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
                 engine.save(target)

@@ -12,7 +12,7 @@ import torch
 
 from zerotrain.checkpoint.blocks import hash_of
 from zerotrain.checkpoint.folder import PartialFolder, file_name
-from zerotrain.checkpoint.manifest import EXTRA_STATE, Manifest, head
+from zerotrain.checkpoint.manifest import EXTRA_STATE, FORMAT, Manifest, head
 from zerotrain.checkpoint.tensor_file import Entry, TensorFile, chunks
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.groups.hyperparameters import saved_group
@@ -51,6 +51,8 @@ class _Plan:
     """On rank 0."""
     own: dict[Bucket, list[Entry]]
     """What this rank writes, without buffers."""
+    buffers: dict[str, torch.Tensor]
+    """The model's, by name."""
     extra_states: dict[str, Any]
     """Of modules, by name; rank 0's are saved."""
     told: dict[str, Any]
@@ -92,7 +94,7 @@ def _planned(given: Given, holdings: Holdings) -> _Plan:
         require_plain(value, name)
     if given.staging_nbytes is not None and given.staging_nbytes < 0:
         raise ConfigError(f"engine.begin_save: staging_nbytes is {given.staging_nbytes}; give 0 or more bytes")
-    states = extra_states(holdings.model)
+    found, states = buffers(holdings.model, holdings.buckets), extra_states(holdings.model)
     for name, state in states.items():
         if not isinstance(state, torch.Tensor):
             require_plain(state, name)
@@ -104,23 +106,19 @@ def _planned(given: Given, holdings: Holdings) -> _Plan:
         "extra": hash_of(json.dumps(given.extra, sort_keys=True).encode()),
         "config": hash_of(json.dumps(given.config, sort_keys=True).encode()),
         "own": given.own,
-        "buffers": {name: _hash_of_tensor(each) for name, each in buffers(holdings.model, holdings.buckets).items()},
+        "buffers": {name: _hash_of_tensor(each) for name, each in found.items()},
         "counts": counts(holdings),  # raises where something cannot be saved, before a folder is made
     }
     partial = PartialFolder(given.target) if rank == 0 else None
     if partial is not None:
         told |= {"token": partial.token, "folder": str(partial.path)}
-    return _Plan(partial=partial, own=own, extra_states=states, told=told)
+    return _Plan(partial=partial, own=own, buffers=found, extra_states=states, told=told)
 
 
 def _writing(given: Given, holdings: Holdings, plan: _Plan, told: list[dict[str, Any]]) -> Writing:
     """What a thread needs to go on from here."""
     _require_same(told)
-    shards, token = holdings.collectives.shards, told[0]["token"]
-    own = [entry for of_bucket in plan.own.values() for entry in of_bucket]
-    if plan.partial is not None:
-        own += entries_of(plan.extra_states)
-    file = _file(holdings, own, [each["buffers"] for each in told], token, given.progress)
+    shards = holdings.collectives.shards
     content = _content(given, holdings, plan, told) if plan.partial is not None else {}
     partial = plan.partial
 
@@ -132,9 +130,9 @@ def _writing(given: Given, holdings: Holdings, plan: _Plan, told: list[dict[str,
     return Writing(
         path=given.target,
         folder=Path(told[0]["folder"]),
-        file=file,
+        file=_file(given, plan, told, shards.rank),
         snapshot=Snapshot(plan.own, given.staging_nbytes, ChunkReader(holdings.collectives.world.device)),
-        notes=holdings.collectives.notes(f"save/{token}"),
+        notes=holdings.collectives.notes(f"save/{told[0]['token']}"),
         rank=shards.rank,
         num_ranks=shards.size,
         publish=publish,
@@ -160,17 +158,16 @@ def _require_same(facts: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def _file(
-    holdings: Holdings, own: list[Entry], hashes: list[dict[str, str]], token: str, progress: Mapping[str, Any]
-) -> TensorFile:
+def _file(given: Given, plan: _Plan, told: Sequence[dict[str, Any]], rank: int) -> TensorFile:
     """This rank's file. Rank 0 saves all buffers, any other those that differ from them: batch norms of other data."""
-    rank = holdings.collectives.shards.rank
-    own = own + [
+    own = [entry for of_bucket in plan.own.values() for entry in of_bucket]
+    own += [
         Entry(name, BUFFER, values.detach().reshape(-1).clone(), 0)  # the next forward may change it
-        for name, values in buffers(holdings.model, holdings.buckets).items()
-        if rank == 0 or hashes[rank][name] != hashes[0][name]
+        for name, values in plan.buffers.items()
+        if rank == 0 or told[rank]["buffers"][name] != told[0]["buffers"][name]
     ]
-    about = {"format": "zerotrain checkpoint", "save": token, "step": str(progress["step"]), "rank": str(rank)}
+    own += entries_of(plan.extra_states) if rank == 0 else []
+    about = {"format": FORMAT, "save": told[0]["token"], "step": str(given.progress["step"]), "rank": str(rank)}
     return TensorFile(file_name(rank), own, about)
 
 
@@ -197,7 +194,7 @@ def _content(given: Given, holdings: Holdings, plan: _Plan, told: Sequence[dict[
         "parameters": saved_parameters(holdings, kept),
         "buffers": {
             name: {"shape": list(values.shape), "dtype": str(values.dtype).removeprefix("torch."), "pieces": []}
-            for name, values in buffers(holdings.model, holdings.buckets).items()
+            for name, values in plan.buffers.items()
         },
         EXTRA_STATE: described(plan.extra_states),
         "files": [],

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from pathlib import Path
 
+from zerotrain.engine.state.together import told
 from zerotrain.engine.state.writing import Writing, ended
 from zerotrain.errors import ZeroTrainError
 
@@ -80,9 +81,12 @@ class SaveUnderWay:
             self.wait()
 
     def _run(self, writing: Writing) -> None:
-        told, cause = writing.run()
-        if told is not None:
-            self._error = told.error()
+        try:
+            failed, cause = writing.run()
+        except BaseException as error:  # a fault of zerotrain itself
+            failed, cause = told(error), error
+        if failed is not None:
+            self._error = failed.error()
             self._error.__cause__ = cause
 
     def end_with_process(self) -> None:
