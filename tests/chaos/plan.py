@@ -1,0 +1,161 @@
+"""Which kills a seed stands for, and how they are shared out over runs."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle
+
+from tests.chaos.places import BY_NAME, LAUNCHERS, OTHER_RANKS, PLACES, RANK_0, Place
+from tests.chaos.strike import LAUNCHER, Strike
+
+STAGES = (0, 1, 2, 3)
+VICTIMS = ("itself", "another", "parent", "all")
+MAX_STEPS = 6
+LATE_STEP = 4
+"""When it has begun there are two checkpoints, and from the one before on each save removes one."""
+MAX_STRIKES = 3
+"""Of one run."""
+OF_RANKS = ("itself", "another")
+"""Victims whose ranks the launcher can start again."""
+BY_RESTART = 0.4
+"""Share of the runs of several kills in which it does; and of those kills that another follows."""
+FOLLOWS = ("load", "clear", "aside")
+"""Kinds of places that a run passes only after something was there to load, to clear away, or to set aside."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: it is killed, started again, killed, ..., until it completes."""
+
+    number: int
+    virtual_ranks: int
+    strikes: tuple[Strike, ...]
+    last_stage: int
+    last_num_ranks: int
+    """Of the start that no kill is planned for."""
+    by_restart: bool
+    """Let the launcher start the ranks again itself."""
+
+
+def plan(num_kills: int, seed: int) -> list[Case]:
+    """As many kills as were asked for, in a random order: each place at each stage first, by each victim in turn."""
+    drawn = random.Random(seed)
+    wanted = [(place, stage) for place in PLACES for stage in STAGES]
+    drawn.shuffle(wanted)
+    while len(wanted) < num_kills:
+        wanted.append((drawn.choice(PLACES), drawn.choice(STAGES)))
+    return _cases(wanted[:num_kills], drawn)
+
+
+def _cases(wanted: list[tuple[Place, int]], drawn: random.Random) -> list[Case]:
+    turns = {place.name: _victims_in_turn(place, drawn) for place in PLACES}
+    leads = [each for each in wanted if each[0].kind not in FOLLOWS]
+    chains: list[tuple[list[tuple[Place, int]], bool]] = []
+    for follow in (each for each in wanted if each[0].kind in FOLLOWS):
+        by_restart = follow[0].kind == "load" and drawn.random() < BY_RESTART
+        chains.append(([_lead_for(follow, leads, by_restart), follow], by_restart))
+    while leads:
+        chain = [leads.pop()]
+        by_restart = chain[0][0].of != LAUNCHERS and drawn.random() < BY_RESTART
+        # A place at the end of the run comes last.
+        while len(chain) < MAX_STRIKES and chain[-1][0].kind != "end" and (by_restart or drawn.random() < BY_RESTART):
+            fits = (each for each in leads[::-1] if not by_restart or _may_be_restarted(each, chain[0][1]))
+            if (found := next(fits, None)) is None:
+                break
+            leads.remove(found)
+            chain.append(found)
+        chains.append((chain, by_restart and len(chain) > 1))
+    drawn.shuffle(chains)
+    return [_case(number, *chain, turns, drawn) for number, chain in enumerate(chains)]
+
+
+def _may_be_restarted(planned: tuple[Place, int], stage: int) -> bool:
+    return planned[1] == stage and planned[0].of != LAUNCHERS
+
+
+def _victims_in_turn(place: Place, drawn: random.Random) -> Iterator[str]:
+    allowed: tuple[str, ...] = VICTIMS
+    if place.of == LAUNCHERS:
+        allowed = ("itself",)  # there is no rank yet
+    elif place.name == "start: a rank begins":
+        allowed = ("itself", "parent")  # the others may not be there
+    first = drawn.randrange(len(allowed))
+    return cycle(allowed[first:] + allowed[:first])
+
+
+def _lead_for(follow: tuple[Place, int], leads: list[tuple[Place, int]], same_stage: bool) -> tuple[Place, int]:
+    """A kill that leaves what the place needs, preferably one of those that are wanted anyway."""
+    is_clear = follow[0].kind == "clear"
+    for index, (place, stage) in enumerate(leads):
+        fits = _leaves_partial(place) if is_clear else place.kind in ("step", "save", "removal")
+        if fits and (stage == follow[1] or not same_stage):
+            return leads.pop(index)
+    return BY_NAME["save: before the rename" if is_clear else "step: forward"], follow[1]
+
+
+def _leaves_partial(place: Place) -> bool:
+    names = [each.name for each in PLACES]
+    first, last = names.index("save: its folder is made, not locked"), names.index("save: before the rename")
+    return place.of == RANK_0 and first <= names.index(place.name) <= last
+
+
+def _case(
+    number: int,
+    chain: list[tuple[Place, int]],
+    by_restart: bool,
+    turns: dict[str, Iterator[str]],
+    drawn: random.Random,
+) -> Case:
+    virtual_ranks = drawn.choice([2, 2, 3])
+    follow = next((place.kind for place, _ in chain if place.kind in FOLLOWS), None)
+    strikes = []
+    for index, (place, stage) in enumerate(chain):
+        victim = next(turns[place.name])
+        if by_restart and victim not in OF_RANKS:
+            victim = drawn.choice(OF_RANKS)
+        if follow == "clear" and index == 0 and victim == "another":
+            victim = "all"  # rank 0 alive might take the folder away
+        strikes.append(
+            Strike(
+                place=place.name,
+                victim=victim,
+                rank=_rank_of(place, virtual_ranks, drawn),
+                step=_step_for(place, index, len(chain), follow is not None, drawn),
+                passing=_passing_of(place, drawn),
+                stage=stage,
+                num_ranks=virtual_ranks,
+            )
+        )
+    return Case(
+        number=number,
+        virtual_ranks=virtual_ranks,
+        strikes=tuple(strikes),
+        last_stage=drawn.choice(STAGES),
+        last_num_ranks=drawn.choice([1, 2]) if virtual_ranks == 2 else 3,
+        by_restart=by_restart,
+    )
+
+
+def _rank_of(place: Place, num_ranks: int, drawn: random.Random) -> int:
+    if place.of == LAUNCHERS:
+        return LAUNCHER
+    if place.of == RANK_0:
+        return 0
+    return drawn.randrange(1 if place.of == OTHER_RANKS else 0, num_ranks)
+
+
+def _step_for(place: Place, index: int, num_strikes: int, is_followed: bool, drawn: random.Random) -> int:
+    """From which step on passings count."""
+    if index > 0 or place.kind not in ("step", "save"):
+        return 0
+    if is_followed:
+        return LATE_STEP
+    return drawn.randint(1, MAX_STEPS - 1 if num_strikes == 1 else MAX_STEPS - num_strikes)
+
+
+def _passing_of(place: Place, drawn: random.Random) -> int:
+    if place.kind == "step" and place.name != "step: evaluation":
+        return drawn.randint(1, 4)
+    several = {"load: a tensor is filled": 6, "removal: before a file goes": 3, "save: half of a block written": 2}
+    return drawn.randint(1, several.get(place.name, 1))
+
