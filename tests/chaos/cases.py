@@ -79,11 +79,11 @@ def carry_out(case: Case, folder: Path, undisturbed: Undisturbed, *, plain: bool
     plan_strikes(folder, list(case.strikes))
     try:
         _run_until_completed(case, folder, outcome, plain=plain)
-        outcome.problems += _problems_of_run(folder, undisturbed)
+        outcome.problems += problems_of_run(folder, undisturbed)
         if _has_left_overs(folder):  # which are the business of the next save
             code = starts.start(_of_last(case, MAX_STEPS + 1), folder, out=folder / "one-more", plain=plain)
             outcome.problems += [] if code == 0 else [f"one step more: exit code {code}: {_said(folder / 'one-more')}"]
-        outcome.problems += _problems_of_folder(folder, case)
+        outcome.problems += problems_of_folder(folder, case)
     except AssertionError as error:
         outcome.problems.append(str(error))
     outcome.num_struck = len(struck_in(folder))
@@ -117,7 +117,7 @@ def _run_until_completed(case: Case, folder: Path, outcome: Outcome, *, plain: b
         arguments = _of_last(case, MAX_STEPS)
         if num_struck < len(case.strikes):
             strike = case.strikes[num_struck]
-            more = ["launch.max_restarts=3"] if case.by_restart else []
+            more = [f"launch.max_restarts={len(case.strikes)}"] if case.by_restart else []
             arguments = _arguments(case.virtual_ranks, strike.stage, strike.num_ranks, *more)
             if BY_NAME[strike.place].kind == "aside":
                 _damage_newest(folder)
@@ -145,7 +145,8 @@ def _damage_newest(folder: Path) -> None:
         path.write_bytes(data)
 
 
-def _problems_of_run(folder: Path, undisturbed: Undisturbed) -> list[str]:
+def problems_of_run(folder: Path, undisturbed: Undisturbed) -> list[str]:
+    """Wherein a run that has completed is another than the undisturbed one."""
     problems = []
     result = _result(folder)
     if (result["status"], result["steps"]) != ("completed", MAX_STEPS):
@@ -154,9 +155,8 @@ def _problems_of_run(folder: Path, undisturbed: Undisturbed) -> list[str]:
         problems.append(f"weights_sha256 is {result['weights_sha256']}, and {undisturbed.weights_sha256} undisturbed")
     if (metrics := _metrics(folder)) != undisturbed.metrics:
         different = [str(line) for line in metrics if line not in undisturbed.metrics]
-        problems.append(
-            f"metrics.jsonl has the steps {[line['step'] for line in metrics]}, and others than undisturbed: {different}"
-        )
+        steps = [line["step"] for line in metrics]
+        problems.append(f"metrics.jsonl has the steps {steps}, and others than undisturbed: {different}")
     return problems
 
 
@@ -165,7 +165,8 @@ def _has_left_overs(folder: Path) -> bool:
     return any(name.startswith(".") for name in os.listdir(checkpoints)) or len(checkpoints_in(checkpoints)) > KEEP
 
 
-def _problems_of_folder(folder: Path, case: Case) -> list[str]:
+def problems_of_folder(folder: Path, case: Case) -> list[str]:
+    """What it has left that it should not have."""
     problems = []
     run, checkpoints = folder / "run", checkpoints_in(folder / "run" / CHECKPOINTS)
     names = set(os.listdir(run / CHECKPOINTS)) - {path.name for path in checkpoints}

@@ -26,7 +26,7 @@ class Place:
     kind: str
     """once: at every start. step: in each. save: beside each step. removal: beside each step but the first ones. end:
     of the whole run. load: where there is a checkpoint. clear: where the save before was cut off. aside: where the
-    newest checkpoint is damaged."""
+    newest checkpoint is damaged. restart: where the launcher starts the ranks again."""
     of: str = ANY_RANK
     """Who passes it."""
 
@@ -68,6 +68,7 @@ PLACES = [
     Place("clear: before the folder of a dead save goes", "clear", RANK_0),
     Place("aside: before the rename", "aside", RANK_0),
     Place("aside: after the rename", "aside", RANK_0),
+    Place("restart: before the ranks are started again", "restart", LAUNCHERS),
     Place("end: before result.json", "end", RANK_0),
     Place("end: after result.json", "end", RANK_0),
 ]
@@ -117,9 +118,11 @@ def after(owner: Any, name: str, look: Callable[..., None]) -> None:
 def _watch_launcher(striker: Striker) -> None:
     from zerotrain.launching import spawn
     from zerotrain.launching.job import Job
+    from zerotrain.launching.restarts import Attempts
 
     before(Job, "open_folder", lambda *_: striker.passed("launch: before the run's folder is opened"))
     before(spawn, "_run_once", lambda *_: striker.passed("launch: before the ranks are started"))
+    after(Attempts, "begin_next", lambda *_: striker.passed("restart: before the ranks are started again"))
 
 
 def _watch_training(striker: Striker) -> None:
@@ -159,7 +162,9 @@ def _watch_checkpoints(striker: Striker) -> None:
 
     before(Writing, "run", lambda *_: striker.passed("save: planned"))
     before(Notes, "leave", told)
-    after(Notes, "leave", lambda _, name, *__: name == "end" and striker.passed("save: after the word that it is there"))
+    after(
+        Notes, "leave", lambda _, name, *__: name == "end" and striker.passed("save: after the word that it is there")
+    )
     before(restore, "read_manifest", lambda *_: striker.passed("load: before the manifest is read"))
     before(Reader, "check_block", lambda *_: striker.passed("load: a block is verified"))
     before(Reader, "read", lambda *_: striker.passed("load: a tensor is filled"))
@@ -222,8 +227,10 @@ def _synced(descriptor: int) -> str | None:
     if _PARTIAL.search(path):
         if path.endswith("/manifest.json"):
             return "save: before the fsync of the manifest"
-        return "save: before the fsync of a file" if path.endswith(".safetensors") else (
-            "save: before the fsync of its folder"
+        return (
+            "save: before the fsync of a file"
+            if path.endswith(".safetensors")
+            else ("save: before the fsync of its folder")
         )
     return None
 

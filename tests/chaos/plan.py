@@ -19,8 +19,8 @@ OF_RANKS = ("itself", "another")
 """Victims whose ranks the launcher can start again."""
 BY_RESTART = 0.4
 """Share of the runs of several kills in which it does; and of those kills that another follows."""
-FOLLOWS = ("load", "clear", "aside")
-"""Kinds of places that a run passes only after something was there to load, to clear away, or to set aside."""
+FOLLOWS = ("load", "clear", "aside", "restart")
+"""Kinds of places that a run passes only after another kill: something is there to load, to clear away, ..."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Case:
 
 
 def plan(num_kills: int, seed: int) -> list[Case]:
-    """As many kills as were asked for, in a random order: each place at each stage first, by each victim in turn."""
+    """As many kills as were asked for, or a few more: each place at each stage first, by each victim in turn."""
     drawn = random.Random(seed)
     wanted = [(place, stage) for place in PLACES for stage in STAGES]
     drawn.shuffle(wanted)
@@ -47,12 +47,37 @@ def plan(num_kills: int, seed: int) -> list[Case]:
     return _cases(wanted[:num_kills], drawn)
 
 
+def quick() -> list[Case]:
+    """Ten kills of all kinds in as few starts as can be."""
+    restarted = [
+        Strike("save: half of a block written", "itself", rank=1, step=LATE_STEP, passing=1, stage=2, num_ranks=2),
+        Strike("load: a tensor is filled", "another", rank=0, step=0, passing=3, stage=2, num_ranks=2),
+        Strike("removal: before a file goes", "itself", rank=0, step=0, passing=2, stage=2, num_ranks=2),
+        Strike("step: backward", "another", rank=0, step=0, passing=1, stage=2, num_ranks=2),
+    ]
+    moved = [
+        Strike("save: before the rename", "all", rank=0, step=LATE_STEP, passing=1, stage=3, num_ranks=2),
+        Strike("clear: before a file of a dead save goes", "parent", rank=0, step=0, passing=1, stage=1, num_ranks=2),
+        Strike("aside: before the rename", "itself", rank=0, step=0, passing=1, stage=0, num_ranks=2),
+        Strike("end: before result.json", "all", rank=0, step=0, passing=1, stage=3, num_ranks=2),
+    ]
+    ended = [
+        Strike("save: renamed, before the fsync of the parent", "itself", 0, step=2, passing=1, stage=1, num_ranks=2),
+        Strike("restart: before the ranks are started again", "itself", LAUNCHER, 0, passing=1, stage=1, num_ranks=2),
+    ]
+    return [
+        Case(0, 2, tuple(restarted), last_stage=2, last_num_ranks=2, by_restart=True),
+        Case(1, 2, tuple(moved), last_stage=2, last_num_ranks=1, by_restart=False),
+        Case(2, 2, tuple(ended), last_stage=0, last_num_ranks=1, by_restart=True),
+    ]
+
+
 def _cases(wanted: list[tuple[Place, int]], drawn: random.Random) -> list[Case]:
     turns = {place.name: _victims_in_turn(place, drawn) for place in PLACES}
     leads = [each for each in wanted if each[0].kind not in FOLLOWS]
     chains: list[tuple[list[tuple[Place, int]], bool]] = []
     for follow in (each for each in wanted if each[0].kind in FOLLOWS):
-        by_restart = follow[0].kind == "load" and drawn.random() < BY_RESTART
+        by_restart = follow[0].kind == "restart" or (follow[0].kind == "load" and drawn.random() < BY_RESTART)
         chains.append(([_lead_for(follow, leads, by_restart), follow], by_restart))
     while leads:
         chain = [leads.pop()]
@@ -111,7 +136,7 @@ def _case(
     strikes = []
     for index, (place, stage) in enumerate(chain):
         victim = next(turns[place.name])
-        if by_restart and victim not in OF_RANKS:
+        if by_restart and place.of != LAUNCHERS and victim not in OF_RANKS:
             victim = drawn.choice(OF_RANKS)
         if follow == "clear" and index == 0 and victim == "another":
             victim = "all"  # rank 0 alive might take the folder away
@@ -158,4 +183,3 @@ def _passing_of(place: Place, drawn: random.Random) -> int:
         return drawn.randint(1, 4)
     several = {"load: a tensor is filled": 6, "removal: before a file goes": 3, "save: half of a block written": 2}
     return drawn.randint(1, several.get(place.name, 1))
-

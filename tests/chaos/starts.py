@@ -6,6 +6,7 @@ The code is the real one from its first line, in processes of their own; only th
 
 import atexit
 import gc
+import inspect
 import os
 import runpy
 import signal
@@ -41,6 +42,7 @@ def get_ready() -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(_CHILDREN_COME_HERE, 1)
+    inspect.stack()  # as torch's rendezvous does 18 times a start: it notes the file of each module once
     gc.freeze()
 
 

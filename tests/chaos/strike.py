@@ -54,6 +54,8 @@ class Striker:
 
     def is_due(self, place: str) -> bool:
         """Called each time a place is passed: whether it is now that the kill comes."""
+        if self.rank == LAUNCHER:  # it lives on when ranks are killed
+            self._next = len(struck_in(self.folder))
         if self._next >= len(self._strikes):
             return False
         planned = self._strikes[self._next]
