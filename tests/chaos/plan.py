@@ -1,9 +1,9 @@
 """Which kills a seed stands for, and how they are shared out over runs."""
 
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
 
 from tests.chaos.places import BY_NAME, LAUNCHERS, OTHER_RANKS, PLACES, RANK_0, Place
 from tests.chaos.strike import LAUNCHER, Strike
@@ -98,14 +98,20 @@ def _may_be_restarted(planned: tuple[Place, int], stage: int) -> bool:
     return planned[1] == stage and planned[0].of != LAUNCHERS
 
 
-def _victims_in_turn(place: Place, drawn: random.Random) -> Iterator[str]:
-    allowed: tuple[str, ...] = VICTIMS
+def _victims_in_turn(place: Place, drawn: random.Random) -> deque[str]:
     if place.of == LAUNCHERS:
-        allowed = ("itself",)  # there is no rank yet
-    elif place.name == "start: a rank begins":
-        allowed = ("itself", "parent")  # the others may not be there
-    first = drawn.randrange(len(allowed))
-    return cycle(allowed[first:] + allowed[:first])
+        return deque(["itself"])  # there is no rank yet, or none any more
+    turn = deque(["itself", "parent"] if place.name == "start: a rank begins" else VICTIMS)  # others may not be there
+    turn.rotate(drawn.randrange(len(turn)))
+    return turn
+
+
+def _next_in_turn(turn: deque[str], allowed: Sequence[str]) -> str:
+    """The first that is allowed; it comes last from now on."""
+    victim = next(each for each in turn if each in allowed)
+    turn.remove(victim)
+    turn.append(victim)
+    return victim
 
 
 def _lead_for(follow: tuple[Place, int], leads: list[tuple[Place, int]], same_stage: bool) -> tuple[Place, int]:
@@ -128,22 +134,22 @@ def _case(
     number: int,
     chain: list[tuple[Place, int]],
     by_restart: bool,
-    turns: dict[str, Iterator[str]],
+    turns: dict[str, deque[str]],
     drawn: random.Random,
 ) -> Case:
     virtual_ranks = drawn.choice([2, 2, 3])
     follow = next((place.kind for place, _ in chain if place.kind in FOLLOWS), None)
     strikes = []
     for index, (place, stage) in enumerate(chain):
-        victim = next(turns[place.name])
-        if by_restart and place.of != LAUNCHERS and victim not in OF_RANKS:
-            victim = drawn.choice(OF_RANKS)
-        if follow == "clear" and index == 0 and victim == "another":
-            victim = "all"  # rank 0 alive might take the folder away
+        allowed: Sequence[str] = VICTIMS
+        if follow == "clear" and index == 0:
+            allowed = ("itself", "all")  # rank 0 lives on for a moment otherwise, and might end its save
+        elif by_restart and place.of != LAUNCHERS:
+            allowed = OF_RANKS
         strikes.append(
             Strike(
                 place=place.name,
-                victim=victim,
+                victim=_next_in_turn(turns[place.name], allowed),
                 rank=_rank_of(place, virtual_ranks, drawn),
                 step=_step_for(place, index, len(chain), follow is not None, drawn),
                 passing=_passing_of(place, drawn),

@@ -24,7 +24,9 @@ def test_ten_kills_change_nothing(tmp_path: Path):
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [outcome["problems"] for outcome in report] == [[], [], []]
     assert [outcome["num_struck"] for outcome in report] == [4, 4, 2], done.stdout
-    assert sum(sum(outcome["restarts"].values()) for outcome in report) == 9, done.stdout  # the launcher itself was killed in one
+    assert sum(sum(outcome["restarts"].values()) for outcome in report) == 9, (
+        done.stdout
+    )  # the launcher itself was killed in one
 
 
 def test_two_hundred_kills_have_each_place_at_each_stage_and_most_by_each_victim():
