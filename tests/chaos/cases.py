@@ -84,7 +84,7 @@ def carry_out(case: Case, folder: Path, undisturbed: Undisturbed, *, plain: bool
             code = starts.start(_of_last(case, MAX_STEPS + 1), folder, out=folder / "one-more", plain=plain)
             outcome.problems += [] if code == 0 else [f"one step more: exit code {code}: {_said(folder / 'one-more')}"]
         outcome.problems += problems_of_folder(folder, case)
-    except AssertionError as error:
+    except (AssertionError, OSError, ValueError) as error:
         outcome.problems.append(str(error))
     outcome.num_struck = len(struck_in(folder))
     return outcome
@@ -122,8 +122,10 @@ def _run_until_completed(case: Case, folder: Path, outcome: Outcome, *, plain: b
             if BY_NAME[strike.place].kind == "aside":
                 _damage_newest(folder)
         forget_processes(folder)
-        out = folder / f"start-{number}"
+        out, temporary = folder / f"start-{number}", set(os.listdir(folder / "tmp"))
         code = starts.start(arguments, folder, out=out, plain=plain)
+        left = [*_in_shared_memory(folder), *(set(os.listdir(folder / "tmp")) - temporary if code >= 0 else ())]
+        outcome.problems += [f"left by start {number}, in /dev/shm or $TMPDIR: {left}"] if left else []
         newly_struck = len(struck_in(folder)) - num_struck
         by_launcher = _said(out).count("; restart ")
         for index in range(by_launcher):
@@ -184,9 +186,13 @@ def problems_of_folder(folder: Path, case: Case) -> list[str]:
             verify(path)
         except CheckpointError as error:
             problems.append(str(error))
-    processes = [path.read_text() for path in folder.glob("process-*")]
-    shared = [name for name in os.listdir("/dev/shm") if any(process in name.split("_") for process in processes)]
-    return problems + ([f"left in /dev/shm: {shared}"] if shared else [])
+    return problems
+
+
+def _in_shared_memory(folder: Path) -> list[str]:
+    """What the processes of the last start have left there: torch names it by their numbers."""
+    processes = {path.read_text() for path in folder.glob("process-*")}
+    return [name for name in os.listdir("/dev/shm") if processes & set(name.split("_"))]
 
 
 def _said(out: Path) -> str:
