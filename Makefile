@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_BENCH := $(VENV)/.installed-bench
 
-.PHONY: help train test bits attack test-gpu check format sweep bench bench-link bench-gpu install clean
+.PHONY: help train test bits attack chaos test-gpu check format sweep bench bench-link bench-gpu install clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -24,6 +24,11 @@ bits: $(INSTALLED) ## one sha256: ranks x stages x precisions x how to train, an
 
 attack: $(INSTALLED) ## wrong commands, folders and machines, ranks that end; every placement of checkpoints loads every other
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/attack
+
+KILLS ?= 200
+SEED ?= 0
+chaos: $(INSTALLED) ## kill -9 of a rank, of the parent, of all, at each place of a run at each stage, and start it again; KILLS, SEED
+	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
 
 check: $(INSTALLED) ## lint, types and import layers
 	$(BIN)/ruff check .

@@ -52,7 +52,9 @@ class Job:
         """Make the run folder, without what an earlier run has left there, and write config.yaml. A run that goes on
         keeps its checkpoints and its metrics, and after a restart what the ranks have logged."""
         self.ranks_dir.mkdir(parents=True, exist_ok=True)
-        for path in (*self.ranks_dir.iterdir(), self.run_dir / RESULT_NAME):
+        # Those that a killed rank 0 was about to put in place: nobody else would ever remove them.
+        temporary = [path for name in (RESULT_NAME, METRICS_NAME) for path in self.run_dir.glob(f"{name}.*.tmp")]
+        for path in (*self.ranks_dir.iterdir(), self.run_dir / RESULT_NAME, *temporary):
             if not self.restarts or path.suffix != ".log":
                 path.unlink(missing_ok=True)
         if self.config.checkpoint.resume is None and not self.restarts:

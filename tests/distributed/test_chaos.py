@@ -1,0 +1,78 @@
+"""A run that is killed and started again ends as the one that was not: ten kills here, 200 by `make chaos`."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from commands import REPOSITORY
+
+from tests.chaos import cases
+from tests.chaos.places import PLACES
+from tests.chaos.plan import STAGES, Case, plan
+from zerotrain.checkpoint.kept import CHECKPOINTS, step_name
+
+
+def test_ten_kills_change_nothing(tmp_path: Path):
+    command = [sys.executable, "-m", "tests.chaos", "--quick", "--jobs=1", f"--out={tmp_path / 'out'}"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [outcome["problems"] for outcome in report] == [[], [], []]
+    assert [outcome["num_struck"] for outcome in report] == [4, 4, 2], done.stdout
+    assert sum(sum(outcome["restarts"].values()) for outcome in report) == 9, (
+        done.stdout
+    )  # the launcher itself was killed in one
+
+
+def test_two_hundred_kills_have_each_place_at_each_stage_and_most_by_each_victim():
+    planned = plan(200, seed=0)
+    strikes = [each for case in planned for each in case.strikes]
+    assert len(strikes) >= 200
+    assert {(each.place, each.stage) for each in strikes} == {
+        (place.name, stage) for place in PLACES for stage in STAGES
+    }
+    by_victim = Counter(place for place, _ in {(each.place, each.victim) for each in strikes})
+    assert sum(number >= 3 for number in by_victim.values()) > len(PLACES) / 2
+    assert planned == plan(200, seed=0) != plan(200, seed=1)
+
+
+@pytest.fixture
+def completed(tmp_path: Path) -> tuple[Path, cases.Undisturbed]:
+    """What is looked at of a run that ended as it should."""
+    metrics = [{"step": 1, "train_loss": 3.0}, {"step": 2, "train_loss": 2.0}]
+    for step in (5, 6):
+        (tmp_path / "run" / CHECKPOINTS / step_name(step)).mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    result = {"status": "completed", "steps": 6, "weights_sha256": "abc", "error": None}
+    (tmp_path / "run" / "result.json").write_text(json.dumps(result))
+    return tmp_path, cases.Undisturbed("abc", metrics)
+
+
+def test_what_differs_from_the_undisturbed_run_is_seen(completed: tuple[Path, cases.Undisturbed]):
+    folder, undisturbed = completed
+    assert cases.problems_of_run(folder, undisturbed) == []
+    [other_weights] = cases.problems_of_run(folder, cases.Undisturbed("abd", undisturbed.metrics))
+    assert other_weights == "weights_sha256 is abc, and abd undisturbed"
+    with (folder / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(undisturbed.metrics[1]) + "\n")
+    [twice] = cases.problems_of_run(folder, undisturbed)
+    assert twice.startswith("metrics.jsonl has the steps [1, 2, 2]")
+
+
+def test_what_a_run_leaves_behind_is_seen(completed: tuple[Path, cases.Undisturbed]):
+    folder, _ = completed
+    case = Case(0, 2, (), 2, 2, by_restart=False)
+    hidden = folder / "run" / CHECKPOINTS / f".{step_name(7)}.partial-{'0' * 16}"
+    hidden.mkdir()
+    (folder / "run" / "metrics.jsonl.17.tmp").touch()
+    problems = cases.problems_of_folder(folder, case)
+    assert (
+        f"left in checkpoints/: ['{hidden.name}', '{step_name(5)}', '{step_name(6)}']" in problems
+    )  # without manifest
+    assert "0 checkpoints are there, and checkpoint.keep is 2" in problems
+    assert "left in the run's folder: ['metrics.jsonl.17.tmp']" in problems
