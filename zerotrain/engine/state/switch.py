@@ -13,7 +13,7 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.update import BucketUpdate, Span, update_range
-from zerotrain.engine.state.named import capture, per_element, restore
+from zerotrain.engine.state.named import capture, per_element
 from zerotrain.engine.state.transfer import described_state, placed
 from zerotrain.sharding.plan import Plan
 
@@ -86,7 +86,9 @@ class Switch:
             whole = capture(old, name, dtype, self._collectives)
             for span in old.update.spans:
                 old.update.span_state(span).pop(name, None)
-            restore(new, name, whole, [key for key in keys if name in self._by_span.get(key, {})])
+            for span in new.update.spans:
+                if name in self._by_span.get(span.key, {}):
+                    new.update.span_state(span)[name] = whole[span.where]  # not copied: a bucket is whole but once
 
     def _move_whole(self, old: BucketUpdate, new: BucketUpdate) -> None:
         assert old.whole is not None
