@@ -1,15 +1,15 @@
 """All that can be tried of a config before any rank starts."""
 
-import inspect
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.world import choose_device
 from zerotrain.config.compose import first_line
 from zerotrain.config.schema import Config
@@ -25,9 +25,10 @@ from zerotrain.engine.one_memory import require_own_memory
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.engine.precision.kept_fp32 import dtypes_of
 from zerotrain.engine.precision.policy import precision_named
+from zerotrain.engine.state.fit import model_misfits
 from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
-from zerotrain.factory import build, build_collate, build_on_meta, ended_in, in_group
+from zerotrain.factory import build, build_collate, build_on_meta, ended_in, in_group, optimizers_of_no_compiler
 from zerotrain.sharding.units import cut_units, model_parameters
 
 SETS = ("train", "validation")
@@ -35,7 +36,9 @@ MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
 
 
-def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> Fingerprint:
+def check(
+    config: Config, num_local_ranks: int = 1, num_ranks: int = 1, goes_on_from: Manifest | None = None
+) -> Fingerprint:
     """Build what can be built without ranks: the model without memory, the dataset, the optimizer of one element.
 
     Called once, before any rank starts; it also fills the dataset's cache, so that the ranks find it there.
@@ -44,6 +47,7 @@ def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> Finge
         config: gets what the dataset alone knows: `model.vocab_size`, where it is null.
         num_local_ranks: ranks this machine is to run.
         num_ranks: of all machines.
+        goes_on_from: of the checkpoint that is tried first.
 
     Returns:
         What the data is, for the ranks to compare theirs with.
@@ -80,6 +84,8 @@ def check(config: Config, num_local_ranks: int = 1, num_ranks: int = 1) -> Finge
     if _take_vocab_size(config, data):
         model = attempt("model", lambda config: _require_module(build_on_meta(config), config))
     can_train = model is not None and attempt("model", lambda config: _try_model(model, config))
+    if model is not None and can_train and goes_on_from is not None:
+        problems += [f"checkpoint.resume: {line}" for line in model_misfits(goes_on_from, model_parameters(model))]
     if model is not None and can_train and batches is not None:
         attempt("data", lambda _: _require_fit(model, data, batches))
     if batches is not None:
@@ -218,7 +224,7 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
     """
     factory = build("optimizer", config.optimizer)
     units = [] if model is None else cut_units(model, model_parameters(model), config.zero.unit_patterns, max_numel=1)
-    with _optimizers_of_no_compiler():
+    with optimizers_of_no_compiler():
         with suppress(ValueError):  # which build_optimizer has a sentence for
             _require_optimizer(factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}]), config)
         names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
@@ -236,18 +242,6 @@ def _require_optimizer(made: object, config: Config) -> None:
             f"optimizer._target_: got {config.optimizer.get('_target_')}, which makes a {type(made).__name__}; it must "
             "make a torch.optim.Optimizer"
         )
-
-
-@contextmanager
-def _optimizers_of_no_compiler() -> Iterator[None]:
-    """Inside, making an optimizer does not import torch's compiler, only to keep it away from what is done there: half
-    a second of each start (2026-11-21)."""
-    wrapped = torch.optim.Optimizer.add_param_group
-    torch.optim.Optimizer.add_param_group = inspect.unwrap(wrapped)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.optim.Optimizer.add_param_group = wrapped  # type: ignore[method-assign]
 
 
 def _require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -> None:

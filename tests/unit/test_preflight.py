@@ -1,5 +1,6 @@
 """What is refused before any rank starts."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from tests.unit.test_factory import ADAMW, COSINE, GPT
 from zerotrain import factory, preflight
+from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.config.schema import Config, LaunchConfig, PrecisionConfig, TrainConfig, ZeroConfig
 from zerotrain.data import SyntheticTokens
 from zerotrain.errors import ConfigError
@@ -240,3 +242,22 @@ def test_virtual_ranks_that_the_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^train\.virtual_ranks=3: 2 ranks cannot share them; .* such as 2 or 4$"):
         preflight.check(config(train=TrainConfig(virtual_ranks=3)), 2, 2)
     preflight.check(config(train=TrainConfig(virtual_ranks=4)), 1, 2)
+
+
+def saved_by(model: torch.nn.Module) -> Manifest:
+    shapes = {name: {"shape": list(parameter.shape)} for name, parameter in model.named_parameters()}
+    return Manifest({"files": [], "parameters": shapes, "buffers": {}})
+
+
+def test_the_checkpoint_of_another_model_is_refused() -> None:
+    model = factory.build("model", config().model_target)
+    preflight.check(config(), goes_on_from=saved_by(model))
+    wider = factory.build("model", GPT | {"hidden_size": 16, "num_layers": 2})
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(), goes_on_from=saved_by(wider))
+    surplus, *shapes, more = refused.value.problems
+    assert re.fullmatch(r"checkpoint.resume: it has parameters blocks\.1\S+, .* that the model has not", surplus)
+    assert len(shapes) == 3
+    of_shape = re.compile(r"checkpoint.resume: \S+ is of shape .*, and the model's of shape .*")
+    assert all(of_shape.fullmatch(each) for each in shapes)
+    assert re.fullmatch(r"checkpoint.resume: and \d+ more are of other shapes", more)

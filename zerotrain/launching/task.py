@@ -185,7 +185,7 @@ def _checked(
     composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None
 ) -> tuple[Config, dict[str, Any] | None, list[str]]:
     """The config, after all that can be checked without ranks; what the data was then; what to go on from."""
-    data_checked, to_try = None, []
+    data_checked, to_try, manifest = None, [], None
     config, problems = checked_config(composed)
     problems = [_placed(problem) for problem in problems]
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -214,7 +214,7 @@ def _checked(
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, "launch")) for problem in problems):
         try:
-            data_checked = preflight.check(config, num_local, num_ranks)
+            data_checked = preflight.check(config, num_local, num_ranks, manifest)
         except ConfigError as error:
             problems += error.problems
     if problems:

@@ -6,7 +6,7 @@ from typing import Any
 from zerotrain.checkpoint.manifest import EXTRA_STATE, Manifest
 from zerotrain.engine.state.extra_state import modules_with_extra_state
 from zerotrain.engine.state.owned import Holdings, buffers
-from zerotrain.sharding.units import ManagedParameter
+from zerotrain.sharding.units import ManagedParameter, ModelParameter
 
 MAX_NAMES_SHOWN = 3
 
@@ -34,6 +34,17 @@ def misfits(manifest: Manifest, holdings: Holdings) -> list[str]:
     return problems + ([] if problems else list(_groups(manifest, holdings)))
 
 
+def model_misfits(manifest: Manifest, parameters: Sequence[ModelParameter]) -> list[str]:
+    """What of a model does not fit, a line for each, as far as its parameters tell: before there is an engine, and of a
+    model without memory too."""
+    own = {each.names[0]: each for each in parameters}
+    common = [(manifest.parameters[name], each) for name, each in own.items() if name in manifest.parameters]
+    shapes = [problem for saved, each in common for problem in _shape(saved, each)]
+    if len(shapes) > MAX_NAMES_SHOWN:
+        shapes[MAX_NAMES_SHOWN:] = [f"and {len(shapes) - MAX_NAMES_SHOWN} more are of other shapes"]
+    return [*_names(manifest.parameters, own, "parameter"), *shapes]
+
+
 def _names(saved: Collection[str], own: Collection[str], kind: str) -> Iterator[str]:
     missing = [name for name in own if name not in saved]
     surplus = [name for name in saved if name not in own]
@@ -48,11 +59,18 @@ def _of_parameter(saved: dict[str, Any], own: ManagedParameter) -> Iterator[str]
     if saved["names"] != own.names:
         yield f"{name} is tied as {saved['names']}, and the model's as {own.names}"
     if saved["shape"] != shape:
-        yield f"{name} is of shape {tuple(saved['shape'])}, and the model's of shape {tuple(shape)}"
+        yield from _shape(saved, own)
     elif memory_order(shape, saved["stride"]) != memory_order(shape, own.stride):
         yield (
             f"{name} lies in memory with strides {tuple(saved['stride'])}, and the model's with {own.stride}; build "
             "the model in that memory format"
+        )
+
+
+def _shape(saved: dict[str, Any], own: ModelParameter) -> Iterator[str]:
+    if saved["shape"] != list(own.parameter.shape):
+        yield (
+            f"{own.names[0]} is of shape {tuple(saved['shape'])}, and the model's of shape {tuple(own.parameter.shape)}"
         )
 
 
