@@ -29,7 +29,7 @@ JUST_MADE_S = 10.0
 _STEP = re.compile(r"step-([0-9]{8,})")
 _PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{16}")
 _REMOVED = re.compile(r"\.step-[0-9]{8,}\.removed-[0-9a-f]{16}")
-_ASIDE = re.compile(r"step-[0-9]{8,}\.broken-[0-9a-f]{16}")
+_ASIDE = re.compile(r"step-[0-9]{8,}\.aside-[0-9a-f]{16}")
 
 
 def step_name(step: int) -> str:
