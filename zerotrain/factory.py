@@ -126,6 +126,7 @@ def _policy(config: Config, resume_from: Sequence[str]) -> CheckpointPolicy:
         at_end=given.save_at_end is not False,
         resume=[Path(each) for each in resume_from],
         init_from=None if given.init_from is None else Path(given.init_from),
+        strict=given.strict,
     )
 
 

@@ -78,6 +78,7 @@ OPTIONS = """
     checkpoint.asynchronous
     checkpoint.resume
     checkpoint.init_from
+    checkpoint.strict
     checkpoint.save_at_end
     launch.nproc_per_node
     launch.device

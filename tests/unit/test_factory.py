@@ -10,7 +10,7 @@ import torch
 
 from zerotrain import factory, preflight
 from zerotrain.comm.world import World
-from zerotrain.config.schema import Config
+from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.errors import ConfigError, TrainingError
 
 GPT = {
@@ -130,3 +130,17 @@ def test_what_has_no_deterministic_variant_stops_a_deterministic_run_by_its_name
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "seconds"),
+    [("100", 100, None), ("600s", None, 600.0), ("15m", None, 900.0), ("2h", None, 7200.0), (None, None, None)],
+)
+def test_what_is_kept_of_a_run_is_as_the_config_says(every: str | None, steps: int | None, seconds: float | None):
+    given = CheckpointConfig(every=every, keep=None, keep_every=7, asynchronous=False, init_from="llama", strict=False)
+    policy = factory._policy(Config(checkpoint=given), ["run/checkpoints/step-00000100"])
+    assert (policy.every_steps, policy.every_s) == (steps, seconds)
+    assert (policy.keep, policy.keep_every, policy.asynchronous, policy.strict) == (None, 7, False, False)
+    assert (policy.resume, policy.init_from) == ([Path("run/checkpoints/step-00000100")], Path("llama"))
+    assert policy.at_end
+    assert not factory._policy(Config(checkpoint=CheckpointConfig(save_at_end=False)), []).at_end

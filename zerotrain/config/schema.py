@@ -107,6 +107,8 @@ STARTING_ANEW = Effect(
     lambda run, _: run.checkpoint.resume in (None, "auto"), "with checkpoint.resume={checkpoint.resume}"
 )
 
+STARTING_FROM = Effect(lambda run, _: run.checkpoint.init_from is not None, "without checkpoint.init_from")
+
 
 @dataclass
 class CheckpointConfig:
@@ -127,6 +129,8 @@ class CheckpointConfig:
         None, or_null(Rule("a .safetensors file, a folder of a Hugging Face model, a checkpoint", bool)), STARTING_ANEW
     )
     """Where a run that does not resume takes its first weights from: those alone."""
+    strict: bool = setting(True, TRUE_OR_FALSE, STARTING_FROM)
+    """Of `init_from` take all or nothing; false: what fits by name and shape, and say what did not."""
     save_at_end: bool | None = setting(None, or_null(TRUE_OR_FALSE, " for true but in a sweep"))
     """Save when the last step is done. A run that is told to stop saves in any case."""
 

@@ -29,6 +29,7 @@ PHRASES = {
     "zerotrain.MuonWithAdamW(...)": "optimizer=muon",
     "(max_skipped_steps)": "(train.on_nonfinite=skip, train.max_skipped_steps)",
     "the optimizer's lr": "optimizer.lr",
+    "strict=False": "checkpoint.strict=false",
     "torchrun --nproc-per-node=": "launch.nproc_per_node=",
 }
 """What is said in another way altogether."""

@@ -48,6 +48,8 @@ class CheckpointPolicy:
     """Checkpoints to go on from, the best first: the first is taken that is what was written. None: start anew."""
     init_from: Path | None = None
     """Weights for a run that starts anew."""
+    strict: bool = True
+    """All of them or none; False: what fits."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class RunCheckpoints:
         if errors:
             raise CheckpointError("\n".join(errors))
         if self._policy.init_from is not None:
-            self._say(*self._engine.load_weights(self._policy.init_from).told())
+            self._say(*self._engine.load_weights(self._policy.init_from, strict=self._policy.strict).told())
         return None
 
     def _changed_settings(self, path: Path) -> Iterator[str]:
