@@ -1,4 +1,4 @@
-"""`python -m zerotrain.generate RUN --prompt "def main"`: text from a checkpoint, or from a folder that was exported."""
+"""`python -m zerotrain.generate RUN --prompt "def main"`: text from a checkpoint or an exported folder."""
 
 import argparse
 import math
@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,7 +36,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, least in (("max-tokens", self.max_tokens, 0), ("top-k", self.top_k, 1), ("seed", self.seed, 0)):
+        for name, value, least in (
+            ("max-tokens", self.max_tokens, 0),
+            ("top-k", self.top_k, 1),
+            ("seed", self.seed, 0),
+        ):
             if value < least or value >= 1 << 63:
                 raise ConfigError(f"--{name}: got {value}; it must be {least} or more")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -106,9 +109,7 @@ def continuation(model: TextModel, prompt: str, sampling: Sampling) -> Iterator[
         for _ in range(sampling.max_tokens):
             seen = torch.tensor([ids[-model.max_seq_len :]], device=model.device)
             logits = model.logits(seen)[0, -1].float().cpu()
-            drawn = next_token(
-                logits, temperature=sampling.temperature, top_k=sampling.top_k, generator=generator
-            )
+            drawn = next_token(logits, temperature=sampling.temperature, top_k=sampling.top_k, generator=generator)
             ids.append(int(drawn))
             if ids[-1] == model.stop_token:
                 return

@@ -1,4 +1,4 @@
-"""A checkpoint of a run from a config: what it was trained with, and its model again, on one process without an engine."""
+"""A checkpoint of a run from a config: what it was trained with, and its model again, without an engine."""
 
 import os
 from collections.abc import Iterator
@@ -102,6 +102,15 @@ class SavedRun:
         return model.to(device).eval()
 
 
+def has_tokenizer(name: str) -> bool:
+    """Whether a folder has files of a tokenizer; transformers makes an empty one for a folder with a model alone.
+    What is no folder may be a name on the hub."""
+    if not os.path.isdir(name):
+        return True
+    kinds = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "*.spm")
+    return any(True for kind in kinds for _ in Path(name).glob(kind))
+
+
 @contextmanager
 def opened_run(path: str | os.PathLike[str]) -> Iterator[SavedRun]:
     """Of what a user named, a checkpoint, a folder of them or a run, the newest checkpoint.
@@ -115,5 +124,7 @@ def opened_run(path: str | os.PathLike[str]) -> Iterator[SavedRun]:
         try:
             config = from_values(values) if isinstance(values, dict) and "model" in values else None
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{saved.path} has a config that this zerotrain does not know: {first_line(error)}") from None
+            raise ConfigError(
+                f"{saved.path} has a config that this zerotrain does not know: {first_line(error)}"
+            ) from None
         yield SavedRun(saved, config)

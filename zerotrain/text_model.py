@@ -1,4 +1,4 @@
-"""A model that text can be got from, out of a run, a checkpoint or a folder of Hugging Face: logits, tokens and back."""
+"""A model that text can be got from, of a run, a checkpoint or a folder of Hugging Face: logits, tokens and back."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from zerotrain.data.prepare import NUM_BYTE_VALUES
 from zerotrain.data.tokenizer import TextTokenizer
 from zerotrain.errors import ConfigError
 from zerotrain.factory import build
-from zerotrain.saved_run import SavedRun, opened_run
+from zerotrain.saved_run import SavedRun, has_tokenizer, opened_run
 
 NO_LIMIT = sys.maxsize
 
@@ -76,16 +76,19 @@ def text_model(path: Path, *, about: str) -> TextModel:
 def _of_hugging_face(path: Path, about: str, device: torch.device) -> TextModel:
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ConfigError(f"{path} needs transformers, which is not installed; pip install 'zerotrain[hf]'") from error
+    disable_progress_bar()  # of files that are read, among the text
     said: dict[str, Any] = {}
     if (path / about).is_file():
         said = json.loads((path / about).read_text())
     tokens = _bytes() if said.get("text") == "bytes" else _of_tokenizer(str(path), str(path))
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device).eval()
+        opened: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"{path} is no model that transformers opens: {str(error).splitlines()[0]}") from error
+    model = opened.to(device).eval()
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     return TextModel(
@@ -130,6 +133,10 @@ def _bytes() -> _Tokens:
 
 
 def _of_tokenizer(name: str, of: str) -> _Tokens:
+    if not has_tokenizer(name):
+        raise ConfigError(
+            f"{of}: no tokenizer, and so no text: {name} has no file of one; put the tokenizer's files there"
+        )
     try:
         tokenizer = TextTokenizer(name)
     except (ValueError, ImportError) as error:

@@ -18,7 +18,7 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """An open checkpoint. Its methods raise CheckpointError, naming file and tensor, where it is not what was written."""
+    """An open checkpoint. Its methods raise CheckpointError, with file and tensor, where it is not what was written."""
 
     path: Path
     manifest: Manifest
@@ -42,8 +42,8 @@ class SavedTensors:
         return self.of_role(name, WEIGHT)
 
     def of_role(self, name: str, role: str) -> torch.Tensor:
-        """What is kept of a parameter in a role, such as exp_avg: contiguous, in the parameter's shape; of a tensor that
-        is updated whole in the shape it is kept in."""
+        """What is kept of a parameter in a role, such as exp_avg: contiguous, in the parameter's shape; of a tensor
+        that is updated whole in the shape it is kept in."""
         parameter = self.manifest.parameters[name]
         tensor = parameter["tensors"].get(role)
         if tensor is None:  # of a parameter without elements nothing was written

@@ -44,7 +44,9 @@ def export(path: str | os.PathLike[str], asked: Asked) -> Iterator[str]:
     if not (math.isfinite(asked.shard_mb) and asked.shard_mb > 0):
         raise ConfigError(f"--shard-mb: got {asked.shard_mb}; it must be a number of megabytes above 0")
     if asked.dcp and (asked.merge or asked.optimizer or asked.dtype):
-        raise ConfigError("--dcp: writes weights and optimizer state as they are; leave out --merge, --optimizer, --dtype")
+        raise ConfigError(
+            "--dcp: writes weights and optimizer state as they are; leave out --merge, --optimizer, --dtype"
+        )
     out = asked.out.absolute()
     require_free(out, overwrite=asked.overwrite)
     with opened_run(path) as run:
@@ -64,9 +66,7 @@ def export(path: str | os.PathLike[str], asked: Asked) -> Iterator[str]:
     yield f"{out}: step {run.saved.manifest.step} of {run.path}, {nbytes / MB:.1f} MB"
 
 
-def _write_weights(
-    folder: Path, run: SavedRun, asked: Asked, dtype: torch.dtype | None, model: Any
-) -> Iterator[str]:
+def _write_weights(folder: Path, run: SavedRun, asked: Asked, dtype: torch.dtype | None, model: Any) -> Iterator[str]:
     tensors = weights.plain(run.saved, dtype)
     stem = "model"
     if model is not None:

@@ -44,8 +44,8 @@ def write_dcp(folder: Path, saved: SavedTensors) -> None:
     state: dict[str, Any] = {}
     for name, parameter in trained(saved):
         kept = counts_of(parameter)
-        for role, dtype, shape in roles_of(parameter):
-            kept[role] = torch.empty(shape, dtype=dtype, device="meta")
+        for role, dtype, kept_shape in roles_of(parameter):
+            kept[role] = torch.empty(kept_shape, dtype=dtype, device="meta")
             sources[f"optim.state.{name}.{role}"] = partial(saved.of_role, name, role)
         if kept:
             state[name] = kept

@@ -27,7 +27,9 @@ def require_free(out: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     if not overwrite:
-        raise ConfigError(f"--out: got {out}, which is there already; give a new name, or --overwrite to replace an export")
+        raise ConfigError(
+            f"--out: got {out}, which is there already; give a new name, or --overwrite to replace an export"
+        )
     if out.is_symlink() or not (out / ABOUT).is_file():
         raise ConfigError(f"--overwrite: {out} is no folder that zerotrain.export has written; remove it by hand")
 

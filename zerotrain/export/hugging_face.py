@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from zerotrain.errors import ConfigError
-from zerotrain.saved_run import SavedRun
+from zerotrain.saved_run import SavedRun, has_tokenizer
 
 
 def causal_lm(run: SavedRun) -> Any:
@@ -44,11 +44,11 @@ def write_adapter_config(folder: Path, run: SavedRun, lora: Any) -> None:
     base = run.require_config().model.get("name_or_path")
     if base is None:
         raise ConfigError(
-            f"--merge: got false, but the adapters of {run.path} are for a model from scratch, which no other file has; "
-            "give --merge"
+            f"--merge: got false, but the adapters of {run.path} are for a model from scratch, which no other file "
+            "has; give --merge"
         )
     lora.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
-    lora.inference_mode = True
+    lora.task_type, lora.inference_mode = "CAUSAL_LM", True
     lora.save_pretrained(folder)
 
 
@@ -57,6 +57,8 @@ def write_tokenizer(folder: Path, run: SavedRun) -> str | None:
     name = run.tokenizer_name or run.require_config().model.get("name_or_path")
     if name is None:
         return None
+    if not has_tokenizer(name):
+        return f"warning: without a tokenizer: {name} has no file of one"
     from transformers import AutoTokenizer
 
     try:

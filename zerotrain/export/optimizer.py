@@ -74,7 +74,9 @@ def write_optimizer(path: Path, saved: SavedTensors) -> None:
             counts = counts_of(saved.manifest.parameters[name])
             for role, place in kept.items():
                 if isinstance(place, torch.Tensor) and place.numel() > 0:
-                    file.seek(place.untyped_storage()._checkpoint_offset)
+                    offset = place.untyped_storage()._checkpoint_offset
+                    assert offset is not None
+                    file.seek(offset)
                     _write(file, counts[role] if role in counts else saved.of_role(name, role))
         file.flush()
         os.fsync(file.fileno())

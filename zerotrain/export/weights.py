@@ -30,9 +30,7 @@ def hugging_face(saved: SavedTensors, dtype: torch.dtype | None) -> dict[str, Ou
 def adapters(saved: SavedTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:
     """The matrices of the adapters alone, as peft's files have them."""
     names = [name for name in saved.names() if ".lora_" in name]
-    return {
-        name.removeprefix(IN_MODEL).replace(ADAPTER, ".", 1): _tensor(saved, name, dtype) for name in names
-    }
+    return {name.removeprefix(IN_MODEL).replace(ADAPTER, ".", 1): _tensor(saved, name, dtype) for name in names}
 
 
 def merged(saved: SavedTensors, dtype: torch.dtype | None, lora: Mapping[str, Any]) -> dict[str, OutTensor]:

@@ -110,11 +110,15 @@ def test_the_optimizers_state_in_adamw_of_torch_makes_the_next_step_of_the_engin
     model = make_model()
     model.load_state_dict(tensors_in(out))
     named, saved = dict(model.named_parameters()), torch.load(out / "optimizer.pt", weights_only=True)
-    optimizer = torch.optim.AdamW([{"params": [named[name] for name in each["params"]]} for each in saved["param_groups"]])
+    optimizer = torch.optim.AdamW(
+        [{"params": [named[name] for name in each["params"]]} for each in saved["param_groups"]]
+    )
     optimizer.load_state_dict(saved)
     loss_of(model, 2).backward()
     optimizer.step()
-    assert {name: torch.equal(parameter, wanted[name]) for name, parameter in named.items()} == dict.fromkeys(named, True)
+    assert {name: torch.equal(parameter, wanted[name]) for name, parameter in named.items()} == dict.fromkeys(
+        named, True
+    )
 
 
 def seeded() -> torch.nn.Module:
