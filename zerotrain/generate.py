@@ -1,7 +1,9 @@
 """`python -m zerotrain.generate RUN --prompt "def main"`: text from a checkpoint or an exported folder."""
 
 import argparse
+import io
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text, default 0")
     given = vars(parser.parse_args(arguments))
     path, prompt = given.pop("path"), given.pop("prompt")
+    for stream in (sys.stdin, sys.stdout):  # bytes that are no text, characters that a terminal has not
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         sampling = Sampling(**given)
         model = text_model(path, about=ABOUT)
@@ -77,11 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(flush=True)
         return exits.of_signal(2)
+    except BrokenPipeError:  # such as of `| head`; Python would complain once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exits.of_signal(13)
     return exits.COMPLETED
 
 
 def _lines() -> Iterator[str]:
-    while True:
+    while sys.stdin is not None:  # which it is where it was closed
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
         line = sys.stdin.readline()

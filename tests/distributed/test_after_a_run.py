@@ -1,6 +1,7 @@
 """What is done with a run of four ranks at stage 3: evaluate, generate; one launch for all."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -90,7 +91,11 @@ def test_damage_is_told_with_file_and_tensor(run: Path, tmp_path: Path, capsys) 
     content = bytearray((copy / "rank-00002.safetensors").read_bytes())
     content[-1] ^= 1
     (copy / "rank-00002.safetensors").write_bytes(content)
-    for command in (generate.main, lambda given: export([*given[:1], "--out", str(tmp_path / "out")])):
+    for command in (
+        generate.main,
+        lambda given: export([*given[:1], "--out", str(tmp_path / "out")]),
+        lambda given: evaluate.main(given[:1]),
+    ):
         assert command([str(copy), "--prompt", "a"]) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert "rank-00002.safetensors is not what was written" in line
@@ -102,17 +107,25 @@ def test_text_goes_on_from_a_prompt_and_from_each_line_of_the_input(run: Path, c
     assert generate.main([str(run), "--prompt", "def main", *options]) == 0
     text = capsys.readouterr().out
     assert text.startswith("def main")
-    with open(run.parent / "lines.txt", "w+") as lines:
-        lines.write("def main\n\nx\n")
-        lines.seek(0)
-        monkeypatch.setattr(sys, "stdin", lines)
+    (run.parent / "lines.txt").write_bytes(b"def main\n\nx\xff\n")
+    with open(run.parent / "lines.txt") as lines, monkeypatch.context() as changed:
+        changed.setattr(sys, "stdin", lines)
         assert generate.main([str(run), *options]) == 0
     both = capsys.readouterr().out
-    assert both.startswith(text + "x")
+    assert both.startswith(text + "x\ufffd")
     assert generate.main([str(run), "--prompt", "def main", *options, "--temperature", "0"]) == 0
     greedy = capsys.readouterr().out
     assert generate.main([str(run), "--prompt", "def main", *options, "--top-k", "1"]) == 0
     assert capsys.readouterr().out == greedy
+
+
+def test_a_reader_who_goes_away_ends_the_text_without_a_word(run: Path, capsys, monkeypatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert generate.main([str(run), "--prompt", "a", "--max-tokens", "3"]) == 141
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,26 @@ from zerotrain.export.optimizer import counts_of, param_groups, roles_of, traine
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Is given tensors without memory, and reads each when it is to be written."""
+    """Is given tensors without memory, and reads each when it is to be written.
+
+    The writer keeps all tensors of a file until it closes that: 582 MiB for one of 577 (torch 2.13, 2026-11-22).
+    So a tensor's memory is given back as the next one is asked for. The one before is on its way to the disk by then,
+    while the writer copies nothing ahead.
+    """
 
     def __init__(self, sources: Mapping[str, Any]) -> None:
         super().__init__()
         self._sources = sources
+        self._written: torch.Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         source = self._sources.get(write_item.index.fqn)
         if write_item.type == WriteItemType.BYTE_IO or source is None:
             return super().resolve_data(write_item)
-        return source()
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+        self._written = source()
+        return self._written
 
 
 def write_dcp(folder: Path, saved: SavedTensors) -> None:
@@ -52,7 +61,7 @@ def write_dcp(folder: Path, saved: SavedTensors) -> None:
     content = {"model": model, "optim": {"state": state, "param_groups": param_groups(saved)}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "assuming a single process", as it is
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+        writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
         try:
             dcp.save(content, storage_writer=writer, planner=_OneByOne(sources), no_dist=True)
         except CheckpointException as error:
