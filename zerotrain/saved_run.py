@@ -80,10 +80,10 @@ class SavedRun:
         """
         model: nn.Module = build("model", self.require_config().model_target)
         targets = model.state_dict(keep_vars=True)
-        given = {id(targets[name]) for name in self.saved.names() if name in targets}
+        given = {id(targets[name]) for name in self.saved.names if name in targets}
         missing = [name for name, tensor in targets.items() if isinstance(tensor, torch.Tensor)]
         missing = [name for name in missing if id(targets[name]) not in given]
-        unknown = [name for name in self.saved.names() if name not in targets]
+        unknown = [name for name in self.saved.names if name not in targets]
         if missing or unknown:
             first = missing[0] if missing else unknown[0]
             raise CheckpointError(
@@ -91,7 +91,7 @@ class SavedRun:
                 "the class changed?"
             )
         with torch.no_grad():
-            for name in self.saved.names():
+            for name in self.saved.names:
                 values, target = self.saved.read(name), targets[name]
                 if values.shape != target.shape:
                     raise CheckpointError(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class SavedTensors:
     manifest: Manifest
     reader: Reader
 
+    @cached_property
     def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each parameter, under its first name if tied, and of each buffer."""
         found = {

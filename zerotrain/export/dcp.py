@@ -44,7 +44,7 @@ def write_dcp(folder: Path, saved: SavedTensors) -> None:
     """Write weights and buffers, tied ones under each of their names, and the optimizer's state."""
     sources: dict[str, Any] = {}
     model: dict[str, Any] = {}
-    known = saved.names()
+    known = saved.names
     for name, (dtype, shape) in known.items():
         names = saved.manifest.parameters[name]["names"] if name in saved.manifest.parameters else [name]
         for each in names:

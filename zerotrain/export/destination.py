@@ -49,19 +49,20 @@ def made(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator[Path]
         partial = PartialFolder(out, replaces=overwrite)
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error.strerror}") from error
+    old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(8)}")
     try:
         yield partial.path
         write_text(partial.path / ABOUT, json.dumps(about, indent=2) + "\n")
         for folder in (path for path in partial.path.rglob("*") if path.is_dir()):
             sync_folder(folder)
-        old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(8)}")
         if overwrite and os.path.lexists(out):
             out.rename(old)
         partial.appear()
-    except OSError as error:
+    except BaseException as error:
+        if old.is_dir() and not os.path.lexists(out):
+            old.rename(out)
         partial.remove()
-        raise CheckpointError(f"{error.filename or out} cannot be written: {error.strerror}") from error
-    except BaseException:
-        partial.remove()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{error.filename or out} cannot be written: {error.strerror}") from error
         raise
     shutil.rmtree(old, ignore_errors=True)

@@ -19,17 +19,17 @@ ADAPTER = ".default."
 
 def plain(saved: SavedTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:
     """All parameters and buffers by their names in the model; of a tied one the first."""
-    return {name: _tensor(saved, name, dtype) for name in saved.names()}
+    return {name: _tensor(saved, name, dtype) for name in saved.names}
 
 
 def hugging_face(saved: SavedTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:
     """Likewise by the names of transformers."""
-    return {name.removeprefix(IN_MODEL): _tensor(saved, name, dtype) for name in saved.names()}
+    return {name.removeprefix(IN_MODEL): _tensor(saved, name, dtype) for name in saved.names}
 
 
 def adapters(saved: SavedTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:
     """The matrices of the adapters alone, as peft's files have them."""
-    names = [name for name in saved.names() if ".lora_" in name]
+    names = [name for name in saved.names if ".lora_" in name]
     return {name.removeprefix(IN_MODEL).replace(ADAPTER, ".", 1): _tensor(saved, name, dtype) for name in names}
 
 
@@ -40,13 +40,13 @@ def merged(saved: SavedTensors, dtype: torch.dtype | None, lora: Mapping[str, An
         lora: `scaling` of what they add, and `fan_in_fan_out`: whether weights lie the other way round, as GPT-2's.
     """
     found = {}
-    for name in saved.names():
+    for name in saved.names:
         if ".lora_" in name:
             continue
         layer, is_layer, rest = name.partition(".base_layer.")
         known = f"{layer}.{rest}" if is_layer else name
         pair = [f"{layer}.lora_{which}{ADAPTER}weight" for which in "AB"]
-        has_adapter = bool(is_layer) and rest == "weight" and pair[0] in saved.names()
+        has_adapter = bool(is_layer) and rest == "weight" and pair[0] in saved.names
         tensor = _merged(saved, name, pair, dtype, lora) if has_adapter else _tensor(saved, name, dtype)
         found[known.removeprefix(IN_MODEL).removeprefix(IN_PEFT)] = tensor
     return found
@@ -55,7 +55,7 @@ def merged(saved: SavedTensors, dtype: torch.dtype | None, lora: Mapping[str, An
 def _merged(
     saved: SavedTensors, name: str, pair: list[str], dtype: torch.dtype | None, lora: Mapping[str, Any]
 ) -> OutTensor:
-    own, shape = saved.names()[name]
+    own, shape = saved.names[name]
 
     def read() -> torch.Tensor:
         down, up = (saved.read(each).float() for each in pair)  # (rank, in), (out, rank)
@@ -66,7 +66,7 @@ def _merged(
 
 
 def _tensor(saved: SavedTensors, name: str, dtype: torch.dtype | None) -> OutTensor:
-    own, shape = saved.names()[name]
+    own, shape = saved.names[name]
     return OutTensor(dtype if dtype is not None and own.is_floating_point else own, shape, lambda: saved.read(name))
 
 

@@ -1,5 +1,6 @@
 """`python -m zerotrain.export`: what is trained leaves in the forms of others."""
 
+import errno
 import functools
 import json
 import threading
@@ -12,6 +13,7 @@ import torch
 import zerotrain
 from tests.unit.checkpoint.runs import KINDS, build, train
 from tests.unit.export.fsdp2 import loss_of, make_model, train_on
+from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.whole import SavedTensors
 from zerotrain.export.__main__ import main
 from zerotrain.export.destination import ABOUT
@@ -169,6 +171,20 @@ def test_nothing_is_replaced_unless_asked_and_then_an_export_alone(hard, tmp_pat
     assert f"{mine} is no folder that zerotrain.export has written" in said
     assert sorted(each.name for each in tmp_path.iterdir()) == ["mine", "out"]
     assert (mine / "thesis.txt").read_text() == "years"
+
+
+def test_a_disk_that_fails_at_the_last_moment_leaves_the_export_that_was_there(hard, tmp_path, monkeypatch, capsys):
+    out = exported(hard[0], tmp_path / "out")
+    before = (out / "model.safetensors").read_bytes()
+
+    def fail(partial: PartialFolder) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(partial.path))
+
+    monkeypatch.setattr(PartialFolder, "appear", fail)
+    assert main([str(hard[0]), "--out", str(out), "--overwrite", "--dtype", "bf16"]) == 1
+    assert "cannot be written: Input/output error" in capsys.readouterr().err
+    assert (out / "model.safetensors").read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
