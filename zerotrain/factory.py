@@ -72,7 +72,7 @@ def run(
 
 def _trainer(config: Config, world: World, run_dir: Path, **told: Any) -> Trainer:
     torch.manual_seed(config.seed)
-    engine = _engine(config, world)
+    engine = build_engine_of(config, world)
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
     torch.manual_seed(config.seed + 1 + world.rank)
     dataset = build("data", config.data_target)
@@ -93,7 +93,12 @@ def _trainer(config: Config, world: World, run_dir: Path, **told: Any) -> Traine
     )
 
 
-def _engine(config: Config, world: World) -> ZeroEngine:
+def build_engine_of(config: Config, world: World) -> ZeroEngine:
+    """The engine of a run around its model, with the model's first weights. Collective.
+
+    Raises:
+        ConfigError: a class cannot be found or refuses its arguments, or the model cannot be trained so.
+    """
     train = config.train
     given = EngineConfig(
         zero=config.zero,

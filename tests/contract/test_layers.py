@@ -28,8 +28,9 @@ MAY_IMPORT = {
     "training": {"errors", "comm", "checkpoint", "engine", "data"},
     "testing": {"comm"},
 }
-"""What each part of the package may import of it. Left out are factory, preflight, prepare and launcher, which put all
-together."""
+"""What each part of the package may import of it. Left out are `TOGETHER`, which put all together."""
+
+TOGETHER = {"factory", "preflight", "prepare", "launching", "saved_run", "text_model", "export", "generate", "evaluate"}
 
 SPEAK_OF_ARGUMENTS = ("api.py", "comm", "checkpoint", "sharding", "engine")
 """Messages from here are read by users of `build_engine`, who have no config; `config/words.py` translates them."""
@@ -39,6 +40,9 @@ CONFIG_NAMES = re.compile(
 
 MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "testing"}
 """The collectives, the agent that starts ranks, and the ranks of tests."""
+
+WRITES_ITS_FORMAT = {"export"}
+"""Folders of torch.distributed.checkpoint, in one process."""
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +68,12 @@ def test_a_part_imports_only_what_it_is_built_on(part: str, imports: grimp.Impor
 
 def test_every_part_of_the_package_has_its_place():
     parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert parts == {*MAY_IMPORT, "__init__", "__main__", "factory", "preflight", "prepare", "launching"}
+    assert parts == {*MAY_IMPORT, *TOGETHER, "__init__", "__main__"}
 
 
 def test_only_these_parts_know_torch_distributed():
     knowing = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if imports_torch_distributed(path)}
-    assert knowing == MAY_TALK_TO_OTHER_RANKS
+    assert knowing == MAY_TALK_TO_OTHER_RANKS | WRITES_ITS_FORMAT
 
 
 def imports_torch_distributed(path: Path) -> bool:

@@ -70,7 +70,7 @@ def test_the_config_decays_matrices_alone_and_the_start_of_a_run_says_so(
 ) -> None:
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     decaying = ADAMW | {"weight_decay": 0.1}
-    engine = factory._engine(config(optimizer=decaying), world)
+    engine = factory.build_engine_of(config(optimizer=decaying), world)
     assert {group["name"]: group["weight_decay"] for group in engine.param_groups} == {"matrices": 0.1, "others": 0.0}
     run(tmp_path, optimizer=decaying)
     assert re.search(r"decay +0\.1 on \d+ matrices \([\d,]+\), 0 on \d+ others", capsys.readouterr().out)

@@ -42,15 +42,19 @@ def require_new(path: Path) -> None:
 
 
 class PartialFolder:
-    """The folder of a save under way. One process makes it, `publish` or `remove` ends it.
+    """The folder of a save under way. One process makes it; `publish`, `appear` or `remove` ends it.
+
+    Args:
+        replaces: whether there may be something of the name, which whoever calls moves away before `appear`.
 
     Raises:
         CheckpointError: there is something of the checkpoint's name already.
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, target: Path) -> None:
-        require_new(target)
+    def __init__(self, target: Path, *, replaces: bool = False) -> None:
+        if not replaces:
+            require_new(target)
         self.target = target
         self.token = secrets.token_hex(8)
         """Of this save alone: in the manifest, and in the header of each file."""
@@ -86,6 +90,15 @@ class PartialFolder:
             writer.sync()
         finally:
             writer.close()
+        self.appear()
+
+    def appear(self) -> None:
+        """Wait until all names are on the disk, and give the folder its own.
+
+        Raises:
+            CheckpointError: something took the name meanwhile.
+            OSError: it cannot be renamed.
+        """
         sync_folder(self.path)
         require_new(self.target)
         self.path.rename(self.target)

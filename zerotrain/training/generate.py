@@ -41,9 +41,22 @@ def generate(
             seen = ids[-max_seq_len:] if num_left > 0 else prompt[:1]
             logits = engine(seen[None])[0, -1].float().cpu()  # (vocab_size,)
             if num_left > 0:
-                top = (logits / temperature).topk(min(top_k, len(logits)))
-                choice = torch.multinomial(top.values.softmax(dim=0), num_samples=1, generator=generator)
-                token = top.indices[choice].to(ids.device)
+                token = next_token(logits, temperature=temperature, top_k=top_k, generator=generator).to(ids.device)
                 ids = torch.cat([ids, token])
                 num_left = 0 if token.item() == stop_token else num_left - 1
     return ids
+
+
+def next_token(logits: torch.Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw a token: (1,) int64.
+
+    Args:
+        logits: (vocab_size,) fp32, on the CPU.
+        temperature: below 1 prefers likely tokens; 0: the likeliest.
+        top_k: choose among this many likeliest tokens.
+    """
+    if temperature == 0:
+        return logits.argmax(dim=0, keepdim=True)
+    top = (logits / temperature).topk(min(top_k, len(logits)))
+    choice = torch.multinomial(top.values.softmax(dim=0), num_samples=1, generator=generator)
+    return top.indices[choice]

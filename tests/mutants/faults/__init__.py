@@ -5,6 +5,7 @@ from tests.mutants.faults import (
     checkpoints,
     comm,
     datasets,
+    export,
     gradient,
     habits,
     optimizers,
@@ -29,6 +30,7 @@ FAULTS: dict[str, Fault] = {
         tokens,
         checkpoints,
         datasets,
+        export,
     )
     for name, fault in room.FAULTS.items()
 }

@@ -1,0 +1,157 @@
+"""What is done with a run of four ranks at stage 3: evaluate, generate; one launch for all."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import REPOSITORY
+
+from zerotrain import evaluate, generate
+from zerotrain.checkpoint.folder import PartialFolder
+from zerotrain.export.__main__ import main as export
+from zerotrain.generate import characters
+
+SETTINGS = (
+    "zero.stage=3",
+    "launch.nproc_per_node=4",
+    "launch.threads_per_rank=1",
+    "launch.device=cpu",
+    "data.seq_len=32",
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "train.max_steps=3",
+    "train.micro_batch_size=3",
+    "train.eval_every=1",
+    "train.eval_batches=2",
+    "train.sample_tokens=0",
+    "precision=bf16",
+    "checkpoint.every=2",
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("after")
+    (folder / "text.txt").write_text("".join(f"def main(): return {each}  # ünï\n" for each in range(300)))
+    settings = [*SETTINGS, f"hydra.run.dir={folder}/run", f"data.path={folder}/text.txt"]
+    command = [sys.executable, str(REPOSITORY / "launch.py"), *settings]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return folder / "run"
+
+
+def losses_of(run: Path) -> dict[int, float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+
+
+def test_the_validation_loss_is_the_runs_own_to_the_bit(run: Path, capsys) -> None:
+    wanted = losses_of(run)
+    for name, step in (("checkpoints/step-00000002", 2), ("", 3)):
+        assert evaluate.main([str(run / name)]) == 0
+        assert capsys.readouterr().out == f"step {step}: validation loss {wanted[step]!r}\n"
+
+
+def test_settings_of_the_evaluation_can_be_others(run: Path, capsys) -> None:
+    step, loss, _ = evaluate.evaluate(run, ["train.eval_batches=1"])
+    assert (step, loss != losses_of(run)[3]) == (3, True)
+    assert evaluate.evaluate(run, ["data.seq_len=16"])[1] != loss
+    for setting, said in (
+        ("train.eval_batchs=1", "train.eval_batchs=1: is no setting with a value of this run"),
+        ("zero.stage", "zero.stage: is no setting with a value"),
+        ("train.eval_batches=0", "train.eval_batches: got 0; it must be 1 or more"),
+        ("train.eval_batches=many", "train.eval_batches=many: "),
+    ):
+        assert evaluate.main([str(run), setting]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(said)
+
+
+def test_a_run_that_was_interrupted_and_a_save_that_was_cut_off(run: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    half = PartialFolder(tmp_path / "run" / "checkpoints" / "step-00000003").path
+    for command in (evaluate.main, lambda given: generate.main([*given, "--prompt", "a"])):
+        for path in (tmp_path / "run", half):
+            assert command([str(path)]) == 2
+            [line] = capsys.readouterr().err.splitlines()
+            assert "a save" in line
+            assert "cut off" in line
+    shutil.copytree(run / "checkpoints" / "step-00000002", tmp_path / "run" / "checkpoints" / "step-00000002")
+    assert evaluate.evaluate(tmp_path / "run")[1] == losses_of(run)[2]
+    assert generate.main([str(tmp_path / "run"), "--prompt", "def", "--max-tokens", "3"]) == 0
+
+
+def test_damage_is_told_with_file_and_tensor(run: Path, tmp_path: Path, capsys) -> None:
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(run / "checkpoints" / "step-00000003", copy)
+    content = bytearray((copy / "rank-00002.safetensors").read_bytes())
+    content[-1] ^= 1
+    (copy / "rank-00002.safetensors").write_bytes(content)
+    for command in (
+        generate.main,
+        lambda given: export([*given[:1], "--out", str(tmp_path / "out")]),
+        lambda given: evaluate.main(given[:1]),
+    ):
+        assert command([str(copy), "--prompt", "a"]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "rank-00002.safetensors is not what was written" in line
+        assert "weight of" in line
+
+
+def test_text_goes_on_from_a_prompt_and_from_each_line_of_the_input(run: Path, capsys, monkeypatch) -> None:
+    options = ["--max-tokens", "40", "--seed", "5"]  # more than the model looks back on
+    assert generate.main([str(run), "--prompt", "def main", *options]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("def main")
+    (run.parent / "lines.txt").write_bytes(b"def main\n\nx\xff\n")
+    with open(run.parent / "lines.txt") as lines, monkeypatch.context() as changed:
+        changed.setattr(sys, "stdin", lines)
+        assert generate.main([str(run), *options]) == 0
+    both = capsys.readouterr().out
+    assert both.startswith(text + "x\ufffd")
+    assert generate.main([str(run), "--prompt", "def main", *options, "--temperature", "0"]) == 0
+    greedy = capsys.readouterr().out
+    assert generate.main([str(run), "--prompt", "def main", *options, "--top-k", "1"]) == 0
+    assert capsys.readouterr().out == greedy
+
+
+def test_a_reader_who_goes_away_ends_the_text_without_a_word(run: Path, capsys, monkeypatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert generate.main([str(run), "--prompt", "a", "--max-tokens", "3"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere", "--prompt", "a"), "nowhere is not there: give"),
+        (("run", "--prompt", ""), "--prompt: got an empty text"),
+        (("run", "--prompt", "a", "--temperature", "-1"), "--temperature: got -1.0; it must be 0"),
+        (("run", "--prompt", "a", "--top-k", "0"), "--top-k: got 0; it must be 1 or more"),
+        (("out", "--prompt", "a"), "is an export without a model of Hugging Face; give the run"),
+    ],
+)
+def test_what_cannot_be_is_one_line(run: Path, arguments, said: str, capsys) -> None:
+    if not (run.parent / "out").exists():
+        assert export([str(run), "--out", str(run.parent / "out")]) == 0
+    assert generate.main([str(run.parent / arguments[0]), *arguments[1:]]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_characters_come_whole_and_what_is_none_comes_too() -> None:
+    def decode(ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    text = "aü€😀b"
+    assert list(characters(decode, [120], text.encode())) == list(text)
+    broken = bytes([0xFF, 0xFE, 97, 0x80, 0x80, 0x80, 0x80, 0x80, 98])
+    assert "".join(characters(decode, [120], broken)) == decode(list(broken))
+    assert "".join(characters(decode, [120], "ü".encode()[:1])) == "\ufffd"

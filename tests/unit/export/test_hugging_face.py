@@ -1,0 +1,167 @@
+"""Exported folders that transformers and peft open, and text from them."""
+
+import functools
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+import zerotrain  # noqa: E402
+from tests.unit.data.tokenizers_made import END, saved  # noqa: E402
+from tests.unit.export.test_export import ONE_SEED_AT_A_TIME, exported, refused, tensors_in  # noqa: E402
+from zerotrain import generate  # noqa: E402
+from zerotrain.config.compose import from_values  # noqa: E402
+from zerotrain.models import HuggingFaceModel  # noqa: E402
+from zerotrain.testing.fake_wire import run_threads  # noqa: E402
+
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 32, "tie_word_embeddings": True}
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 300}
+IDS = torch.arange(12)[None] * 7
+
+
+def engine_of(arguments: dict[str, Any], world: zerotrain.World | None = None, stage: int = 3) -> zerotrain.ZeroEngine:
+    with ONE_SEED_AT_A_TIME:
+        torch.manual_seed(0)
+        model = HuggingFaceModel(**arguments)
+    optimizer = functools.partial(torch.optim.AdamW, lr=0.01)
+    return zerotrain.build_engine(model, optimizer=optimizer, zero=zerotrain.ZeroConfig(stage), world=world)
+
+
+def run_of(folder: Path, arguments: dict[str, Any], data: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What a run of four ranks at stage 3 leaves that was interrupted; its weights."""
+    model = {"_target_": "zerotrain.models.HuggingFaceModel", **arguments}
+    config = asdict(from_values({"model": model, "data": {"_target_": "zerotrain.data.TextDataset", **data}}))
+
+    def train(world: zerotrain.World) -> dict[str, torch.Tensor]:
+        engine = engine_of(arguments, world)
+        for _ in range(2):
+            engine.backward(engine(IDS, IDS.roll(-1)))
+            engine.step()
+        engine.save(folder / "checkpoints" / "step-00000002", config=config)
+        return engine.full_state_dict()
+
+    return run_threads(train, 4)[0][0]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("llama")
+    tokenizer = saved("bytes, GPT-2", folder / "tokenizer", eos_token=END)
+    arguments = {"config": LLAMA, "vocab_size": 600}
+    return folder / "run", arguments, run_of(folder / "run", arguments, {"tokenizer": tokenizer})
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("adapters")
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(**GPT2, bos_token_id=None, eos_token_id=None)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    arguments = {"name_or_path": str(folder / "base"), "lora": {"rank": 2}}
+    return folder / "run", arguments, run_of(folder / "run", arguments, {"tokenizer": None})
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def trained(arguments: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
+    """The model of transformers or peft that the run has trained, by plain torch."""
+    model = HuggingFaceModel(**arguments)
+    model.load_state_dict(weights)
+    return model.model
+
+
+def test_transformers_opens_what_was_exported_and_gives_equal_logits(llama, tmp_path: Path) -> None:
+    run, arguments, weights = llama
+    out = exported(run, tmp_path / "out", "--shard-mb", "0.03")
+    assert (out / "model.safetensors.index.json").exists()
+    opened = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert opened.dtype == torch.float32
+    assert opened.config.use_cache
+    assert torch.equal(logits_of(opened), logits_of(trained(arguments, weights)))
+    assert opened.lm_head.weight is opened.model.embed_tokens.weight
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    own = transformers.AutoTokenizer.from_pretrained(run.parent / "tokenizer")
+    assert tokenizer.encode("def main") == own.encode("def main") != []
+
+
+def test_a_dtype_is_what_transformers_opens_it_in(llama, tmp_path: Path) -> None:
+    run, arguments, weights = llama
+    out = exported(run, tmp_path / "out", "--dtype", "bf16")
+    opened = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert opened.dtype == torch.bfloat16
+    rounded = trained(arguments, weights).bfloat16()
+    assert all(torch.equal(value, opened.state_dict()[name]) for name, value in rounded.state_dict().items())
+
+
+def test_out_and_in_again_is_unchanged(llama, tmp_path: Path) -> None:
+    run, arguments, weights = llama
+    out = exported(run, tmp_path / "out")
+    engine = engine_of({**arguments, "config": LLAMA | {"hidden_act": "silu"}}, stage=2)
+    engine.load_weights(out)
+    again = engine.full_state_dict()
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+def test_adapters_are_opened_by_peft(adapters, tmp_path: Path) -> None:
+    run, arguments, weights = adapters
+    out = exported(run, tmp_path / "out")
+    assert all(".lora_" in name for name in tensors_in(out))
+    base = transformers.AutoModelForCausalLM.from_pretrained(arguments["name_or_path"])
+    wanted = logits_of(trained(arguments, weights))
+    assert torch.equal(logits_of(peft.PeftModel.from_pretrained(base, out)), wanted)
+    assert torch.equal(logits_of(peft.AutoPeftModelForCausalLM.from_pretrained(out)), wanted)
+
+
+def test_adapters_are_merged_as_by_peft(adapters, tmp_path: Path) -> None:
+    run, arguments, weights = adapters
+    opened = transformers.AutoModelForCausalLM.from_pretrained(exported(run, tmp_path / "out", "--merge"))
+    merged = trained(arguments, weights).merge_and_unload().state_dict()
+    assert opened.state_dict().keys() == merged.keys()
+    assert [name for name, value in opened.state_dict().items() if not torch.equal(value, merged[name])] == []
+
+
+def test_adapters_of_a_model_from_scratch_need_merging(tmp_path: Path, capsys) -> None:
+    arguments = {"config": GPT2, "lora": {"rank": 2}}
+    run_of(tmp_path / "run", arguments, {"vocab_size": 300})
+    said = refused([str(tmp_path / "run"), "--out", str(tmp_path / "out")], capsys)
+    assert "a model from scratch, which no other file has; give --merge" in said
+    assert not (tmp_path / "out").exists()
+
+
+def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert generate.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_text_is_the_same_from_a_run_and_from_what_was_exported(llama, tmp_path: Path, capsys) -> None:
+    run, _, _ = llama
+    options = ("--prompt", "def main", "--max-tokens", "12", "--seed", "3")
+    wanted = text(capsys, str(run), *options)
+    assert wanted.startswith("def main")
+    assert len(wanted) > len("def main\n")
+    out = exported(run, tmp_path / "out")
+    assert text(capsys, str(out), *options) == wanted
+    assert text(capsys, str(run), *options[:-1], "4") != wanted
+    shutil.rmtree(run.parent / "tokenizer")  # last: the run's own needs it
+    assert generate.main([str(run), *options]) == 2
+    assert "no tokenizer, and so no text" in capsys.readouterr().err
+    assert text(capsys, str(out), *options) == wanted
+
+
+def test_a_folder_without_a_tokenizer_is_refused(adapters, capsys) -> None:
+    _, arguments, _ = adapters
+    assert generate.main([arguments["name_or_path"], "--prompt", "a"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "no tokenizer, and so no text" in line

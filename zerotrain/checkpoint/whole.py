@@ -1,0 +1,79 @@
+"""Whole tensors out of a checkpoint, one in memory at a time; whatever is read was verified."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerotrain.checkpoint.kept import candidates
+from zerotrain.checkpoint.manifest import Manifest, dtype_of, read_manifest
+from zerotrain.checkpoint.reading import Reader
+
+WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """An open checkpoint. Its methods raise CheckpointError, with file and tensor, where it is not what was written."""
+
+    path: Path
+    manifest: Manifest
+    reader: Reader
+
+    @cached_property
+    def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each parameter, under its first name if tied, and of each buffer."""
+        found = {
+            name: (_dtype(parameter["tensors"].get(WEIGHT)), tuple(parameter["shape"]))
+            for name, parameter in self.manifest.parameters.items()
+        }
+        return found | {name: (dtype_of(each), tuple(each["shape"])) for name, each in self.manifest.buffers.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """A parameter, or rank 0's buffer: contiguous, in the model's shape, in the dtype it was saved in."""
+        if name in self.manifest.buffers:
+            buffer = self.manifest.buffers[name]
+            of_rank_0 = {**buffer, "pieces": [piece for piece in buffer["pieces"] if piece["file"] == 0]}
+            flat = self._flat(of_rank_0, prod(buffer["shape"]))
+            return flat.view(buffer["shape"])
+        return self.of_role(name, WEIGHT)
+
+    def of_role(self, name: str, role: str) -> torch.Tensor:
+        """What is kept of a parameter in a role, such as exp_avg: contiguous, in the parameter's shape; of a tensor
+        that is updated whole in the shape it is kept in."""
+        parameter = self.manifest.parameters[name]
+        tensor = parameter["tensors"].get(role)
+        if tensor is None:  # of a parameter without elements nothing was written
+            return torch.empty(parameter["shape"])
+        if "shape" in tensor:
+            return self._flat(tensor, prod(tensor["shape"])).view(tensor["shape"])
+        flat = self._flat(tensor, prod(parameter["shape"]))
+        return flat.as_strided(parameter["shape"], parameter["stride"]).contiguous()
+
+    def _flat(self, tensor: Mapping[str, Any], numel: int) -> torch.Tensor:
+        flat = torch.empty(numel, dtype=dtype_of(tensor))
+        if numel:
+            self.reader.read(tensor, 0, flat)
+        return flat
+
+
+def _dtype(tensor: Mapping[str, Any] | None) -> torch.dtype:
+    return torch.float32 if tensor is None else dtype_of(tensor)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[SavedTensors]:
+    """Of what a user named the newest checkpoint, see `candidates`.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is not what was written.
+    """
+    folder = candidates(path)[0]
+    manifest = read_manifest(folder)
+    with Reader(folder, manifest) as reader:
+        yield SavedTensors(folder, manifest, reader)
