@@ -32,6 +32,18 @@ def test_the_folder_holds_the_config_and_nothing_of_an_earlier_run(job: Job):
     assert load_config(job.run_dir / "config.yaml") == job.config
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_what_a_killed_rank_was_about_to_write_goes_when_the_run_is_started_again(job: Job, restarts: int):
+    """They stayed for good: `make chaos` found them (2026-11-22)."""
+    job.run_dir.mkdir()
+    left = [job.run_dir / name for name in ("result.json.17.tmp", "metrics.jsonl.17.tmp")]
+    for path in (*left, job.run_dir / "mine.tmp"):
+        path.write_text("half")
+    replace(job, restarts=restarts).open_folder()
+    assert not any(path.exists() for path in left)
+    assert (job.run_dir / "mine.tmp").exists()
+
+
 def test_another_machine_completes_the_folder_without_taking_from_it(job: Job):
     job.open_folder()
     (job.ranks_dir / "0.log").write_text("running")
@@ -43,18 +55,6 @@ def test_another_machine_makes_the_folder_that_nobody_has_opened_there(job: Job)
     job.complete_folder()
     assert job.ranks_dir.is_dir()
     assert load_config(job.run_dir / "config.yaml") == job.config
-
-
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_what_a_killed_rank_was_about_to_write_goes_when_the_run_is_started_again(job: Job, restarts: int):
-    """They stayed for good: `make chaos` found them (2026-11-22)."""
-    job.run_dir.mkdir()
-    left = [job.run_dir / name for name in ("result.json.17.tmp", "metrics.jsonl.17.tmp")]
-    for path in (*left, job.run_dir / "mine.tmp"):
-        path.write_text("half")
-    replace(job, restarts=restarts).open_folder()
-    assert not any(path.exists() for path in left)
-    assert (job.run_dir / "mine.tmp").exists()
 
 
 def test_an_ending_keeps_what_rank_0_had_written(job: Job):
