@@ -27,7 +27,7 @@ attack: $(INSTALLED) ## wrong commands, folders and machines, ranks that end; ev
 
 KILLS ?= 200
 SEED ?= 0
-chaos: $(INSTALLED) ## kill -9 of a rank, of the parent, of all, at each place of a run at each stage, and start it again; KILLS, SEED
+chaos: $(INSTALLED) ## kill -9 of a rank, the parent or all at each place of a run, 200 times, and restarts; KILLS, SEED; under 20 minutes
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
 
 check: $(INSTALLED) ## lint, types and import layers

@@ -122,9 +122,10 @@ def _run_until_completed(case: Case, folder: Path, outcome: Outcome, *, plain: b
             if BY_NAME[strike.place].kind == "aside":
                 _damage_newest(folder)
         forget_processes(folder)
-        out, temporary = folder / f"start-{number}", set(os.listdir(folder / "tmp"))
+        out, before = folder / f"start-{number}", _temporary(folder)
         code = starts.start(arguments, folder, out=out, plain=plain)
-        left = [*_in_shared_memory(folder), *(set(os.listdir(folder / "tmp")) - temporary if code >= 0 else ())]
+        # A launcher that was killed could not remove its own.
+        left = [*_in_shared_memory(folder), *(sorted(_temporary(folder) - before) if code >= 0 else ())]
         outcome.problems += [f"left by start {number}, in /dev/shm or $TMPDIR: {left}"] if left else []
         newly_struck = len(struck_in(folder)) - num_struck
         by_launcher = _said(out).count("; restart ")
@@ -187,6 +188,11 @@ def problems_of_folder(folder: Path, case: Case) -> list[str]:
         except CheckpointError as error:
             problems.append(str(error))
     return problems
+
+
+def _temporary(folder: Path) -> set[str]:
+    """What is there of ours. Torch makes its compiler's cache there too, for good."""
+    return {name for name in os.listdir(folder / "tmp") if name.startswith("zerotrain")}
 
 
 def _in_shared_memory(folder: Path) -> list[str]:
