@@ -165,10 +165,10 @@ def test_the_parameters_of_a_model_that_was_saved_or_loaded_can_be_sharded(stage
         engine.load(tmp_path / "first")
         before = engine.weights_sha256()
         engine.set_stage(3)
-        after, held = engine.weights_sha256(), engine.memory_bytes()["parameters"]
+        after, got = engine.weights_sha256(), engine.memory_bytes()["parameters"]
         wanted = build(world, Kind(), 3).memory_bytes()["parameters"]
         train(engine, 1)
-        return before, after, held, wanted
+        return before, after, got, wanted
 
-    for before, after, held, wanted in run_threads(on_a_rank, 2)[0]:
-        assert (before, held) == (after, wanted)
+    for before, after, got, wanted in run_threads(on_a_rank, 2)[0]:
+        assert (before, got) == (after, wanted)
