@@ -1,6 +1,7 @@
 """The one place where config becomes objects: one rank of a run, from joining the others to its result."""
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -60,7 +61,7 @@ def run(
     if config.train.deterministic:
         make_deterministic()
     enter("joining the other ranks")
-    facts = {"stage": config.zero.stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
+    facts = {"stage": config.zero.stages[0], "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
     with words_of_config(), World.from_environment(config.launch.device, config.launch.timeout_s) as world:
         enter(f"building {config.model.get('_target_')}")
         policy = _policy(config, resume_from)
@@ -82,6 +83,7 @@ def _trainer(config: Config, world: World, run_dir: Path, **told: Any) -> Traine
         world=world,
         dataset=dataset,
         schedule=build("scheduler", config.scheduler),
+        stages=config.zero.stages,
         seed=config.seed,
         run_dir=run_dir,
         model_flops=_model_flops(config, engine, dataset),
@@ -101,7 +103,7 @@ def build_engine_of(config: Config, world: World) -> ZeroEngine:
     """
     train = config.train
     given = EngineConfig(
-        zero=config.zero,
+        zero=config.zero.of_engine,
         precision=config.precision,
         max_grad_norm=train.max_grad_norm,
         max_skipped_steps=1 if train.on_nonfinite == "stop" else train.max_skipped_steps,
@@ -137,7 +139,7 @@ def _policy(config: Config, resume_from: Sequence[str]) -> CheckpointPolicy:
 
 def _settings(config: Config, virtual_ranks: int) -> dict[str, Any]:
     """What a checkpoint notes of the settings: all, and what null came to where the bits depend on it."""
-    values = asdict(config)
+    values: dict[str, Any] = json.loads(json.dumps(asdict(config)))  # steps of zero.schedule become texts
     values["train"]["virtual_ranks"] = virtual_ranks
     values["launch"]["threads_per_rank"] = torch.get_num_threads()
     return values

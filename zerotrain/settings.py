@@ -120,6 +120,7 @@ def _is_scale(value: float) -> bool:
 
 
 TRUE_OR_FALSE = one_of(True, False)
+STAGE = one_of(0, 1, 2, 3)
 STEPS = at_least(1, "steps")
 CLIPPING = or_null(positive("a number above 0"), " for no clipping")
 UNITS = Rule("auto or a list of module name patterns such as [blocks.*]", _are_units)
@@ -132,7 +133,10 @@ SENT = Effect(lambda _, num_ranks: num_ranks > 1, "with one rank; launch.nproc_p
 """Of what ranks send each other: one rank alone sends nothing."""
 SHARES = Effect(lambda _, num_ranks: num_ranks > 1, "on memory with one rank; launch.nproc_per_node=2 starts two")
 """Of sharding: the shard of one rank is the whole."""
-STAGE_3 = Effect(lambda run, _: run.zero.stage == 3, "at zero.stage={zero.stage}; it has at 3")
+UNSCHEDULED = Effect(
+    lambda run, _: not run.zero.has_first, "with zero.schedule={zero.schedule}, which has the stage from step 0 on"
+)
+STAGE_3 = Effect(lambda run, _: 3 in run.zero.stages.values(), "at {zero.stages_given}; it has at 3")
 """Of sharded parameters on their way."""
 ACCUMULATES = Effect(
     lambda run, _: run.train.gradient_accumulation_steps > 1,
@@ -151,7 +155,7 @@ IN_FP16 = Effect(lambda run, _: run.precision.name == "fp16", "with precision={p
 class ZeroConfig:
     """How parameters, gradients and optimizer state are sharded (ZeRO, arXiv 1910.02054) and moved."""
 
-    stage: int = setting(2, one_of(0, 1, 2, 3), SHARES)
+    stage: int = setting(2, STAGE, SHARES, UNSCHEDULED)
     """0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters."""
     bucket_mb: float = setting(25.0, positive("a number of MiB above 0"))
     """Largest bucket in MiB (2**20 bytes) of the compute precision; a larger parameter is a bucket of its own. Units

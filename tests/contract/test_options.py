@@ -23,6 +23,7 @@ OPTIONS = """
     zero.accumulate
     zero.units
     zero.reshard_after_forward
+    zero.schedule
     precision.name
     precision.keep_fp32
     precision.initial_scale

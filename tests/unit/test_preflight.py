@@ -12,7 +12,7 @@ import torch
 from tests.unit.test_factory import ADAMW, COSINE, GPT
 from zerotrain import factory, preflight
 from zerotrain.checkpoint.manifest import Manifest
-from zerotrain.config.schema import Config, LaunchConfig, PrecisionConfig, TrainConfig, ZeroConfig
+from zerotrain.config.schema import Config, LaunchConfig, PrecisionConfig, TrainConfig, ZeroGroup
 from zerotrain.data import SyntheticTokens
 from zerotrain.errors import ConfigError
 from zerotrain.models import GPT as GPT_CLASS
@@ -154,7 +154,7 @@ def test_asking_for_gpus_that_are_not_there_is_refused() -> None:
 def test_a_problem_that_model_and_optimizer_both_have_is_told_once() -> None:
     two_blocks = GPT | {"num_layers": 2, "activation_checkpointing": True}
     with pytest.raises(ConfigError) as refused:
-        preflight.check(config(model=two_blocks, zero=ZeroConfig(units=["layers.*"])))
+        preflight.check(config(model=two_blocks, zero=ZeroGroup(units=["layers.*"])))
     assert refused.value.problems == (
         "zero.units: no module with parameters matches 'layers.*'; the model's children are: wte, wpe, dropout, "
         "blocks, ln_f",

@@ -98,6 +98,9 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
         return f"{override}: ${{ names another value and needs a }} behind it; \\${{ are the characters themselves"
     key, got, is_inner = _innermost(override, cause) or (key, got, False)
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        outer = override.partition("=")[0]
+        if must_be(outer, got) is not None:  # a dict, which Hydra merges into one that is there, but for new names
+            return f"{outer}: has a value already that is to be merged with; {outer}=null before it takes that away"
         may_be_added = key.startswith(OPEN_GROUPS) and (is_inner or key.count(".") > 1)
         adding = f"; +{key}=... adds it" if may_be_added else ""
         return f"{key}: there is no such setting{did_you_mean(key, known) or adding}"

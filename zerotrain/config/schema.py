@@ -10,6 +10,8 @@ from typing import Any
 
 from zerotrain.settings import (
     CLIPPING,
+    SHARES,
+    STAGE,
     STEPS,
     TRUE_OR_FALSE,
     Effect,
@@ -29,6 +31,56 @@ COLLATE = Rule(
 )
 RHYTHM = re.compile(r"(?P<number>[1-9]\d{0,8})(?P<unit>[smh]?)")
 SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.on_nonfinite=stop; it has with skip")
+
+
+def _is_schedule(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict) and bool(value) and all(_is_entry(*each) for each in value.items())
+    )
+
+
+def _is_entry(step: Any, number: Any) -> bool:
+    """A step may be a text: JSON and `+zero.schedule.500=3` have no other."""
+    is_step = (isinstance(step, int) and not isinstance(step, bool)) or (isinstance(step, str) and step.isdecimal())
+    return is_step and int(step) >= 0 and not isinstance(number, bool) and STAGE.holds(number)
+
+
+SCHEDULE = Rule(
+    "steps done and the stage (0 to 3) from there on, such as {0: 2, 500: 3}, or null for zero.stage in all steps",
+    _is_schedule,
+)
+
+
+@dataclass
+class ZeroGroup(ZeroConfig):
+    """What an engine is told, and when its stage changes, which no engine knows: the training loop tells it."""
+
+    schedule: Any = setting(None, SCHEDULE, SHARES)
+    """The stage by steps done: {0: 2, 500: 3} trains 500 steps at stage 2 and all further ones at 3. Before its first
+    entry `stage` counts. A run that goes on is at the stage of its step."""
+
+    @property
+    def stages(self) -> dict[int, int]:
+        """Steps done, and the stage from there on; in order, 0 among them."""
+        given = {int(step): int(number) for step, number in (self.schedule or {}).items()}
+        return dict(sorted(({0: self.stage} | given).items()))
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the schedule has the first stage, so that `stage` has no effect."""
+        return any(int(step) == 0 for step in self.schedule or ())
+
+    @property
+    def stages_given(self) -> str:
+        """As on the command line."""
+        return f"zero.stage={self.stage}" if self.schedule is None else f"zero.schedule={self.schedule}"
+
+    @property
+    def of_engine(self) -> ZeroConfig:
+        """What an engine is told, at the first stage."""
+        return ZeroConfig(
+            **{each.name: getattr(self, each.name) for each in fields(ZeroConfig)} | {"stage": self.stages[0]}
+        )
 
 
 @dataclass
@@ -163,7 +215,7 @@ class Config:
 
     seed: int = setting(0, Rule("between 0 and 2**63 - 1", lambda seed: 0 <= seed < 2**63))
     """Seeds the initial weights, the order of the data and dropout."""
-    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    zero: ZeroGroup = field(default_factory=ZeroGroup)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     model: dict[str, Any] = field(default_factory=lambda: asdict(ModelSwitches()))
     """An nn.Module: forward(inputs, labels) returns the mean loss over labels != -100; forward(inputs) the logits.

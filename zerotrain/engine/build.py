@@ -162,7 +162,8 @@ class Builder:
         weights.take_writes()
         weights.start_gather()
         weights.let_go()
-        new = self._around(old.spec, old.layout, owners, weights.model_weight, master)
+        values = weights.model_weight if weights.model_weight.can_be_released else weights.model_weight.copy()
+        new = self._around(old.spec, old.layout, owners, values, master)
         switch.move_state(old, new)
         return new
 

@@ -120,7 +120,7 @@ def write_ending(job: Job, world_size: int, *, status: str, error: str) -> None:
     path = job.run_dir / RESULT_NAME
     facts = {
         "world_size": world_size,
-        "stage": job.config.zero.stage,
+        "stage": job.config.zero.stages[0],
         "overrides": job.overrides,
         "config_hash": job.config_hash,
         "restarts": job.restarts,

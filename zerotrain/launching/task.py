@@ -31,6 +31,7 @@ from zerotrain.launching.restarts import Attempts, going_on, place_of_restart
 from zerotrain.launching.spawn import run_ranks
 from zerotrain.launching.torchrun import job_exchange, run_here
 from zerotrain.training.result import RESULT_NAME
+from zerotrain.training.stages import stages_named
 
 MAX_TRACEBACK = 20_000
 """Characters."""
@@ -127,7 +128,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
     shown = shown_from(Path.cwd(), run_dir)
-    print(f"stage {config.zero.stage}, ranks: {num_ranks}, run folder: {shown}", flush=True)
+    print(f"{stages_named(config.zero.stages)}, ranks: {num_ranks}, run folder: {shown}", flush=True)
     if ranks is None:
         return _run_spawned(job, num_ranks)
     job_exchange(ranks).publish(job)

@@ -31,6 +31,17 @@ class FlatBuffer:
         """Bytes of memory held now: all or none."""
         return self.tensor.untyped_storage().nbytes()
 
+    @property
+    def can_be_released(self) -> bool:
+        """Not where numpy has seen the memory, as it has what was saved or loaded on a CPU: torch pins it down then."""
+        return self.tensor.untyped_storage().resizable()
+
+    def copy(self) -> "FlatBuffer":
+        """The same values in memory of their own."""
+        copied = FlatBuffer(self.layout, dtype=self.tensor.dtype, device=self.tensor.device)
+        copied.tensor.copy_(self.tensor)
+        return copied
+
     def allocate(self) -> None:
         """Hold memory (uninitialised) if there is none."""
         storage = self.tensor.untyped_storage()

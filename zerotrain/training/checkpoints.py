@@ -20,6 +20,7 @@ from zerotrain.engine.state.under_way import SaveUnderWay
 from zerotrain.errors import CheckpointError
 from zerotrain.training.generators import generator_states, restore_generators
 from zerotrain.training.report import in_unit
+from zerotrain.training.result import RunResult
 from zerotrain.training.stop import SAVE
 
 OF_TRAINER = "trainer"
@@ -185,6 +186,11 @@ class RunCheckpoints:
         self._step_times_s[self._under_way is not None].append(step_s)
         if self._under_way is not None and self._under_way.is_done:
             self._settle()
+
+    def note_in(self, result: RunResult) -> None:
+        """Say which checkpoint is the newest, and what saves have cost."""
+        result.checkpoint = None if self.newest is None else str(self.newest)
+        result.save_pause_ms, result.save_step_ratio = self.costs()
 
     def costs(self) -> tuple[float | None, float | None]:
         """(milliseconds that a save held the training of this rank, the mean; time of a step beside a save to that of

@@ -12,7 +12,7 @@ from zerotrain.engine.results import TrainStepResult
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.flops import ModelFlops
 from zerotrain.training.metrics import StepClock
-from zerotrain.training.report import RankUsage, gather_usages, measure_usage, print_report
+from zerotrain.training.report import RankUsage, print_report
 from zerotrain.training.result import RunResult
 
 DATA_WAIT_SHOWN = 0.05
@@ -68,17 +68,20 @@ class Measuring:
         self._result.data_wait_ms = self.clock.data_wait_ms()
         self._result.train_s = self.clock.train_s
 
-    def of_ranks(self, num_micro_batches: int) -> list[RankUsage]:
-        """What is known at the end only: the weights, and the usage of all ranks. Collective.
+    def of_ranks(self, usages: list[RankUsage]) -> list[RankUsage]:
+        """What is known at the end only: the weights, and of this rank what it holds and sends. Collective.
 
         Args:
-            num_micro_batches: of one rank in a step.
+            usages: of all ranks.
+
+        Returns:
+            The same.
         """
-        usage = measure_usage(engine=self._engine, device=self._world.device, num_micro_batches=num_micro_batches)
+        usage = usages[self._world.rank]
         self._result.weights_sha256 = self._engine.weights_sha256()
         self._result.comm_bytes_per_step = {"sent": usage.sent_nbytes, "theory": usage.theory_sent_nbytes}
         self._result.memory_bytes = self._engine.memory_bytes() | {"peak": usage.peak_nbytes}
-        return gather_usages(usage, self._world)
+        return usages
 
     def report(self, console: Console, usages: Sequence[RankUsage]) -> None:
         """Print what came of the run."""

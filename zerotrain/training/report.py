@@ -71,16 +71,22 @@ def gather_usages(usage: RankUsage, world: World) -> list[RankUsage]:
 
 
 def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUsage], device: torch.device) -> None:
-    """Print one line of results and one table of bytes, readable at 80 columns.
+    """Print one line of results and one table of bytes, readable at 80 columns; where the stage has changed, with rows
+    for each.
 
     Args:
-        usages: of all ranks, in rank order.
+        usages: of all ranks, in rank order, at the end.
         device: what the ranks ran on, which decides what their peak counts.
     """
     peak_of = "tensors on the GPU" if device.type == "cuda" else "the whole process"
-    table = Table(
-        title=_summary(result), caption=f"measured / theory; peak of {peak_of}", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    caption = f"measured / theory; peak of {peak_of}"
+    told = [entry for entry in result.stages[:-1] if entry["ranks"]]
+    by_stage = [[RankUsage(**each) for each in entry["ranks"]] for entry in told] + [list(usages)]
+    if told:
+        ranges = [f"{entry['stage']} from step {entry['from_step']}" for entry in [*told, result.stages[-1]]]
+        caption = f"stage {', '.join(ranges)}\n{caption}"
+    usages = [usage for each in by_stage for usage in each]
+    table = Table(title=_summary(result), caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
     columns: dict[str, list[tuple[int, ...]]] = {
         "parameters": [(usage.parameters_nbytes, usage.theory_parameters_nbytes) for usage in usages],
         "gradients": [(usage.gradients_nbytes, usage.theory_gradients_nbytes) for usage in usages],
@@ -88,14 +94,16 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
         "sent/step": [(usage.sent_nbytes, usage.theory_sent_nbytes) for usage in usages],
         "peak": [(usage.peak_nbytes,) for usage in usages],
     }
-    table.add_column("rank", justify="right")
+    table.add_column("stage,\nrank" if told else "rank", justify="right")
     cells = []
     for name, values in columns.items():
         unit, unit_nbytes = next((unit for unit in UNITS if max(map(max, values)) >= unit[1]), UNITS[-1])
         table.add_column(f"{name}\n{unit}", justify="right")
         cells.append([" / ".join(f"{nbytes / unit_nbytes:.4g}" for nbytes in cell) for cell in values])
-    for rank, row in enumerate(zip(*cells, strict=True)):
-        table.add_row(str(rank), *row)
+    rows = zip(*cells, strict=True)
+    for each, entry in zip(by_stage, [*told, *result.stages[-1:]] or [{}], strict=True):
+        for rank in range(len(each)):
+            table.add_row(f"{entry['stage']}, {rank}" if told else str(rank), *next(rows))
     console.print(table)
 
 

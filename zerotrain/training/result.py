@@ -3,13 +3,16 @@
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zerotrain.errors import printable
 
 RESULT_NAME = "result.json"
+KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source", "stages")
+"""What a run that goes on begins with."""
 
 
 @dataclass
@@ -19,7 +22,7 @@ class RunResult:
     world_size: int
     """Ranks."""
     stage: int | None = None
-    """ZeRO stage."""
+    """ZeRO stage: the last, where it has changed."""
     overrides: list[str] | None = None
     """The settings given on the command line."""
     config_hash: str | None = None
@@ -67,6 +70,19 @@ class RunResult:
     """Bytes rank 0 sent in the last step, and what theory says: {sent, theory}."""
     memory_bytes: dict[str, Any] | None = None
     """Bytes rank 0 holds at rest {parameters, gradients, optimizer}, the same in theory {theory}, and its {peak}."""
+
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    """The stages that steps were trained at, in order: {stage, from_step: steps done before, sent_nbytes,
+    theory_sent_nbytes: what rank 0 sent for the change in mid-run, ranks: the `RankUsage` of each rank at its end}."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on begins with, for a checkpoint."""
+        return without_non_finite({name: getattr(self, name) for name in KEPT})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin with what another one has left."""
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def end(self, stopped_by: str | None, max_steps: int, failure: Exception | None) -> None:
         """The run ends in order: its steps are done, or a signal came before. Some of its saves may have failed."""

@@ -4,10 +4,11 @@ import errno
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from zerotrain.training.result import without_non_finite
+from zerotrain.training.result import RunResult, without_non_finite
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -21,6 +22,12 @@ class MetricSink(Protocol):
 
     def close(self) -> None:
         """The run is over, however it ended."""
+
+
+def log_to(sinks: Sequence[MetricSink], result: RunResult, metrics: dict[str, Any]) -> None:
+    """Send metrics to each of the sinks, as those of the last step that is done."""
+    for sink in sinks:
+        sink.log(metrics, result.steps)
 
 
 class MetricsFile:

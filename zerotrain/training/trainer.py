@@ -22,15 +22,13 @@ from zerotrain.training.measuring import Measuring
 from zerotrain.training.profile import recorded_steps
 from zerotrain.training.progress import ProgressDisplay
 from zerotrain.training.report import RankUsage
-from zerotrain.training.result import RunResult, without_non_finite
+from zerotrain.training.result import RunResult
 from zerotrain.training.sample import show_sample
 from zerotrain.training.seeds import seed_leaf
-from zerotrain.training.sinks import METRICS_NAME, MetricsFile, MetricSink, keep_lines
+from zerotrain.training.sinks import METRICS_NAME, MetricsFile, MetricSink, keep_lines, log_to
+from zerotrain.training.stages import RunStages
 from zerotrain.training.start import print_start
 from zerotrain.training.stop import StopRequest, name_of_stop, stop_requests
-
-RESULTS_KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source")
-"""Of the result what a run that goes on begins with."""
 
 
 @dataclass(kw_only=True)
@@ -47,6 +45,8 @@ class Trainer:
     """Map-style datasets `train` and `validation` of what the model takes; see `zerotrain.data`."""
     schedule: Callable[[int, int], float]
     """(updates done, max_steps) -> factor on the learning rate. A skipped step is no update."""
+    stages: Mapping[int, int] = field(default_factory=dict)
+    """Steps done, and the ZeRO stage from there on: {500: 3}. Before the first entry the engine's own."""
     seed: int
     """Of the order of the data and of the sample of text."""
     max_steps: int
@@ -125,6 +125,9 @@ class Trainer:
             seed=self.seed,
             collate=self.collate_fn,
         )
+        self.run_stages = RunStages(
+            self.engine, self.world, self.result, self.console, self.stages, self.gradient_accumulation_steps
+        )
         policy = self.checkpoint or CheckpointPolicy(at_end=False)
         self.checkpoints = RunCheckpoints(
             self.engine, self.world, self.run_dir, policy=policy, console=self.console, settings=self.settings
@@ -144,6 +147,7 @@ class Trainer:
             try:
                 if (resumed := self.checkpoints.resume()) is not None:
                     self._go_on(resumed)
+                plan_name = self.run_stages.begin(self.first_step)
                 self.feed.agree(self.data_state, self.data_checked)
                 self.data_state = self.feed.sampler.state_dict()
                 if self.world.rank == 0:
@@ -152,7 +156,7 @@ class Trainer:
                         engine=self.engine,
                         dataset=self.dataset,
                         sampler=self.feed.sampler,
-                        plan_name=f"stage {self.result.stage}",
+                        plan_name=plan_name,
                         num_steps=self.max_steps - self.first_step,
                     )
                 stopped_by = self._train(stop)
@@ -168,8 +172,7 @@ class Trainer:
                 raise
             finally:
                 self.measuring.of_speed()
-                self.result.checkpoint = None if self.checkpoints.newest is None else str(self.checkpoints.newest)
-                self.result.save_pause_ms, self.result.save_step_ratio = self.checkpoints.costs()
+                self.checkpoints.note_in(self.result)
                 if self.world.rank == 0:
                     self.result.write(self.run_dir)
         if usages is not None:
@@ -188,8 +191,7 @@ class Trainer:
         state = resumed.state
         self.first_step, self.skipped_before = resumed.step, state["skipped_steps"]
         self.data_state, self._evaluated_at = state["data"], state["evaluated_at"]
-        for name, value in state["result"].items():
-            setattr(self.result, name, value)
+        self.result.load_state_dict(state["result"])
         self.result.steps, self.result.resumed_from = self.first_step, str(resumed.path)
         self.feed.first_step = self.first_step
         self.measuring.clock.load_state_dict(state["clock"])
@@ -202,7 +204,7 @@ class Trainer:
             "data": dict(self.data_state or {}),
             "skipped_steps": self.result.skipped_steps,
             "evaluated_at": self._evaluated_at,
-            "result": without_non_finite({name: getattr(self.result, name) for name in RESULTS_KEPT}),
+            "result": self.result.state_dict(),
             "clock": self.measuring.clock.state_dict(),
             "run": {**self.run_facts, "run_dir": str(self.run_dir)},
         }
@@ -225,10 +227,7 @@ class Trainer:
                 console=self.console,
             )
             step_done = stack.enter_context(recording)
-
-            def log(metrics: dict[str, Any]) -> None:
-                for sink in sinks:
-                    sink.log(metrics, self.result.steps)
+            log = partial(log_to, sinks, self.result)
 
             # A model that `from_pretrained` has made is in evaluation mode, in which dropout does nothing.
             self.engine.train()
@@ -255,6 +254,8 @@ class Trainer:
                 stopped_by = name_of_stop(outcome.signals) if self.result.steps < self.max_steps else None
                 if self._is_due(self.log_every) or step == 0:
                     log(self.measuring.of_step(outcome))
+                if step + 1 < self.max_steps:
+                    self.run_stages.go_on(step + 1, log)
                 if self._is_due(self.eval_every) and not stopped_by:
                     log(self._evaluate())
                 if self.checkpoints.is_due(step + 1, outcome.signals) or stopped_by:
@@ -267,7 +268,7 @@ class Trainer:
         """Save, show a sample of text, and measure what is known at the end only. Collective."""
         self.checkpoints.save_at_end(self.result.steps, self._state())
         show_sample(self.console, self.engine, self.dataset, num_tokens=self.sample_tokens, seed=self.seed)
-        return self.measuring.of_ranks(self.gradient_accumulation_steps * len(self.engine.virtual_ranks))
+        return self.measuring.of_ranks(self.run_stages.end())
 
     def _owes_evaluation(self) -> bool:
         """Whether one is due before the next step: the first of all, or one that a stop came before."""

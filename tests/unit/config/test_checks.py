@@ -1,10 +1,12 @@
 """Every rule on a value refuses what is outside it, and settings without effect are named."""
 
-from dataclasses import fields
+import json
+from dataclasses import asdict, fields
 
 import pytest
 
 from zerotrain.config.checks import checked_config, doubtful, must_be, value_problems, without_effect
+from zerotrain.config.compose import config_hash, from_values
 from zerotrain.config.schema import (
     Config,
     DataSwitches,
@@ -12,7 +14,7 @@ from zerotrain.config.schema import (
     ModelSwitches,
     PrecisionConfig,
     TrainConfig,
-    ZeroConfig,
+    ZeroGroup,
 )
 
 
@@ -155,12 +157,12 @@ def test_every_default_keeps_the_rules():
 
 
 def test_a_value_of_the_wrong_type_breaks_the_rule_too():
-    [problem] = value_problems(Config(zero=ZeroConfig(bucket_mb="large")))  # type: ignore[arg-type]
+    [problem] = value_problems(Config(zero=ZeroGroup(bucket_mb="large")))  # type: ignore[arg-type]
     assert problem == "zero.bucket_mb: got large; it must be a number of MiB above 0; the default is 25.0"
 
 
 def test_a_setting_without_effect_at_this_stage_is_named():
-    config = Config(zero=ZeroConfig(stage=1, prefetch=2, reshard_after_forward=False))
+    config = Config(zero=ZeroGroup(stage=1, prefetch=2, reshard_after_forward=False))
     assert without_effect(config, world_size=2) == [
         "zero.prefetch=2 has no effect at zero.stage=1; it has at 3",
         "zero.reshard_after_forward=false has no effect at zero.stage=1; it has at 3",
@@ -194,12 +196,12 @@ def test_fp16_cannot_stop_at_the_first_overflow(compose):
 
 
 def test_the_same_setting_has_effect_at_the_stage_that_listens():
-    config = Config(zero=ZeroConfig(stage=3, prefetch=2, reshard_after_forward=False))
+    config = Config(zero=ZeroGroup(stage=3, prefetch=2, reshard_after_forward=False))
     assert without_effect(config, world_size=2) == []
 
 
 def test_one_rank_alone_sends_nothing_so_how_it_sends_has_no_effect():
-    config = Config(zero=ZeroConfig(overlap=False, bucket_mb=1.0))
+    config = Config(zero=ZeroGroup(overlap=False, bucket_mb=1.0))
     lines = without_effect(config, world_size=1)
     assert [line.split(" ")[0] for line in lines] == ["zero.overlap=false"]
 
@@ -219,12 +221,12 @@ def test_a_pretrained_model_that_is_given_bytes_is_told_of():
 
 
 def test_one_rank_alone_is_told_that_its_stage_saves_nothing():
-    [line] = without_effect(Config(zero=ZeroConfig(stage=3)), world_size=1)
+    [line] = without_effect(Config(zero=ZeroGroup(stage=3)), world_size=1)
     assert line.startswith("zero.stage=3 has no effect on memory with one rank; launch.nproc_per_node=2 starts two")
 
 
 def test_every_setting_has_a_rule():
-    groups = {"zero": ZeroConfig, "precision": PrecisionConfig, "train": TrainConfig, "launch": LaunchConfig}
+    groups = {"zero": ZeroGroup, "precision": PrecisionConfig, "train": TrainConfig, "launch": LaunchConfig}
     declared = {f"{group}.{each.name}" for group, kind in groups.items() for each in fields(kind)}
     declared |= {"seed", *(f"model.{each.name}" for each in fields(ModelSwitches))}
     declared |= {f"data.{each.name}" for each in fields(DataSwitches)}
@@ -237,3 +239,45 @@ def test_a_tokenizer_of_ones_own_needs_no_count_of_its_tokens_for_any_model(comp
     for model in ("gpt_tiny", "gpt2", "mlp", "huggingface"):
         assert problems_of(compose, "data=tokenized", "data.tokenizer=some", f"model={model}") == []
     assert [problem.split(":")[0] for problem in problems_of(compose, "model.vocab_size=x")] == ["model.vocab_size"]
+
+
+@pytest.mark.parametrize(
+    "given", ["{0:2,500:7}", "3", "[1]", "{}", "{-1:2}", "{a:2}", "{1.5:2}", "{0:true}", "{0:1.5}", "abc"]
+)
+def test_a_schedule_of_stages_is_steps_and_stages(compose, given):
+    [problem] = problems_of(compose, f"zero.schedule={given}")
+    assert problem.startswith("zero.schedule: got ")
+    assert "; it must be steps done and the stage (0 to 3) from there on, such as {0: 2, 500: 3}, or null" in problem
+
+
+def test_a_schedule_replaces_one_of_before_where_null_stands_between(compose):
+    config, _ = checked_config(compose(["zero.schedule={0:1,9:2}", "zero.schedule=null", "zero.schedule={7:3}"]))
+    assert config.zero.stages == {0: 2, 7: 3}
+    config, _ = checked_config(compose(["zero.schedule={0:1,9:2}", "zero.schedule={9:3}"]))
+    assert config.zero.stages == {0: 1, 9: 3}
+
+
+def test_of_stage_and_schedule_it_is_said_which_counts():
+    config = Config(zero=ZeroGroup(stage=3, schedule={0: 1}))
+    [line] = without_effect(config, world_size=2)
+    assert line == "zero.stage=3 has no effect with zero.schedule={0: 1}, which has the stage from step 0 on"
+    assert config.zero.of_engine.stage == 1
+    assert without_effect(Config(zero=ZeroGroup(stage=3, schedule={5: 1})), world_size=2) == []
+
+
+def test_what_has_an_effect_at_stage_3_has_it_where_the_schedule_comes_there():
+    assert without_effect(Config(zero=ZeroGroup(prefetch=2, schedule={5: 3})), world_size=2) == []
+    [line] = without_effect(Config(zero=ZeroGroup(prefetch=2, schedule={5: 1})), world_size=2)
+    assert line == "zero.prefetch=2 has no effect at zero.schedule={5: 1}; it has at 3"
+
+
+def test_a_stage_that_is_never_reached_is_told():
+    config = Config(zero=ZeroGroup(schedule={400: 3}))
+    assert doubtful(config) == ["zero.schedule: step 400 is not reached with train.max_steps=400"]
+
+
+def test_a_schedule_is_the_same_in_the_process_that_composes_and_in_ranks_that_read_json():
+    config = Config(zero=ZeroGroup(schedule={0: 2, 1000: 3, 500: 1}))
+    told = from_values(json.loads(json.dumps(asdict(config))))
+    assert told.zero.stages == config.zero.stages == {0: 2, 500: 1, 1000: 3}
+    assert config_hash(told) == config_hash(config)

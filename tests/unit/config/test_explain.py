@@ -145,3 +145,10 @@ def test_a_command_line_without_problems_has_none(compose):
 def test_a_setting_that_only_the_users_class_can_know_is_answered_with_how_to_add_it(compose):
     [line] = composition_problems(["model=huggingface", "model.config.n_layer=2"], compose, is_sweep=False)
     assert line == "model.config.n_layer: there is no such setting; +model.config.n_layer=... adds it"
+
+
+def test_a_second_dict_for_a_setting_says_how_the_first_is_taken_away(compose):
+    [line] = composition_problems(["zero.schedule={0:1}", "zero.schedule={5:2}"], compose, is_sweep=False)
+    assert line == (
+        "zero.schedule: has a value already that is to be merged with; zero.schedule=null before it takes that away"
+    )

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,3 +151,24 @@ def test_weights_written_in_place_before_it_stay_written() -> None:
     changing, _ = run_threads(lambda world: on_a_rank(world, (1, 3, 0, 2)), 2)
     fixed, _ = run_threads(lambda world: on_a_rank(world, (0, 0, 0, 0)), 2)
     assert changing == fixed
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_parameters_of_a_model_that_was_saved_or_loaded_can_be_sharded(stage: int, tmp_path: Path) -> None:
+    """Torch pins memory down that numpy has seen, and a save reads by numpy: "Trying to resize storage that is not
+    resizable", as the stage of a run with checkpoints changed to 3 (2026-11-22)."""
+
+    def on_a_rank(world: zerotrain.World) -> tuple[str, str, int, Any]:
+        engine = build(world, Kind(), stage)
+        train(engine, 0)
+        engine.save(tmp_path / "first")
+        engine.load(tmp_path / "first")
+        before = engine.weights_sha256()
+        engine.set_stage(3)
+        after, got = engine.weights_sha256(), engine.memory_bytes()["parameters"]
+        wanted = build(world, Kind(), 3).memory_bytes()["parameters"]
+        train(engine, 1)
+        return before, after, got, wanted
+
+    for before, after, got, wanted in run_threads(on_a_rank, 2)[0]:
+        assert (before, got) == (after, wanted)

@@ -1,7 +1,7 @@
 import io
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -42,6 +42,22 @@ def test_the_table_names_its_units_and_is_readable_at_80_columns():
     assert max(len(line) for line in lines) <= 80
     assert "…" not in "".join(lines)
     assert any(line.split() == ["rank", "MB", "MB", "MB", "MB", "GB"] for line in lines)
+
+
+def test_where_the_stage_has_changed_each_has_its_rows_and_80_columns_are_enough():
+    shards = asdict(replace(USAGE, parameters_nbytes=31_109_952, theory_parameters_nbytes=31_109_952))
+    stages = [
+        {"stage": 3, "from_step": 0, "ranks": [shards, shards]},
+        {"stage": 1, "from_step": 20, "ranks": None},  # its run was stopped
+        {"stage": 2, "from_step": 150, "ranks": None},
+    ]
+    lines = [" ".join(line.split()) for line in printed([USAGE, USAGE], replace(RESULT, stages=stages))]
+    rest = "31.11 / 31.11 186.7 / 186.7 435.5 / 435.5 12.35"
+    rows = [line for line in lines if line.count("/") == 4]
+    assert rows == [f"3, {rank} 31.11 / 31.11 {rest}" for rank in range(2)] + [
+        f"2, {rank} 248.9 / 248.9 {rest}" for rank in range(2)
+    ]
+    assert "stage 3 from step 0, 2 from step 150" in lines
 
 
 def test_the_summary_tells_loss_and_speed():

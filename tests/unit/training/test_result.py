@@ -18,6 +18,7 @@ KEYS = [
     "save_pause_ms",
     "save_step_ratio",
     "stage",
+    "stages",
     "world_size",
     "final_train_loss",
     "final_val_loss",

@@ -1,0 +1,98 @@
+"""The stage of a run, which may change between two steps."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from zerotrain.comm.world import World
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.training.report import RankUsage, gather_usages, in_unit, measure_usage
+from zerotrain.training.result import RunResult
+
+
+def stages_named(stages: Mapping[int, int], step: int = 0) -> str:
+    """Such as "stage 2, 3 after step 500".
+
+    Args:
+        stages: steps done, and the stage from there on.
+        step: steps done now.
+    """
+    later = [f"{stages[each]} after step {each}" for each in sorted(stages) if each > step]
+    return ", ".join([f"stage {_at(stages, step)}", *later])
+
+
+def _at(stages: Mapping[int, int], step: int) -> int:
+    return stages[max(each for each in stages if each <= step)]
+
+
+class RunStages:
+    """Lets an engine be at the stage that is due, and notes in the result what each stage came to. All ranks have one,
+    and call the same.
+
+    Args:
+        schedule: steps done, and the stage from there on; before its first entry the engine's own.
+        gradient_accumulation_steps: micro-batches of a virtual rank.
+    """
+
+    def __init__(
+        self,
+        engine: ZeroEngine,
+        world: World,
+        result: RunResult,
+        console: Console,
+        schedule: Mapping[int, int],
+        gradient_accumulation_steps: int,
+    ) -> None:
+        self._engine, self._world, self._result, self._console = engine, world, result, console
+        self._schedule = {0: engine.options.zero.stage} | dict(schedule)
+        self._num_micro_batches = gradient_accumulation_steps * len(engine.virtual_ranks)
+
+    def begin(self, step: int) -> str:
+        """Be at the stage of this step, from whatever stage the engine was built at; its name, and what comes later.
+        Collective."""
+        now, due = self._engine.options.zero.stage, _at(self._schedule, step)
+        if due != now:
+            self._engine.set_stage(due)
+        self._enter({"stage": due, "from_step": step, "sent_nbytes": None, "theory_sent_nbytes": None, "ranks": None})
+        return stages_named(self._schedule, step)
+
+    def go_on(self, step: int, log: Callable[[dict[str, Any]], None]) -> None:
+        """Be at the stage that is due after this step, and say so where that is another. Collective."""
+        now, due = self._engine.options.zero.stage, _at(self._schedule, step)
+        if due == now:
+            return
+        self._leave()
+        switch = self._engine.set_stage(due)
+        sent = {"sent_nbytes": switch.sent_nbytes, "theory_sent_nbytes": switch.theory_sent_nbytes}
+        self._enter({"stage": due, "from_step": step, **sent, "ranks": None})
+        held = self._engine.memory_bytes()
+        told = ", ".join(f"{in_unit(held[name])} {name}" for name in ("parameters", "gradients", "optimizer"))
+        self._console.print(
+            f"stage {now} -> {due} after step {step}: sent {in_unit(switch.sent_nbytes)} (theory "
+            f"{in_unit(switch.theory_sent_nbytes)}), holds {told}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        log({"stage": due, **{f"stage_{name}": value for name, value in sent.items()}})
+
+    def end(self) -> list[RankUsage]:
+        """Note what the last stage came to: the usage of all ranks. Collective."""
+        return self._leave()
+
+    def _enter(self, entry: dict[str, Any]) -> None:
+        """Note a stage that is begun, or gone on with; one that no step was trained at is none of the run."""
+        stages, self._result.stage = self._result.stages, entry["stage"]
+        if stages and stages[-1]["from_step"] == entry["from_step"] and stages[-1]["stage"] != entry["stage"]:
+            stages.pop()
+        if not stages or stages[-1]["stage"] != entry["stage"]:
+            stages.append(entry)
+
+    def _leave(self) -> list[RankUsage]:
+        device = self._world.device
+        usage = measure_usage(engine=self._engine, device=device, num_micro_batches=self._num_micro_batches)
+        usages = gather_usages(usage, self._world)
+        self._result.stages[-1]["ranks"] = [asdict(each) for each in usages]
+        return usages
