@@ -109,7 +109,8 @@ class PartialFolder:
 
     def remove(self) -> None:
         """Of a save that failed nothing is left. Twice is once."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            _remove_all(self.path)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -139,9 +140,18 @@ def _remove_if_dead(path: Path) -> None:
     except OSError:
         return  # it is alive; or nobody can tell
     else:
-        shutil.rmtree(path, ignore_errors=True)
+        _remove_all(path)
     finally:
         os.close(lock)
+
+
+def _remove_all(path: Path) -> None:
+    """The lock goes last: a folder without it, of a removal that was killed, was nobody's and stayed (2026-11-22)."""
+    for name in os.listdir(path):
+        if name != _LOCK:
+            with suppress(OSError):
+                os.unlink(path / name)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _try_lock(descriptor: int) -> None:

@@ -29,6 +29,7 @@ from zerotrain.training.sinks import METRICS_NAME, MetricsFile, MetricSink, keep
 from zerotrain.training.stages import RunStages
 from zerotrain.training.start import print_start
 from zerotrain.training.stop import StopRequest, name_of_stop, stop_requests
+from zerotrain.training.tracking import restore_states, states_of
 
 
 @dataclass(kw_only=True)
@@ -68,7 +69,7 @@ class Trainer:
     console: Console = field(default_factory=Console)
     """Where rank 0 shows its progress."""
     sinks: Sequence[MetricSink] = ()
-    """Where rank 0 sends metrics beside metrics.jsonl and the console; `run` closes them."""
+    """Where rank 0 sends metrics beside metrics.jsonl and the console; `run` closes them. See `ResumableSink`."""
     begin: Callable[[int], None] = lambda step: None
     """Told the number of each step, from 1, as it begins."""
     num_workers: int = 0
@@ -184,10 +185,8 @@ class Trainer:
     def _go_on(self, resumed: Resumed) -> None:
         """Be where the run was that has saved a checkpoint."""
         if resumed.step > self.max_steps:
-            raise ConfigError(
-                f"train.max_steps: got {self.max_steps}, but {resumed.path} is of step {resumed.step}; it must be as "
-                "many or more"
-            )
+            problem = f"train.max_steps: got {self.max_steps}, but {resumed.path} is of step {resumed.step}"
+            raise ConfigError(f"{problem}; it must be as many or more")
         state = resumed.state
         self.first_step, self.skipped_before = resumed.step, state["skipped_steps"]
         self.data_state, self._evaluated_at = state["data"], state["evaluated_at"]
@@ -195,6 +194,7 @@ class Trainer:
         self.result.steps, self.result.resumed_from = self.first_step, str(resumed.path)
         self.feed.first_step = self.first_step
         self.measuring.clock.load_state_dict(state["clock"])
+        restore_states(self.sinks, state["sinks"])
         if self.world.rank == 0:
             keep_lines(resumed.path.parent.parent / METRICS_NAME, self.run_dir / METRICS_NAME, until=self.first_step)
 
@@ -206,6 +206,7 @@ class Trainer:
             "evaluated_at": self._evaluated_at,
             "result": self.result.state_dict(),
             "clock": self.measuring.clock.state_dict(),
+            "sinks": states_of(self.sinks),
             "run": {**self.run_facts, "run_dir": str(self.run_dir)},
         }
 

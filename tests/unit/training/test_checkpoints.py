@@ -223,6 +223,35 @@ def test_a_run_that_is_further_than_asked_for_is_refused(start):
         second.run()
 
 
+class Tracker:
+    """A service that gives each run an id."""
+
+    def __init__(self, run: str | None = None) -> None:
+        self.run, self.steps = run or "new", []
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.steps.append(step)
+
+    def close(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run": self.run}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self.steps == []
+        self.run = state["run"]
+
+
+def test_a_tracking_service_goes_on_in_its_own_run(start):
+    first = start("run", checkpoint=EVERY_THREE, sinks=[Tracker("7f3a")])
+    first.run()
+    tracker = Tracker()
+    start("again", checkpoint=CheckpointPolicy(resume=[path_of(first, 6)]), sinks=[tracker]).run()
+    assert tracker.run == "7f3a"
+    assert min(tracker.steps) > 6
+
+
 def test_weights_alone_may_be_begun_with(start, screen):
     first = start("run", checkpoint=EVERY_THREE)
     first.run()
