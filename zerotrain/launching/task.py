@@ -68,7 +68,7 @@ def run_job(composed: DictConfig) -> float:
             raise failure from error
         raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
     if result["stopped_by"] is not None:
-        signum = signum or signal.Signals[result["stopped_by"]]
+        signum = signum or getattr(signal.Signals, result["stopped_by"], 0)  # by control.yaml is by no signal
     if result["stopped_by"] is not None or not is_sweep:
         print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
     if is_sweep and signum == signal.SIGINT:

@@ -77,11 +77,12 @@ class RunCheckpoints:
         world: World,
         run_dir: Path,
         *,
-        policy: CheckpointPolicy,
+        policy: CheckpointPolicy | None,
         console: Console,
         settings: Mapping[str, Any] | None,
     ) -> None:
-        self._engine, self._world, self._policy, self._console = engine, world, policy, console
+        self._engine, self._world, self._console = engine, world, console
+        self._policy = policy or CheckpointPolicy(at_end=False)
         self._folder, self._settings = run_dir / CHECKPOINTS, settings
         self._under_way: SaveUnderWay | None = None
         self._begun_s = self._rhythm_s = time.monotonic()

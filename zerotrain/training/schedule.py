@@ -1,6 +1,8 @@
 """Learning rate schedules: functions of the step that return a factor on the optimizer's learning rate."""
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 
 def constant(step: int, max_steps: int) -> float:
@@ -29,3 +31,9 @@ def warmup_cosine(step: int, max_steps: int, *, warmup_steps: int = 20, final_fr
     num_falling_steps = max(1, max_steps - 1 - warmup_steps)
     progress = min(1.0, (step - warmup_steps) / num_falling_steps)
     return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def set_rates(groups: Iterable[dict[str, Any]], factor: float) -> None:
+    """Let the learning rate of each group be this part of what it began with."""
+    for group in groups:
+        group["lr"] = group["initial_lr"] * factor

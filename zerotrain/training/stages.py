@@ -47,20 +47,33 @@ class RunStages:
     ) -> None:
         self._engine, self._world, self._result, self._console = engine, world, result, console
         self._schedule = {0: engine.options.zero.stage} | dict(schedule)
+        self.asked: dict[str, int] = {}
+        """What operators have asked for: steps done, as texts, and the stage from there on, until a later entry of the
+        schedule. Of a run that goes on set before `begin`."""
         self._num_micro_batches = gradient_accumulation_steps * len(engine.virtual_ranks)
 
     def begin(self, step: int) -> str:
         """Be at the stage of this step, from whatever stage the engine was built at; its name, and what comes later.
         Collective."""
-        now, due = self._engine.options.zero.stage, _at(self._schedule, step)
+        now, due = self._engine.options.zero.stage, _at(self._due, step)
         if due != now:
             self._engine.set_stage(due)
         self._enter({"stage": due, "from_step": step, "sent_nbytes": None, "theory_sent_nbytes": None, "ranks": None})
-        return stages_named(self._schedule, step)
+        return stages_named(self._due, step)
 
-    def go_on(self, step: int, log: Callable[[dict[str, Any]], None]) -> None:
-        """Be at the stage that is due after this step, and say so where that is another. Collective."""
-        now, due = self._engine.options.zero.stage, _at(self._schedule, step)
+    @property
+    def _due(self) -> dict[int, int]:
+        return self._schedule | {int(step): stage for step, stage in self.asked.items()}
+
+    def go_on(self, step: int, log: Callable[[dict[str, Any]], None], asked: int | None = None) -> None:
+        """Be at the stage that is due after this step, and say so where that is another. Collective.
+
+        Args:
+            asked: what an operator asks for now.
+        """
+        if asked is not None:
+            self.asked[str(step)] = asked
+        now, due = self._engine.options.zero.stage, _at(self._due, step)
         if due == now:
             return
         self._leave()

@@ -11,6 +11,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Those that let a run stop in order. Slurm sends SIGTERM, or SIGUSR1 so long before a job's time is up."""
 SAVE = 1 << 8
 """What rank 0 adds to the number of its signal, or to 0, where all ranks are to save after a step."""
+STOP = SAVE << 4
+"""Likewise where an operator lets the run stop; between the two is the stage that one asks for (`control.py`)."""
+ASKED = "control.yaml"
+"""What has stopped a run then."""
 SAME_REQUEST_S = 1.0
 """Signals so soon after the first are the same request: Ctrl-C comes from the terminal, and from the launcher too."""
 
@@ -70,5 +74,5 @@ def name_of_stop(signals: Sequence[int]) -> str | None:
     """
     came = [number % SAVE for number in signals if number % SAVE]
     if not came:
-        return None
+        return ASKED if any(number & STOP for number in signals) else None
     return signal.Signals(signal.SIGINT if signal.SIGINT in came else came[0]).name

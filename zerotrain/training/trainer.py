@@ -15,6 +15,7 @@ from zerotrain.data.fetch import Collate
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError, TrainingError, printable
 from zerotrain.training.checkpoints import CheckpointPolicy, Resumed, RunCheckpoints
+from zerotrain.training.control import CONTROL_NAME, Control, stage_asked
 from zerotrain.training.evaluation import RunEvaluation
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.flops import ModelFlops
@@ -24,6 +25,7 @@ from zerotrain.training.progress import ProgressDisplay
 from zerotrain.training.report import RankUsage
 from zerotrain.training.result import RunResult
 from zerotrain.training.sample import show_sample
+from zerotrain.training.schedule import set_rates
 from zerotrain.training.seeds import seed_leaf
 from zerotrain.training.sinks import METRICS_NAME, MetricsFile, MetricSink, keep_lines, log_to
 from zerotrain.training.stages import RunStages
@@ -129,10 +131,10 @@ class Trainer:
         self.run_stages = RunStages(
             self.engine, self.world, self.result, self.console, self.stages, self.gradient_accumulation_steps
         )
-        policy = self.checkpoint or CheckpointPolicy(at_end=False)
         self.checkpoints = RunCheckpoints(
-            self.engine, self.world, self.run_dir, policy=policy, console=self.console, settings=self.settings
+            self.engine, self.world, self.run_dir, policy=self.checkpoint, console=self.console, settings=self.settings
         )
+        self.control = Control(self.run_dir / CONTROL_NAME, self.world, self.console)
         self._evaluated_at: int | None = self.first_step or None
 
     def run(self) -> dict[str, Any]:
@@ -195,6 +197,7 @@ class Trainer:
         self.feed.first_step = self.first_step
         self.measuring.clock.load_state_dict(state["clock"])
         restore_states(self.sinks, state["sinks"])
+        self.run_stages.asked = state["asked_stages"]
         if self.world.rank == 0:
             keep_lines(resumed.path.parent.parent / METRICS_NAME, self.run_dir / METRICS_NAME, until=self.first_step)
 
@@ -207,6 +210,7 @@ class Trainer:
             "result": self.result.state_dict(),
             "clock": self.measuring.clock.state_dict(),
             "sinks": states_of(self.sinks),
+            "asked_stages": self.run_stages.asked,
             "run": {**self.run_facts, "run_dir": str(self.run_dir)},
         }
 
@@ -237,11 +241,11 @@ class Trainer:
             loader = stack.enter_context(self.feed.loader(self.max_steps - self.first_step))
             for step in range(self.first_step, self.max_steps):
                 self.begin(step + 1)
-                self._set_learning_rate(step - self.result.skipped_steps)
+                set_rates(self.engine.param_groups, self.schedule(step - self.result.skipped_steps, self.max_steps))
                 with self.measuring.clock:
                     micro_batches, weights, num_tokens = self.feed.next_step(loader)
                     seed_each = partial(seed_leaf, self.seed, step)
-                    self.engine.signal = stop.signum | self.checkpoints.ask()
+                    self.engine.signal = stop.signum | self.checkpoints.ask() | self.control.ask()
                     outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each)
                 # Read only now: the step has waited for the device anyway.
                 self.measuring.clock.count(float(num_tokens), loader.wait_s)
@@ -256,11 +260,12 @@ class Trainer:
                 if self._is_due(self.log_every) or step == 0:
                     log(self.measuring.of_step(outcome))
                 if step + 1 < self.max_steps:
-                    self.run_stages.go_on(step + 1, log)
+                    self.run_stages.go_on(step + 1, log, stage_asked(outcome.signals))
                 if self._is_due(self.eval_every) and not stopped_by:
                     log(self._evaluate())
                 if self.checkpoints.is_due(step + 1, outcome.signals) or stopped_by:
                     self.checkpoints.save(step + 1, self._state(), wait=bool(stopped_by))
+                self.control.answer(step + 1)
                 if stopped_by:
                     return stopped_by
             return None
@@ -286,11 +291,6 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         """Whether something to be done every so many steps comes now; 0: only after the last."""
         return self.result.steps == self.max_steps or (every > 0 and self.result.steps % every == 0)
-
-    def _set_learning_rate(self, num_updates: int) -> None:
-        factor = self.schedule(num_updates, self.max_steps)
-        for group in self.engine.param_groups:
-            group["lr"] = group["initial_lr"] * factor
 
     def _evaluate(self) -> dict[str, Any]:
         loss, by_source = self.evaluation.after(self.result.steps)
