@@ -143,7 +143,7 @@ def _watch_training(striker: Striker) -> None:
 
     before(Presence, "begin", begin)
     before(dist, "init_process_group", lambda *_, **__: striker.passed("start: joining the others"))
-    before(factory, "_engine", lambda *_: striker.passed("start: building the engine"))
+    before(factory, "build_engine_of", lambda *_: striker.passed("start: building the engine"))
     before(HiddenLayer, "forward", forward)
     before(optimizer_step, "_update", lambda *_: striker.passed("step: update"))
 
