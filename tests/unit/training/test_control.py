@@ -1,12 +1,16 @@
 """What an operator asks of a run that is under way."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+import zerotrain
+from zerotrain.models import GPT
 from zerotrain.training.checkpoints import CheckpointPolicy
 from zerotrain.training.control import stage_asked
 from zerotrain.training.stop import SAVE, STOP, name_of_stop
@@ -28,7 +32,15 @@ def run(make_trainer: Callable[..., Any], tmp_path: Path, screen: Any) -> Callab
             if step in asked:
                 control.write_text(asked[step])
 
-        settings = {"run_dir": run_dir, "max_steps": 12, "checkpoint": CheckpointPolicy(at_end=False, keep=None)}
+        torch.manual_seed(0)
+        model = GPT(vocab_size=32, max_seq_len=16, num_layers=2, num_heads=2, hidden_size=32)
+        engine = zerotrain.build_engine(model, optimizer=partial(torch.optim.AdamW, lr=1e-2))
+        settings = {
+            "engine": engine,
+            "run_dir": run_dir,
+            "max_steps": 12,
+            "checkpoint": CheckpointPolicy(at_end=False, keep=None),
+        }
         trainer = make_trainer(**settings | {"begin": write} | changes)
         body = trainer.run()
         return trainer, body, control.read_text() if control.exists() else ""
