@@ -17,12 +17,12 @@ from rich.console import Console
 
 from zerotrain.checkpoint.kept import step_name
 from zerotrain.comm.world import World
-from zerotrain.sharding.plan import STAGES
 from zerotrain.training.stop import SAVE, STOP
 
 CONTROL_NAME = "control.yaml"
 ONE_STAGE = SAVE << 1
 """As many of these as the stage that is asked for, and one more, are in the number of rank 0."""
+NUM_STAGES = 4
 ALLOWED = "stage: 0 to 3, save: now, stop: true"
 
 
@@ -48,8 +48,7 @@ class Control:
             return 0
         self._seen = now
         self._asked, self._problems = _requests(self._path)
-        stage = self._asked.get("stage")
-        number = 0 if stage is None else (stage + 1) * ONE_STAGE
+        number = (self._asked["stage"] + 1) * ONE_STAGE if "stage" in self._asked else 0
         return number + SAVE * ("save" in self._asked) + STOP * ("stop" in self._asked)
 
     def answer(self, step: int) -> None:
@@ -98,7 +97,7 @@ def _requests(path: Path) -> tuple[dict[str, Any], list[str]]:
     for name, value in content.items():
         if name == "answer":
             continue
-        if name == "stage" and type(value) is int and 0 <= value < len(STAGES):
+        if name == "stage" and type(value) is int and value in range(NUM_STAGES):
             asked["stage"] = value
         elif name == "stage":
             problems.append(f"stage: got {value!r}; it must be 0, 1, 2 or 3")
