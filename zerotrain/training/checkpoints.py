@@ -204,6 +204,9 @@ class RunCheckpoints:
         """Wait for what is under way. What went wrong in the saves of this run, though the training went on."""
         self._settle()
         self._await_removal()
+        _, ratio = self.costs()
+        if ratio is not None:
+            self._say(f"a step beside a save took {ratio:.2f} of the time of the others, by their medians")
         return CheckpointError("\n".join(self._failures)) if self._failures else None
 
     def _settle(self, *, waited: bool = False) -> None:

@@ -155,6 +155,7 @@ def test_a_run_saves_when_it_is_time(start, screen):
     body = trainer.run()
     assert names_in(trainer) == [f"step-{each:08d}" for each in (1, 2, 3)]
     assert screen.getvalue().count("saved checkpoints/step-") == 3
+    assert ("a step beside a save took" in screen.getvalue()) == (body["save_step_ratio"] is not None)
     assert body["checkpoint"] == str(path_of(trainer, 3))
     assert body["save_pause_ms"] > 0
     never = start("never", checkpoint=CheckpointPolicy(every_s=1000.0, at_end=False), max_steps=3)
