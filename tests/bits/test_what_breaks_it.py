@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -156,8 +156,7 @@ class Unordered(GPT):
 
 
 MODELS: dict[str, Any] = {
-    "draws from Python's random": functools.partial(Drawing, random.random),
-    "draws from NumPy": functools.partial(Drawing, lambda: float(np.random.rand())),
+    "draws from a generator of its own": functools.partial(Drawing, np.random.default_rng().random),
     "looks at the clock": functools.partial(Drawing, lambda: time.perf_counter_ns() % 1000 / 1000),
     "adds in no fixed order": functools.partial(Unordered, **MODEL.keywords),
 }
@@ -170,12 +169,20 @@ def test_a_model_that_is_no_function_of_its_inputs_and_torchs_random_numbers_cha
     assert run(tmp_path, make=MODELS[name]) != run(tmp_path, make=MODELS[name])
 
 
-def test_a_model_that_draws_from_torch_alone_does_not(tmp_path: Path) -> None:
-    drawing = functools.partial(Drawing, lambda: float(torch.rand(())))
+GLOBAL: dict[str, Callable[[], float]] = {
+    "torch": lambda: float(torch.rand(())),
+    "Python": random.random,
+    "NumPy": lambda: float(np.random.rand()),
+}
+
+
+@pytest.mark.parametrize("of", GLOBAL)
+def test_a_model_that_draws_from_global_generators_alone_does_not(of: str, tmp_path: Path) -> None:
     hashes = set()
     for drawn_before in range(2):
-        torch.rand(drawn_before)
-        hashes.add(run(tmp_path, make=drawing))
+        for _ in range(drawn_before):
+            GLOBAL[of]()
+        hashes.add(run(tmp_path, make=functools.partial(Drawing, GLOBAL[of])))
     assert len(hashes) == 1
 
 
