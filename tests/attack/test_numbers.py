@@ -1,12 +1,12 @@
 """Every setting of the schema refuses what its rule excludes and what is no value of its kind, all in one command."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from attacks import Attack, Zygote, carry_out
 
-from zerotrain.config.schema import Config, DataSwitches, ModelSwitches
+from zerotrain.config.schema import CheckpointConfig, Config, DataSwitches, ModelSwitches
 from zerotrain.settings import settings_in
 
 VALUES: dict[str, Any] = {
@@ -27,8 +27,11 @@ NUM_SETTINGS = len(SETTINGS)
 @pytest.mark.parametrize("typed", VALUES)
 def test_each_setting_that_excludes_a_value_refuses_it_in_a_line_of_its_own(typed: str, zygote: Zygote, tmp_path: Path):
     # A whole number given to a switch of the schema is one more way to write true and false.
-    taken = {name for name, setting, _ in settings_in(Config()) if isinstance(setting.default, bool)}
-    taken = taken if isinstance(VALUES[typed], int) else set()
+    switches = {name for name, setting, _ in settings_in(Config()) if setting.allows(True) and setting.allows(False)}
+    # A number given to a setting that is a text is the text.
+    texts = {f"checkpoint.{name}" for name, hint in get_type_hints(CheckpointConfig).items() if hint == str | None}
+    taken = switches if isinstance(VALUES[typed], int) else set()
+    taken |= {name for name, setting, _ in SETTINGS if name in texts and setting.allows(typed)}
     refusing = [name for name, setting, _ in SETTINGS if not setting.allows(VALUES[typed]) and name not in taken]
     assert len(refusing) > NUM_SETTINGS // 4
     command = ["data=synthetic", *(f"{name}={typed}" for name in refusing)]
