@@ -19,10 +19,11 @@ if TYPE_CHECKING:
         ConfigError,
         DisagreementError,
         EngineStateError,
+        OffloadError,
         TrainingError,
         ZeroTrainError,
     )
-    from zerotrain.settings import PrecisionConfig, ZeroConfig
+    from zerotrain.settings import OffloadConfig, PrecisionConfig, ZeroConfig
 
 _HOMES = {
     "CheckpointError": "zerotrain.errors",
@@ -32,6 +33,8 @@ _HOMES = {
     "EngineStateError": "zerotrain.errors",
     "LoadedWeights": "zerotrain.engine.results",
     "MuonWithAdamW": "zerotrain.engine.groups.muon",
+    "OffloadConfig": "zerotrain.settings",
+    "OffloadError": "zerotrain.errors",
     "PrecisionConfig": "zerotrain.settings",
     "StageSwitch": "zerotrain.engine.results",
     "StepResult": "zerotrain.engine.results",
@@ -52,6 +55,8 @@ __all__ = [
     "EngineStateError",
     "LoadedWeights",
     "MuonWithAdamW",
+    "OffloadConfig",
+    "OffloadError",
     "PrecisionConfig",
     "StageSwitch",
     "StepResult",

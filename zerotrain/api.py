@@ -13,7 +13,7 @@ from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
-from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig, problems_in
+from zerotrain.settings import EngineConfig, OffloadConfig, PrecisionConfig, ZeroConfig, problems_in
 from zerotrain.sharding.plan import Plan
 
 
@@ -23,6 +23,7 @@ def build_engine(
     optimizer: OptimizerFactory,
     zero: ZeroConfig | None = None,
     precision: str | PrecisionConfig = "fp32",
+    offload: OffloadConfig | None = None,
     max_grad_norm: float | None = None,
     max_skipped_steps: int = 20,
     virtual_ranks: int | None = None,
@@ -41,32 +42,30 @@ def build_engine(
             or one declared to update whole tensors, such as `zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=3e-4)`.
         zero: how state is sharded and moved; default `ZeroConfig()`, stage 2.
         precision: fp32, bf16 or fp16; `PrecisionConfig` has more to set.
+        offload: what lies off the device while nothing is computed with it; default: nothing.
         max_grad_norm: clip the global L2 norm of the gradient to this; None for no clipping.
         max_skipped_steps: so many in a row, skipped since their gradient is not finite, raise `TrainingError`.
         virtual_ranks: a power of two times the number of ranks, by default that number: any number of ranks that runs
             as many (`ZeroEngine.each_virtual_rank`) comes to the same bits.
         decay_all: weight decay is for every parameter; False: for matrices alone, as the launcher has it.
-        param_groups: dicts of "params" (names, patterns such as "*.bias", parameters) and what differs from the
-            optimizer's own settings; default: one group of all. See docs/cases.md.
+        param_groups: dicts of "params" (names, patterns such as "*.bias", parameters) and settings; see docs/cases.md.
         compile: torch.compile each unit's forward.
         activation_checkpointing: keep a unit's inputs alone, and compute the rest again in its backward.
-        world: default: the process group the caller has initialised, or one process, on the device of the model's
-            first parameter, or on torch's default device where `model` is a function.
+        world: default: the caller's process group, or one process, on the device of the model's first parameter.
 
     Raises:
         ConfigError: a setting is out of range, or the model or optimizer cannot be trained so.
+        OffloadError: there is no room for what is offloaded.
     """
-    zero = ZeroConfig() if zero is None else zero
-    _require_kinds(model, optimizer, zero, precision)
     given = EngineConfig(
-        zero=zero,
+        zero=ZeroConfig() if zero is None else zero,
         precision=PrecisionConfig(precision) if isinstance(precision, str) else precision,
+        offload=OffloadConfig() if offload is None else offload,
         max_grad_norm=max_grad_norm,
         max_skipped_steps=max_skipped_steps,
         virtual_ranks=virtual_ranks,
     )
-    if problems := problems_in(given):
-        raise ConfigError(*problems)
+    _require_allowed(model, optimizer, given)
     return assemble_engine(
         model,
         given,
@@ -110,27 +109,28 @@ def assemble_engine(
     )
 
 
-def _require_kinds(model: Any, optimizer: Any, zero: Any, precision: Any) -> None:
-    """Check that arguments of Python are of the kind they must be.
+def _require_allowed(model: Any, optimizer: Any, given: EngineConfig) -> None:
+    """Check that arguments are of the kind they must be, and have values that they may.
 
     Raises:
         ConfigError: with those that are not.
     """
     is_model = callable(model) and not isinstance(model, ZeroEngine)
-    is_precision = isinstance(precision, str | PrecisionConfig)
+    zero, precision, offload = given.zero, given.precision, given.offload
     kinds = (
         ("model", model, is_model, "an nn.Module, or a function that makes one"),
         ("optimizer", optimizer, callable(optimizer), "functools.partial(torch.optim.AdamW, lr=3e-4) or the like"),
         ("zero", zero, isinstance(zero, ZeroConfig), "a zerotrain.ZeroConfig, such as ZeroConfig(stage=3)"),
-        ("precision", precision, is_precision, "a name such as bf16, or a PrecisionConfig"),
+        ("precision", precision, isinstance(precision, PrecisionConfig), "a name such as bf16, or a PrecisionConfig"),
+        ("offload", offload, isinstance(offload, OffloadConfig), "a zerotrain.OffloadConfig"),
     )
     wrong = [
         f"{name}: got an object of type {type(value).__name__}; it must be {allowed}"
         for name, value, is_right, allowed in kinds
         if not is_right
     ]
-    if wrong:
-        raise ConfigError(*wrong)
+    if problems := wrong or problems_in(given):
+        raise ConfigError(*problems)
 
 
 def _device_of(model: nn.Module | Callable[[], nn.Module]) -> torch.device:

@@ -69,3 +69,8 @@ class CommError(ZeroTrainError):
 
 class DisagreementError(CommError):
     """The ranks have not done the same since the last step. Raised on every rank."""
+
+
+class OffloadError(ZeroTrainError):
+    """The host's memory or the disk that state is offloaded to has no room, or does not give back what it was given.
+    The step that met it cannot be repeated; the checkpoints are as they were."""

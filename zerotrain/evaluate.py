@@ -1,39 +1,68 @@
 """`python -m zerotrain.evaluate RUN [SETTING=VALUE ...]`: the validation loss of a checkpoint, as the run had it."""
 
 import argparse
+import json
 import os
+import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 
-from zerotrain.comm.world import World, choose_device
+from zerotrain import evaluating, preflight
+from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.checks import value_problems
 from zerotrain.config.compose import first_line, from_values, known_keys
-from zerotrain.config.schema import Config
+from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.suggest import did_you_mean
-from zerotrain.config.words import words_of_config
-from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.factory import build, build_collate, build_engine_of
+from zerotrain.config.words import in_words_of_config, words_of_config
+from zerotrain.engine.state.start import weight_misfits
+from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
+from zerotrain.exported import ADAPTERS, MERGED, opened_or_exported
+from zerotrain.factory import build_on_meta
 from zerotrain.launching import exits
-from zerotrain.saved_run import opened_run
-from zerotrain.training.evaluation import RunEvaluation
+from zerotrain.launching.failures import Failure, RunError
+from zerotrain.launching.job import Job, num_threads_per_rank
+from zerotrain.launching.restarts import Attempts
+from zerotrain.launching.spawn import run_ranks
+from zerotrain.launching.task import device_for
+from zerotrain.launching.terminal import outlast_readers
+from zerotrain.launching.worker import exit_now
+from zerotrain.saved_run import OfRun
+from zerotrain.settings import OffloadConfig
+from zerotrain.training.stages import stage_at
 
 EXAMPLES = """\
-A run, of which the newest checkpoint is taken, or a checkpoint. One process; settings are those of the run but for what
-is given, each by its whole name. With none, the loss is that of the run at this step, to the bit, on a CPU: its
-launch.threads_per_rank is taken too.
+A run, of which the newest checkpoint is taken, a checkpoint, or an exported folder. Settings are those of the run but
+for what is given, each by its whole name. With none, or others of zero and launch alone, the loss is that of the run at
+this step, to the bit, on a CPU: its launch.threads_per_rank is taken too. One process, unless launch.nproc_per_node or
+torchrun asks for more. Nothing is written into the run's folder, which may be under way.
 
   python -m zerotrain.evaluate outputs/2026-11-22/10-00-00
-  python -m zerotrain.evaluate outputs/2026-11-22/10-00-00 data.path=other_texts train.eval_batches=100
+  python -m zerotrain.evaluate outputs/2026-11-22/10-00-00 zero.stage=3 launch.nproc_per_node=4
+  python -m zerotrain.evaluate exported data.path=other_texts train.eval_batches=100
 
-Exit code 0; 2: an argument, or a checkpoint that is not what was written, one line a problem.
+Exit code 0; 1: a rank failed; 2: an argument, or weights that are not what was written, one line a problem.
 """
+
+
+GROUPS = tuple(each.name for each in fields(Config) if each.name != "seed")
+OPEN_GROUPS = ("model", "data")
+"""Those whose settings their classes decide."""
+AT_WORK: tuple[str, ...] = ("seed", "zero.", "precision.", "model.", "data.", "train.eval_batches")
+AT_WORK += ("train.micro_batch_size", "train.deterministic", "launch.device", "launch.nproc_per_node")
+AT_WORK += ("launch.threads_per_rank", "launch.timeout_s", "launch.shared_memory")
+"""How names of settings begin that an evaluation has a use for, but for those of `IDLE`."""
+IDLE = ("zero.schedule", "data.num_workers")
+OTHER_DATA = "the data is not what the run has seen: its files or their split have changed, and so may the loss"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,75 +73,134 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("path", type=Path, metavar="RUN", help="or a checkpoint")
+    parser.add_argument("path", type=Path, metavar="RUN", help="or a checkpoint, or an exported folder")
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="other than the run's")
     given = parser.parse_args(arguments)
     try:
+        ranks = RankEnvironment.read()
         with words_of_config():
             step, loss, by_source = evaluate(given.path, given.settings)
     except (ConfigError, CheckpointError) as error:
-        print(error, file=sys.stderr)
+        if not _is_one_of_others():
+            print(error, file=sys.stderr)
         return exits.CONFIG_PROBLEM
     except KeyboardInterrupt:
         return exits.of_signal(2)
-    print(f"step {step}: validation loss {loss!r}")
-    for name, of_source in by_source.items():
-        print(f"  {name}: {of_source!r}")
+    except Exception as error:
+        _tell(error, 0 if ranks is None else ranks.rank)
+        if ranks is not None:
+            exit_now(exits.FAILED)
+        return exits.FAILED
+    if not _is_one_of_others():
+        print(f"step {step}: validation loss {loss!r}")
+        for name, of_source in by_source.items():
+            print(f"  {name}: {of_source!r}")
     return exits.COMPLETED
 
 
+def _is_one_of_others() -> bool:
+    """Whether this is one of several ranks of torchrun, and another one tells what all know."""
+    return os.environ.get("RANK", "0") != "0"
+
+
+def _tell(error: Exception, rank: int) -> None:
+    if isinstance(error, RunError):
+        print(error, file=sys.stderr)
+        return
+    if not isinstance(error, ZeroTrainError):  # of a user's class: the user needs to see where
+        traceback.print_exc()
+    print(f"rank {rank} {Failure.of(error, rank).cause}", file=sys.stderr)
+
+
 def evaluate(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> tuple[int, float, dict[str, float]]:
-    """(step, validation loss, loss of each source of a mix) of a checkpoint, in this process.
+    """(step, validation loss, loss of each source of a mix) of a checkpoint: in this process, as one of torchrun's
+    ranks, or by ranks that are started for it.
 
     Args:
-        path: of a checkpoint, or of a run, of which the newest is taken.
+        path: of a checkpoint, of a run, of which the newest is taken, or of an exported folder.
         settings: such as train.eval_batches=100, in place of those of the run.
 
     Raises:
-        ConfigError: a setting is wrong, or the checkpoint is of no run from a config.
-        CheckpointError: there is none, or it is not what was written.
+        ConfigError: a setting is wrong, the weights are of no run from a config, or not what was written.
+        CheckpointError: there is none, or its manifest is damaged.
+        RunError: a rank that was started failed.
     """
-    with opened_run(path) as run:
-        folder, step, config = run.path, run.saved.manifest.step, with_settings(run.require_config(), settings)
-    config.train.virtual_ranks = None  # they share out the batches of training
-    if config.launch.threads_per_rank is not None:
-        torch.set_num_threads(config.launch.threads_per_rank)
-    world = World(rank=0, size=1, local_rank=0, device=choose_device(config.launch.device, 0))
-    engine = build_engine_of(config, world)
-    engine.load_weights(folder)
-    dataset = build("data", config.data_target)
-    evaluation = RunEvaluation(
-        Console(stderr=True),
-        num_batches=config.train.eval_batches,
-        engine=engine,
-        world=world,
-        dataset=dataset.validation,
-        micro_batch_size=config.train.micro_batch_size,
-        seed=config.seed,
-        collate=build_collate(config),
-    )
-    return step, *evaluation.after(step)
+    ranks = RankEnvironment.read()
+    with opened_or_exported(path) as run:
+        told: dict[str, Any] = {"weights": str(run.path), "step": run.step}
+        config = with_settings(_of_evaluation(run), settings)
+    num_local, num_ranks = _num_ranks(config, ranks)
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    config.launch.device, why = device_for(config.launch.device, num_local, num_gpus)
+    try:
+        data = _checked(config, told["weights"], num_local, num_ranks)
+        for warning in _warnings(why, run.data_fingerprint not in (None, data), settings):
+            print(f"warning: {warning}", file=sys.stderr)
+        if ranks is None and num_ranks > 1:
+            result = _by_ranks(config, told, num_ranks)
+        else:
+            torch.set_num_threads(num_threads_per_rank(config, num_local))
+            result = evaluating.run(config, **told)
+    except ZeroTrainError as error:
+        if run.path.exists():
+            raise
+        raise CheckpointError(
+            f"{run.path} was removed while it was read, by its run, which goes on; try again for a newer one"
+        ) from error
+    return told["step"], result["loss"], result["by_source"]
+
+
+def _warnings(why: str | None, is_other_data: bool, settings: Sequence[str]) -> list[str]:
+    """What is told, by one rank, before the loss is known."""
+    if _is_one_of_others():
+        return []
+    is_meant = any(each.startswith(("data.", "seed=")) for each in settings)
+    return ([why] if why else []) + ([OTHER_DATA] if is_other_data and not is_meant else [])
+
+
+def _of_evaluation(run: OfRun) -> Config:
+    """The run's config, without what is of training alone.
+
+    Raises:
+        ConfigError: there is none, or the weights are not whole.
+    """
+    config, form = run.require_config(), run.form
+    if form == ADAPTERS:
+        raise ConfigError(f"{run.path} has adapters alone; give the run, or what `--merge` of the export has written")
+    if form == MERGED:
+        config.model["lora"] = None
+    config.zero.stage, config.zero.schedule = stage_at(config.zero.stages, run.step), None
+    config.train.virtual_ranks, config.train.gradient_accumulation_steps = None, 1
+    config.offload, config.checkpoint = OffloadConfig(), CheckpointConfig()
+    config.launch.nproc_per_node, config.launch.max_restarts = 1, 0
+    return config
 
 
 def with_settings(config: Config, settings: Sequence[str]) -> Config:
     """A config with some settings changed.
 
     Raises:
-        ConfigError: a line for each that is none, or has a value that it cannot have.
+        ConfigError: a line for each that is none, has a value that it cannot have, or changes no evaluation.
     """
     values = OmegaConf.create(asdict(config))
     known = known_keys(values)
     problems = []
     for each in settings:
         name, is_setting, _ = each.partition("=")
-        if not is_setting or (name not in known and name.split(".")[0] not in ("model", "data")) or "." not in name:
+        group = name.partition(".")[0]
+        if name in GROUPS:
+            settings_of = [each for each in known if each.startswith(f"{name}.")]
+            problems.append(f"{each}: {name} is a group; give one of its settings: {', '.join(settings_of)}")
+        elif not is_setting or (name not in known and group not in OPEN_GROUPS):
             problems.append(f"{each}: is no setting with a value of this run{did_you_mean(name, known)}")
-            continue
-        try:
-            values.merge_with_dotlist([each])
-            from_values(values)
-        except (OmegaConfBaseException, ValueError) as error:
-            problems.append(f"{each}: {first_line(error)}")
+        elif name in IDLE or not name.startswith(AT_WORK):
+            problems.append(f"{each}: has no effect on an evaluation; leave it out")
+        else:
+            try:
+                values.merge_with_dotlist([each])
+                from_values(values)
+            except (OmegaConfBaseException, ValueError) as error:
+                problems.append(f"{each}: {first_line(error)}")
     if problems:
         raise ConfigError(*problems)
     changed = from_values(values)
@@ -121,5 +209,64 @@ def with_settings(config: Config, settings: Sequence[str]) -> Config:
     return changed
 
 
+def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]:
+    """Ranks of this machine, and of all.
+
+    Raises:
+        ConfigError: torchrun has started others than asked for.
+    """
+    wanted = config.launch.nproc_per_node
+    if ranks is None:
+        num_ranks = wanted or max(1, 0 if config.launch.device == "cpu" else torch.cuda.device_count())
+        return num_ranks, num_ranks
+    if wanted not in (None, 1, ranks.local_world_size):
+        raise ConfigError(
+            f"launch.nproc_per_node: got {wanted}; torchrun has started {ranks.local_world_size}; leave it out"
+        )
+    return ranks.local_world_size, ranks.world_size
+
+
+def _checked(config: Config, weights: str, num_local: int, num_ranks: int) -> dict[str, Any]:
+    """What the data is, after all that can be checked without ranks.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    data = preflight.check(config, num_local, num_ranks)
+    model = build_on_meta(config)
+    if model is not None and (misfits := weight_misfits(weights, model)):
+        raise ConfigError(*(in_words_of_config(line) for line in misfits))
+    return data
+
+
+def _by_ranks(config: Config, told: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+    """What ranks come to that are started here.
+
+    Raises:
+        ConfigError, RunError: the first cause of the failure of a rank.
+    """
+    with _folder_of_ranks() as folder:
+        job = Job(config=config, run_dir=folder, overrides=[], evaluates=told)
+        job.ranks_dir.mkdir()
+        run_ranks(Attempts(job), num_ranks)
+        result: dict[str, Any] = json.loads((folder / evaluating.LOSS_NAME).read_text())
+        return result
+
+
+@contextmanager
+def _folder_of_ranks() -> Iterator[Path]:
+    """A folder for the logs of ranks, which stays where one has failed: what is told of it names its log."""
+    folder, stays = Path(tempfile.mkdtemp(prefix="zerotrain_evaluate_")), False
+    try:
+        yield folder
+    except RunError:
+        stays = True
+        raise
+    finally:
+        if not stays:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 if __name__ == "__main__":
+    outlast_readers()
     sys.exit(main())

@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from zerotrain.config.words import words_of_config
 from zerotrain.data.fetch import fetch_rows
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError, printable
-from zerotrain.settings import EngineConfig
+from zerotrain.settings import EngineConfig, OffloadConfig
 from zerotrain.training import Trainer
 from zerotrain.training.checkpoints import CheckpointPolicy
 from zerotrain.training.deterministic import make_deterministic
@@ -45,6 +45,7 @@ def run(
     data_checked: Mapping[str, Any] | None = None,
     resume_from: Sequence[str] = (),
     restarts: int = 0,
+    stage: int | None = None,
 ) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
@@ -57,23 +58,31 @@ def run(
         data_checked: what the data was for `zerotrain.preflight.check`.
         resume_from: checkpoints to go on from, the best first.
         restarts: repeated in result.json too.
+        stage: to build the engine at, which the first of `resume_from` is due to go on at; None: the run's first.
     """
     if config.train.deterministic:
         make_deterministic()
     enter("joining the other ranks")
-    facts = {"stage": config.zero.stages[0], "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
-    with words_of_config(), World.from_environment(config.launch.device, config.launch.timeout_s) as world:
+    stage = config.zero.stages[0] if stage is None else stage
+    facts = {"stage": stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
+    with words_of_config(), join_ranks(config) as world:
         enter(f"building {config.model.get('_target_')}")
         policy = _policy(config, resume_from)
         told = {"run_facts": facts, "begin": begin, "data_checked": data_checked, "checkpoint": policy}
-        trainer = _trainer(config, world, run_dir, **told)
+        trainer = _trainer(config, world, run_dir, stage, **told)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()
 
 
-def _trainer(config: Config, world: World, run_dir: Path, **told: Any) -> Trainer:
+def join_ranks(config: Config) -> World:
+    """See `World.from_environment`."""
+    launch = config.launch
+    return World.from_environment(launch.device, launch.timeout_s, shared_memory=launch.shared_memory == "auto")
+
+
+def _trainer(config: Config, world: World, run_dir: Path, stage: int, **told: Any) -> Trainer:
     torch.manual_seed(config.seed)
-    engine = build_engine_of(config, world)
+    engine = build_engine_of(config, world, stage, run_dir)
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
     torch.manual_seed(config.seed + 1 + world.rank)
     dataset = build("data", config.data_target)
@@ -95,16 +104,21 @@ def _trainer(config: Config, world: World, run_dir: Path, **told: Any) -> Traine
     )
 
 
-def build_engine_of(config: Config, world: World) -> ZeroEngine:
+def build_engine_of(config: Config, world: World, stage: int | None = None, run_dir: Path | None = None) -> ZeroEngine:
     """The engine of a run around its model, with the model's first weights. Collective.
+
+    Args:
+        stage: None: the run's first.
+        run_dir: None: of no run that trains; nothing is offloaded.
 
     Raises:
         ConfigError: a class cannot be found or refuses its arguments, or the model cannot be trained so.
     """
     train = config.train
     given = EngineConfig(
-        zero=config.zero.of_engine,
+        zero=config.zero.of_engine(stage),
         precision=config.precision,
+        offload=_offload(config.offload, run_dir),
         max_grad_norm=train.max_grad_norm,
         max_skipped_steps=1 if train.on_nonfinite == "stop" else train.max_skipped_steps,
         virtual_ranks=train.virtual_ranks,
@@ -117,6 +131,12 @@ def build_engine_of(config: Config, world: World) -> ZeroEngine:
         decay_all=False,
         **config.model_switches,
     )
+
+
+def _offload(given: OffloadConfig, run_dir: Path | None) -> OffloadConfig:
+    if run_dir is None:
+        return OffloadConfig()
+    return replace(given, path=str(run_dir) if given.path is None else given.path)
 
 
 def _policy(config: Config, resume_from: Sequence[str]) -> CheckpointPolicy:
@@ -170,6 +190,20 @@ def build(group: str, values: dict[str, Any]) -> Any:
         raise ConfigError(in_group(group, cause, values)) from cause
     except SystemExit as ending:
         raise ConfigError(ended_in(group, ending, values)) from ending
+
+
+def try_schedule(config: Config) -> None:
+    """Ask the schedule for a factor.
+
+    Raises:
+        ConfigError: it gives something else.
+    """
+    factor = build("scheduler", config.scheduler)(0, config.train.max_steps)
+    if not isinstance(factor, int | float):
+        raise ConfigError(
+            f"scheduler._target_: got {config.scheduler.get('_target_')}, which gives a {type(factor).__name__} for "
+            "(0, max_steps); it must give a number, the factor on the learning rate"
+        )
 
 
 def in_group(group: str, error: Exception, values: Any) -> str:

@@ -12,13 +12,12 @@ from pathlib import Path
 import torch
 
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.export.destination import ABOUT
 from zerotrain.launching import exits
 from zerotrain.text_model import TextModel, text_model
 from zerotrain.training.generate import next_token
 
 EXAMPLES = """\
-A run, a checkpoint, or a folder in the form of Hugging Face. One process, on a GPU if there is one. Without --prompt
+A run, a checkpoint, an exported folder, or one of Hugging Face. One process, on a GPU if there is one. Without --prompt
 each line of the input is continued, until Ctrl-D.
 
   python -m zerotrain.generate outputs/2026-11-22/10-00-00 --prompt "def main" --max-tokens 200
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         sampling = Sampling(**given)
-        model = text_model(path, about=ABOUT)
+        model = text_model(path)
         for each in _lines() if prompt is None else [prompt]:
             print(each, end="", flush=True)
             for text in continuation(model, each, sampling):

@@ -1,10 +1,13 @@
-"""A checkpoint of a run from a config: what it was trained with, and its model again, without an engine."""
+"""What a run from a config has left, a checkpoint or an exported folder: what it was trained with, and its model again,
+without an engine."""
 
 import os
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf.errors import OmegaConfBaseException
@@ -15,6 +18,7 @@ from zerotrain.config.compose import first_line, from_values
 from zerotrain.config.schema import Config
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.factory import build, build_on_meta
+from zerotrain.training.checkpoints import OF_TRAINER
 
 TEXT = "zerotrain.data.TextDataset"
 HUGGING_FACE = "zerotrain.models.HuggingFaceModel"
@@ -25,15 +29,39 @@ NO_CONFIG = (
 
 
 @dataclass(frozen=True)
-class SavedRun:
-    """An open checkpoint, and the resolved config of the run that saved it; None for a loop of one's own."""
+class OfRun(ABC):
+    """What a run has left."""
 
-    saved: SavedTensors
     config: Config | None
+    """Resolved; None for a loop of one's own."""
 
     @property
+    @abstractmethod
     def path(self) -> Path:
-        return self.saved.path
+        """Of the folder."""
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Steps done."""
+
+    @property
+    def form(self) -> str | None:
+        """What was made of the weights, see `zerotrain.exported`; None: nothing."""
+        return None
+
+    @property
+    @abstractmethod
+    def data_fingerprint(self) -> Mapping[str, Any] | None:
+        """What the run's data was, by `zerotrain.data.fingerprint`; None where nobody knows."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters, under their first name if tied, and buffers, one at a time.
+
+        Raises:
+            CheckpointError: they are not what was written.
+        """
 
     def require_config(self) -> Config:
         """The config.
@@ -79,27 +107,50 @@ class SavedRun:
             CheckpointError: the checkpoint is not what was written, or of another model.
         """
         model: nn.Module = build("model", self.require_config().model_target)
-        targets = model.state_dict(keep_vars=True)
-        given = {id(targets[name]) for name in self.saved.names if name in targets}
-        missing = [name for name, tensor in targets.items() if isinstance(tensor, torch.Tensor)]
-        missing = [name for name in missing if id(targets[name]) not in given]
-        unknown = [name for name in self.saved.names if name not in targets]
-        if missing or unknown:
-            first = missing[0] if missing else unknown[0]
-            raise CheckpointError(
-                f"{self.path} does not fit the model that its config builds: {first} is in one of the two alone; was "
-                "the class changed?"
-            )
+        targets = {name: each for name, each in model.state_dict(keep_vars=True).items() if torch.is_tensor(each)}
+        missing = {id(target): name for name, target in reversed(targets.items())}
+        misfit = f"{self.path} does not fit the model that its config builds: "
         with torch.no_grad():
-            for name in self.saved.names:
-                values, target = self.saved.read(name), targets[name]
+            for name, values in self.tensors():
+                target = targets.get(name)
+                if target is None:
+                    raise CheckpointError(f"{misfit}which has no {name}; was the class changed?")
                 if values.shape != target.shape:
                     raise CheckpointError(
-                        f"{self.path} does not fit the model that its config builds: {name} is of shape "
-                        f"{tuple(values.shape)}, and the model's of shape {tuple(target.shape)}"
+                        f"{misfit}{name} is of shape {tuple(values.shape)}, and the model's of shape "
+                        f"{tuple(target.shape)}"
                     )
                 target.copy_(values)
+                missing.pop(id(target), None)
+        if missing:
+            raise CheckpointError(f"{misfit}it has no {next(reversed(missing.values()))}; was the class changed?")
         return model.to(device).eval()
+
+
+@dataclass(frozen=True)
+class SavedRun(OfRun):
+    """An open checkpoint."""
+
+    saved: SavedTensors
+
+    @property
+    def path(self) -> Path:
+        return self.saved.path
+
+    @property
+    def step(self) -> int:
+        return self.saved.manifest.step
+
+    @property
+    def data_fingerprint(self) -> Mapping[str, Any] | None:
+        found: Any = self.saved.manifest.content["extra"]
+        for name in (OF_TRAINER, "run", "data", "fingerprint"):
+            found = found.get(name) if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else None
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self.saved.names:
+            yield name, self.saved.read(name)
 
 
 def has_tokenizer(name: str) -> bool:
@@ -109,6 +160,18 @@ def has_tokenizer(name: str) -> bool:
         return True
     kinds = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "*.spm")
     return any(True for kind in kinds for _ in Path(name).glob(kind))
+
+
+def config_from(values: Any, path: Path) -> Config:
+    """The config that was noted in a file.
+
+    Raises:
+        ConfigError: it is of another version.
+    """
+    try:
+        return from_values(values)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path} has a config that this zerotrain does not know: {first_line(error)}") from None
 
 
 @contextmanager
@@ -121,10 +184,5 @@ def opened_run(path: str | os.PathLike[str]) -> Iterator[SavedRun]:
     """
     with opened(Path(path).absolute()) as saved:
         values = saved.manifest.content["config"]
-        try:
-            config = from_values(values) if isinstance(values, dict) and "model" in values else None
-        except OmegaConfBaseException as error:
-            raise ConfigError(
-                f"{saved.path} has a config that this zerotrain does not know: {first_line(error)}"
-            ) from None
-        yield SavedRun(saved, config)
+        config = config_from(values, saved.path) if isinstance(values, dict) and "model" in values else None
+        yield SavedRun(config, saved)

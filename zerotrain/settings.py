@@ -75,7 +75,16 @@ def settings_in(group: Any, prefix: str = "") -> Iterator[tuple[str, Setting, An
 
 def problems_in(group: Any) -> list[str]:
     """A line for each setting in a dataclass that breaks its rule."""
-    return [setting.must_be(name, value) for name, setting, value in settings_in(group) if not setting.allows(value)]
+    return [
+        setting.must_be(name, value, _in_python)
+        for name, setting, value in settings_in(group)
+        if not setting.allows(value)
+    ]
+
+
+def _in_python(value: Any) -> str:
+    # Of the text "3" one could not see why it is refused where 3 is allowed.
+    return repr(value) if isinstance(value, str) and value.isdecimal() else str(value)
 
 
 # ---- what a setting may be
@@ -120,12 +129,14 @@ def _is_scale(value: float) -> bool:
 
 
 TRUE_OR_FALSE = one_of(True, False)
-STAGE = one_of(0, 1, 2, 3)
+STAGE = Rule("0, 1, 2 or 3", lambda value: type(value) is int and value in range(4))
 STEPS = at_least(1, "steps")
 CLIPPING = or_null(positive("a number above 0"), " for no clipping")
 UNITS = Rule("auto or a list of module name patterns such as [blocks.*]", _are_units)
 KEPT = Rule("a list of name patterns such as ['*norm*']", _are_patterns)
 LOSS_SCALE = Rule("a power of two from 1 to 2**32", _is_scale)
+TIER = one_of("device", "cpu", "disk")
+FOLDER = or_null(Rule("the path of a folder", lambda value: isinstance(value, str) and bool(value)))
 
 # ---- when a setting has an effect
 
@@ -147,6 +158,14 @@ IN_16_BITS = Effect(
     "with precision={precision.name}; it has with bf16 or fp16",
 )
 IN_FP16 = Effect(lambda run, _: run.precision.name == "fp16", "with precision={precision.name}; it has with fp16")
+
+OFFLOADS_OPTIMIZER = Effect(
+    lambda run, _: run.offload.optimizer != "device", "with offload.optimizer=device; it has with cpu or disk"
+)
+OFFLOADS_TO_DISK = Effect(
+    lambda run, _: run.offload.uses_disk,
+    "without offload.optimizer=disk, offload.parameters=disk or offload.activations=disk",
+)
 
 # ---- the settings
 
@@ -201,11 +220,39 @@ class PrecisionConfig:
 
 
 @dataclass
+class OffloadConfig:
+    """What lies off the device while nothing is computed with it. The weights keep their bits."""
+
+    optimizer: str = setting("device", TIER)
+    """The optimizer's state, and master weights that are kept apart: device; cpu: the host's memory; disk: a file in
+    `path`. Fetched bucket by bucket for the update, and stored behind it."""
+    parameters: str = setting("device", TIER, STAGE_3)
+    """Stage 3: this rank's part of the weights, fetched for each gather, and stored after each update."""
+    activations: str = setting("device", TIER)
+    """What a unit's forward saves for its backward (with activation checkpointing the unit's inputs), in memories of
+    64 KiB or more; fetched one unit ahead of the backward. cpu; disk: a file in `path` that grows with the first
+    steps."""
+    keep: float = setting(0.0, between(0, 1, "of the optimizer's state"), OFFLOADS_OPTIMIZER)
+    """How much of the optimizer's state stays on the device, in whole buckets, those of the model's end first."""
+    update: str = setting("device", one_of("device", "host"), OFFLOADS_OPTIMIZER)
+    """Where the optimizer computes. host: on the CPU, with less to move between GPU and host, and other bits than
+    without offloading."""
+    path: str | None = setting(None, FOLDER, OFFLOADS_TO_DISK)
+    """The folder whose disk is used; what is there needs no cleaning up, however a run ends. null: the run's folder."""
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything goes to a disk."""
+        return "disk" in (self.optimizer, self.parameters, self.activations)
+
+
+@dataclass
 class EngineConfig:
     """All that an engine is told, by the names that `zerotrain.build_engine` knows it by."""
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     max_grad_norm: float | None = setting(None, CLIPPING)
     """Clip the global L2 norm of the gradient to this; None for no clipping."""
     max_skipped_steps: int = setting(20, STEPS)

@@ -1,6 +1,5 @@
 """A model that text can be got from, of a run, a checkpoint or a folder of Hugging Face: logits, tokens and back."""
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ import torch
 from zerotrain.data.prepare import NUM_BYTE_VALUES
 from zerotrain.data.tokenizer import TextTokenizer
 from zerotrain.errors import ConfigError
+from zerotrain.exported import exported_run, opened_or_exported
 from zerotrain.factory import build
-from zerotrain.saved_run import SavedRun, has_tokenizer, opened_run
+from zerotrain.saved_run import OfRun, has_tokenizer
 
 NO_LIMIT = sys.maxsize
 
@@ -41,11 +41,8 @@ class _Tokens:
     stop_token: int | None = None
 
 
-def text_model(path: Path, *, about: str) -> TextModel:
+def text_model(path: Path) -> TextModel:
     """Of what a user named.
-
-    Args:
-        about: the file by which an exported folder says what its tokens are.
 
     Raises:
         ConfigError: there is no text to be got from it: no tokenizer, or no model that its config builds.
@@ -54,13 +51,14 @@ def text_model(path: Path, *, about: str) -> TextModel:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for file in ("config.json", "adapter_config.json"):
         if (path / file).is_file():
-            return _of_hugging_face(path, about, device)
-    if (path / about).is_file():
-        raise ConfigError(f"{path} is an export without a model of Hugging Face; give the run or the checkpoint")
-    with opened_run(path) as run:
-        config = run.require_config()
-        tokens = _tokens_of(run)
-        model = run.model(device)
+            return _of_hugging_face(path, device)
+    with opened_or_exported(path) as run:
+        return _of_run(run, device)
+
+
+def _of_run(run: OfRun, device: torch.device) -> TextModel:
+    config, tokens = run.require_config(), _tokens_of(run)
+    model = run.model(device)
     limit = getattr(model, "max_seq_len", None) or config.data.get("seq_len")
     return TextModel(
         logits=model,
@@ -73,17 +71,16 @@ def text_model(path: Path, *, about: str) -> TextModel:
     )
 
 
-def _of_hugging_face(path: Path, about: str, device: torch.device) -> TextModel:
+def _of_hugging_face(path: Path, device: torch.device) -> TextModel:
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ConfigError(f"{path} needs transformers, which is not installed; pip install 'zerotrain[hf]'") from error
     disable_progress_bar()  # of files that are read, among the text
-    said: dict[str, Any] = {}
-    if (path / about).is_file():
-        said = json.loads((path / about).read_text())
-    tokens = _bytes() if said.get("text") == "bytes" else _of_tokenizer(str(path), str(path))
+    exported = exported_run(path)
+    reads_bytes = exported is not None and exported.reads_bytes
+    tokens = _bytes() if reads_bytes else _of_tokenizer(str(path), str(path))
     try:
         opened: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     except (OSError, ValueError, ImportError) as error:
@@ -102,7 +99,7 @@ def _of_hugging_face(path: Path, about: str, device: torch.device) -> TextModel:
     )
 
 
-def _tokens_of(run: SavedRun) -> _Tokens:
+def _tokens_of(run: OfRun) -> _Tokens:
     """What the run's data made of text."""
     config = run.require_config()
     if run.reads_bytes:

@@ -317,7 +317,30 @@ SWEEPS = [
     ),
 ]
 
+DISK = "offload.optimizer=disk offload.path="
+OFFLOADING = [
+    Attack("offload.optimizer=nvme", "offload.optimizer: got nvme; it must be device, cpu or disk; the default is dev"),
+    Attack("offload.parameters=gpu zero.stage=3", "offload.parameters: got gpu; it must be device, cpu or disk"),
+    Attack("offload=cpu", "offload=cpu: offload is a group of settings: "),
+    Attack("offload.keep=1.5 offload.optimizer=cpu", "offload.keep: got 1.5; it must be between 0 and 1 of the opt"),
+    Attack("offload.keep=nan offload.optimizer=cpu", "offload.keep: got nan; it must be "),
+    Attack("offload.update=gpu offload.optimizer=cpu", "offload.update: got gpu; it must be device or host"),
+    Attack(
+        "offload.update=host offload.optimizer=cpu optimizer=muon",
+        "offload.update: got host; tensors that the optimizer updates whole are exchanged and updated on the device",
+    ),
+    Attack(f"{DISK}''", "offload.path: got ''; it must be the path of a folder"),
+    Attack(f"{DISK}/proc/x", "offload.path: no file can be made in /proc ("),
+    Attack(f"{DISK}file", "offload.path: no file can be made in /", before="touch file"),
+    Attack(f"{DISK}file/x", "offload.path: no file can be made in /", before="touch file"),
+    Attack(f"{DISK}link", "offload.path: no file can be made in /", before="ln -s link link"),
+    Attack(f"{DISK}. optimizer.lr=-1", "optimizer.lr: got -1"),
+    Attack(f"{DISK}. model.num_heads=3", "model.num_heads=3 does not divide "),
+    Attack(f"{DISK}. model=mlp model.hidden_size=300000 zero.stage=3", "offload.path: /"),
+]
+
 GROUPS = {
+    "offloading": OFFLOADING,
     "names": NAMES,
     "forms": FORMS,
     "interpolations": INTERPOLATIONS,

@@ -7,7 +7,7 @@ import pytest
 from attacks import Attack, Zygote, carry_out
 
 from zerotrain.config.schema import CheckpointConfig, Config, DataSwitches, ModelSwitches
-from zerotrain.settings import settings_in
+from zerotrain.settings import OffloadConfig, settings_in
 
 VALUES: dict[str, Any] = {
     "-1": -1,
@@ -29,7 +29,9 @@ def test_each_setting_that_excludes_a_value_refuses_it_in_a_line_of_its_own(type
     # A whole number given to a switch of the schema is one more way to write true and false.
     switches = {name for name, setting, _ in settings_in(Config()) if setting.allows(True) and setting.allows(False)}
     # A number given to a setting that is a text is the text.
-    texts = {f"checkpoint.{name}" for name, hint in get_type_hints(CheckpointConfig).items() if hint == str | None}
+    groups = {"checkpoint": CheckpointConfig, "offload": OffloadConfig}
+    hints = {f"{group}.{name}": hint for group, kind in groups.items() for name, hint in get_type_hints(kind).items()}
+    texts = {name for name, hint in hints.items() if hint == str | None}
     taken = switches if isinstance(VALUES[typed], int) else set()
     taken |= {name for name, setting, _ in SETTINGS if name in texts and setting.allows(typed)}
     refusing = [name for name, setting, _ in SETTINGS if not setting.allows(VALUES[typed]) and name not in taken]

@@ -5,9 +5,11 @@ What the bits are a function of is a `Training`; how many ranks run it, and how,
 
 import functools
 import hashlib
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ FINE_MB, WHOLE_MB = 0.0003, 25.0
 ADAMW: Any = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, fused=False)
 Place = tuple[int, int, int]
 """(step, virtual rank, micro-batch of it)"""
+_DRAWING = threading.Lock()
+"""Threads share the generator of random numbers."""
 MUON = zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=0.01, fused=False)
 
 
@@ -104,8 +108,20 @@ class Setup:
     is_late: bool = False
     """Whether the last rank is late with every collective."""
     activation_checkpointing: bool = False
+    stages: Mapping[int, int] = field(default_factory=dict)
+    """Steps done, and the stage from there on; before the first `stage`."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of `ZeroConfig`."""
+    offload: zerotrain.OffloadConfig | None = None
+    saves_to: Path | None = None
+    """Where it saves in its midst, before step `saves_at`."""
+    saves_at: int = 2
+    goes_on_from: Path | None = None
+    """What another has saved so."""
+
+    @property
+    def first_step(self) -> int:
+        return 0 if self.goes_on_from is None else self.saves_at
 
 
 @dataclass(frozen=True)
@@ -139,7 +155,7 @@ def on_ranks(training: Training, setup: Setup) -> Outcome:
         functools.partial(on_a_rank, training, setup),
         setup.num_ranks,
         late_rank=setup.num_ranks - 1 if setup.is_late else None,
-        in_turns=True,
+        in_turns=setup.saves_to is None,  # a save is waited for by threads that take no turns
     )
     assert all(outcome == outcomes[0] for outcome in outcomes)
     assert all(order == board.orders[0] for order in board.orders)
@@ -148,8 +164,12 @@ def on_ranks(training: Training, setup: Setup) -> Outcome:
 
 def on_a_rank(training: Training, setup: Setup, world: zerotrain.World) -> Outcome:
     engine = build(training, setup, world)
+    if setup.goes_on_from is not None:
+        engine.load(setup.goes_on_from)
     scales, skipped = [], []
-    for step in range(training.num_steps):
+    for step in range(setup.first_step, training.num_steps):
+        if step in setup.stages:
+            engine.set_stage(setup.stages[step])
         change_what_trains(engine, training.frozen.get(step - 1, ""), training.frozen.get(step, ""))
         places = list(product([step], engine.virtual_ranks, range(training.num_micro_batches)))
         result = engine.train_step(
@@ -159,16 +179,20 @@ def on_a_rank(training: Training, setup: Setup, world: zerotrain.World) -> Outco
         )
         scales.append(result.loss_scale)
         skipped.append(result.skipped)
+        if setup.saves_to is not None and step + 1 == setup.saves_at:
+            engine.save(setup.saves_to)
     scales.append(engine.loss_scale)
     assert engine._pools.lent_nbytes == 0
     return Outcome(engine.full_state_dict(), engine.weights_sha256(), scales, skipped)
 
 
 def build(training: Training, setup: Setup, world: zerotrain.World) -> zerotrain.ZeroEngine:
-    torch.manual_seed(0)
+    with _DRAWING:
+        torch.manual_seed(0)
+        model = training.make()
     zero = {"stage": setup.stage, "bucket_mb": setup.bucket_mb, "overlap": setup.overlap, "reduction": "ordered"}
     return zerotrain.build_engine(
-        training.make(),
+        model,
         optimizer=MUON if training.muon else ADAMW,
         zero=zerotrain.ZeroConfig(**zero | setup.more),
         precision=zerotrain.PrecisionConfig(
@@ -179,6 +203,7 @@ def build(training: Training, setup: Setup, world: zerotrain.World) -> zerotrain
         ),
         max_grad_norm=training.max_grad_norm,
         virtual_ranks=training.virtual_ranks,
+        offload=setup.offload,
         activation_checkpointing=setup.activation_checkpointing,
         world=world,
     )

@@ -3,6 +3,7 @@ again until they complete.
 
     python -m tests.chaos                                # 200 kills: each place at each stage
     python -m tests.chaos --kills 200 --seed 0 --only 17 # one case of them again
+    python -m tests.chaos --kills 64 --seed 1 --changing # of runs whose stage changes after each step
 
 Prints a table; exit code 1 if a run has ended otherwise than undisturbed or has left something behind, or a place was
 never passed at one of the stages though it was planned there.
@@ -38,7 +39,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     hydra.core.plugins.Plugins.instance()  # looks through all installed packages once
     started_s = time.monotonic()
-    cases = quick() if given.quick else plan(given.kills, given.seed)
+    cases = quick() if given.quick else plan(given.kills, given.seed, changing=given.changing)
     chosen = [case for case in cases if given.only is None or case.number == given.only]
     if not chosen:
         sys.exit(f"--only: got {given.only}; it must be 0 to {len(cases) - 1}")
@@ -85,8 +86,11 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the number of one case")
+    parser.add_argument("--changing", action="store_true", help="runs whose stage changes after each step, all of them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
-    parser.add_argument("--quick", action="store_true", help="ten kills, none of a run that was started as by a user")
+    parser.add_argument(
+        "--quick", action="store_true", help="eleven kills, none of a run that was started as by a user"
+    )
     parser.add_argument("--out", type=lambda name: Path(name).absolute(), default=Path("outputs/chaos").absolute())
     return parser.parse_args(arguments)
 
@@ -103,7 +107,7 @@ def _tell(outcome: Outcome, given: argparse.Namespace, num_cases: int) -> None:
         return
     for problem in outcome.problems:
         print(f"    {problem}")
-    which = "--quick" if given.quick else f"--kills {given.kills} --seed {given.seed}"
+    which = "--quick" if given.quick else f"--kills {given.kills} --seed {given.seed}{' --changing' * given.changing}"
     print(f"    in {folder}; again: python -m tests.chaos {which} --only {case.number}")
 
 

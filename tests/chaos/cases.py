@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.chaos import starts
 from tests.chaos.places import BY_NAME
-from tests.chaos.plan import MAX_STEPS, Case
+from tests.chaos.plan import MAX_STEPS, Case, schedule_from
 from tests.chaos.strike import forget_processes, plan_strikes, struck_in
 from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.kept import CHECKPOINTS, checkpoints_in
@@ -78,8 +78,9 @@ def carry_out(case: Case, folder: Path, undisturbed: Undisturbed, *, plain: bool
     _prepare(folder)
     plan_strikes(folder, list(case.strikes))
     try:
-        _run_until_completed(case, folder, outcome, plain=plain)
+        stage = _run_until_completed(case, folder, outcome, plain=plain)
         outcome.problems += problems_of_run(folder, undisturbed)
+        outcome.problems += problems_of_stages(folder, schedule_from(stage) if case.changes_stage else {0: stage})
         if _has_left_overs(folder):  # which are the business of the next save
             code = starts.start(_of_last(case, MAX_STEPS + 1), folder, out=folder / "one-more", plain=plain)
             outcome.problems += [] if code == 0 else [f"one step more: exit code {code}: {_said(folder / 'one-more')}"]
@@ -96,6 +97,13 @@ def _prepare(folder: Path) -> None:
     plan_strikes(folder, [])
 
 
+def _of_case(case: Case, stage: int, num_ranks: int, *more: str, max_steps: int = MAX_STEPS) -> list[str]:
+    if case.changes_stage:
+        given = ",".join(f"{step}:{stage}" for step, stage in schedule_from(stage).items())
+        more = (*more, f"zero.schedule={{{given}}}")
+    return _arguments(case.virtual_ranks, stage, num_ranks, *more, max_steps=max_steps)
+
+
 def _arguments(virtual_ranks: int, stage: int, num_ranks: int, *more: str, max_steps: int = MAX_STEPS) -> list[str]:
     own = (
         f"train.virtual_ranks={virtual_ranks}",
@@ -108,17 +116,19 @@ def _arguments(virtual_ranks: int, stage: int, num_ranks: int, *more: str, max_s
 
 
 def _of_last(case: Case, max_steps: int) -> list[str]:
-    return _arguments(case.virtual_ranks, case.last_stage, case.last_num_ranks, max_steps=max_steps)
+    return _of_case(case, case.last_stage, case.last_num_ranks, max_steps=max_steps)
 
 
-def _run_until_completed(case: Case, folder: Path, outcome: Outcome, *, plain: bool) -> None:
+def _run_until_completed(case: Case, folder: Path, outcome: Outcome, *, plain: bool) -> int:
+    """The stage of the start that has completed."""
     for number in range(len(case.strikes) + 2):
         num_struck = len(struck_in(folder))
-        arguments = _of_last(case, MAX_STEPS)
+        stage, arguments = case.last_stage, _of_last(case, MAX_STEPS)
         if num_struck < len(case.strikes):
             strike = case.strikes[num_struck]
+            stage = strike.stage
             more = [f"launch.max_restarts={len(case.strikes)}"] if case.by_restart else []
-            arguments = _arguments(case.virtual_ranks, strike.stage, strike.num_ranks, *more)
+            arguments = _of_case(case, strike.stage, strike.num_ranks, *more)
             if BY_NAME[strike.place].kind == "aside":
                 _damage_newest(folder)
         forget_processes(folder)
@@ -132,7 +142,7 @@ def _run_until_completed(case: Case, folder: Path, outcome: Outcome, *, plain: b
         for index in range(by_launcher):
             outcome.restarts[num_struck + index] = 1
         if code == 0:
-            return
+            return stage
         assert newly_struck > 0, f"start {number} ended with exit code {code}, and nobody had killed it: {_said(out)}"
         outcome.restarts[num_struck + newly_struck - 1] = 1
     raise AssertionError(f"has not completed: {_said(out)}")
@@ -160,6 +170,19 @@ def problems_of_run(folder: Path, undisturbed: Undisturbed) -> list[str]:
         different = [str(line) for line in metrics if line not in undisturbed.metrics]
         steps = [line["step"] for line in metrics]
         problems.append(f"metrics.jsonl has the steps {steps}, and others than undisturbed: {different}")
+    return problems
+
+
+def problems_of_stages(folder: Path, stages: dict[int, int]) -> list[str]:
+    """Whether a run has told each change of its stage once, and is at the last.
+
+    Args:
+        stages: steps done, and the stage from there on.
+    """
+    told = [line["step"] for line in _lines(folder) if "stage" in line]
+    problems = [] if told == list(stages)[1:] else [f"metrics.jsonl tells changes of the stage after the steps {told}"]
+    if (stage := _result(folder)["stage"]) != list(stages.values())[-1]:
+        problems.append(f"result.json says stage {stage}, and the schedule {stages}")
     return problems
 
 
@@ -212,5 +235,10 @@ def _result(folder: Path) -> dict[str, Any]:
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    lines = (line for line in _lines(folder) if "stage" not in line)
     return [{name: line[name] for name in COMPARED if name in line} for line in lines]
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = list(map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines()))
+    return lines

@@ -24,9 +24,10 @@ class Place:
 
     name: str
     kind: str
-    """once: at every start. step: in each. save: beside each step. removal: beside each step but the first ones. end:
-    of the whole run. load: where there is a checkpoint. clear: where the save before was cut off. aside: where the
-    newest checkpoint is damaged. restart: where the launcher starts the ranks again."""
+    """once: at every start. step: in each. switch: between two, in a run whose stage changes. save: beside each step.
+    removal: beside each step but the first ones. end: of the whole run. load: where there is a checkpoint. clear: where
+    the save before was cut off. aside: where the newest checkpoint is damaged. restart: where the launcher starts the
+    ranks again."""
     of: str = ANY_RANK
     """Who passes it."""
 
@@ -41,6 +42,11 @@ PLACES = [
     Place("step: backward", "step"),
     Place("step: update", "step"),
     Place("step: evaluation", "step"),
+    Place("switch: before the first bucket", "switch"),
+    Place("switch: between two buckets", "switch"),
+    Place("switch: a bucket on its way between the ranks", "switch"),
+    Place("switch: behind the last bucket", "switch"),
+    Place("switch: told, before the save", "switch"),
     Place("save: before its folder is made", "save", RANK_0),
     Place("save: its folder is made, not locked", "save", RANK_0),
     Place("save: planned", "save"),
@@ -88,6 +94,7 @@ def arm() -> None:
         _watch_launcher(striker)
     else:
         _watch_training(striker)
+        _watch_changes_of_the_stage(striker)
         _watch_checkpoints(striker)
         striker.passed("start: a rank begins")
 
@@ -146,6 +153,50 @@ def _watch_training(striker: Striker) -> None:
     before(factory, "build_engine_of", lambda *_: striker.passed("start: building the engine"))
     before(HiddenLayer, "forward", forward)
     before(optimizer_step, "_update", lambda *_: striker.passed("step: update"))
+
+
+class _Change:
+    """A change of the stage, in this process."""
+
+    def __init__(self, striker: Striker) -> None:
+        self._striker = striker
+        self.num_moved: int | None = None
+        """Buckets of the one that is under way; None between two."""
+
+    def begin(self, *_: Any) -> None:
+        self.num_moved = 0
+        self._striker.passed("switch: before the first bucket")
+
+    def bucket(self, *_: Any) -> None:
+        assert self.num_moved is not None
+        if self.num_moved:
+            self._striker.passed("switch: between two buckets")
+        self.num_moved += 1
+
+    def wait(self, handle: Any) -> None:
+        if self.num_moved is not None and handle.is_under_way:
+            self._striker.passed("switch: a bucket on its way between the ranks")
+
+    def end(self, *_: Any) -> None:
+        self.num_moved = None
+        self._striker.passed("switch: behind the last bucket")
+
+    def told(self, *_: Any) -> None:
+        self._striker.passed("switch: told, before the save")
+
+
+def _watch_changes_of_the_stage(striker: Striker) -> None:
+    from zerotrain.comm.handles import Handle
+    from zerotrain.engine.build import Builder
+    from zerotrain.engine.sharded_model import ShardedModel
+    from zerotrain.training.stages import RunStages
+
+    change = _Change(striker)
+    before(ShardedModel, "_move_to", change.begin)
+    before(Builder, "moved", change.bucket)
+    before(Handle, "wait", change.wait)
+    after(ShardedModel, "_move_to", change.end)
+    after(RunStages, "go_on", change.told)
 
 
 def _watch_checkpoints(striker: Striker) -> None:

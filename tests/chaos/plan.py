@@ -23,6 +23,13 @@ FOLLOWS = ("load", "clear", "aside", "restart")
 """Kinds of places that a run passes only after another kill: something is there to load, to clear away, ..."""
 
 
+CHANGE = "switch"
+"""Kind of the places that only a run whose stage changes passes."""
+AROUND_A_CHANGE = (CHANGE, "save", "load")
+ROUND = (0, 1, 2, 3, 1)
+"""The stages of such a run, again and again; it begins with any of them."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One run: it is killed, started again, killed, ..., until it completes."""
@@ -35,20 +42,29 @@ class Case:
     """Of the start that no kill is planned for."""
     by_restart: bool
     """Let the launcher start the ranks again itself."""
+    changes_stage: bool = False
+    """After each step; the stage of a start is then the one that its schedule begins with."""
 
 
-def plan(num_kills: int, seed: int) -> list[Case]:
-    """As many kills as were asked for, or a few more: each place at each stage first, by each victim in turn."""
+def plan(num_kills: int, seed: int, *, changing: bool = False) -> list[Case]:
+    """As many kills as were asked for, or a few more: each place at each stage first, by each victim in turn.
+
+    Args:
+        changing: in runs whose stage changes after each step, all of them, and first of all in the midst of a change.
+    """
     drawn = random.Random(seed)
-    wanted = [(place, stage) for place in PLACES for stage in STAGES]
+    places = [place for place in PLACES if not changing or place.kind in AROUND_A_CHANGE]
+    wanted = [(place, stage) for place in places for stage in STAGES]
     drawn.shuffle(wanted)
+    if changing:
+        wanted.sort(key=lambda each: each[0].kind != CHANGE)
     while len(wanted) < num_kills:
-        wanted.append((drawn.choice(PLACES), drawn.choice(STAGES)))
-    return _cases(wanted[:num_kills], drawn)
+        wanted.append((drawn.choice(places), drawn.choice(STAGES)))
+    return _cases(wanted[:num_kills], drawn, changing)
 
 
 def quick() -> list[Case]:
-    """Ten kills of all kinds in as few starts as can be."""
+    """Eleven kills of all kinds in as few starts as can be."""
     restarted = [
         Strike("save: half of a block written", "itself", rank=1, step=LATE_STEP, passing=1, stage=2, num_ranks=2),
         Strike("load: a tensor is filled", "another", rank=0, step=0, passing=3, stage=2, num_ranks=2),
@@ -65,14 +81,24 @@ def quick() -> list[Case]:
         Strike("save: renamed, before the fsync of the parent", "itself", 0, step=2, passing=1, stage=1, num_ranks=2),
         Strike("restart: before the ranks are started again", "itself", LAUNCHER, 0, passing=1, stage=1, num_ranks=2),
     ]
+    changing = [
+        Strike("switch: between two buckets", "itself", 1, step=2, passing=2, stage=1, num_ranks=2),
+    ]
     return [
         Case(0, 2, tuple(restarted), last_stage=2, last_num_ranks=2, by_restart=True),
         Case(1, 2, tuple(moved), last_stage=2, last_num_ranks=1, by_restart=False),
         Case(2, 2, tuple(ended), last_stage=0, last_num_ranks=1, by_restart=True),
+        Case(3, 2, tuple(changing), last_stage=2, last_num_ranks=2, by_restart=False, changes_stage=True),
     ]
 
 
-def _cases(wanted: list[tuple[Place, int]], drawn: random.Random) -> list[Case]:
+def schedule_from(stage: int) -> dict[int, int]:
+    """The stage after each number of steps, in a run whose stage changes after each."""
+    first = ROUND.index(stage)
+    return {step: ROUND[(first + step) % len(ROUND)] for step in range(MAX_STEPS)}
+
+
+def _cases(wanted: list[tuple[Place, int]], drawn: random.Random, changing: bool) -> list[Case]:
     turns = {place.name: _victims_in_turn(place, drawn) for place in PLACES}
     leads = [each for each in wanted if each[0].kind not in FOLLOWS]
     chains: list[tuple[list[tuple[Place, int]], bool]] = []
@@ -84,14 +110,19 @@ def _cases(wanted: list[tuple[Place, int]], drawn: random.Random) -> list[Case]:
         by_restart = chain[0][0].of != LAUNCHERS and drawn.random() < BY_RESTART
         # A place at the end of the run comes last.
         while len(chain) < MAX_STRIKES and chain[-1][0].kind != "end" and (by_restart or drawn.random() < BY_RESTART):
-            fits = (each for each in leads[::-1] if not by_restart or _may_be_restarted(each, chain[0][1]))
+            fits = (
+                each
+                for each in leads[::-1]
+                if (not by_restart or _may_be_restarted(each, chain[0][1]))
+                and (changing or (each[0].kind == CHANGE) == (chain[0][0].kind == CHANGE))
+            )
             if (found := next(fits, None)) is None:
                 break
             leads.remove(found)
             chain.append(found)
         chains.append((chain, by_restart and len(chain) > 1))
     drawn.shuffle(chains)
-    return [_case(number, *chain, turns, drawn) for number, chain in enumerate(chains)]
+    return [_case(number, *chain, turns, drawn, changing) for number, chain in enumerate(chains)]
 
 
 def _may_be_restarted(planned: tuple[Place, int], stage: int) -> bool:
@@ -136,6 +167,7 @@ def _case(
     by_restart: bool,
     turns: dict[str, deque[str]],
     drawn: random.Random,
+    changing: bool,
 ) -> Case:
     virtual_ranks = drawn.choice([2, 2, 3])
     follow = next((place.kind for place, _ in chain if place.kind in FOLLOWS), None)
@@ -164,6 +196,7 @@ def _case(
         last_stage=drawn.choice(STAGES),
         last_num_ranks=drawn.choice([1, 2]) if virtual_ranks == 2 else 3,
         by_restart=by_restart,
+        changes_stage=changing or chain[0][0].kind == CHANGE,
     )
 
 
@@ -177,8 +210,10 @@ def _rank_of(place: Place, num_ranks: int, drawn: random.Random) -> int:
 
 def _step_for(place: Place, index: int, num_strikes: int, is_followed: bool, drawn: random.Random) -> int:
     """From which step on passings count."""
-    if index > 0 or place.kind not in ("step", "save"):
+    if index > 0 or place.kind not in ("step", "save", CHANGE):
         return 0
+    if place.kind == CHANGE:  # more changes must come, for the kills behind it and for one that sends nothing
+        return drawn.randint(1, MAX_STEPS - 1 - num_strikes)
     if is_followed:
         return LATE_STEP
     return drawn.randint(1, MAX_STEPS - 1 if num_strikes == 1 else MAX_STEPS - num_strikes)
@@ -187,5 +222,11 @@ def _step_for(place: Place, index: int, num_strikes: int, is_followed: bool, dra
 def _passing_of(place: Place, drawn: random.Random) -> int:
     if place.kind == "step" and place.name != "step: evaluation":
         return drawn.randint(1, 4)
-    several = {"load: a tensor is filled": 6, "removal: before a file goes": 3, "save: half of a block written": 2}
+    several = {
+        "switch: between two buckets": 3,
+        "switch: a bucket on its way between the ranks": 4,
+        "load: a tensor is filled": 6,
+        "removal: before a file goes": 3,
+        "save: half of a block written": 2,
+    }
     return drawn.randint(1, several.get(place.name, 1))

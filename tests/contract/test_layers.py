@@ -19,9 +19,10 @@ MAY_IMPORT = {
     "comm": {"errors"},
     "checkpoint": {"errors"},
     "inspect": {"errors", "checkpoint"},
+    "offload": {"errors"},
     "sharding": {"errors"},
     "deferred": set(),
-    "engine": {"errors", "settings", "comm", "checkpoint", "sharding", "deferred"},
+    "engine": {"errors", "settings", "comm", "checkpoint", "offload", "sharding", "deferred"},
     "api": {"errors", "settings", "comm", "sharding", "deferred", "engine"},
     "models": set(),
     "data": set(),
@@ -30,7 +31,8 @@ MAY_IMPORT = {
 }
 """What each part of the package may import of it. Left out are `TOGETHER`, which put all together."""
 
-TOGETHER = {"factory", "preflight", "prepare", "launching", "saved_run", "text_model", "export", "generate", "evaluate"}
+TOGETHER = {"factory", "offload_room", "preflight", "preflight_data", "preflight_start", "prepare", "launching"}
+TOGETHER |= {"evaluating", "saved_run", "exported", "text_model", "export", "generate", "evaluate"}
 
 SPEAK_OF_ARGUMENTS = ("api.py", "comm", "checkpoint", "sharding", "engine")
 """Messages from here are read by users of `build_engine`, who have no config; `config/words.py` translates them."""

@@ -28,6 +28,12 @@ OPTIONS = """
     precision.keep_fp32
     precision.initial_scale
     precision.growth_interval
+    offload.optimizer
+    offload.parameters
+    offload.activations
+    offload.keep
+    offload.update
+    offload.path
     model.compile
     model.activation_checkpointing
     model._target_
@@ -85,6 +91,7 @@ OPTIONS = """
     launch.device
     launch.threads_per_rank
     launch.timeout_s
+    launch.shared_memory
     launch.max_restarts
     launch.overwrite
 """

@@ -70,6 +70,11 @@ class Command:
                     process.kill()
 
     @property
+    def output_path(self) -> Path:
+        """The file that gets stdout."""
+        return self._out
+
+    @property
     def error_path(self) -> Path:
         """The file that gets stderr."""
         return self._err

@@ -1,10 +1,11 @@
-"""A run that is killed and started again ends as the one that was not: ten kills here, 200 by `make chaos`."""
+"""A run that is killed and started again ends as the one that was not: eleven kills here, 200 by `make chaos`."""
 
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,19 +13,19 @@ from commands import REPOSITORY
 
 from tests.chaos import cases
 from tests.chaos.places import PLACES
-from tests.chaos.plan import STAGES, Case, plan
+from tests.chaos.plan import CHANGE, STAGES, VICTIMS, Case, plan, schedule_from
 from zerotrain.checkpoint.kept import CHECKPOINTS, step_name
 
 
-def test_ten_kills_change_nothing(tmp_path: Path):
+def test_eleven_kills_change_nothing(tmp_path: Path):
     command = [sys.executable, "-m", "tests.chaos", "--quick", "--jobs=1", f"--out={tmp_path / 'out'}"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [outcome["problems"] for outcome in report] == [[], [], []]
-    assert [outcome["num_struck"] for outcome in report] == [4, 4, 2], done.stdout
-    assert sum(sum(outcome["restarts"].values()) for outcome in report) == 9, (
+    assert [outcome["problems"] for outcome in report] == [[], [], [], []]
+    assert [outcome["num_struck"] for outcome in report] == [4, 4, 2, 1], done.stdout
+    assert sum(sum(outcome["restarts"].values()) for outcome in report) == 10, (
         done.stdout
     )  # the launcher itself was killed in one
 
@@ -39,6 +40,20 @@ def test_two_hundred_kills_have_each_place_at_each_stage_and_most_by_each_victim
     by_victim = Counter(place for place, _ in {(each.place, each.victim) for each in strikes})
     assert sum(number >= 3 for number in by_victim.values()) > len(PLACES) / 2
     assert planned == plan(200, seed=0) != plan(200, seed=1)
+
+
+def test_forty_kills_of_runs_that_change_their_stage_have_each_place_in_a_change_in_each_of_its_rounds():
+    planned = plan(40, seed=0, changing=True)
+    strikes = [each for case in planned for each in case.strikes]
+    in_a_change = {(each.place, each.stage) for each in strikes if each.place.startswith("switch: ")}
+    assert in_a_change == {(place.name, stage) for place in PLACES if place.kind == CHANGE for stage in STAGES}
+    assert all(case.changes_stage for case in planned)
+    assert sum(each.place.startswith("save: ") for each in strikes) >= 10
+    assert {each.victim for each in strikes} == set(VICTIMS)
+    for stage in STAGES:
+        stages = list(schedule_from(stage).values())
+        assert stages[0] == stage
+        assert all(one != other for one, other in pairwise(stages))
 
 
 @pytest.fixture

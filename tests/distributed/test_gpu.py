@@ -5,6 +5,8 @@
 
 import io
 import warnings
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.rank import RankResult, measure, own_device
 from benchmarks.workload import Workload
-from zerotrain import World
+from zerotrain import OffloadConfig, World, build_engine
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.data import GlobalBatchSampler, SyntheticTokens
 from zerotrain.data.loader import StepLoader
@@ -173,3 +175,93 @@ def test_what_is_read_ahead_stays_whole_while_the_device_is_late(device: str) ->
         for step in range(20)
     ]
     assert torch.stack(sums).tolist() == expected
+
+
+class Wide(torch.nn.Module):
+    """Blocks that save more than is left where it is, and nothing whose backward adds in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.GELU()) for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_off_the_device_change_no_bits(checkpointing: bool, device: str, tmp_path: Path) -> None:
+    weights = []
+    for where in ("device", "cpu", "disk"):
+        torch.manual_seed(0)
+        engine = build_engine(
+            Wide().to(device),
+            optimizer=torch.optim.SGD,
+            offload=OffloadConfig(activations=where, path=str(tmp_path)),
+            activation_checkpointing=checkpointing,
+        )
+        for step in range(4):
+            x = torch.randn(256, 128, generator=torch.Generator().manual_seed(step)).to(device)
+            engine.backward(engine(x))
+            engine.step()
+        assert engine.memory_bytes()["offloaded"] == 0
+        weights.append(engine.weights_sha256())
+    assert len(set(weights)) == 1
+
+
+class Layers(torch.nn.Sequential):
+    """Without an embedding, whose backward has no fixed order on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(*(torch.nn.Linear(256, 256) for _ in range(8)))
+
+
+OFFLOADS = {
+    "to the host": OffloadConfig("cpu", "cpu"),
+    "to a disk": OffloadConfig("disk", "disk"),
+    "half of the optimizer to a disk": OffloadConfig("disk", keep=0.5),
+    "updated on the host, from a disk": OffloadConfig("disk", "cpu", update="host"),
+    "updated on the host": OffloadConfig("cpu", update="host"),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_what_is_offloaded_has_the_bits_of_what_is_not_through_a_save_and_a_load(
+    name: str, device: str, tmp_path: Path
+) -> None:
+    """A host's update has other bits on a GPU."""
+
+    def trained(offload: OffloadConfig, folder: Path) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        engine = build_engine(
+            Layers().to(device),
+            optimizer=partial(torch.optim.AdamW, lr=1e-3, fused=True),
+            zero=ZeroConfig(stage=3, bucket_mb=0.2),
+            precision="bf16",
+            offload=replace(offload, path=str(tmp_path)),
+            max_grad_norm=0.1,
+            world=World.current(torch.device(device)),
+        )
+        for step in range(6):
+            inputs = torch.randn(32, 256, generator=torch.Generator().manual_seed(step)).to(device)
+            engine.backward(engine(inputs).float().square().mean())
+            engine.step()
+            if step == 3:
+                engine.save(folder)
+        engine.load(folder)
+        for step in range(2):
+            inputs = torch.randn(32, 256, generator=torch.Generator().manual_seed(step)).to(device)
+            engine.backward(engine(inputs).float().square().mean())
+            engine.step()
+        return engine.full_state_dict()
+
+    wanted = trained(OffloadConfig(), tmp_path / "device")
+    found = trained(OFFLOADS[name], tmp_path / "offloaded")
+    atol = 2e-2 if device == "cuda" and OFFLOADS[name].update == "host" else 0.0
+    for key, weight in wanted.items():
+        torch.testing.assert_close(found[key], weight, rtol=0, atol=atol)

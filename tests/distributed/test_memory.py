@@ -38,9 +38,10 @@ def test_at_rest_a_rank_holds_the_sum_of_its_placements(precision: str, num_rank
                 "parameters": round(numel * itemsize / share(plan.parameters)),
                 "gradients": round(numel * itemsize / share(plan.gradients)),
                 "optimizer": round(numel * optimizer_itemsize / share(plan.optimizer)),
+                "offloaded": 0,
             }
             for kind, theory in held["theory"].items():
-                assert theory <= held[kind] < 1.03 * theory
+                assert theory <= held[kind] <= 1.03 * theory
 
 
 def full_bytes_while_running(case: Case) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import cases as settings_of_cases
 import pytest
 import torch
 from cases import (
@@ -99,9 +100,27 @@ def test_the_reduction_of_many_ranks_gives_the_bits_of_plain_pytorch_on_few() ->
     assert run_over(cases, train_without_posted_receives, 3) == expected
 
 
+def train_with_and_without_sockets(case: Case) -> list[str]:
+    shared = train_and_hash(case)
+    settings_of_cases.SHARES_MEMORY = False
+    try:
+        return [shared, train_and_hash(case)]
+    finally:
+        settings_of_cases.SHARES_MEMORY = True
+
+
 def test_more_ranks_than_post_receives_for_each_other_get_the_bits_of_plain_pytorch() -> None:
     case = Case(ZeroConfig(stage=2, reduction="ordered"), num_steps=2)
-    assert hashes_over_ranks([case], 9) == [sha256(reference_weights(case, 9))]
+    [by_rank] = run_over([case], train_with_and_without_sockets, 9)
+    assert by_rank == [[sha256(reference_weights(case, 9))] * 2] * 9
+
+
+def test_by_sockets_the_bits_are_those_of_plain_pytorch_too() -> None:
+    num_ranks = 3
+    references = [Case(ORDERED, precision=precision) for precision in ("fp32", "bf16")]
+    trained = [case.with_zero(stage=stage, bucket_mb=0.05) for case in references for stage in STAGES]
+    expected = [[[sha256(reference_weights(case, num_ranks))] * 2] * num_ranks for case in references for _ in STAGES]
+    assert run_over(trained, train_with_and_without_sockets, num_ranks) == expected
 
 
 NATIVE = ZeroConfig(reduction="native", bucket_mb=0.25)

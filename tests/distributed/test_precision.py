@@ -238,6 +238,7 @@ def test_kept_parameters_take_four_bytes_held_and_sent_and_have_no_second_master
                 "parameters": nbytes // share(plan.parameters),
                 "gradients": nbytes // share(plan.gradients),
                 "optimizer": (12 * held["numel"] - 4 * held["kept"]) // share(plan.optimizer),
+                "offloaded": 0,
             }
             assert held["parameters"] == (nbytes + held["padding"]) // share(plan.parameters)
             assert held["gradients"] == (nbytes + held["padding"]) // share(plan.gradients)

@@ -10,7 +10,7 @@ import torch
 
 from zerotrain import factory, preflight
 from zerotrain.comm.world import World
-from zerotrain.config.schema import CheckpointConfig, Config
+from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
 from zerotrain.errors import ConfigError, TrainingError
 
 GPT = {
@@ -47,6 +47,22 @@ def test_mfu_counts_no_operation_that_is_made_twice_to_save_memory(
     recomputed = run(tmp_path / "recomputed", model=model | {"activation_checkpointing": True})
     assert plain["weights_sha256"] == recomputed["weights_sha256"]
     assert plain["mfu"] / plain["tokens_per_s"] == pytest.approx(recomputed["mfu"] / recomputed["tokens_per_s"])
+
+
+def test_an_engine_is_built_at_the_stage_that_it_goes_on_at(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """It was built at the first stage of the schedule and then changed (2026-11-22)."""
+    settings = config(
+        zero=ZeroGroup(schedule={0: 0, 2: 3}), checkpoint=CheckpointConfig(every="3", save_at_end=False, keep=None)
+    )
+    settings.train.max_steps, settings.train.eval_batches = 4, 1
+    whole = factory.run(settings, tmp_path, overrides=[], config_hash="abc")
+    path = str(tmp_path / "checkpoints/step-00000003")
+    for stage, is_changed in ((3, False), (1, True)):
+        capsys.readouterr()
+        again = factory.run(settings, tmp_path, overrides=[], config_hash="abc", resume_from=[path], stage=stage)
+        assert again["weights_sha256"] == whole["weights_sha256"]
+        assert again["stage"] == 3
+        assert (f"stage {stage} -> 3 after step 3: sent" in capsys.readouterr().out) == is_changed
 
 
 def test_where_the_peak_of_the_device_is_not_known_there_is_no_mfu(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import torch
 from tests.unit.test_factory import ADAMW, COSINE, GPT
 from zerotrain import factory, preflight
 from zerotrain.checkpoint.manifest import Manifest
-from zerotrain.config.schema import Config, LaunchConfig, PrecisionConfig, TrainConfig, ZeroGroup
+from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, PrecisionConfig, TrainConfig, ZeroGroup
 from zerotrain.data import SyntheticTokens
 from zerotrain.errors import ConfigError
 from zerotrain.models import GPT as GPT_CLASS
+from zerotrain.settings import OffloadConfig
 
 MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 256, "context": 2, "hidden_size": 8, "num_layers": 2}
 MUON = {"_target_": "zerotrain.MuonWithAdamW", "lr": 0.02, "adamw_lr": 1e-3}
@@ -141,6 +142,11 @@ def test_what_works_unit_by_unit_is_refused_for_a_model_without_units(switch: st
         preflight.check(config(model=GPT | {switch: True}))  # one block repeats nothing
 
 
+def test_offloaded_activations_are_refused_for_a_model_without_units() -> None:
+    with pytest.raises(ConfigError, match=r"offload\.activations=cpu: works unit by unit, and GPT has no repeated"):
+        preflight.check(config(offload=OffloadConfig(activations="cpu")))
+
+
 def test_asking_for_gpus_that_are_not_there_is_refused() -> None:
     if torch.cuda.is_available():
         few = torch.cuda.device_count()
@@ -247,6 +253,26 @@ def test_virtual_ranks_that_the_ranks_cannot_share_are_refused() -> None:
 def saved_by(model: torch.nn.Module) -> Manifest:
     shapes = {name: {"shape": list(parameter.shape)} for name, parameter in model.named_parameters()}
     return Manifest({"files": [], "parameters": shapes, "buffers": {}})
+
+
+def test_weights_to_start_from_that_do_not_fit_are_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    model = factory.build("model", config().model_target)
+    state = model.state_dict()
+    path = str(tmp_path / "weights.pt")
+    torch.save({"model": state}, path)
+    preflight.check(config(checkpoint=CheckpointConfig(init_from=path)))
+    name = next(iter(state))
+    torch.save({"model": {each: value for each, value in state.items() if each != name} | {"head": state[name]}}, path)
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(checkpoint=CheckpointConfig(init_from=path)))
+    begin = f"checkpoint.init_from: {path} does not fit the engine: "
+    assert refused.value.problems == (
+        f"{begin}it lacks {name}; or say checkpoint.strict=false",
+        f"{begin}the model has no head; or say checkpoint.strict=false",
+        f"checkpoint.init_from: {path}: its 'model' was read",
+    )
+    preflight.check(config(checkpoint=CheckpointConfig(init_from=path, strict=False)))
+    preflight.check(config(checkpoint=CheckpointConfig(init_from=path)), goes_on_from=saved_by(model))
 
 
 def test_the_checkpoint_of_another_model_is_refused() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from zerotrain.settings import (
     EngineConfig,
+    OffloadConfig,
     PrecisionConfig,
     Rule,
     ZeroConfig,
@@ -74,7 +75,7 @@ def test_a_positive_number_is_finite(value: float) -> None:
 
 def test_every_setting_of_an_engine_has_a_rule_that_its_default_keeps() -> None:
     named = {name for name, _, _ in settings_in(EngineConfig())}
-    groups = {"zero": ZeroConfig, "precision": PrecisionConfig}
+    groups = {"zero": ZeroConfig, "precision": PrecisionConfig, "offload": OffloadConfig}
     declared = {f"{group}.{each.name}" for group, kind in groups.items() for each in fields(kind)}
     declared |= {each.name for each in fields(EngineConfig)} - set(groups)
     assert named == declared

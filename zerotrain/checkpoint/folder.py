@@ -20,8 +20,8 @@ from zerotrain.checkpoint.blocks import BlockWriter, sync_folder
 from zerotrain.checkpoint.manifest import MANIFEST, Manifest
 from zerotrain.errors import CheckpointError
 
-_PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{16}")
-_LOCK = "lock"
+PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{16}")
+LOCK = "lock"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """Of file systems that have none: a save goes on, and what a dead one leaves there stays."""
 
@@ -62,7 +62,7 @@ class PartialFolder:
         remove_dead(target.parent)
         self.path = target.parent / f".{target.name}.partial-{self.token}"
         self.path.mkdir()
-        self._lock = os.open(self.path / _LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             _try_lock(self._lock)
         except OSError as error:
@@ -104,7 +104,7 @@ class PartialFolder:
         self.path.rename(self.target)
         # From here on it is a checkpoint. The lock goes last: without it nobody would know whose the folder is.
         sync_folder(self.target.parent)
-        (self.target / _LOCK).unlink(missing_ok=True)
+        (self.target / LOCK).unlink(missing_ok=True)
         self._unlock()
 
     def remove(self) -> None:
@@ -122,13 +122,13 @@ class PartialFolder:
 def remove_dead(parent: Path) -> None:
     """Remove the partial folders of saves whose process is gone; what cannot be removed stays."""
     for path in sorted(parent.iterdir()):
-        if _PARTIAL.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+        if PARTIAL.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             _remove_if_dead(path)
 
 
 def _remove_if_dead(path: Path) -> None:
     try:
-        lock = os.open(path / _LOCK, os.O_WRONLY)
+        lock = os.open(path / LOCK, os.O_WRONLY)
     except FileNotFoundError:
         with suppress(OSError):
             path.rmdir()  # one that was made and never locked is empty; any other is none of ours
@@ -148,7 +148,7 @@ def _remove_if_dead(path: Path) -> None:
 def _remove_all(path: Path) -> None:
     """The lock goes last: a folder without it, of a removal that was killed, was nobody's and stayed (2026-11-22)."""
     for name in os.listdir(path):
-        if name != _LOCK:
+        if name != LOCK:
             with suppress(OSError):
                 os.unlink(path / name)
     shutil.rmtree(path, ignore_errors=True)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerotrain.checkpoint.blocks import sync_folder
+from zerotrain.checkpoint.folder import LOCK, PARTIAL
 from zerotrain.checkpoint.manifest import MANIFEST
 from zerotrain.errors import CheckpointError
 
@@ -27,7 +28,6 @@ JUST_MADE_S = 10.0
 """So long a save may need from its folder's name to its lock, in which it is not to be disturbed."""
 
 _STEP = re.compile(r"step-([0-9]{8,})")
-_PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{16}")
 _REMOVED = re.compile(r"\.step-[0-9]{8,}\.removed-[0-9a-f]{16}")
 _ASIDE = re.compile(r"step-[0-9]{8,}\.aside-[0-9a-f]{16}")
 
@@ -70,7 +70,7 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
 
 def partial_in(folder: Path) -> list[Path]:
     """The folders of saves that are under way in a folder, or were cut off."""
-    return [path for path in entries(folder) if _PARTIAL.fullmatch(path.name)]
+    return [path for path in entries(folder) if PARTIAL.fullmatch(path.name)]
 
 
 def removed_in(folder: Path) -> list[Path]:
@@ -89,7 +89,7 @@ def is_under_way(partial: Path) -> bool:
     try:
         if time.time() - partial.stat().st_mtime < JUST_MADE_S:
             return True
-        lock = os.open(partial / "lock", os.O_RDONLY)
+        lock = os.open(partial / LOCK, os.O_RDONLY)
     except FileNotFoundError:
         return False
     except OSError:
@@ -119,8 +119,8 @@ def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
     Raises:
         CheckpointError: there is none.
     """
-    if _PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
-        of_what = "save" if _PARTIAL.fullmatch(path.name) else "removal"
+    if PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
+        of_what = "save" if PARTIAL.fullmatch(path.name) else "removal"
         raise CheckpointError(f"{path} is what a {of_what} left that was cut off, or is under way: {allowed}")
     if os.path.isfile(path / MANIFEST):
         return [path]

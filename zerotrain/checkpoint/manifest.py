@@ -15,6 +15,8 @@ from zerotrain.checkpoint.blocks import BLOCK_NBYTES, HASH, hash_of
 from zerotrain.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+WEIGHT, BUFFER = "weight", "buffer"
+"""Roles; what an optimizer keeps has the optimizer's own names, such as exp_avg."""
 EXTRA_STATE = "extra_state"
 """In the manifest what modules keep beside their tensors, and the role of what of it is a tensor."""
 FORMAT, FORMAT_VERSION = "zerotrain checkpoint", 1
@@ -60,7 +62,7 @@ class Manifest:
             for role, tensor in parameter["tensors"].items():
                 yield name, role, tensor
         for name, buffer in self.buffers.items():
-            yield name, "buffer", buffer
+            yield name, BUFFER, buffer
         for name, state in self.content.get(EXTRA_STATE, {}).items():
             if "pieces" in state:
                 yield name, EXTRA_STATE, state
@@ -106,6 +108,11 @@ def dtype_of(tensor: Mapping[str, Any]) -> torch.dtype:
 def pieces_of(tensor: Mapping[str, Any]) -> list[Piece]:
     """Of a tensor in the manifest."""
     return [Piece(**piece) for piece in tensor["pieces"]]
+
+
+def of_rank_0(buffer: Mapping[str, Any]) -> dict[str, Any]:
+    """A buffer in the manifest, with the pieces of rank 0 alone: each rank saves one of its own."""
+    return {**buffer, "pieces": [piece for piece in buffer["pieces"] if piece["file"] == 0]}
 
 
 def versions() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Verified reads: whatever comes out of a file of a checkpoint lies in blocks whose hashes fit."""
 
+import ctypes
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,11 @@ from zerotrain.checkpoint.manifest import Manifest, Piece, dtype_of, pieces_of
 from zerotrain.errors import CheckpointError
 
 MAX_NAMES_SHOWN = 3
+
+
+def _memory_of(target: torch.Tensor) -> memoryview:
+    """The bytes of a flat tensor of the CPU, to read into while it lives. numpy's would forbid to give them back."""
+    return memoryview((ctypes.c_char * target.nbytes).from_address(target.data_ptr())).cast("B")
 
 
 class Reader:
@@ -58,11 +64,21 @@ class Reader:
     def _read_piece(self, piece: Piece, dtype: torch.dtype, start: int, target: torch.Tensor) -> None:
         """Neighbouring elements, all of which lie in this piece."""
         first = piece.byte + (start - piece.start) * dtype.itemsize
-        done = 0
-        for part in self._verified(piece.file, first, first + target.numel() * dtype.itemsize):
-            values = torch.frombuffer(part, dtype=dtype)
-            target[done : done + values.numel()].copy_(values)
-            done += values.numel()
+        stop = first + target.numel() * dtype.itemsize
+        memory = _memory_of(target) if target.dtype == dtype and target.device.type == "cpu" else None
+        for index in range(first // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
+            offset = index * BLOCK_NBYTES
+            end = offset + self._nbytes_of(piece.file, index)
+            if memory is not None and first <= offset and end <= stop:
+                self._read_block(piece.file, index, memory[offset - first : end - first])
+                continue
+            start, end = max(first, offset), min(stop, end)
+            part = memoryview(self._block(piece.file, index))[start - offset : end - offset]
+            if memory is not None:
+                memory[start - first : end - first] = part
+            else:
+                values = torch.frombuffer(part, dtype=dtype)
+                target[(start - first) // dtype.itemsize :][: values.numel()].copy_(values)
 
     def check_block(self, file: int, index: int) -> None:
         """Read one block, for nothing but its hash."""
@@ -72,25 +88,28 @@ class Reader:
         """Make sure that a file is there, with as many bytes as were written."""
         self._descriptor(file)
 
-    def _verified(self, file: int, start: int, stop: int) -> Iterator[memoryview]:
-        for index in range(start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
-            offset = index * BLOCK_NBYTES
-            block = memoryview(self._block(file, index))
-            yield block[max(start - offset, 0) : min(stop - offset, len(block))]
+    def _nbytes_of(self, file: int, index: int) -> int:
+        """Of a block; the last of a file may be shorter."""
+        return min(BLOCK_NBYTES, int(self._manifest.files[file]["nbytes"]) - index * BLOCK_NBYTES)
 
     def _block(self, file: int, index: int) -> bytearray:
+        """A block of which a part is wanted, or its hash alone."""
         held, block = self._last.get(file, (-1, bytearray()))
         if held == index:
             return block
         self._last.pop(file, None)
-        start = index * BLOCK_NBYTES
-        nbytes = min(BLOCK_NBYTES, self._manifest.files[file]["nbytes"] - start)
-        if len(block) != nbytes:
+        if len(block) != (nbytes := self._nbytes_of(file, index)):
             block = bytearray(nbytes)
-        done = 0
-        while done < nbytes:
+        self._read_block(file, index, memoryview(block))
+        self._last[file] = (index, block)
+        return block
+
+    def _read_block(self, file: int, index: int, block: memoryview) -> None:
+        """Read a whole block to where it belongs, and compare its hash."""
+        start, done = index * BLOCK_NBYTES, 0
+        while done < len(block):
             try:
-                count = os.preadv(self._descriptor(file), [memoryview(block)[done:]], start + done)
+                count = os.preadv(self._descriptor(file), [block[done:]], start + done)
             except OSError as error:
                 said = f"{error.strerror} ({self._at(file, index)})"
                 raise CheckpointError(f"{self._path(file)} cannot be read: {said}") from error
@@ -102,11 +121,9 @@ class Reader:
         hashes = self._manifest.files[file]["hashes"]
         if (found := hash_of(block)) != hashes[index]:
             raise CheckpointError(
-                f"{self._path(file)} is not what was written: bytes {start} to {start + nbytes} are others "
+                f"{self._path(file)} is not what was written: bytes {start} to {start + done} are others "
                 f"({self._at(file, index)}){self._belongs(found, index)}"
             )
-        self._last[file] = (index, block)
-        return block
 
     def _descriptor(self, file: int) -> int:
         if file not in self._open:

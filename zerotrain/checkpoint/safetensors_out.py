@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zerotrain.checkpoint.blocks import BlockWriter
-from zerotrain.checkpoint.tensor_file import ALIGN_NBYTES, CODES, chunks
+from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, CODES, chunks, head_of
 from zerotrain.errors import CheckpointError
 
 
@@ -86,11 +86,9 @@ def _write_file(path: Path, tensors: Mapping[str, OutTensor]) -> None:
         end = place + tensor.nbytes
         header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
         place = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGN_NBYTES)
 
     def write(writer: BlockWriter) -> None:
-        writer.write(memoryview(len(text).to_bytes(8, "little") + text))
+        writer.write(memoryview(head_of(header)))
         for _, tensor in ordered:
             if tensor.nbytes:
                 _write_tensor(writer, tensor)
@@ -100,8 +98,9 @@ def _write_file(path: Path, tensors: Mapping[str, OutTensor]) -> None:
 
 def _write_tensor(writer: BlockWriter, tensor: OutTensor) -> None:
     # A function of its own: its last chunk is memory of the tensor, and would keep it while the next one is read.
-    for chunk in chunks(tensor.read().to(tensor.dtype)):
-        writer.write(chunk)
+    for part in tensor.read().reshape(-1).split(CHUNK_NBYTES):
+        for chunk in chunks(part.to(tensor.dtype)):
+            writer.write(chunk)
 
 
 def _write(path: Path, write: Callable[[BlockWriter], None]) -> None:

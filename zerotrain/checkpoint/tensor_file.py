@@ -70,9 +70,7 @@ class TensorFile:
             header[entry.key] = {"dtype": code or "U8", "shape": [numel], "data_offsets": [place, end]}
             self._places.append(place)
             place = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % ALIGN_NBYTES)
-        self._head = len(text).to_bytes(8, "little") + text
+        self._head = head_of(header)
         self.nbytes = len(self._head) + place
         self.hashes: list[str] = []
 
@@ -117,8 +115,20 @@ class TensorFile:
         return {"name": self.name, "nbytes": self.nbytes, "hashes": self.hashes, "pieces": pieces}
 
 
+def head_of(header: dict[str, Any]) -> bytes:
+    """What a file begins with: a length, and the header, padded so that the tensors begin aligned."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGN_NBYTES)
+    return len(text).to_bytes(8, "little") + text
+
+
+def flat_bytes(values: torch.Tensor) -> torch.Tensor:
+    """(nbytes,) uint8: the memory itself, if its elements lie without gaps."""
+    return values.detach().contiguous().view(-1).view(torch.uint8)
+
+
 def chunks(values: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor, some MiB at a time, in the host's memory: of a tensor there without a copy."""
-    flat = values.detach().contiguous().view(-1).view(torch.uint8)
+    flat = flat_bytes(values)
     for start in range(0, flat.numel(), CHUNK_NBYTES):
         yield flat[start : start + CHUNK_NBYTES].cpu().numpy().data

@@ -1,14 +1,13 @@
-"""Weights to start from, wherever they lie: a safetensors file, a folder of Hugging Face, the weights of a checkpoint.
+"""Weights to start from, wherever they lie: a file of safetensors or of torch.save, a folder of Hugging Face or of
+torch's DCP, the weights of a checkpoint.
 
 `find_weights` opens them; names, dtypes and shapes are known from headers alone, and `read` gives elements by number.
 """
 
 import json
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,62 +15,29 @@ from typing import Any
 import torch
 
 from zerotrain.checkpoint.blocks import hash_of
+from zerotrain.checkpoint.dcp_metadata import METADATA
+from zerotrain.checkpoint.dcp_weights import DcpWeights
+from zerotrain.checkpoint.given import GivenTensor, Weights, leads_away, row_by_row
 from zerotrain.checkpoint.kept import candidates, entries
-from zerotrain.checkpoint.manifest import MANIFEST, dtype_of, read_manifest
+from zerotrain.checkpoint.manifest import BUFFER, MANIFEST, WEIGHT, dtype_of, of_rank_0, read_manifest
+from zerotrain.checkpoint.open_file import OpenFile
 from zerotrain.checkpoint.reading import Reader
-from zerotrain.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+from zerotrain.checkpoint.safetensors_file import safetensors_in
+from zerotrain.checkpoint.torch_file import is_of_torch, torch_tensors_in
 from zerotrain.checkpoint.verify import problems_in
 from zerotrain.errors import CheckpointError
 
-WHOLE, INDEX, INDEX_END = "model.safetensors", "model.safetensors.index.json", ".safetensors.index.json"
-WEIGHT, BUFFER = "weight", "buffer"
-_PICKLED, _PICKLED_INDEX = (".bin", ".pt", ".pth", ".ckpt"), ".bin.index.json"
+INDEX_END = ".index.json"
+IN_FOLDERS = tuple(name + end for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX_END))
+"""What of a folder of Hugging Face is read: the first of these that is there."""
+OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""Ends of names of files that may hold weights."""
 MAX_NAMES_SHOWN = 3
 ALLOWED = (
-    f"give a safetensors file, a folder with {WHOLE} or {INDEX}, a checkpoint of zerotrain (a folder with {MANIFEST}), "
-    "or the folder of a run"
+    f"give a file of safetensors or torch.save, a folder with {IN_FOLDERS[0]} or {IN_FOLDERS[2]} (or an index of "
+    f"several), a folder of torch.distributed.checkpoint (it has {METADATA}), a checkpoint of zerotrain (it has "
+    f"{MANIFEST}), or the folder of a run"
 )
-
-
-@dataclass(frozen=True, eq=False)
-class GivenTensor:
-    """One tensor that can be read."""
-
-    names: Sequence[str]
-    """Several of a tied one; any is enough."""
-    kind: str
-    """Its dtype, as the format calls it."""
-    dtype: torch.dtype | None
-    """None for one that torch has not, and for a tensor without elements of which nothing was written."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    """Tells the order in which its elements lie there."""
-    place: Any
-    """Whose it is."""
-
-
-class Weights(ABC):
-    """Where weights lie, open until `close`.
-
-    Its methods raise CheckpointError, naming the file.
-    """
-
-    path: Path
-    tensors: list[GivenTensor]
-    fingerprint: str
-    """Two ranks that see the same see the same checkpoint, or files of the same names, dtypes and shapes."""
-    _opened: ExitStack
-
-    @abstractmethod
-    def problems(self, part: int, num_parts: int) -> list[str]:
-        """What is wrong with the files, as far as it can be known; of all bytes look only at this share."""
-
-    @abstractmethod
-    def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:
-        """Elements from `start` on, in the order of `tensor.stride`, into all of `target`, (n,)."""
-
-    def close(self) -> None:
-        self._opened.close()
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
@@ -81,17 +47,19 @@ def resolved(path: str | os.PathLike[str]) -> Path:
         CheckpointError: there are no weights that can be read.
     """
     named = Path(os.path.abspath(path))
-    if any(os.path.isfile(named / name) for name in (WHOLE, INDEX)):
+    if named.name == METADATA:
+        return named.parent
+    if any(os.path.isfile(named / name) for name in (*IN_FOLDERS, METADATA)):
         return named
     if os.path.lexists(named) and not os.path.isdir(named):
-        if named.name.endswith(_PICKLED_INDEX):
-            raise _pickled(named)
         return named
     try:
         return candidates(named, allowed=ALLOWED)[0]
     except CheckpointError:
-        if pickled := [each for each in entries(named) if each.name.endswith((*_PICKLED, _PICKLED_INDEX))]:
-            raise _pickled(pickled[0]) from None
+        if others := [each for each in entries(named) if each.suffix in OTHERS]:
+            raise CheckpointError(
+                f"{named} has no {IN_FOLDERS[0]}: name the file itself, such as {others[0]}"
+            ) from None
         raise
 
 
@@ -104,16 +72,10 @@ def find_weights(path: str | os.PathLike[str]) -> Weights:
     source = resolved(path)
     if os.path.isfile(source / MANIFEST):
         return CheckpointWeights(source)
-    if not os.path.isdir(source) and not source.name.endswith(INDEX_END):
-        return SafetensorsWeights(source, {source: None})
-    index = source if not os.path.isdir(source) else source / INDEX
-    if os.path.isfile(index):
-        return SafetensorsWeights(source, _files_of(index))
-    return SafetensorsWeights(source, {source / WHOLE: None})
-
-
-def _pickled(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} is pickled, and loading a pickle may run any code: {ALLOWED}")
+    if os.path.isfile(source / METADATA):
+        return DcpWeights(source)
+    file = next((source / name for name in IN_FOLDERS if os.path.isfile(source / name)), source)
+    return FileWeights(source, _files_of(file) if file.name.endswith(INDEX_END) else {file: None})
 
 
 def _files_of(index: Path) -> dict[Path, list[str] | None]:
@@ -122,7 +84,7 @@ def _files_of(index: Path) -> dict[Path, list[str] | None]:
     try:
         places = json.loads(index.read_bytes())["weight_map"]
         for name, file in places.items():
-            if os.path.basename(file) != file:
+            if leads_away(file):
                 raise ValueError
             names = files.setdefault(index.parent / file, [])
             assert names is not None
@@ -130,7 +92,7 @@ def _files_of(index: Path) -> dict[Path, list[str] | None]:
     except OSError as error:
         raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise CheckpointError(f"{index} is no index of safetensors files, or damaged") from None
+        raise CheckpointError(f"{index} is no index of files with weights, or damaged") from None
     if absent := [file.name for file in files if not os.path.isfile(file)]:
         more = f" and {len(absent) - MAX_NAMES_SHOWN} more" if len(absent) > MAX_NAMES_SHOWN else ""
         named = ", ".join(absent[:MAX_NAMES_SHOWN]) + more
@@ -138,8 +100,8 @@ def _files_of(index: Path) -> dict[Path, list[str] | None]:
     return files
 
 
-class SafetensorsWeights(Weights):
-    """Of one file or several.
+class FileWeights(Weights):
+    """Of one file of safetensors or torch.save, or of several.
 
     Args:
         files: the names that are read of each; None: all.
@@ -148,26 +110,25 @@ class SafetensorsWeights(Weights):
     def __init__(self, path: Path, files: dict[Path, list[str] | None]) -> None:
         self.path, self.tensors = path, []
         with ExitStack() as opened:
-            fingerprints = []
-            for file, names in files.items():
-                each = SafetensorsFile(file)
-                opened.callback(each.close)
-                fingerprints.append(each.fingerprint)
-                for name in each.tensors if names is None else names:
-                    if name not in each.tensors:
-                        raise CheckpointError(f"{file} has no {name}, which its index tells of")
-                    stored = each.tensors[name]
-                    stride = torch.empty(stored.shape, device="meta").stride()
-                    dtype = DTYPES.get(stored.code)
-                    self.tensors.append(GivenTensor([name], stored.code, dtype, stored.shape, stride, each))
+            for each, names in files.items():
+                file = OpenFile(each)
+                opened.callback(file.close)
+                tensors = torch_tensors_in(file) if is_of_torch(file) else safetensors_in(file)
+                known = {tensor.names[0]: tensor for tensor in tensors}
+                if absent := [name for name in names or () if name not in known]:
+                    raise CheckpointError(f"{each} has no {absent[0]}, which its index tells of")
+                self.tensors += tensors if names is None else [known[name] for name in names]
             self._opened = opened.pop_all()
-        self.fingerprint = hash_of("".join(fingerprints).encode())
+        told = [(each.part, each.names, each.kind, each.shape, each.stride) for each in self.tensors]
+        self.fingerprint = hash_of(repr(told).encode())
 
-    def problems(self, part: int, num_parts: int) -> list[str]:
-        return []  # all that the format lets one know is known since they were opened
+    def problems(self, taken: Sequence[GivenTensor], part: int, num_parts: int) -> list[str]:
+        return []  # all that the formats let one know is known since they were opened
 
     def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:
-        tensor.place.read(tensor.names[0], start, target)
+        file, byte = tensor.place
+        assert tensor.dtype is not None
+        file.read(byte + start * tensor.dtype.itemsize, tensor.dtype, target)
 
 
 class CheckpointWeights(Weights):
@@ -184,8 +145,7 @@ class CheckpointWeights(Weights):
             tensor = parameter["tensors"].get(WEIGHT)
             self._add(parameter["names"], tensor, parameter["shape"], parameter["stride"])
         for name, buffer in self._manifest.buffers.items():
-            of_rank_0 = {**buffer, "pieces": [piece for piece in buffer["pieces"] if piece["file"] == 0]}
-            self._add([name], of_rank_0, buffer["shape"], torch.empty(buffer["shape"], device="meta").stride())
+            self._add([name], of_rank_0(buffer), buffer["shape"], row_by_row(buffer["shape"]))
 
     def _add(self, names: list[str], tensor: Any, shape: Sequence[int], stride: Sequence[int]) -> None:
         assert tensor is not None or prod(shape) == 0
@@ -193,7 +153,7 @@ class CheckpointWeights(Weights):
         kind = "" if tensor is None else tensor["dtype"]
         self.tensors.append(GivenTensor(names, kind, dtype, tuple(shape), tuple(stride), tensor))
 
-    def problems(self, part: int, num_parts: int) -> list[str]:
+    def problems(self, taken: Sequence[GivenTensor], part: int, num_parts: int) -> list[str]:
         return problems_in(self.path, self._manifest, part, num_parts, roles=(WEIGHT, BUFFER))
 
     def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:

@@ -5,16 +5,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from zerotrain.checkpoint.kept import candidates
-from zerotrain.checkpoint.manifest import Manifest, dtype_of, read_manifest
+from zerotrain.checkpoint.manifest import WEIGHT, Manifest, dtype_of, of_rank_0, read_manifest
 from zerotrain.checkpoint.reading import Reader
-
-WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,18 @@ class SavedTensors:
         }
         return found | {name: (dtype_of(each), tuple(each["shape"])) for name, each in self.manifest.buffers.items()}
 
-    def read(self, name: str) -> torch.Tensor:
-        """A parameter, or rank 0's buffer: contiguous, in the model's shape, in the dtype it was saved in."""
+    def read(self, name: str, room: mmap | None = None) -> torch.Tensor:
+        """A parameter, or rank 0's buffer: contiguous, in the model's shape, in the dtype it was saved in.
+
+        Args:
+            room: memory for it, which the next one may use again; None: its own.
+        """
         if name in self.manifest.buffers:
             buffer = self.manifest.buffers[name]
-            of_rank_0 = {**buffer, "pieces": [piece for piece in buffer["pieces"] if piece["file"] == 0]}
-            flat = self._flat(of_rank_0, prod(buffer["shape"]))
-            return flat.view(buffer["shape"])
-        return self.of_role(name, WEIGHT)
+            return self._flat(of_rank_0(buffer), prod(buffer["shape"]), room).view(buffer["shape"])
+        return self.of_role(name, WEIGHT, room)
 
-    def of_role(self, name: str, role: str) -> torch.Tensor:
+    def of_role(self, name: str, role: str, room: mmap | None = None) -> torch.Tensor:
         """What is kept of a parameter in a role, such as exp_avg: contiguous, in the parameter's shape; of a tensor
         that is updated whole in the shape it is kept in."""
         parameter = self.manifest.parameters[name]
@@ -51,14 +52,19 @@ class SavedTensors:
         if tensor is None:  # of a parameter without elements nothing was written
             return torch.empty(parameter["shape"])
         if "shape" in tensor:
-            return self._flat(tensor, prod(tensor["shape"])).view(tensor["shape"])
-        flat = self._flat(tensor, prod(parameter["shape"]))
+            return self._flat(tensor, prod(tensor["shape"]), room).view(tensor["shape"])
+        flat = self._flat(tensor, prod(parameter["shape"]), room)
         return flat.as_strided(parameter["shape"], parameter["stride"]).contiguous()
 
-    def _flat(self, tensor: Mapping[str, Any], numel: int) -> torch.Tensor:
-        flat = torch.empty(numel, dtype=dtype_of(tensor))
-        if numel:
-            self.reader.read(tensor, 0, flat)
+    def _flat(self, tensor: Mapping[str, Any], numel: int, room: mmap | None) -> torch.Tensor:
+        dtype = dtype_of(tensor)
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        if room is None:
+            # Not from malloc, which may keep what is freed for what is no larger: tensors of mixed sizes grew by 90 MB.
+            room = mmap(-1, numel * dtype.itemsize)
+        flat = torch.frombuffer(room, dtype=dtype, count=numel)
+        self.reader.read(tensor, 0, flat)
         return flat
 
 

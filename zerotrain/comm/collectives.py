@@ -35,7 +35,20 @@ class Collectives:
         self.shards = world.shards
         self.ledger = ledger
         self._journal = Journal(ledger, world.whereabouts, overlap=overlap)
-        self._wire = _wire_of(world, ordered)
+        started_s = time.monotonic()
+        try:
+            self._wire = _wire_of(world, ordered)
+        except RuntimeError as error:
+            self._journal.fail("comparison", "where ranks are", error, time.monotonic() - started_s)
+
+    @property
+    def not_shared(self) -> str:
+        """See `Wire.not_shared`."""
+        return self._wire.not_shared
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """(numel,) zeros on this rank's device, from which gathers and reductions send without a copy."""
+        return self._wire.zeros(numel, dtype, self.world.device)
 
     @property
     def order(self) -> int:
@@ -49,6 +62,7 @@ class Collectives:
     def gather_now(self, name: str, full: torch.Tensor, shard: torch.Tensor) -> None:
         """The same once, waited for."""
         gather = self.gather(name, full, shard)
+        gather.is_used_again = False
         gather.issue()
         gather.finish()
 

@@ -36,6 +36,8 @@ class Handle(ABC):
     """Whether nothing is ever sent, so that the ledger does not count it."""
     sent_nbytes: int
     """Bytes this rank sends each time."""
+    is_used_again = True
+    """Whether memory that it needs on the way may stay for its next use."""
 
     def __init__(self, name: str, journal: Journal) -> None:
         self.name = name
@@ -215,16 +217,26 @@ class Exchange(Handle):
         self._issue_noted()
 
 
-def mean_by_tree(parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor, num_leaves: int) -> None:
+def mean_by_tree(
+    parts: Sequence[torch.Tensor] | torch.Tensor,
+    out: torch.Tensor,
+    num_leaves: int,
+    *,
+    sums: torch.Tensor | None = None,
+) -> None:
     """Leave the mean of `num_leaves` leaves in `out` (n), of which `parts`, (ranks, n) or one tensor for each rank, are
     sums of equally many each.
 
     Neighbours are added in pairs in fp32, then the sums in pairs, and so on; the last of an odd number goes up as it
     is. The sum is divided by the number of leaves, then rounded to the dtype of `out`, which may be one of the parts.
+
+    Args:
+        sums: (ranks / 2 rounded up, as many as are added at a time, or n) fp32 to add in; None: it is made here.
     """
     pairs = (len(parts) + 1) // 2
     step = max(1, CHUNK_NUMEL // pairs) if out.is_cpu else out.numel()
-    sums = torch.empty(pairs, min(step, out.numel()), dtype=torch.float32, device=out.device)
+    if sums is None:
+        sums = torch.empty(pairs, min(step, out.numel()), dtype=torch.float32, device=out.device)
     for start in range(0, out.numel(), step):
         where = slice(start, start + step)
         mean = out[where]

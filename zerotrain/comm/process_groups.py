@@ -2,6 +2,7 @@
 
 | backend | gather | ordered reduction | native reduction |
 |---|---|---|---|
+| gloo, all ranks on one host | read from the others' memory | the same | the backend's own |
 | gloo, few ranks | posted sends and receives | posted sends and receives | the backend's own |
 | gloo, many ranks; NCCL | the backend's own | all-to-all, sum of rows | the backend's own |
 """
@@ -24,8 +25,11 @@ from zerotrain.comm.backend_handles import (
 )
 from zerotrain.comm.handles import Exchange, Gather, Reduction
 from zerotrain.comm.journal import Journal
+from zerotrain.comm.local_peers import NotLocalError, require_all
+from zerotrain.comm.local_ranks import LocalRanks
 from zerotrain.comm.posted_handles import PostedGather, PostedReduction
 from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.shared_handles import SharedGather, SharedReduction
 from zerotrain.comm.wire import Wire
 from zerotrain.comm.world import Shards, backend_of
 from zerotrain.errors import EngineStateError
@@ -34,6 +38,10 @@ MAX_RANKS_OF_EXCHANGE = 8
 """Up to here gathers and ordered reductions on gloo are posted sends and receives. gloo's own all-gather receives into
 a second buffer as large as the result and copies it over: measured 4 times the CPU time and twice the memory; and its
 all-to-all posts a receive behind the send. Posted, each takes two calls a rank, though."""
+
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""Of a group that does not say: torch's own."""
 
 
 class ProcessGroups(Wire):
@@ -52,8 +60,34 @@ class ProcessGroups(Wire):
         self._is_gloo = backend_of(self._gathers, device) == "gloo"
         self._ordered = ordered
         self._posts = self._is_gloo and shards.size <= MAX_RANKS_OF_EXCHANGE
+        self._local: LocalRanks | None = None
+        """Where all ranks read each other's memory."""
+        # Not on a GPU, where gloo may be too, nor in torch's fake group.
+        if device.type == "cpu" and self._gathers._get_backend(device).name().lower() == "gloo":
+            self._meet_locally()
+
+    def _meet_locally(self) -> None:
+        shards = self._shards
+        try:
+            # Asked of all ranks: one of them may be told otherwise.
+            require_all(self.gather_objects, "" if shards.shared_memory else "it is told not to (shared_memory=False)")
+            self._local = LocalRanks(shards.rank, shards.size, self.gather_objects, self._timeout_s())
+        except NotLocalError as error:
+            self.not_shared = str(error) if shards.shared_memory else ""
+
+    def _timeout_s(self) -> float:
+        options = getattr(self._gathers._get_backend(self._device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        return DEFAULT_TIMEOUT_S if timeout is None else float(timeout.total_seconds())
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._local is not None and device.type == "cpu":
+            return self._local.memory.zeros(numel, dtype)
+        return super().zeros(numel, dtype, device)
 
     def gather(self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor) -> Gather:
+        if self._local is not None:
+            return SharedGather(name, journal, full, shard, self._local, next(self._shards.tags))
         if self._posts:
             return PostedGather(name, journal, full, shard, self._gathers, next(self._shards.tags))
         return NativeGather(name, journal, full, shard, self._gathers, self._is_gloo)
@@ -63,6 +97,9 @@ class ProcessGroups(Wire):
     ) -> Reduction:
         if not self._ordered:
             return NativeReduction(name, journal, out, pool, num_leaves, self._reductions, self._is_gloo)
+        if self._local is not None:
+            number = next(self._shards.tags)
+            return SharedReduction(name, journal, out, pool, num_leaves, self._local, number)
         if self._posts:
             tag = next(self._shards.tags)
             return PostedReduction(name, journal, out, pool, num_leaves, self._reductions, tag)

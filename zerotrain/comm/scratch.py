@@ -1,5 +1,6 @@
 """Flat buffers that live for a part of a step and are used again by the next collective and the next step."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,12 +19,21 @@ class Scratch:
         self.cuts = {}
 
 
-class ScratchPool:
-    """Lends buffers of one dtype and device; keeps as many as were ever lent at once."""
+Zeros = Callable[[int, torch.dtype], torch.Tensor]
+"""(numel, dtype) -> (numel,) zeros."""
 
-    def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
+
+class ScratchPool:
+    """Lends buffers of one dtype and device; keeps as many as were ever lent at once.
+
+    Args:
+        zeros: makes them; None: torch does.
+    """
+
+    def __init__(self, *, dtype: torch.dtype, device: torch.device, zeros: Zeros | None = None) -> None:
         self.dtype = dtype
         self.device = device
+        self._zeros = zeros or (lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device))
         self.lent_nbytes = 0
         self._free: list[Scratch] = []
 
@@ -47,7 +57,7 @@ class ScratchPool:
                 self._free.remove(max(self._free, key=lambda each: each.storage.numel()))
             # Zeros, not garbage: torch's fake process group, which benchmarks measure with, writes nothing into what is
             # to be received, and a step on garbage met inf.
-            scratch = Scratch(torch.zeros(numel, dtype=self.dtype, device=self.device))
+            scratch = Scratch(self._zeros(numel, self.dtype))
         self.lent_nbytes += scratch.storage.nbytes
         return scratch
 
@@ -58,15 +68,15 @@ class ScratchPool:
 
 
 class ScratchPools:
-    """The pools of one device, one for each dtype that was asked for."""
+    """The pools of one device, one for each dtype that was asked for. See `ScratchPool`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, zeros: Zeros | None = None) -> None:
+        self.device, self._zeros = device, zeros
         self._pools: dict[torch.dtype, ScratchPool] = {}
 
     def of(self, dtype: torch.dtype) -> ScratchPool:
         """The pool that lends buffers of `dtype`."""
-        return self._pools.setdefault(dtype, ScratchPool(dtype=dtype, device=self.device))
+        return self._pools.setdefault(dtype, ScratchPool(dtype=dtype, device=self.device, zeros=self._zeros))
 
     @property
     def lent_nbytes(self) -> int:

@@ -14,6 +14,13 @@ from zerotrain.comm.scratch import ScratchPool
 class Wire(ABC):
     """Makes the handles of one engine, and a few small collectives that are waited for at once."""
 
+    not_shared: str = ""
+    """Why ranks do not read each other's memory, though they may; nothing where they do, or never could."""
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """(numel,) zeros from which handles send as fast as they can; from all other memory they send too."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     @abstractmethod
     def gather(self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor) -> Gather:
         """See `Gather`."""

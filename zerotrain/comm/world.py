@@ -35,6 +35,8 @@ class Shards:
     """Carries gradients. A group of its own: one NCCL communicator runs its collectives one after the other."""
     tags: Iterator[int] = field(default_factory=itertools.count, compare=False)
     """Numbers that keep sends and receives apart; taken in the same order on every rank."""
+    shared_memory: bool = True
+    """On one host CPU ranks read each other's memory; False: they send through sockets."""
     make_wire: "Callable[[bool], Wire] | None" = field(default=None, compare=False)
     """What carries the collectives of an engine (with an ordered reduction or not), in place of the groups."""
 
@@ -61,12 +63,13 @@ class World:
         object.__setattr__(self, "whereabouts", Whereabouts(self.rank, self.size, group_name))
 
     @classmethod
-    def from_environment(cls, device: str = "auto", timeout_s: float = 300.0) -> "World":
+    def from_environment(cls, device: str = "auto", timeout_s: float = 300.0, *, shared_memory: bool = True) -> "World":
         """Join the ranks that RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT describe; without them, be alone.
 
         Args:
             device: cpu, cuda, or auto (cuda where there is one).
             timeout_s: seconds to wait for the other ranks, when they meet and in each collective.
+            shared_memory: CPU ranks of one host read each other's memory; False: they send through sockets.
 
         Raises:
             ConfigError: cuda was asked for and is not there; the variables are incomplete or contradict each other.
@@ -87,7 +90,7 @@ class World:
             timeout=timedelta(seconds=timeout_s),
             device_id=chosen if chosen.type == "cuda" else None,
         )
-        return cls._around(chosen, local_rank, started_here=True)
+        return cls._around(chosen, local_rank, started_here=True, shared_memory=shared_memory)
 
     @classmethod
     def current(cls, device: torch.device) -> "World":
@@ -106,10 +109,11 @@ class World:
         return cls._around(device, int(os.environ.get("LOCAL_RANK", dist.get_rank())), started_here=False)
 
     @classmethod
-    def _around(cls, device: torch.device, local_rank: int, started_here: bool) -> "World":
+    def _around(cls, device: torch.device, local_rank: int, started_here: bool, shared_memory: bool = True) -> "World":
         rank, size, everyone = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
         # Without a timeout of its own the new group would wait by torch's default, half an hour on gloo.
-        shards = Shards(rank, size, everyone, dist.new_group(timeout=_timeout_of(device)))
+        reductions = dist.new_group(timeout=_timeout_of(device))
+        shards = Shards(rank, size, everyone, reductions, shared_memory=shared_memory)
         return cls(rank, size, local_rank, device, shards=shards, group=everyone, started_here=started_here)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:

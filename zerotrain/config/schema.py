@@ -10,11 +10,13 @@ from typing import Any
 
 from zerotrain.settings import (
     CLIPPING,
+    SENT,
     SHARES,
     STAGE,
     STEPS,
     TRUE_OR_FALSE,
     Effect,
+    OffloadConfig,
     PrecisionConfig,
     Rule,
     ZeroConfig,
@@ -42,7 +44,7 @@ def _is_schedule(value: Any) -> bool:
 def _is_entry(step: Any, number: Any) -> bool:
     """A step may be a text: JSON and `+zero.schedule.500=3` have no other."""
     is_step = (isinstance(step, int) and not isinstance(step, bool)) or (isinstance(step, str) and step.isdecimal())
-    return is_step and int(step) >= 0 and not isinstance(number, bool) and STAGE.holds(number)
+    return is_step and int(step) >= 0 and STAGE.holds(number)
 
 
 SCHEDULE = Rule(
@@ -75,12 +77,10 @@ class ZeroGroup(ZeroConfig):
         """As on the command line."""
         return f"zero.stage={self.stage}" if self.schedule is None else f"zero.schedule={self.schedule}"
 
-    @property
-    def of_engine(self) -> ZeroConfig:
-        """What an engine is told, at the first stage."""
-        return ZeroConfig(
-            **{each.name: getattr(self, each.name) for each in fields(ZeroConfig)} | {"stage": self.stages[0]}
-        )
+    def of_engine(self, stage: int | None) -> ZeroConfig:
+        """What an engine is told that is built at a stage; None: at the first."""
+        given = {each.name: getattr(self, each.name) for each in fields(ZeroConfig)}
+        return ZeroConfig(**given | {"stage": self.stages[0] if stage is None else stage})
 
 
 @dataclass
@@ -178,7 +178,9 @@ class CheckpointConfig:
     """What to go on from. auto: the newest in this run's own folder that is what was written, and the start where there
     is none. Of another run's folder likewise the newest; a checkpoint named itself must be whole."""
     init_from: str | None = setting(
-        None, or_null(Rule("a .safetensors file, a folder of a Hugging Face model, a checkpoint", bool)), STARTING_ANEW
+        None,
+        or_null(Rule("a file with weights, a folder of Hugging Face or torch's DCP, a checkpoint", bool)),
+        STARTING_ANEW,
     )
     """Where a run that does not resume takes its first weights from: those alone."""
     strict: bool = setting(True, TRUE_OR_FALSE, STARTING_FROM)
@@ -201,6 +203,9 @@ class LaunchConfig:
     on the CPU depend on it."""
     timeout_s: float = setting(300.0, between(0.001, 31536000, "seconds (a year)"))
     """Seconds a collective may wait for the other ranks before the run is ended."""
+    shared_memory: Any = setting("auto", one_of("auto", False), SENT)
+    """auto: where all ranks are on one host and compute on the CPU, they read each other's memory. false: they send
+    through sockets, as they do where that cannot be, which the start of a run says; the bits are the same."""
     max_restarts: int = setting(0, between(0, 1000, "restarts"))
     """How often the ranks are started again after one has failed or died, each time from the newest checkpoint; after
     two in a row that brought no newer one there is no other. With torchrun: its own --max-restarts."""
@@ -217,6 +222,7 @@ class Config:
     """Seeds the initial weights, the order of the data and dropout."""
     zero: ZeroGroup = field(default_factory=ZeroGroup)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     model: dict[str, Any] = field(default_factory=lambda: asdict(ModelSwitches()))
     """An nn.Module: forward(inputs, labels) returns the mean loss over labels != -100; forward(inputs) the logits.
     Beside the arguments of its class it has the `ModelSwitches`."""

@@ -21,6 +21,7 @@ SETTINGS = {
     "virtual_ranks": "train.virtual_ranks",
     "World.from_environment(device)": "launch.device",
     "World.from_environment(timeout_s)": "launch.timeout_s",
+    "World.from_environment(shared_memory)": "launch.shared_memory",
     "MuonWithAdamW(matrices)": "optimizer.matrices",
 }
 """Argument in Python -> setting; in parentheses what is no argument of `build_engine`."""

@@ -8,7 +8,6 @@ turns to other tensors, the memory of the last ones is given back: their values 
 Whatever a constructor reads is computed again for it, so that it may do anything a constructor may do.
 """
 
-import ctypes
 import gc
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -22,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerotrain.deferred.freed import give_back_freed
 from zerotrain.deferred.refillable import Call, RefillableStorage, Step
 
 MIN_NBYTES = 2**16
@@ -75,7 +75,7 @@ class InitialValues:
         self._freed_nbytes += nbytes
         if self._freed_nbytes > TRIM_NBYTES:
             self._freed_nbytes = 0
-            _trim_heap()
+            give_back_freed()
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Somebody reads a tensor in a way that cannot be followed: let it have memory from now on."""
@@ -215,17 +215,9 @@ def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, Initi
     values = InitialValues()
     with _HoldReadMemory(values), _NoteOperations(values):
         model = make_model()
-    _trim_heap()
+    give_back_freed()
     values.hold_all_but({name: each for name, each in model.named_parameters() if each.is_floating_point()})
     return model, values
-
-
-def _trim_heap() -> None:
-    """Small notes lie in the gaps that parameters leave, so that none fits the next parameter: measured, without this
-    a process grew by what the whole model takes."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc alone has it
-        libc.malloc_trim(0)
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -15,9 +15,11 @@ from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.buckets.homes import Homes
 from zerotrain.engine.buckets.live_parameter import ENGINE_IS_GONE
-from zerotrain.engine.buckets.update import BucketUpdate, update_range
-from zerotrain.engine.buckets.weights import BucketWeights
+from zerotrain.engine.buckets.spans import update_range
+from zerotrain.engine.buckets.update import BucketUpdate
+from zerotrain.engine.buckets.weights import BucketWeights, weight_memory
 from zerotrain.engine.groups.hyperparameters import shown_groups
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model_checks import require_trainable
@@ -40,6 +42,7 @@ class Builder:
         parameters: of the model, in module order.
         dtypes: what each of them is held in.
         pools: lend what gradients and updates need for a part of a step.
+        homes: where what buckets keep lies between uses.
     """
 
     def __init__(
@@ -52,7 +55,9 @@ class Builder:
         groups: ParamGroups,
         collectives: Collectives,
         pools: ScratchPools,
+        homes: Homes,
     ) -> None:
+        self._homes = homes
         self._model, self._dtypes, self._options = model, dtypes, options
         self._groups, self._collectives, self._pools = groups, collectives, pools
         self._max_numel = max(1, int(options.bucket_mb * 2**20) // options.precision.compute.itemsize)
@@ -81,6 +86,8 @@ class Builder:
             [slot.shape for slot in layout.slots[: spec.num_whole]] for spec, layout in zip(specs, layouts, strict=True)
         ]
         owners = assign_owners(whole, self._collectives.shards.size)
+        trained = {s.name: layout.padded_numel for s, layout in zip(specs, layouts, strict=True) if s.trainable}
+        self._homes.keep(trained, has_whole=any(whole))
         buckets = []
         for spec, layout, owning in zip(specs, layouts, owners, strict=True):
             if fill is not None:
@@ -110,6 +117,7 @@ class Builder:
             switch = Switch(buckets, options.plan, self._collectives)
             for place in range(len(buckets)):
                 buckets[place] = self.moved(buckets[place], switch)
+            switch.tell_of_held()
             return self._ordered(places, buckets)
 
         return move
@@ -148,11 +156,10 @@ class Builder:
         precision, plan = self._options.precision.of_bucket(spec.dtype), self._options.plan
         values = self._initial_values(spec, layout, precision.master, initial)
         master = None
-        if precision.separate_master and spec.trainable:
+        if spec.trainable and (precision.separate_master or self._homes.update_on_host):
             master = values.tensor[update_range(layout, plan, self._collectives.shards.rank)].clone()
         bucket = self._around(spec, layout, owners, values, master)
-        if plan.shards_parameters:
-            initial.freed(bucket.weights.model_weight.tensor.nbytes)
+        initial.freed(bucket.weights.model_weight.tensor.nbytes)  # by the parameters, or by the bucket's whole values
         return bucket
 
     def moved(self, old: Bucket, switch: Switch) -> Bucket:
@@ -162,9 +169,9 @@ class Builder:
         weights.take_writes()
         weights.start_gather()
         weights.let_go()
-        values = weights.model_weight if weights.model_weight.can_be_released else weights.model_weight.copy()
-        new = self._around(old.spec, old.layout, owners, values, master)
+        new = self._around(old.spec, old.layout, owners, switch.memory_for(weights), master)
         switch.move_state(old, new)
+        old.leave()
         return new
 
     def _around(
@@ -181,7 +188,9 @@ class Builder:
             values: of the master dtype, or what the model reads.
             master: see `BucketUpdate`.
         """
-        weights = BucketWeights(spec, layout, values, plan=self._options.plan, collectives=self._collectives)
+        weights = BucketWeights(
+            spec, layout, values, plan=self._options.plan, collectives=self._collectives, homes=self._homes
+        )
         bucket = Bucket(weights)
         if spec.trainable:
             precision = self._options.precision.of_bucket(spec.dtype)
@@ -203,6 +212,7 @@ class Builder:
                 owners=owners,
                 collectives=self._collectives,
                 pool=self._pools.of(precision.master),
+                homes=self._homes,
             )
             bucket = TrainedBucket(weights, gradient=gradient, update=update)
         if self._options.plan.shards_parameters:
@@ -214,7 +224,7 @@ class Builder:
         self, spec: BucketSpec, layout: BucketLayout, dtype: torch.dtype, initial: InitialValues
     ) -> FlatBuffer:
         """The weights of a bucket as rank 0 has them."""
-        values = FlatBuffer(layout, dtype=dtype, device=self._collectives.world.device)
+        values = weight_memory(layout, dtype, self._options.plan, self._collectives)
         if self._collectives.shards.rank == 0:
             for view, managed in zip(values.views(), spec.parameters, strict=True):
                 with initial.of(managed.parameter) as value:

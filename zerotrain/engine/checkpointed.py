@@ -147,8 +147,8 @@ class CheckpointedModel(ShardedModel):
         beside what the run holds. Master weights get the file's numbers in fp32.
 
         Args:
-            path: a safetensors file; a folder with model.safetensors or model.safetensors.index.json, as Hugging Face
-                has them; a checkpoint; a run's folder, for its newest checkpoint. All ranks must reach it.
+            path: a file of safetensors or torch.save; a folder of Hugging Face or of torch.distributed.checkpoint; a
+                checkpoint; a run's folder, for its newest checkpoint. All ranks must reach it. No code of it runs.
             strict: False takes what fits by name and shape, and tells what did not.
 
         Raises:
@@ -180,10 +180,13 @@ class CheckpointedModel(ShardedModel):
             EngineStateError: gradients of a step are waiting.
         """
         self._require_between_steps("the stage cannot change")
-        options = self.options.at_stage(stage)
         written = take_writes(self.schedule.buckets)
         require_same(self.collectives, {"engine.set_stage": stage, "weights written in place, as a hash": written})
-        self._wait_until_saved()
+        options = self.options.at_stage(stage)
+        if options.plan == self.plan:
+            return StageSwitch(stage, sent_nbytes=0, theory_sent_nbytes=0)
+        if self._last_save is not None:
+            self._last_save.wait_until_ended()
         return self._move_to(options)
 
     @property

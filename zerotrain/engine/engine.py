@@ -1,7 +1,7 @@
 """The facade: runs forward, backward and step of a sharded model."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -159,10 +159,10 @@ class ZeroEngine(CheckpointedModel):
     def _clean_after_error(self) -> Iterator[None]:
         try:
             yield
-        except CommError:
-            raise  # another rank is gone or elsewhere: there is nothing to wait for
         except Exception as error:
-            self.zero_grad()
+            if not isinstance(error, CommError):  # otherwise there is nobody to wait for
+                with suppress(Exception):  # of what is under way: the first cause is what the user reads
+                    self.zero_grad()
             if reads_freed_memory(error):
                 raise EngineStateError(LEFT_ITS_UNIT.format("its unit")) from error
             raise

@@ -1,5 +1,6 @@
 """What an engine is told once, when it is built, and what follows from it in this world."""
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -8,7 +9,7 @@ from zerotrain.comm.world import World
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.precision.policy import Precision, precision_named
 from zerotrain.errors import ConfigError
-from zerotrain.settings import EngineConfig, ZeroConfig, problems_in
+from zerotrain.settings import EngineConfig, OffloadConfig, ZeroConfig, problems_in
 from zerotrain.sharding.plan import STAGES, Plan
 
 
@@ -58,6 +59,10 @@ class EngineOptions:
     @property
     def zero(self) -> ZeroConfig:
         return self.given.zero
+
+    @property
+    def offload(self) -> OffloadConfig:
+        return self.given.offload
 
     @property
     def bucket_mb(self) -> float:
@@ -118,7 +123,7 @@ class EngineOptions:
             "zero.stage": f"{self.zero.stage}: {placements}",
             "zero.reduction": "ordered" if self.ordered else self.zero.reduction.replace("auto", "native"),
         }
-        return _dotted(asdict(self.given)) | decided
+        return dotted(asdict(self.given)) | decided
 
 
 def leaves_per_rank(virtual_ranks: int | None, num_ranks: int, accumulate: str) -> int:
@@ -141,9 +146,9 @@ def leaves_per_rank(virtual_ranks: int | None, num_ranks: int, accumulate: str) 
     return leaves
 
 
-def _dotted(values: dict[str, Any], prefix: str = "") -> dict[str, object]:
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested values by dotted names."""
-    flat: dict[str, object] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        flat |= dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return flat

@@ -61,6 +61,8 @@ class LoadedWeights:
     """The same of integers for floating-point numbers, and the like."""
     renamed: str
     """How all names there differ from the model's, in a sentence; empty if they do not."""
+    part: str = ""
+    """Which part was read of a file that holds more than weights, in a sentence; empty for one that does not."""
 
     @property
     def is_whole(self) -> bool:
@@ -69,7 +71,9 @@ class LoadedWeights:
 
     def told(self, max_names: int = 5) -> list[str]:
         """Sentences for a user: what was loaded, and what was not."""
-        lines = [f"{self.num_loaded} tensors loaded from {self.path}{f'; {self.renamed}' if self.renamed else ''}"]
+        lines = [
+            "; ".join(filter(None, (f"{self.num_loaded} tensors loaded from {self.path}", self.part, self.renamed)))
+        ]
         for names, said in (
             (self.missing, "not in it, and left as they are"),
             (self.surplus, "in it, and not in the model"),

@@ -1,5 +1,6 @@
 """A model in buckets: what is held where, what trains, and how its weights come out."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from zerotrain.comm.scratch import ScratchPools
 from zerotrain.comm.world import World
 from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.agreement import require_same
+from zerotrain.engine.buckets.homes import Homes
 from zerotrain.engine.build import Builder, share_unmanaged
 from zerotrain.engine.fast_path import complete_before_encoders
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
@@ -26,7 +28,16 @@ from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.full_weights import full_state_dict, weights_sha256
 from zerotrain.engine.state.load import load_state_dict
 from zerotrain.engine.state.transfer import Transfer
-from zerotrain.engine.usage import memory_bytes, planned_nbytes, sums_nbytes, switch_nbytes, volume_of
+from zerotrain.engine.unit_forward import offload_saved
+from zerotrain.engine.usage import (
+    Offloaded,
+    memory_bytes,
+    offloaded,
+    planned_nbytes,
+    sums_nbytes,
+    switch_nbytes,
+    volume_of,
+)
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.units import model_parameters
 
@@ -77,7 +88,8 @@ class ShardedModel:
         self._groups = ParamGroups(
             parameters, optimizer, param_groups, decay_all=decay_all, device=world.device, warns=world.rank == 0
         )
-        self._pools = ScratchPools(world.device)
+        self._pools = ScratchPools(world.device, self.collectives.zeros)
+        self._homes = Homes(options.offload, world, options.prefetch)
         share_unmanaged(model, parameters, self.collectives)
         self._builder = Builder(
             model,
@@ -87,15 +99,22 @@ class ShardedModel:
             groups=self._groups,
             collectives=self.collectives,
             pools=self._pools,
+            homes=self._homes,
         )
         self._newcomers = Newcomers(model, [each.parameter for each in parameters])
+        if self._homes.saved is not None:
+            restore = offload_saved(model, options.units, self._homes.saved, options.offload.activations)
+            weakref.finalize(self, restore).atexit = False
         self._connect(self._builder.schedule(initial or InitialValues()))
+        self._homes.measure()
         cast_around_kept(model, dtypes, self.precision)
         complete_before_encoders(model, self)
 
     def _connect(self, schedule: Schedule) -> None:
         """Let the model tell a schedule of buckets, which were just cut, where it is."""
         self.schedule = schedule
+        if self._homes.saved is not None:
+            self._homes.saved.leave_alone([*self.module.parameters(), *self.module.buffers()])
         self._disconnect = connect(self, schedule, self._newcomers.watch())
         self._first_node_after_update = next_node()
 
@@ -137,11 +156,14 @@ class ShardedModel:
         transfer = Transfer(self.schedule.buckets, self.collectives)
         if change():
             self._disconnect()
-            for bucket in self.schedule.buckets:
+            former = self.schedule.buckets
+            for bucket in former:
                 bucket.weights.let_go()
             self._pools.clear()
             schedule = self._builder.schedule(InitialValues(), transfer.fill)
             transfer.restore_state(schedule.trained)
+            for bucket in former:
+                bucket.leave()
             self._connect(schedule)
 
     def _move_to(self, options: EngineOptions) -> StageSwitch:
@@ -199,7 +221,8 @@ class ShardedModel:
         return sizes
 
     def planned_nbytes(self) -> dict[str, int]:
-        """Bytes a rank is to hold at rest by ZeRO's formulas: {parameters, gradients, optimizer}. Known before the
+        """Bytes a rank is to hold at rest by ZeRO's formulas: {parameters, gradients, optimizer} on the device, and
+        what of them is offloaded. Known before the
         first step, from a step of the optimizer on a sample, and to no byte where it keeps factors of a matrix."""
         return planned_nbytes(self.schedule, self._groups.factory, self.world.shards.size)
 
@@ -218,9 +241,18 @@ class ShardedModel:
     def memory_bytes(self) -> dict[str, Any]:
         """Bytes this rank holds now, by kind, and under "theory" what ZeRO's formulas give without padding.
 
-        "scratch" is what the buffers reused from step to step hold beside the model state.
+        "offloaded" lies off the device, all others on it; "scratch" is what the buffers reused from step to step hold
+        beside the model state.
         """
-        return memory_bytes(self.schedule, self._groups.factory, self._pools, self.world.shards.size)
+        return memory_bytes(self.schedule, self._groups.factory, self._pools, self._homes, self.world.shards.size)
+
+    def offloaded(self, num_micro_batches: int) -> list[Offloaded]:
+        """What this rank has off the device, by tier, and what it costs a step.
+
+        Args:
+            num_micro_batches: of a step.
+        """
+        return offloaded(self.schedule, self.options, self._homes, num_micro_batches)
 
     def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
         """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes; and

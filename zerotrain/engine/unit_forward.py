@@ -1,4 +1,4 @@
-"""The forward of a unit while it trains: compiled, or computed again in the backward, or both.
+"""The forward of a unit while it trains: compiled, computed again in the backward, with what it saves kept elsewhere.
 
 A unit's `forward` is replaced, and its hooks stay where they are, around `__call__`: they gather and free parameters
 outside the compiled graph. A recomputation happens within the unit's backward, whose hook has gathered them.
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerotrain.engine.ranges import named_range
 from zerotrain.errors import ConfigError
+from zerotrain.offload.saved import SavedTensors
 from zerotrain.sharding.units import find_units
 
 Forward = Callable[..., Any]
@@ -39,13 +40,7 @@ def replace_forwards(
     """
     if not (compile or activation_checkpointing):
         return
-    modules = find_units(model, units)
-    if not modules:
-        setting = "compile" if compile else "activation_checkpointing"
-        raise ConfigError(
-            f"{setting}=True: works unit by unit, and {type(model).__name__} has no repeated blocks; name its "
-            "units with zero.units, or leave it out"
-        )
+    modules = require_units(model, units, "compile=True" if compile else "activation_checkpointing=True")
     if compile:
         require_compiler()
     for name, module in modules.items():
@@ -53,6 +48,63 @@ def replace_forwards(
         if activation_checkpointing:
             trained = _checkpointed(trained, name)
         module.forward = _UnitForward(trained, module.forward)
+
+
+def offload_saved(model: nn.Module, units: Sequence[str] | None, saved: SavedTensors, where: str) -> Callable[[], None]:
+    """Have what the forward of each unit of `model` saves kept elsewhere.
+
+    Args:
+        units: as for `replace_forwards`, which comes before.
+        where: as in the settings.
+
+    Returns:
+        What gives the units their forwards back.
+
+    Raises:
+        ConfigError: the model has no units.
+    """
+
+    def keeping(forward: Forward) -> Forward:
+        def kept(*inputs: Any, **named_inputs: Any) -> Any:
+            with saved.call():
+                return forward(*inputs, **named_inputs)
+
+        kept_uncompiled: Forward = torch.compiler.disable(kept, recursive=False)  # what it calls may be compiled
+        return kept_uncompiled
+
+    modules = require_units(model, units, f"offload.activations={where}").values()
+    changed = []
+    for module in modules:
+        former = module.__dict__.get("forward")
+        module.forward = _UnitForward(keeping(module.forward), module.forward)
+        changed.append((module, former, module.forward))
+
+    def restore() -> None:
+        for module, former, ours in changed:
+            if module.__dict__.get("forward") is ours:
+                del module.forward
+                if former is not None:
+                    module.forward = former
+
+    return restore
+
+
+def require_units(model: nn.Module, units: Sequence[str] | None, setting: str) -> dict[str, nn.Module]:
+    """The units of a model by name.
+
+    Args:
+        setting: that works on them alone, with its value.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    modules = find_units(model, units)
+    if not modules:
+        raise ConfigError(
+            f"{setting}: works unit by unit, and {type(model).__name__} has no repeated blocks; name its units with "
+            "zero.units, or leave it out"
+        )
+    return modules
 
 
 def _checkpointed(forward: Forward, name: str) -> Forward:

@@ -1,12 +1,11 @@
 """What an engine holds and sends on this rank, beside what ZeRO's formulas give."""
 
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from zerotrain.comm.scratch import ScratchPools
-from zerotrain.engine.buckets.update import tensors_of_state
-from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, build_optimizer
+from zerotrain.engine.buckets.homes import Homes
+from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.sharding.plan import Plan, Volume
@@ -25,17 +24,83 @@ def volume_of(schedule: Schedule, num_shards: int) -> Volume:
     )
 
 
-def memory_bytes(schedule: Schedule, factory: OptimizerFactory, pools: ScratchPools, num_shards: int) -> dict[str, Any]:
+def memory_bytes(
+    schedule: Schedule, factory: OptimizerFactory, pools: ScratchPools, homes: Homes, num_shards: int
+) -> dict[str, Any]:
     """See `ZeroEngine.memory_bytes`."""
     trained = schedule.trained
-    state = sum(tensor.nbytes for bucket in trained for tensor in bucket.update.state_tensors())
+    theory = volume_of(schedule, num_shards).memory_nbytes(schedule.plan, _optimizer_nbytes(schedule, factory))
     return {
         "parameters": sum(bucket.weights.held_nbytes for bucket in schedule.buckets),
         "gradients": sum(bucket.gradient.held_nbytes for bucket in trained),
-        "optimizer": state + sum(bucket.update.separate_master_nbytes for bucket in trained),
-        "scratch": pools.held_nbytes + sum(bucket.gradient.accumulator_nbytes for bucket in trained),
-        "theory": volume_of(schedule, num_shards).memory_nbytes(schedule.plan, _optimizer_nbytes(schedule, factory)),
+        "optimizer": sum(bucket.update.held_nbytes for bucket in trained),
+        "offloaded": homes.placed_nbytes,
+        "scratch": pools.held_nbytes
+        + homes.windows_nbytes
+        + sum(bucket.gradient.accumulator_nbytes for bucket in trained),
+        "theory": _split(theory, schedule),
     }
+
+
+def _split(theory: dict[str, int], schedule: Schedule) -> dict[str, int]:
+    """Bytes by kind, with those that lie off the device as a kind of their own."""
+    trained = schedule.trained
+    numel = sum(bucket.layout.numel for bucket in trained)
+    moved = sum(bucket.layout.numel for bucket in trained if bucket.update.home.nbytes)
+    offloaded = {
+        "parameters": theory["parameters"] if any(each.weights.home.nbytes for each in schedule.buckets) else 0,
+        "optimizer": theory["optimizer"] * moved // max(numel, 1),
+    }
+    on_device = {kind: nbytes - offloaded.get(kind, 0) for kind, nbytes in theory.items()}
+    return on_device | {"offloaded": sum(offloaded.values())}
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """What a rank has on one tier, and what it costs a step."""
+
+    where: str
+    """In words."""
+    nbytes: int
+    fetched_nbytes: int
+    """In a step."""
+    stored_nbytes: int
+    fetched_per_s: float
+    """Bytes a second of this rank, measured when the engine was built, on all ranks at once."""
+    stored_per_s: float
+    has_activations: bool
+    """Whether what forwards save goes there too, which the bytes do not count."""
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes for it, beside which it computes."""
+        return self.fetched_nbytes / self.fetched_per_s + self.stored_nbytes / self.stored_per_s
+
+
+def offloaded(schedule: Schedule, options: EngineOptions, homes: Homes, num_micro_batches: int) -> list[Offloaded]:
+    """See `ZeroEngine.offloaded`."""
+    found = []
+    for tier, rates in homes.rates.items():
+        fetched, stored = _moved_nbytes(schedule, options, num_micro_batches, tier.name)
+        activations = homes.has_activations(tier)
+        found.append(
+            Offloaded(tier.where, tier.placed_nbytes, fetched, stored, rates.fetched, rates.stored, activations)
+        )
+    return found
+
+
+def _moved_nbytes(schedule: Schedule, options: EngineOptions, num_micro_batches: int, tier: str) -> tuple[int, int]:
+    """(fetched, stored) in a step, of what lies on a tier: the optimizer's, for the update and back; shards, for each
+    gather and behind the update."""
+    offload, trained = options.offload, schedule.trained
+    state = sum(bucket.update.home.nbytes for bucket in trained) if offload.optimizer == tier else 0
+    if offload.parameters != tier:
+        return state, state
+    num_gathers = 2 * num_micro_batches if options.reshard_after_forward else 1
+    gathered = sum(bucket.weights.home.nbytes for bucket in schedule.buckets)
+    masters = sum(bucket.weights.home.nbytes for bucket in trained if not bucket.update.has_copy)
+    updated = sum(bucket.weights.home.nbytes for bucket in trained)
+    return state + num_gathers * gathered + masters, state + updated
 
 
 def _optimizer_nbytes(schedule: Schedule, factory: OptimizerFactory) -> int:
@@ -48,7 +113,7 @@ def _optimizer_nbytes(schedule: Schedule, factory: OptimizerFactory) -> int:
     held = sum(bucket.update.element_state_nbytes() for bucket in trained)
     state = (numel - num_whole) * (held // updated if updated else 0)
     if num_whole:
-        state += num_whole * _sampled_nbytes(factory) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
+        state += num_whole * sampled_nbytes(factory, is_whole=True) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
     copies = [bucket for bucket in trained if bucket.update.separate_master_nbytes]
     return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)
 
@@ -60,10 +125,10 @@ def planned_nbytes(schedule: Schedule, factory: OptimizerFactory, num_shards: in
     num_by_elements = sum(bucket.layout.numel for bucket in trained) - num_whole
     copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.separate_master_nbytes)
     state = 0
-    for name, numel in (("whole matrices", num_whole), ("matrices", num_by_elements)):
+    for is_whole, numel in ((True, num_whole), (False, num_by_elements)):
         if numel:
-            state += numel * _sampled_nbytes(factory, name) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
-    return volume_of(schedule, num_shards).memory_nbytes(schedule.plan, state + copies)
+            state += numel * sampled_nbytes(factory, is_whole=is_whole) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
+    return _split(volume_of(schedule, num_shards).memory_nbytes(schedule.plan, state + copies), schedule)
 
 
 def switch_nbytes(schedule: Schedule, factory: OptimizerFactory, num_shards: int, plan: Plan) -> int:
@@ -90,12 +155,3 @@ def sums_nbytes(schedule: Schedule, options: EngineOptions, num_micro_batches: i
     if num_micro_batches == 1:
         return leaves
     return leaves + (shards if options.reduces_each else of_micro_batches)
-
-
-def _sampled_nbytes(factory: OptimizerFactory, name: str = "whole matrices") -> int:
-    """What the optimizer keeps of one tensor of `SAMPLE_SHAPE`, by default one that it updates whole."""
-    sample = torch.zeros(SAMPLE_SHAPE)
-    optimizer = build_optimizer(factory, [{"params": [sample], "name": name}])
-    sample.grad = torch.ones_like(sample)
-    optimizer.step()
-    return sum(tensor.nbytes for tensor in tensors_of_state(optimizer))

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from zerotrain import exported
 from zerotrain.checkpoint.safetensors_out import OutTensor, write_safetensors
 from zerotrain.errors import ConfigError
 from zerotrain.export import hugging_face, weights
-from zerotrain.export.dcp import write_dcp
 from zerotrain.export.destination import made, require_free
 from zerotrain.export.optimizer import require_optimizer, write_optimizer
 from zerotrain.saved_run import SavedRun, opened_run
@@ -57,13 +57,15 @@ def export(path: str | os.PathLike[str], asked: Asked) -> Iterator[str]:
             raise ConfigError(f"--merge: {run.path} has no adapters to merge; leave it out")
         with made(out, _about(run, asked), overwrite=asked.overwrite) as folder:
             if asked.dcp:
+                from zerotrain.export.dcp import write_dcp  # what it imports takes a second
+
                 write_dcp(folder, run.saved)
             else:
                 yield from _write_weights(folder, run, asked, dtype, model)
             if asked.optimizer:
                 write_optimizer(folder / "optimizer.pt", run.saved)
     nbytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    yield f"{out}: step {run.saved.manifest.step} of {run.path}, {nbytes / MB:.1f} MB"
+    yield f"{out}: step {run.step} of {run.path}, {nbytes / MB:.1f} MB"
 
 
 def _write_weights(folder: Path, run: SavedRun, asked: Asked, dtype: torch.dtype | None, model: Any) -> Iterator[str]:
@@ -96,9 +98,21 @@ def _common_dtype(tensors: Mapping[str, OutTensor]) -> torch.dtype:
 def _about(run: SavedRun, asked: Asked) -> dict[str, Any]:
     return {
         "checkpoint": str(run.path),
-        "step": run.saved.manifest.step,
-        "config_sha256": run.saved.manifest.content["config_sha256"],
+        "step": run.step,
+        "form": _form(run, asked),
         "dtype": asked.dtype,
-        "text": "bytes" if run.reads_bytes else None,
-        "model": None if run.config is None else run.config.model_target,
+        "config_sha256": run.saved.manifest.content["config_sha256"],
+        "config": run.saved.manifest.content["config"],
+        "data_fingerprint": run.data_fingerprint,
     }
+
+
+def _form(run: SavedRun, asked: Asked) -> str:
+    if asked.dcp:
+        return exported.DCP
+    if not run.is_hugging_face:
+        return exported.MODEL
+    if asked.merge:
+        return exported.MERGED
+    has_adapters = any(weights.is_of_adapter(name) for name in run.saved.names)
+    return exported.ADAPTERS if has_adapters else exported.HUGGING_FACE

@@ -13,9 +13,7 @@ from zerotrain.checkpoint.blocks import sync_folder
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.safetensors_out import write_text
 from zerotrain.errors import CheckpointError, ConfigError
-
-ABOUT = "zerotrain_export.json"
-"""What an export is of. A folder without it is none of ours to replace."""
+from zerotrain.exported import ABOUT
 
 
 def require_free(out: Path, *, overwrite: bool) -> None:

@@ -9,9 +9,9 @@ from typing import Any, BinaryIO
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zerotrain.checkpoint.manifest import dtype_of
+from zerotrain.checkpoint.manifest import WEIGHT, dtype_of
 from zerotrain.checkpoint.tensor_file import chunks
-from zerotrain.checkpoint.whole import WEIGHT, SavedTensors
+from zerotrain.checkpoint.whole import SavedTensors
 from zerotrain.errors import ConfigError
 
 

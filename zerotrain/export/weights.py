@@ -17,6 +17,11 @@ IN_PEFT = "base_model.model."
 ADAPTER = ".default."
 
 
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter is one of an adapter."""
+    return ".lora_" in name
+
+
 def plain(saved: SavedTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:
     """All parameters and buffers by their names in the model; of a tied one the first."""
     return {name: _tensor(saved, name, dtype) for name in saved.names}
@@ -29,7 +34,7 @@ def hugging_face(saved: SavedTensors, dtype: torch.dtype | None) -> dict[str, Ou
 
 def adapters(saved: SavedTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:
     """The matrices of the adapters alone, as peft's files have them."""
-    names = [name for name in saved.names if ".lora_" in name]
+    names = [name for name in saved.names if is_of_adapter(name)]
     return {name.removeprefix(IN_MODEL).replace(ADAPTER, ".", 1): _tensor(saved, name, dtype) for name in names}
 
 
@@ -41,7 +46,7 @@ def merged(saved: SavedTensors, dtype: torch.dtype | None, lora: Mapping[str, An
     """
     found = {}
     for name in saved.names:
-        if ".lora_" in name:
+        if is_of_adapter(name):
             continue
         layer, is_layer, rest = name.partition(".base_layer.")
         known = f"{layer}.{rest}" if is_layer else name

@@ -32,6 +32,10 @@ class Job:
     """Checkpoints to go on from, the best first; none to begin anew."""
     restarts: int = 0
     """How often its ranks were started again, after a failure."""
+    stage: int | None = None
+    """ZeRO stage that its ranks build their engine at; None: the run's first."""
+    evaluates: dict[str, Any] | None = None
+    """What it evaluates, as arguments of `zerotrain.evaluating.run`; None: it trains."""
 
     @cached_property
     def config_hash(self) -> str:
@@ -78,6 +82,8 @@ class Job:
             "data_checked": self.data_checked,
             "resume_from": self.resume_from,
             "restarts": self.restarts,
+            "stage": self.stage,
+            "evaluates": self.evaluates,
         }
         return json.dumps(values)
 
@@ -120,7 +126,7 @@ def write_ending(job: Job, world_size: int, *, status: str, error: str) -> None:
     path = job.run_dir / RESULT_NAME
     facts = {
         "world_size": world_size,
-        "stage": job.config.zero.stages[0],
+        "stage": job.config.zero.stages[0] if job.stage is None else job.stage,
         "overrides": job.overrides,
         "config_hash": job.config_hash,
         "restarts": job.restarts,

@@ -6,6 +6,8 @@ from pathlib import Path
 from zerotrain.checkpoint.kept import CHECKPOINTS, checkpoints_in, step_of
 from zerotrain.launching.failures import RunError
 from zerotrain.launching.job import Job
+from zerotrain.launching.resuming import stages_to_come
+from zerotrain.training.stages import stage_at
 
 MAX_IN_VAIN = 2
 """Restarts in a row without a newer checkpoint, after which there is no other: the next would fail where they did."""
@@ -58,5 +60,8 @@ def place_of_restart(run_dir: Path) -> str:
 def going_on(job: Job) -> Job:
     """The job as it goes on after a restart: from the newest checkpoint of its own folder, where there is one; if not,
     as it began the first time."""
-    found = checkpoints_in(job.run_dir / CHECKPOINTS)
-    return replace(job, resume_from=[str(path) for path in found[::-1]]) if found else job
+    found = checkpoints_in(job.run_dir / CHECKPOINTS)[::-1]
+    if not found:
+        return job
+    stage = stage_at(*stages_to_come(job.config, found))
+    return replace(job, resume_from=[str(path) for path in found], stage=stage)

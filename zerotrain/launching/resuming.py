@@ -3,19 +3,21 @@
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, checkpoints_in
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
-from zerotrain.checkpoint.weights import find_weights, resolved
+from zerotrain.checkpoint.weights import find_weights
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.launching.command_line import quoted
 from zerotrain.launching.job import completed_in, num_threads_per_rank
+from zerotrain.training.stages import stages_from
 
 AUTO = "auto"
 _CONFIG_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
@@ -53,7 +55,7 @@ def require_weights(config: Config) -> None:
     path = config.checkpoint.init_from
     try:
         if path is not None:
-            find_weights(resolved(path)).close()
+            find_weights(path).close()
     except CheckpointError as error:
         raise ConfigError(*(f"checkpoint.init_from: got {path}; {line}" for line in str(error).splitlines())) from error
 
@@ -75,7 +77,7 @@ def checkpoints_to_try(config: Config, run_dir: Path) -> list[Path]:
         raise ConfigError(f"checkpoint.resume: got {resume}; {error}") from error
 
 
-def first_readable(paths: list[Path]) -> Manifest | None:
+def first_readable(paths: Sequence[Path]) -> Manifest | None:
     """The manifest of the first that has one that is whole. The ranks verify the rest.
 
     Raises:
@@ -90,6 +92,16 @@ def first_readable(paths: list[Path]) -> Manifest | None:
     if problems:
         raise ConfigError(*problems)
     return None
+
+
+def stages_to_come(config: Config, paths: Sequence[Path]) -> tuple[dict[int, int], int]:
+    """Steps done and the stage from there on, of a run that goes on from the first of these checkpoints that can be
+    read, and the step it goes on at. The ranks may find that one damaged, and take an older one."""
+    try:
+        manifest = first_readable(paths)
+    except ConfigError:  # the ranks say why
+        manifest = None
+    return stages_from(manifest, config.zero.stages)
 
 
 def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_ranks: int) -> list[str]:

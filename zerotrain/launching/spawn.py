@@ -34,7 +34,7 @@ def run_ranks(attempts: Attempts, num_ranks: int) -> int:
     Whatever happens, none is left.
 
     The first signal to stop goes to the ranks, which end together and have all the time they need. They are ended at
-    once where not all of them are at work yet, and by a second signal.
+    once where not all of them are at work yet or they evaluate, and by a second signal.
 
     Returns:
         The signal to stop that has come and let them end, or not kept them from completing; 0 for none.
@@ -43,8 +43,12 @@ def run_ranks(attempts: Attempts, num_ranks: int) -> int:
         RunError, ConfigError: the first cause of the failure of a rank.
         KeyboardInterrupt: Ctrl-C; SystemExit: another signal to stop; the ranks were ended at once.
     """
-    ranks_dir = attempts.job.ranks_dir
-    with handlers_restored(), stop_requests(lambda signum: pass_on(ranks_dir, num_ranks, signum)) as stop:
+    job = attempts.job
+
+    def tell(signum: int) -> bool:
+        return job.evaluates is None and pass_on(job.ranks_dir, num_ranks, signum)
+
+    with handlers_restored(), stop_requests(tell) as stop:
         while True:
             try:
                 _run_once(attempts.job, num_ranks, stop)

@@ -6,6 +6,7 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from zerotrain.launching.job import Job, write_ending, write_refusal
 from zerotrain.launching.restarts import Attempts, going_on, place_of_restart
 from zerotrain.launching.spawn import run_ranks
 from zerotrain.launching.torchrun import job_exchange, run_here
+from zerotrain.offload_room import in_memory
 from zerotrain.training.result import RESULT_NAME
-from zerotrain.training.stages import stages_named
+from zerotrain.training.stages import stage_at, stages_named
 
 MAX_TRACEBACK = 20_000
 """Characters."""
@@ -107,7 +109,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
             write_refusal(run_dir, overrides, str(error))
         raise
     num_ranks = _num_local_ranks(config) if ranks is None else ranks.world_size
-    for warning in without_effect(config, num_ranks) + doubtful(config):
+    for warning in without_effect(config, num_ranks) + doubtful(config) + in_memory(config, run_dir):
         print(f"warning: {warning}", file=sys.stderr)
     if config.checkpoint.save_at_end is None:
         config.checkpoint.save_at_end = HydraConfig.get().mode != RunMode.MULTIRUN
@@ -125,10 +127,12 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
     if restarts:
         job = going_on(job)
         print(f"restart {restarts} from {place_of_restart(run_dir)}", file=sys.stderr)
+    stages, step = resuming.stages_to_come(config, [Path(each) for each in job.resume_from])
+    job = replace(job, stage=stage_at(stages, step))
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
     shown = shown_from(Path.cwd(), run_dir)
-    print(f"{stages_named(config.zero.stages)}, ranks: {num_ranks}, run folder: {shown}", flush=True)
+    print(f"{stages_named(stages, step)}, ranks: {num_ranks}, run folder: {shown}", flush=True)
     if ranks is None:
         return _run_spawned(job, num_ranks)
     job_exchange(ranks).publish(job)
@@ -215,7 +219,7 @@ def _checked(
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, "launch")) for problem in problems):
         try:
-            data_checked = preflight.check(config, num_local, num_ranks, manifest)
+            data_checked = preflight.check(config, num_local, num_ranks, manifest, run_dir)
         except ConfigError as error:
             problems += error.problems
     if problems:

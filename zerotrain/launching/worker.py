@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_error_handler
 
-from zerotrain import factory
+from zerotrain import evaluating, factory
 from zerotrain.comm.environment import RankEnvironment
 from zerotrain.errors import printable
 from zerotrain.launching import exits
@@ -47,17 +47,7 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
     torchrun_report.initialize()
     try:
         with exits.exits_raised():
-            result = factory.run(
-                job.config,
-                job.run_dir,
-                job.overrides,
-                job.config_hash,
-                presence.enter,
-                presence.begin,
-                job.data_checked,
-                job.resume_from,
-                job.restarts,
-            )
+            result = _do(job, presence)
     except KeyboardInterrupt:
         presence.wait_for_note()
         presence.note_interrupt()
@@ -76,6 +66,24 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
         raise
     presence.leave()
     return result
+
+
+def _do(job: Job, presence: Presence) -> dict[str, Any]:
+    """Train, or evaluate."""
+    if job.evaluates is not None:
+        return evaluating.run(job.config, **job.evaluates, folder=job.run_dir, enter=presence.enter)
+    return factory.run(
+        job.config,
+        job.run_dir,
+        job.overrides,
+        job.config_hash,
+        presence.enter,
+        presence.begin,
+        job.data_checked,
+        job.resume_from,
+        job.restarts,
+        job.stage,
+    )
 
 
 def _tell_torchrun(report: ErrorHandler, error: BaseException) -> None:

@@ -11,16 +11,16 @@ def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
 
 
 class FlatBuffer:
-    """A tensor of `layout.padded_numel` elements.
+    """A tensor of (layout.padded_numel,).
 
     Parameters of the model are views of it: what a collective writes is what the model reads, without a copy.
     `release` frees the memory and keeps the tensor, its views and all that autograd saved of them; `allocate`
-    brings memory back under the same views.
+    brings memory back under the same views; both are for memory that torch itself made.
     """
 
-    def __init__(self, layout: BucketLayout, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layout: BucketLayout, tensor: torch.Tensor) -> None:
         self.layout = layout
-        self.tensor = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
+        self.tensor = tensor
 
     def views(self) -> list[torch.Tensor]:
         """The slots in order, each with its parameter's shape and strides."""
@@ -31,16 +31,9 @@ class FlatBuffer:
         """Bytes of memory held now: all or none."""
         return self.tensor.untyped_storage().nbytes()
 
-    @property
-    def can_be_released(self) -> bool:
-        """Not where numpy has seen the memory, as it has what was saved or loaded on a CPU: torch pins it down then."""
-        return self.tensor.untyped_storage().resizable()
-
     def copy(self) -> "FlatBuffer":
         """The same values in memory of their own."""
-        copied = FlatBuffer(self.layout, dtype=self.tensor.dtype, device=self.tensor.device)
-        copied.tensor.copy_(self.tensor)
-        return copied
+        return FlatBuffer(self.layout, self.tensor.clone())
 
     def allocate(self) -> None:
         """Hold memory (uninitialised) if there is none."""

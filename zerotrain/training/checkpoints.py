@@ -16,10 +16,11 @@ from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.hyperparameters import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
+from zerotrain.engine.options import dotted
 from zerotrain.engine.state.under_way import SaveUnderWay
 from zerotrain.errors import CheckpointError
 from zerotrain.training.generators import generator_states, restore_generators
-from zerotrain.training.report import in_unit
+from zerotrain.training.report import in_unit, say
 from zerotrain.training.result import RunResult
 from zerotrain.training.stop import SAVE
 
@@ -85,7 +86,8 @@ class RunCheckpoints:
         self._policy = policy or CheckpointPolicy(at_end=False)
         self._folder, self._settings = run_dir / CHECKPOINTS, settings
         self._under_way: SaveUnderWay | None = None
-        self._begun_s = self._rhythm_s = time.monotonic()
+        self._begun_s = time.monotonic()
+        """When the newest save was begun; before the first, when this was made."""
         self._removal: threading.Thread | None = None
         self._failures: list[str] = []
         self._built_groups = [saved_group(group) for group in engine.param_groups]
@@ -135,7 +137,7 @@ class RunCheckpoints:
 
     def _changed_settings(self, path: Path) -> Iterator[str]:
         """A line for each setting that is another than in the checkpoint, but for those that change no number."""
-        was, now = flat(read_manifest(path).content["config"] or {}), flat(self._settings or {})
+        was, now = dotted(read_manifest(path).content["config"] or {}), dotted(self._settings or {})
         for name in sorted(was.keys() | now.keys()) if was and now else ():
             is_free = name.startswith(FREE) and name not in NOT_FREE
             if not is_free and was.get(name) != now.get(name):
@@ -145,7 +147,7 @@ class RunCheckpoints:
     def ask(self) -> int:
         """What this rank tells the others with the next step."""
         every_s = self._policy.every_s
-        is_due = every_s is not None and time.monotonic() - self._rhythm_s >= every_s
+        is_due = every_s is not None and time.monotonic() - self._begun_s >= every_s
         return SAVE if self._world.rank == 0 and is_due else 0
 
     def is_due(self, step: int, signals: Sequence[int]) -> bool:
@@ -164,7 +166,7 @@ class RunCheckpoints:
         path = self._folder / step_name(step)
         if self.newest == path:
             return
-        self._rhythm_s = self._begun_s = time.monotonic()
+        self._begun_s = time.monotonic()
         # What is measured differs by rank; that of rank 0 is the run's.
         mine = {OF_TRAINER: {"run": run_state, "built_groups": self._built_groups}} if self._world.rank == 0 else None
         [extra, *_] = self._engine.collectives.gather_objects(mine, name=f"saving {path}")
@@ -254,23 +256,11 @@ class RunCheckpoints:
                 self._say(f"{path.name} is later than that, and is {aside.name} now")
 
     def _say(self, *lines: str) -> None:
-        for line in lines:
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, *lines)
 
 
 def _nbytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 def take_changed(

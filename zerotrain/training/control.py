@@ -17,6 +17,7 @@ from rich.console import Console
 
 from zerotrain.checkpoint.kept import step_name
 from zerotrain.comm.world import World
+from zerotrain.training.report import say
 from zerotrain.training.stop import SAVE, STOP
 
 CONTROL_NAME = "control.yaml"
@@ -62,7 +63,7 @@ class Control:
         }
         parts = [done[name] for name in self._asked] + self._problems
         self._asked, self._problems = {}, []
-        self._console.print(f"{CONTROL_NAME}: {'; '.join(parts)}", highlight=False, markup=False, soft_wrap=True)
+        say(self._console, f"{CONTROL_NAME}: {'; '.join(parts)}")
         lines = [f"# {ALLOWED}\n", "answer:\n", *(f"  - {_quoted(part)}\n" for part in parts)]
         temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         try:
@@ -70,7 +71,7 @@ class Control:
             os.replace(temporary, self._path)
         except OSError as error:  # a full disk; the log has said it
             temporary.unlink(missing_ok=True)
-            self._console.print(f"warning: {self._path} cannot be answered in: {error.strerror}", highlight=False)
+            say(self._console, f"warning: {self._path} cannot be answered in: {error.strerror}")
         self._seen = self._state()
 
     def _state(self) -> tuple[int, ...] | None:

@@ -84,7 +84,8 @@ def evaluate(
     collate: Collate | None = None,
     name: str = "data.validation",
 ) -> float:
-    """Mean loss in nats over all labels of the same validation sequences at any number of ranks. Collective.
+    """Mean loss in nats over all labels of the same validation sequences, the same bits at any number of ranks.
+    Collective.
 
     Args:
         engine: called with the items of a micro-batch for its mean loss.
@@ -106,18 +107,27 @@ def evaluate(
     process as they were: how often one evaluates must change no training.
     """
     rows = validation_rows(len(dataset), num_sequences)
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # sum of losses, number of labels
+    num_rounds = max(1, math.ceil(len(rows) / (world.size * micro_batch_size)))
+    # By the number of the micro-batch: sum of losses, number of labels. Each is filled in by one rank.
+    parts = torch.zeros(num_rounds * world.size, 2, dtype=torch.float64, device=world.device)
     cuda = [world.device] if world.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(cuda), in_evaluation_mode(engine):
-        for first in range(0, len(rows), world.size * micro_batch_size):
-            start = first + world.rank * micro_batch_size
-            mine = rows[start : start + micro_batch_size]
+        for number in range(world.rank, len(parts), world.size):
+            mine = rows[number * micro_batch_size : (number + 1) * micro_batch_size]
             # A rank that has no row left runs a forward all the same and counts nothing of it: where parameters are
             # sharded, the others need its part of them.
             read = mine or [0]
             batch = fetch_rows(dataset, read, seed=seed, epochs=[0] * len(read), step=step, collate=collate, name=name)
-            totals += _loss_and_labels(engine, world, batch, num_labels(batch, len(mine)) if mine else 0)
-    loss_sum, total = world.sum(totals).tolist()
+            parts[number] = _loss_and_labels(engine, world, batch, num_labels(batch, len(mine)) if mine else 0)
+    return _mean(world.sum(parts))
+
+
+def _mean(parts: torch.Tensor) -> float:
+    """The mean loss of (sum of losses, number of labels) of each micro-batch, (n, 2) fp64, added up in their order: the
+    sums of each rank, added up, would be other bits at another number of ranks."""
+    loss_sum, total = 0.0, 0.0
+    for loss, count in parts.tolist():
+        loss_sum, total = loss_sum + loss, total + count
     return loss_sum / total if total else math.nan
 
 

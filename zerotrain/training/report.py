@@ -1,4 +1,4 @@
-"""The table at the end of a run: what each rank holds and sends, beside what theory says."""
+"""What a run says: lines, and at its end the table of what each rank holds and sends, beside what theory says."""
 
 import resource
 import sys
@@ -23,9 +23,16 @@ def in_unit(nbytes: float) -> str:
     return f"{nbytes / unit_nbytes:.4g} {unit}"
 
 
+def say(console: Console, *lines: str) -> None:
+    """Print lines as they are: whole, however narrow the terminal is, and with their [brackets]."""
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 @dataclass(frozen=True)
 class RankUsage:
-    """Bytes of one rank: held at rest, at most held at once, and sent in one optimizer step."""
+    """Bytes of one rank: held at rest on the device, at most held at once, sent in one optimizer step, and
+    held at rest elsewhere."""
 
     parameters_nbytes: int
     gradients_nbytes: int
@@ -36,6 +43,8 @@ class RankUsage:
     theory_optimizer_nbytes: int
     theory_sent_nbytes: int
     peak_nbytes: int
+    offloaded_nbytes: int = 0
+    theory_offloaded_nbytes: int = 0
 
 
 def measure_usage(*, engine: ZeroEngine, device: torch.device, num_micro_batches: int) -> RankUsage:
@@ -52,6 +61,8 @@ def measure_usage(*, engine: ZeroEngine, device: torch.device, num_micro_batches
         theory_optimizer_nbytes=theory["optimizer"],
         theory_sent_nbytes=engine.theoretical_sent_nbytes(num_micro_batches),
         peak_nbytes=peak_memory_nbytes(device),
+        offloaded_nbytes=memory["offloaded"],
+        theory_offloaded_nbytes=theory["offloaded"],
     )
 
 
@@ -91,9 +102,14 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
         "parameters": [(usage.parameters_nbytes, usage.theory_parameters_nbytes) for usage in usages],
         "gradients": [(usage.gradients_nbytes, usage.theory_gradients_nbytes) for usage in usages],
         "optimizer": [(usage.optimizer_nbytes, usage.theory_optimizer_nbytes) for usage in usages],
+        "offloaded": [(usage.offloaded_nbytes, usage.theory_offloaded_nbytes) for usage in usages],
         "sent/step": [(usage.sent_nbytes, usage.theory_sent_nbytes) for usage in usages],
         "peak": [(usage.peak_nbytes,) for usage in usages],
     }
+    if not any(map(any, columns["offloaded"])):
+        del columns["offloaded"]
+    else:  # most of the others are empty then
+        columns = {name: values for name, values in columns.items() if any(map(any, values))}
     table.add_column("stage,\nrank" if told else "rank", justify="right")
     cells = []
     for name, values in columns.items():

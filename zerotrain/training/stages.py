@@ -6,9 +6,12 @@ from typing import Any
 
 from rich.console import Console
 
+from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.world import World
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.training.report import RankUsage, gather_usages, in_unit, measure_usage
+from zerotrain.engine.results import StageSwitch
+from zerotrain.training.checkpoints import OF_TRAINER
+from zerotrain.training.report import RankUsage, gather_usages, in_unit, measure_usage, say
 from zerotrain.training.result import RunResult
 
 
@@ -20,11 +23,32 @@ def stages_named(stages: Mapping[int, int], step: int = 0) -> str:
         step: steps done now.
     """
     later = [f"{stages[each]} after step {each}" for each in sorted(stages) if each > step]
-    return ", ".join([f"stage {_at(stages, step)}", *later])
+    return ", ".join([f"stage {stage_at(stages, step)}", *later])
 
 
-def _at(stages: Mapping[int, int], step: int) -> int:
+def stage_at(stages: Mapping[int, int], step: int) -> int:
+    """The stage after so many steps."""
     return stages[max(each for each in stages if each <= step)]
+
+
+def stages_from(manifest: Manifest | None, schedule: Mapping[int, int]) -> tuple[dict[int, int], int]:
+    """The stages of a run, with what operators have asked for until it was saved, and the step that it goes on at.
+
+    Args:
+        manifest: of the checkpoint to go on from; None: the run begins anew.
+        schedule: steps done, and the stage from there on, 0 among them.
+    """
+    if manifest is None:
+        return dict(schedule), 0
+    # The extra of another loop than ours may be anything; the ranks say that it is none to go on from.
+    found: Any = manifest.content["extra"]
+    for name in (OF_TRAINER, "run", "asked_stages"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return _with_asked(schedule, found or {}), manifest.step
+
+
+def _with_asked(schedule: Mapping[int, int], asked: Mapping[str, int]) -> dict[int, int]:
+    return dict(schedule) | {int(step): stage for step, stage in asked.items()}
 
 
 class RunStages:
@@ -55,15 +79,15 @@ class RunStages:
     def begin(self, step: int) -> str:
         """Be at the stage of this step, from whatever stage the engine was built at; its name, and what comes later.
         Collective."""
-        now, due = self._engine.options.zero.stage, _at(self._due, step)
+        now, due = self._engine.options.zero.stage, stage_at(self._due, step)
         if due != now:
-            self._engine.set_stage(due)
+            self._change(due, step)
         self._enter({"stage": due, "from_step": step, "sent_nbytes": None, "theory_sent_nbytes": None, "ranks": None})
         return stages_named(self._due, step)
 
     @property
     def _due(self) -> dict[int, int]:
-        return self._schedule | {int(step): stage for step, stage in self.asked.items()}
+        return _with_asked(self._schedule, self.asked)
 
     def go_on(self, step: int, log: Callable[[dict[str, Any]], None], asked: int | None = None) -> None:
         """Be at the stage that is due after this step, and say so where that is another. Collective.
@@ -73,23 +97,26 @@ class RunStages:
         """
         if asked is not None:
             self.asked[str(step)] = asked
-        now, due = self._engine.options.zero.stage, _at(self._due, step)
+        now, due = self._engine.options.zero.stage, stage_at(self._due, step)
         if due == now:
             return
         self._leave()
-        switch = self._engine.set_stage(due)
+        switch = self._change(due, step)
         sent = {"sent_nbytes": switch.sent_nbytes, "theory_sent_nbytes": switch.theory_sent_nbytes}
         self._enter({"stage": due, "from_step": step, **sent, "ranks": None})
+        log({"stage": due, **{f"stage_{name}": value for name, value in sent.items()}})
+
+    def _change(self, due: int, step: int) -> StageSwitch:
+        now = self._engine.options.zero.stage
+        switch = self._engine.set_stage(due)
         held = self._engine.memory_bytes()
         told = ", ".join(f"{in_unit(held[name])} {name}" for name in ("parameters", "gradients", "optimizer"))
-        self._console.print(
+        say(
+            self._console,
             f"stage {now} -> {due} after step {step}: sent {in_unit(switch.sent_nbytes)} (theory "
             f"{in_unit(switch.theory_sent_nbytes)}), holds {told}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
         )
-        log({"stage": due, **{f"stage_{name}": value for name, value in sent.items()}})
+        return switch
 
     def end(self) -> list[RankUsage]:
         """Note what the last stage came to: the usage of all ranks. Collective."""

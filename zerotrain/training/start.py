@@ -10,7 +10,7 @@ from rich.text import Text
 
 from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.training.report import UNITS
+from zerotrain.training.report import UNITS, in_unit
 
 INDENT = 8
 
@@ -35,7 +35,9 @@ def print_start(
         "model": _model(engine),
         "data": _data(dataset),
         "ranks": _ranks(engine),
+        "sockets": engine.collectives.not_shared,
         "memory": ", ".join(_memory(engine, plan_name, sampler.num_micro_batches)),
+        "offload": "; ".join(_offloaded(engine, sampler.num_micro_batches)),
         "steps": _steps(sampler, dataset, num_steps),
         "decay": ", ".join(_decay(engine)),
     }
@@ -43,6 +45,8 @@ def print_start(
     if repeated := ", ".join(_repeated(dataset.train, num_rows)):
         lines["warning"] = f"the run reads each row {repeated}; more data or fewer train.max_steps would do without"
     for name, line in lines.items():
+        if not line:
+            continue
         for number, part in enumerate(textwrap.wrap(line, max(20, console.width - INDENT))):
             label = "" if number else name
             console.print(Text.assemble((f"{label:<{INDENT}}", "bold"), part), soft_wrap=True)
@@ -98,13 +102,31 @@ def _memory(engine: ZeroEngine, plan_name: str, num_micro_batches: int) -> Itera
     """By formulas: the optimizer's state is not there yet."""
     held = engine.planned_nbytes()
     unit, unit_nbytes = next((unit for unit in UNITS if max(held.values()) >= unit[1]), UNITS[-1])
-    of_each = ", ".join(f"{nbytes / unit_nbytes:.4g} {kind}" for kind, nbytes in held.items())
+    of_each = ", ".join(
+        f"{nbytes / unit_nbytes:.4g} {kind}" for kind, nbytes in held.items() if nbytes or kind != "offloaded"
+    )
     yield plan_name
     yield f"{unit} of a rank: {of_each}"
     if sums := engine.sums_nbytes(num_micro_batches):
         is_large = sums > sum(held.values()) and len(engine.virtual_ranks) == 1
         instead = "; zero.accumulate=reduced would shard them" if is_large and engine.world.size > 1 else ""
         yield f"{sums / unit_nbytes:.4g} for sums of micro-batches{instead}"
+
+
+def _offloaded(engine: ZeroEngine, num_micro_batches: int) -> Iterator[str]:
+    for each in engine.offloaded(num_micro_batches * len(engine.virtual_ranks)):
+        if each.has_activations:
+            yield (
+                f"activations in {each.where}, fetched at {in_unit(each.fetched_per_s)}/s and stored at "
+                f"{in_unit(each.stored_per_s)}/s of a rank"
+            )
+        if each.nbytes == 0:
+            continue
+        yield (
+            f"{in_unit(each.nbytes)} of a rank in {each.where}; a step fetches {in_unit(each.fetched_nbytes)} at "
+            f"{in_unit(each.fetched_per_s)}/s and stores {in_unit(each.stored_nbytes)} at "
+            f"{in_unit(each.stored_per_s)}/s, in {each.step_s:.2g} s, beside what it computes"
+        )
 
 
 def _steps(sampler: GlobalBatchSampler, dataset: Any, num_steps: int) -> str:

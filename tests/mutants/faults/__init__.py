@@ -8,8 +8,12 @@ from tests.mutants.faults import (
     export,
     gradient,
     habits,
+    offload,
     optimizers,
+    saved,
     schedule,
+    shared,
+    starts,
     state,
     step,
     tokens,
@@ -20,6 +24,7 @@ FAULTS: dict[str, Fault] = {
     name: fault
     for room in (
         comm,
+        shared,
         gradient,
         weights,
         schedule,
@@ -31,6 +36,9 @@ FAULTS: dict[str, Fault] = {
         checkpoints,
         datasets,
         export,
+        starts,
+        saved,
+        offload,
     )
     for name, fault in room.FAULTS.items()
 }

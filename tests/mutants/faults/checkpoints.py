@@ -64,8 +64,8 @@ FAULTS = {
     ),
     "checkpoint-counts-forgotten": Fault(
         RESTORE,
-        "    state.update(_counts(saved, state, span.target.device,",
-        "    dict(_counts(saved, state, span.target.device,",
+        "    state.update(_counts(saved, state, update.device, update.hyperparameters_of(span",
+        "    dict(_counts(saved, state, update.device, update.hyperparameters_of(span",
         "the optimizer counts its steps anew, and its bias correction with them",
         OF_PLACEMENTS,
     ),
@@ -162,8 +162,8 @@ FAULTS = {
     ),
     "checkpoint-update-copies-nothing": Fault(
         "engine/buckets/update.py",
-        '        with named_range("optimizer", self.spec.name):\n            self._weights.about_to_change()\n',
-        '        with named_range("optimizer", self.spec.name):\n',
+        "        self._weights.about_to_change()\n        with self._at_hand():\n",
+        "        with self._at_hand():\n",
         "a save beside training has some buckets of this step and some of the next",
         OF_BESIDE,
     ),

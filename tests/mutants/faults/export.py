@@ -6,6 +6,8 @@ OF_EXPORT = ("unit/export/test_export.py",)
 OF_HUGGING_FACE = ("unit/export/test_hugging_face.py",)
 OF_CHARACTERS = ("distributed/test_after_a_run.py::test_characters_come_whole_and_what_is_none_comes_too",)
 
+OF_EVALUATE = ("unit/test_evaluate.py",)
+
 FAULTS = {
     "export-in-the-order-of-memory": Fault(
         "checkpoint/whole.py",
@@ -23,8 +25,8 @@ FAULTS = {
     ),
     "export-dcp-holds-all": Fault(
         "export/dcp.py",
-        "            self._written.untyped_storage().resize_(0)\n",
-        "            pass\n",
+        "        return source(self._room)\n",
+        "        return source(None)\n",
         "an export to DCP takes as much memory as the whole checkpoint",
         OF_EXPORT,
     ),
@@ -41,6 +43,27 @@ FAULTS = {
         "return tensors",
         "the optimizer begins to count its steps anew",
         OF_EXPORT,
+    ),
+    "evaluate-adds-up-by-rank": Fault(
+        "training/evaluation.py",
+        "            parts[number] = ",
+        "            parts[world.rank] += ",
+        "the last bits of the validation loss tell the number of ranks",
+        ("unit/training/test_evaluation.py",),
+    ),
+    "evaluate-draws-anew": Fault(
+        "evaluating.py",
+        "        torch.manual_seed(config.seed)  # for",
+        "        # for",
+        "buffers that are not saved are others than the run's",
+        OF_EVALUATE,
+    ),
+    "evaluate-of-other-data-in-silence": Fault(
+        "exported.py",
+        '        found = self.said["data_fingerprint"]\n',
+        "        found = None\n",
+        "a loss of data that has changed is taken for the run's",
+        OF_EVALUATE,
     ),
     "generate-shows-halves-of-characters": Fault(
         "generate.py",

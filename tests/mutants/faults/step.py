@@ -113,8 +113,8 @@ FAULTS = {
     ),
     "failed-backward-not-forgotten": Fault(
         ENGINE,
-        "        except Exception as error:\n            self.zero_grad()\n",
-        "        except Exception as error:\n",
+        "                    self.zero_grad()\n",
+        "                    pass\n",
         "half a gradient is left for whoever goes on",
         OF_ENGINE,
     ),

@@ -3,6 +3,7 @@
 from tests.mutants.fault import Fault
 
 WEIGHTS, UPDATE, WHOLE = "engine/buckets/weights.py", "engine/buckets/update.py", "engine/buckets/whole_tensors.py"
+SPANS = "engine/buckets/spans.py"
 OF_WEIGHTS = ("unit/engine/buckets/test_weights.py",)
 OF_UPDATE = ("unit/engine/buckets/test_update.py",)
 OF_WHOLE = ("unit/engine/buckets/test_whole_tensors.py",)
@@ -80,22 +81,22 @@ FAULTS = {
     ),
     "shard-within-freed-memory": Fault(
         WEIGHTS,
-        "            self.shard = self.shard.clone()\n",
+        "            self.shard = collectives.zeros(layout.shard_numel, spec.dtype).copy_(self.shard)\n",
         "            pass\n",
         "at stage 3 this rank's part is freed with the rest",
         OF_WEIGHTS,
     ),
     "groups-in-one-span": Fault(
-        UPDATE,
+        SPANS,
         "keys = [(managed.is_updated_whole, managed.span) for",
         "keys = [(managed.is_updated_whole, (0, 0)) for",
         "parameters of one group get the hyperparameters of another",
         OF_UPDATE,
     ),
     "span-of-the-wrong-group": Fault(
-        UPDATE,
-        "            Span(place, self.master_weight[place].detach(), members[border].span)",
-        "            Span(place, self.master_weight[place].detach(), members[borders[0]].span)",
+        SPANS,
+        "        Span(place, master_weight[place].detach(), members[border].span)",
+        "        Span(place, master_weight[place].detach(), members[borders[0]].span)",
         "all spans of a bucket are told to be of its first group",
         OF_UPDATE,
     ),
@@ -122,23 +123,24 @@ FAULTS = {
     ),
     "factor-ignored": Fault(
         UPDATE,
-        "                gradient.mul_(factor.to(gradient.dtype))\n",
-        "                pass\n",
+        "                    gradient.mul_(factor.to(gradient.dtype))\n",
+        "                    pass\n",
         "gradients are neither clipped nor freed of the loss scale",
         OF_UPDATE,
     ),
     "widened-given-back-before-it-is-read": Fault(
         UPDATE,
-        "            if factor is not None:\n                gradient.mul_(",
-        "            if widened is not None:\n                self._pool.give_back(widened)\n"
-        "                widened = None\n            if factor is not None:\n                gradient.mul_(",
+        "                if factor is not None:\n                    gradient.mul_(",
+        "                if widened is not None:\n                    self._pool.give_back(widened)\n"
+        "                    widened = None\n"
+        "                if factor is not None:\n                    gradient.mul_(",
         "whole tensors are gathered into the gradient they are updated with",
         OF_UPDATE,
     ),
     "widened-not-given-back": Fault(
         UPDATE,
-        "                self._pool.give_back(widened)\n",
-        "                pass\n",
+        "                    self._pool.give_back(widened)\n",
+        "                    pass\n",
         "every step holds more",
         OF_UPDATE,
     ),

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,15 +20,22 @@ from zerotrain.testing import run_ranks
 CPU = torch.device("cpu")
 NUMEL = 6
 """Elements of a shard."""
-WAYS = {"posted": (8, True), "native gather, all-to-all": (1, True), "native": (1, False)}
-"""(up to how many ranks sends and receives are posted, whether reductions are ordered)"""
+WAYS = {
+    "shared": (True, 8, True),
+    "posted": (False, 8, True),
+    "native gather, all-to-all": (False, 1, True),
+    "native": (False, 1, False),
+}
+"""(whether ranks read each other's memory, up to how many sends and receives are posted, whether reductions are
+ordered)"""
 
 
 class OnARank:
     """Collectives of one way to send, what they count, and what lends buffers."""
 
     def __init__(self, way: str, world: World, *, overlap: bool = True) -> None:
-        process_groups.MAX_RANKS_OF_EXCHANGE, ordered = WAYS[way]
+        shared_memory, process_groups.MAX_RANKS_OF_EXCHANGE, ordered = WAYS[way]
+        world = replace(world, shards=replace(world.shards, shared_memory=shared_memory))
         self.way, self.rank, self.size, self.ledger = way, world.rank, world.size, Ledger()
         self.pool = ScratchPool(dtype=torch.float32, device=CPU)
         self.collectives = Collectives(world, ledger=self.ledger, ordered=ordered, overlap=overlap)
@@ -214,6 +222,6 @@ def all_checks(way: str) -> list[str]:
     return failed
 
 
-@pytest.mark.parametrize(("way", "size"), [("posted", 2), *((way, 3) for way in WAYS)])
+@pytest.mark.parametrize(("way", "size"), [("shared", 2), ("posted", 2), *((way, 3) for way in WAYS)])
 def test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began(way: str, size: int) -> None:
     assert run_ranks(all_checks, size, way, timeout_s=60.0) == [[]] * size

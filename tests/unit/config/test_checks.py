@@ -65,6 +65,7 @@ def test_what_we_ship_has_no_problems(compose, group):
         "launch.device=tpu",
         "launch.threads_per_rank=0",
         "launch.timeout_s=0",
+        "launch.shared_memory=true",
     ],
 )
 def test_a_value_outside_its_range_is_refused_in_one_line(compose, override):
@@ -261,7 +262,7 @@ def test_of_stage_and_schedule_it_is_said_which_counts():
     config = Config(zero=ZeroGroup(stage=3, schedule={0: 1}))
     [line] = without_effect(config, world_size=2)
     assert line == "zero.stage=3 has no effect with zero.schedule={0: 1}, which has the stage from step 0 on"
-    assert config.zero.of_engine.stage == 1
+    assert config.zero.of_engine(None).stage == 1
     assert without_effect(Config(zero=ZeroGroup(stage=3, schedule={5: 1})), world_size=2) == []
 
 

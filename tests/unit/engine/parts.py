@@ -15,6 +15,7 @@ from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.scratch import ScratchPool
 from zerotrain.comm.world import World
 from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.buckets.homes import Homes
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.options import EngineOptions
 from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig
@@ -63,10 +64,13 @@ class OneBucket:
         self.pool = ScratchPool(dtype=wire, device=CPU)
 
     def weights(self) -> BucketWeights:
-        values = FlatBuffer(self.layout, dtype=torch.float32, device=CPU)
+        values = FlatBuffer(self.layout, torch.zeros(self.layout.padded_numel))
         for view, parameter in zip(values.views(), self.parameters, strict=True):
             view.copy_(parameter.detach())
-        return BucketWeights(self.spec, self.layout, values, plan=self.options.plan, collectives=self.collectives)
+        homes = Homes(self.options.offload, self.world, self.options.prefetch)
+        return BucketWeights(
+            self.spec, self.layout, values, plan=self.options.plan, collectives=self.collectives, homes=homes
+        )
 
     def gradient(self) -> BucketGradient:
         """Of parameters that are in the bucket's dtype."""

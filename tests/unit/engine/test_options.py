@@ -17,6 +17,10 @@ CHANGED = {
     "zero.units": ["blocks.*"],
     "precision.name": "bf16",
     "precision.keep_fp32": ["*norm*"],
+    "offload.optimizer": "cpu",
+    "offload.parameters": "disk",
+    "offload.activations": "cpu",
+    "offload.update": "host",
 }
 """Where 1 cannot be added to a value."""
 

@@ -1,7 +1,6 @@
 """Exported folders that transformers and peft open, and text from them."""
 
 import functools
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ peft = pytest.importorskip("peft")
 import zerotrain  # noqa: E402
 from tests.unit.data.tokenizers_made import END, saved  # noqa: E402
 from tests.unit.export.test_export import ONE_SEED_AT_A_TIME, exported, refused, tensors_in  # noqa: E402
-from zerotrain import generate  # noqa: E402
+from zerotrain import evaluate, generate  # noqa: E402
 from zerotrain.config.compose import from_values  # noqa: E402
 from zerotrain.models import HuggingFaceModel  # noqa: E402
 from zerotrain.testing.fake_wire import run_threads  # noqa: E402
@@ -37,7 +36,12 @@ def engine_of(arguments: dict[str, Any], world: zerotrain.World | None = None, s
 def run_of(folder: Path, arguments: dict[str, Any], data: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What a run of four ranks at stage 3 leaves that was interrupted; its weights."""
     model = {"_target_": "zerotrain.models.HuggingFaceModel", **arguments}
-    config = asdict(from_values({"model": model, "data": {"_target_": "zerotrain.data.TextDataset", **data}}))
+    of_training = {
+        "optimizer": {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 0.01},
+        "scheduler": {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 1},
+    }
+    data = {"_target_": "zerotrain.data.TextDataset", **data}
+    config = asdict(from_values({"model": model, "data": data, **of_training}))
 
     def train(world: zerotrain.World) -> dict[str, torch.Tensor]:
         engine = engine_of(arguments, world)
@@ -113,6 +117,34 @@ def test_out_and_in_again_is_unchanged(llama, tmp_path: Path) -> None:
     assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
+@pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])
+def test_a_llama_of_others_goes_in_and_out_unchanged(form: str, tmp_path: Path) -> None:
+    torch.manual_seed(11)
+    config = transformers.AutoConfig.for_model(**LLAMA | {"tie_word_embeddings": False}, vocab_size=600)
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    if form == "pytorch_model.bin":
+        torch.save(theirs.state_dict(), tmp_path / "theirs" / form)
+        (tmp_path / "theirs" / "model.safetensors").unlink()
+    arguments = {"config": LLAMA | {"tie_word_embeddings": False}, "vocab_size": 600}
+    model = {"_target_": "zerotrain.models.HuggingFaceModel", **arguments}
+    config_of_run = asdict(from_values({"model": model}))
+
+    def load(world: zerotrain.World) -> None:
+        engine = engine_of(arguments, world)
+        [told] = engine.load_weights(tmp_path / "theirs").told()
+        assert told.endswith("'model.', with which all names of the model begin, was put before those in it")
+        engine.save(tmp_path / "run" / "checkpoints" / "step-00000000", config=config_of_run)
+
+    run_threads(load, 2)
+    out = exported(tmp_path / "run", tmp_path / "out")
+    found, wanted = tensors_in(out), theirs.state_dict()
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    opened = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(logits_of(opened), logits_of(theirs))
+
+
 def test_adapters_are_opened_by_peft(adapters, tmp_path: Path) -> None:
     run, arguments, weights = adapters
     out = exported(run, tmp_path / "out")
@@ -154,10 +186,34 @@ def test_text_is_the_same_from_a_run_and_from_what_was_exported(llama, tmp_path:
     out = exported(run, tmp_path / "out")
     assert text(capsys, str(out), *options) == wanted
     assert text(capsys, str(run), *options[:-1], "4") != wanted
-    shutil.rmtree(run.parent / "tokenizer")  # last: the run's own needs it
-    assert generate.main([str(run), *options]) == 2
-    assert "no tokenizer, and so no text" in capsys.readouterr().err
-    assert text(capsys, str(out), *options) == wanted
+    (run.parent / "tokenizer").rename(tmp_path / "tokenizer")
+    try:
+        assert generate.main([str(run), *options]) == 2
+        assert "no tokenizer, and so no text" in capsys.readouterr().err
+        assert text(capsys, str(out), *options) == wanted
+    finally:
+        (tmp_path / "tokenizer").rename(run.parent / "tokenizer")
+
+
+def test_adapters_and_what_they_were_merged_to_go_on_as_the_run(adapters, tmp_path: Path, capsys) -> None:
+    run, _, _ = adapters
+    options = ("--prompt", "def", "--max-tokens", "8", "--temperature", "0")
+    wanted = text(capsys, str(run), *options)
+    alone, merged = exported(run, tmp_path / "alone"), exported(run, tmp_path / "merged", "--merge")
+    assert text(capsys, str(alone), *options) == text(capsys, str(merged), *options) == wanted
+
+
+def test_an_exported_folder_has_the_loss_of_the_run(llama, adapters, tmp_path: Path, capsys) -> None:
+    (tmp_path / "text.txt").write_text("def main(): return 1\n" * 200)
+    settings = [f"data.path={tmp_path}/text.txt", "data.seq_len=16", "train.eval_batches=1"]
+    for name, run, size, options in (("llama", llama[0], 600, ()), ("merged", adapters[0], 256, ("--merge",))):
+        out = exported(run, tmp_path / name, *options)
+        found, wanted = (evaluate.evaluate(path, [*settings, f"data.vocab_size={size}"])[1] for path in (out, run))
+        assert found == (wanted if name == "llama" else pytest.approx(wanted, rel=1e-6))
+    capsys.readouterr()
+    assert evaluate.main([str(exported(adapters[0], tmp_path / "alone")), *settings]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith("alone has adapters alone; give the run, or what `--merge` of the export has written")
 
 
 def test_a_folder_without_a_tokenizer_is_refused(adapters, capsys) -> None:

@@ -1,5 +1,7 @@
 """What an operator asks of a run that is under way."""
 
+import errno
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -111,3 +113,21 @@ def test_the_numbers_that_travel_are_told_apart():
     assert name_of_stop([STOP, 0]) == "control.yaml"
     assert name_of_stop([STOP, 15]) == "SIGTERM"
     assert name_of_stop([SAVE + (SAVE << 1), 0]) is None
+
+
+def test_an_answer_that_cannot_be_written_is_said_whatever_the_run_is_called(run, screen, monkeypatch, tmp_path):
+    def refuse(source: Path, target: Path) -> None:
+        if Path(target).name == "control.yaml":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(source, target)
+
+    real = os.replace
+    monkeypatch.setattr(os, "replace", refuse)
+    (tmp_path / "zero.units=[blocks.*] [").mkdir()
+    name = "zero.units=[blocks.*] [/b]"  # a tag that nothing has opened: rich refused it, and rank 0 ended (2026-11-22)
+    _, body, _ = run({3: "stage: 3\n"}, name)
+    assert body["steps"] == 12
+    assert (
+        f"warning: {tmp_path / name / 'control.yaml'} cannot be answered in: No space left on device"
+        in screen.getvalue()
+    )

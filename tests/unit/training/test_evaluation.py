@@ -6,9 +6,11 @@ import torch
 from torch.utils.data import Dataset
 
 import zerotrain
+from zerotrain.comm.world import World
 from zerotrain.data import Mix, SyntheticTokens
 from zerotrain.data.fetch import RowError
 from zerotrain.models import GPT, HuggingFaceModel
+from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training.evaluation import evaluate, evaluate_sources, validation_rows
 
 
@@ -191,3 +193,55 @@ def test_each_source_of_a_mix_has_its_loss_and_their_mean_by_weights_is_that_of_
     assert by_source["b"] == evaluate(dataset=other.validation, num_sequences=4, **arguments) != alone
     assert loss == pytest.approx((3 * by_source["a"] + by_source["b"]) / 4)
     assert evaluate_sources(dataset=dataset.validation, num_sequences=12, **arguments) == (alone, {})
+
+
+class Scaled(torch.nn.Module):
+    """The mean of its inputs, by a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, inputs, labels=None):
+        return (inputs * self.weight).mean()
+
+
+class OfAllSizes(Dataset):
+    """Values from 1e-9 to 1e9 of both signs, which no order but one adds up to the same bits; of item i some labels
+    count, of item 0 none."""
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        draws = torch.Generator().manual_seed(index)
+        values = torch.randn(4, generator=draws) * 10.0 ** torch.randint(-9, 10, (1,), generator=draws)
+        return values, torch.where(torch.arange(4) < index % 5, 1, -100)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_the_loss_is_the_same_bits_at_any_number_of_ranks(stage, micro_batch_size, monkeypatch):
+    """Each rank's sum was added to those of the others: the last bits told how many there were (2026-11-22)."""
+    items = [OfAllSizes()[row] for row in range(23)]
+    loss_sum, total = 0.0, 0
+    for first in range(0, 23, micro_batch_size):
+        inputs, labels = (torch.stack(each) for each in zip(*items[first : first + micro_batch_size], strict=True))
+        count = int((labels != -100).sum())
+        loss_sum, total = loss_sum + Scaled()(inputs).item() * count, total + count
+    engines = {}
+
+    def summed(world, values):
+        everyone = engines[world.size, world.rank].collectives.gather_objects(values.tolist(), name="metrics")
+        return torch.tensor(everyone, dtype=torch.float64).sum(0)
+
+    def on_a_rank(world):
+        zero = zerotrain.ZeroConfig(stage=stage)
+        engine = zerotrain.build_engine(Scaled(), optimizer=torch.optim.SGD, zero=zero, world=world)
+        engines[world.size, world.rank] = engine
+        arguments = {"num_sequences": 100, "micro_batch_size": micro_batch_size}
+        return evaluate(engine=engine, world=world, dataset=OfAllSizes(), **arguments)
+
+    monkeypatch.setattr(World, "sum", summed)
+    for size in (1, 2, 3, 4, 5):
+        assert set(run_threads(on_a_rank, size)[0]) == {loss_sum / total}

@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
 import zerotrain
 from tests.unit.training.test_no_labels import sum_over_threads
+from zerotrain.checkpoint.manifest import read_manifest
+from zerotrain.config.schema import Config, ZeroGroup
 from zerotrain.data import SyntheticTokens
+from zerotrain.launching.job import Job
+from zerotrain.launching.restarts import going_on
 from zerotrain.models import GPT
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training import Trainer, warmup_cosine
 from zerotrain.training.checkpoints import CheckpointPolicy
-from zerotrain.training.stages import stages_named
+from zerotrain.training.stages import stage_at, stages_from, stages_named
 
 TIMES = ("tokens_per_s", "step_ms_median", "data_wait_ms", "mfu")
 ROUND = {0: 0, 2: 1, 4: 2, 6: 3, 8: 1, 10: 0}
@@ -29,7 +34,22 @@ KINDS: dict[str, dict[str, Any]] = {
         "precision": zerotrain.PrecisionConfig("fp16", initial_scale=2.0**6, growth_interval=3),
         "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     },
+    "fp32, adapters on a frozen base": {"precision": "fp32", "optimizer": partial(torch.optim.AdamW, lr=1e-2)},
 }
+HELD = ("parameters", "gradients", "optimizer")
+
+
+class Adapted(nn.Linear):
+    """With small matrices beside a frozen one, as LoRA has them."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features)
+        self.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 3, bias=False)
+        self.up = nn.Linear(3, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.up(self.down(x))
 
 
 @pytest.fixture(autouse=True)
@@ -37,12 +57,12 @@ def sums(monkeypatch):
     monkeypatch.setattr(zerotrain.World, "sum", sum_over_threads)
 
 
-def trainer_of(world, model, folder: Path, *, stage: int = 0, kind: str = "fp32", **changes) -> Trainer:
+def trainer_of(world, model, folder: Path, *, stage: int = 0, kind: str = "fp32", zero=None, **changes) -> Trainer:
     """Of twelve steps, with clipping, an evaluation every four, and two micro-batches in a step."""
     folder.mkdir(exist_ok=True)
-    engine = zerotrain.build_engine(
-        model(), zero=zerotrain.ZeroConfig(stage=stage, bucket_mb=0.02), max_grad_norm=0.5, world=world, **KINDS[kind]
-    )
+    zero = {"stage": stage, "bucket_mb": 0.02} | (zero or {})
+    given = {"zero": zerotrain.ZeroConfig(**zero), "max_grad_norm": 0.5} | KINDS[kind]
+    engine = zerotrain.build_engine(model(kind), world=world, **given)
     arguments = {
         "engine": engine,
         "world": world,
@@ -65,13 +85,24 @@ def trainer_of(world, model, folder: Path, *, stage: int = 0, kind: str = "fp32"
 
 @pytest.fixture
 def model():
-    """Makes the same model for each rank and each run."""
-    torch.manual_seed(0)
-    first = GPT(vocab_size=16, max_seq_len=8, num_layers=2, num_heads=2, hidden_size=16).state_dict()
+    """Makes the same model for each rank and each run; its output is tied to its embedding."""
 
-    def make() -> GPT:
+    def new(kind: str) -> GPT:
         made = GPT(vocab_size=16, max_seq_len=8, num_layers=2, num_heads=2, hidden_size=16)
-        made.load_state_dict(first)
+        if "adapters" in kind:
+            made.requires_grad_(False)
+            for block in made.blocks:
+                block.mlp.in_proj = Adapted(block.mlp.in_proj)
+        return made
+
+    firsts = {}
+    for kind in KINDS:
+        torch.manual_seed(0)
+        firsts[kind] = new(kind).state_dict()
+
+    def make(kind: str) -> GPT:
+        made = new(kind)
+        made.load_state_dict(firsts[kind])
         return made
 
     return make
@@ -86,7 +117,7 @@ def without_changes(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if "stage" not in line]
 
 
-@pytest.mark.parametrize(("kind", "size"), list(zip(KINDS, (2, 3, 2), strict=True)))
+@pytest.mark.parametrize(("kind", "size"), list(zip(KINDS, (2, 3, 2, 2), strict=True)))
 def test_a_run_that_changes_its_stage_every_two_steps_is_the_run_at_one_stage(kind, size, model, tmp_path):
     def run(world, folder, **changes):
         screen = io.StringIO()
@@ -104,11 +135,10 @@ def test_a_run_that_changes_its_stage_every_two_steps_is_the_run_at_one_stage(ki
     (body, shown), (_, shown_by_another) = changing[0], changing[1]
     assert [(each["from_step"], each["stage"]) for each in body["stages"]] == list(ROUND.items())
     assert body["stage"] == 0
-    held = ("parameters", "gradients", "optimizer")
     for entry in body["stages"]:
         assert len(entry["ranks"]) == size
         for usage in entry["ranks"]:
-            beyond = [usage[f"{name}_nbytes"] - usage[f"theory_{name}_nbytes"] for name in held]
+            beyond = [usage[f"{name}_nbytes"] - usage[f"theory_{name}_nbytes"] for name in HELD]
             assert all(0 <= each <= 12_000 for each in beyond), entry["stage"]  # padding of a few buckets
         if entry["from_step"]:
             assert f"-> {entry['stage']} after step {entry['from_step']}: sent " in shown
@@ -153,6 +183,32 @@ def test_a_run_goes_on_by_the_schedule_of_now_whatever_stage_has_saved(model, tm
     assert "memory  stage 1, 2 after step 9, kB of a rank" in second.console.file.getvalue()
     # The first part was never measured: its run saved in mid-stage.
     assert [each["ranks"] is None for each in got["stages"]] == [True, False, False]
+
+
+def test_the_stage_of_the_step_that_a_run_goes_on_at_is_known_from_its_checkpoint(model, tmp_path, world):
+    """Before its ranks build an engine: with `zero.schedule={0: 0, 500: 3}` they built one at stage 0 to go on at step
+    600, and a model that fits at stage 3 alone could not go on (2026-11-22)."""
+    schedule, run_dir = {0: 2, 6: 3}, tmp_path / "run"
+
+    def ask(step: int) -> None:
+        if step == 3:
+            (run_dir / "control.yaml").write_text("stage: 1\n")
+
+    policy = CheckpointPolicy(every_steps=2, at_end=False, keep=None)
+    trainer = trainer_of(world, model, run_dir, stages=schedule, max_steps=8, begin=ask, checkpoint=policy)
+    trainer.run()
+    for step, stage in {2: 2, 4: 1, 6: 3, 8: 3}.items():
+        path = run_dir / "checkpoints" / f"step-{step:08d}"
+        stages, found = stages_from(read_manifest(path), schedule)
+        assert (found, stage_at(stages, found)) == (step, stage)
+    job = Job(config=Config(zero=ZeroGroup(schedule=schedule)), run_dir=run_dir, overrides=[])
+    assert going_on(job).stage == 3
+    for step in (6, 8):
+        (run_dir / "checkpoints" / f"step-{step:08d}" / "manifest.json").write_text("{}")
+    assert going_on(job).stage == 1  # of the newest that can be read
+    trainer.engine.save(tmp_path / "of-a-loop", extra={"trainer": [1]})
+    assert stages_from(read_manifest(tmp_path / "of-a-loop"), schedule) == (schedule, 8)
+    assert stages_from(None, schedule) == (schedule, 0)
 
 
 def test_a_run_with_one_stage_has_the_table_it_had(model, tmp_path, world):

@@ -114,6 +114,7 @@ def test_memory_and_traffic_of_one_rank_are_those_of_theory(make_trainer, model)
         "parameters": 4 * num_parameters,
         "gradients": 4 * num_parameters,
         "optimizer": 8 * num_parameters,
+        "offloaded": 0,
     }
     for kind in ("parameters", "gradients", "optimizer"):
         assert memory[kind] == pytest.approx(memory["theory"][kind], rel=0.05)  # up to padding

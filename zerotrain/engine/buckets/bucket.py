@@ -39,6 +39,18 @@ class Bucket:
         """Replace all weights by (padded_numel,) others, the same on all ranks; between steps."""
         self.weights.load(whole)
 
+    def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`Home.at_rest` of what it keeps off the device."""
+        return self.weights.home.at_rest(tensor)
+
+    def forget(self) -> None:
+        """What it has off the device was looked at."""
+        self.weights.home.forget()
+
+    def leave(self) -> None:
+        """Others have taken over what is kept of it: give back what it has off the device."""
+        self.weights.home.leave()
+
 
 @dataclass(eq=False, kw_only=True)
 class TrainedBucket(Bucket):
@@ -50,6 +62,17 @@ class TrainedBucket(Bucket):
     def load(self, whole: torch.Tensor) -> None:
         super().load(whole)
         self.update.load(whole)
+
+    def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.update.home.at_rest(super().at_rest(tensor))
+
+    def forget(self) -> None:
+        super().forget()
+        self.update.home.forget()
+
+    def leave(self) -> None:
+        super().leave()
+        self.update.home.leave()
 
 
 def require_unchanged(members: Iterable[ManagedParameter], *, trains: bool) -> None:

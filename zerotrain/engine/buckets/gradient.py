@@ -54,7 +54,6 @@ class BucketGradient:
         self._pool, self._wire_pool = pool, wire_pool
         self._widens = options.widens
         self._exact_norm = options.max_grad_norm is not None
-        self._device = collectives.world.device
         self._own: Scratch | None = None
         """The bucket's own buffer, where gradients are replicated."""
         self._unreduced: Scratch | None = None
@@ -70,20 +69,17 @@ class BucketGradient:
         self._completes = True
         """Whether the reduction under way, or the last, was that of the step's last backward."""
         if plan.shards_gradients:
-            self.shard = self._zeros(layout.shard_numel, self.precision.compute)
+            self.shard = torch.zeros(layout.shard_numel, dtype=self.precision.compute, device=collectives.world.device)
         else:
-            self._own = Scratch(self._zeros(layout.padded_numel, self.precision.compute))
+            self._own = Scratch(collectives.zeros(layout.padded_numel, self.precision.compute))
             self.shard = self._own.storage[layout.shard(collectives.shards.rank)]
-        self._subtrees = Subtrees(layout.padded_numel, dtype=self.precision.master, device=self._device)
+        self._subtrees = Subtrees(layout.padded_numel, dtype=self.precision.master, zeros=collectives.zeros)
         self._reduction = collectives.reduction(
             spec.name, self.shard, wire_pool, leaves_per_rank=options.leaves_per_rank
         )
         self._gather = None
         if self._own is not None and not plan.shards_optimizer:
             self._gather = collectives.gather(f"the gradient of {spec.name}", self._own.storage, self.shard)
-
-    def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self._device)
 
     @property
     def held_nbytes(self) -> int:

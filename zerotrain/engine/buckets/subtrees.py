@@ -9,18 +9,19 @@ A rank adds leaves as a binary counter counts: a sum waits until its neighbour o
 
 import torch
 
-from zerotrain.comm.scratch import Scratch
+from zerotrain.comm.scratch import Scratch, Zeros
 
 
 class Subtrees:
     """The sums that wait for a neighbour, of one bucket, and the buffers for them.
 
     Args:
-        numel, dtype, device: of a leaf, in the dtype that leaves are added in.
+        numel, dtype: of a leaf, in the dtype that leaves are added in.
+        zeros: makes memory to send from.
     """
 
-    def __init__(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._numel, self._dtype, self._device = numel, dtype, device
+    def __init__(self, numel: int, *, dtype: torch.dtype, zeros: Zeros) -> None:
+        self._numel, self._dtype, self._zeros = numel, dtype, zeros
         self._waiting: list[tuple[int, Scratch]] = []
         """(log2 of the leaves in it, their sum), the largest first."""
         self._free: list[Scratch] = []
@@ -40,7 +41,7 @@ class Subtrees:
         """A buffer for a leaf."""
         if self._free:
             return self._free.pop()
-        return Scratch(torch.zeros(self._numel, dtype=self._dtype, device=self._device))
+        return Scratch(self._zeros(self._numel, self._dtype))
 
     def give_back(self, scratch: Scratch) -> None:
         """What was taken is needed no more."""

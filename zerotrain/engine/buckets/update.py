@@ -1,7 +1,7 @@
 """The update of one bucket: its master weight, and the torch optimizers that change it once the gradient is reduced."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,30 +10,17 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import ScratchPool
 from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.buckets.home import Home
+from zerotrain.engine.buckets.homes import Homes
+from zerotrain.engine.buckets.kept import Kept
+from zerotrain.engine.buckets.spans import Span, cut_spans, update_range
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.buckets.whole_tensors import Updates, WholeTensors
+from zerotrain.engine.groups.optimizer_factory import tensors_of_state
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.ranges import named_range
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
-from zerotrain.sharding.plan import Plan
-
-
-@dataclass(frozen=True, eq=False)
-class Span:
-    """The part of a bucket that one rank updates as one tensor: parameters of one group and generation."""
-
-    where: slice
-    """Within this rank's range of the update."""
-    target: torch.Tensor
-    """The master weight there."""
-    key: tuple[int, int]
-    """`ManagedParameter.span` of its parameters."""
-
-
-def update_range(layout: BucketLayout, plan: Plan, rank: int) -> slice:
-    """The elements of a bucket that a rank updates: its own shard, or all."""
-    return layout.shard(rank) if plan.shards_optimizer else slice(0, layout.padded_numel)
 
 
 class BucketUpdate:
@@ -44,6 +31,7 @@ class BucketUpdate:
         master: over `where`, where a master weight is kept apart from the model's; None where they are one.
         owners: of each tensor that is updated whole (they come first in the bucket), the rank that updates it.
         pool: lends buffers of the master dtype.
+        homes: where the optimizer's state lies between updates, the master weight among it if it is kept apart.
     """
 
     where: slice
@@ -56,6 +44,8 @@ class BucketUpdate:
     """What is updated whole; None if there is nothing."""
     has_copy: bool
     """Whether the master weight is kept apart from the model's."""
+    device: torch.device
+    """On which the optimizer computes."""
 
     def __init__(
         self,
@@ -68,6 +58,7 @@ class BucketUpdate:
         owners: Sequence[int],
         collectives: Collectives,
         pool: ScratchPool,
+        homes: Homes,
     ) -> None:
         self.spec: BucketSpec = weights.spec
         self.layout = layout
@@ -81,7 +72,7 @@ class BucketUpdate:
             self.master_weight = master
         else:
             self.master_weight = weights.shard if self._is_sharded else weights.held
-        self.spans = self._cut_spans()
+        self.spans = cut_spans(layout, self.spec.parameters, self.where, self.master_weight)
         self._optimizer = groups.optimizer_of((span.key[0], span.target) for span in self.spans)
         self.whole = None
         self._whole_optimizer = None
@@ -99,19 +90,28 @@ class BucketUpdate:
             self._whole_optimizer = groups.optimizer_of(
                 (members[slot].group, target) for slot, target in self.whole.targets.items()
             )
+        kept = Kept(self.master_weight, self.has_copy, self.spans, self.whole, (self._optimizer, self._whole_optimizer))
+        self.home: Home = homes.of_optimizer(self.spec, self._planned_nbytes, kept.tensors)
+        (self.home if self.has_copy else weights.home).tell(kept.follow_master)
+        self.home.put_away()
+        self.home.forget()
+        self.device = self.home.device or collectives.world.device
 
-    def _cut_spans(self) -> list[Span]:
-        members = self.spec.parameters
-        keys = [(managed.is_updated_whole, managed.span) for managed in members]
-        borders = [index for index, key in enumerate(keys) if index == 0 or key != keys[index - 1]]
-        places = self.layout.spans(borders, self.where)
-        return [
-            Span(place, self.master_weight[place].detach(), members[border].span)
-            for border, place in zip(borders, places, strict=True)
-            if place.stop > place.start and not members[border].is_updated_whole
-        ]
+    def _planned_nbytes(self) -> int:
+        """Of what is to be at home once the optimizer has made its state."""
+        groups, owned = self._groups, self.whole.targets.values() if self.whole is not None else ()
+        state = groups.state_nbytes([span.target.numel() for span in self.spans], is_whole=False)
+        return (
+            self.separate_master_nbytes + state + groups.state_nbytes([each.numel() for each in owned], is_whole=True)
+        )
 
     # ---- a step
+
+    def fetch(self) -> None:
+        """Begin to bring to the device what `run` will need."""
+        self.home.fetch()
+        if not self.has_copy:
+            self._weights.fetch_shard()
 
     def run(self, factor: torch.Tensor | None) -> Iterator[None]:
         """Update the bucket from its reduced gradient, which is read up to the first pause.
@@ -123,24 +123,39 @@ class BucketUpdate:
             The work. It pauses where whole tensors are on the wire, for other buckets to go on meanwhile; every rank
             must resume it at the same points.
         """
-        with named_range("optimizer", self.spec.name):
-            self._weights.about_to_change()
-            self._take_writes()
-            gradient = self._gradient.reduced()
-            widened = None
-            if self.has_copy:
-                widened = self._pool.take(gradient.numel())
-                gradient = widened.storage[: gradient.numel()].copy_(gradient)
-            if factor is not None:
-                gradient.mul_(factor.to(gradient.dtype))
-            self.step(gradient)
-            rest: Iterator[None] = iter(())
-            if self.whole is not None:
-                rest = self.whole.update(gradient, partial(self._run, self._whole_optimizer))
-            if widened is not None:
-                self._pool.give_back(widened)
-        yield from rest
-        self._refresh()
+        self._weights.about_to_change()
+        with self._at_hand():
+            with named_range("optimizer", self.spec.name):
+                self._take_writes()
+                gradient = self._gradient.reduced()
+                widened = None
+                if self.has_copy:
+                    widened = self._pool.take(gradient.numel())
+                    gradient = widened.storage[: gradient.numel()].copy_(gradient)
+                if factor is not None:
+                    gradient.mul_(factor.to(gradient.dtype))
+                gradient = gradient.to(self.master_weight.device)  # another one if the update is the host's
+                self.step(gradient)
+                rest: Iterator[None] = iter(())
+                if self.whole is not None:
+                    rest = self.whole.update(gradient, partial(self._run, self._whole_optimizer))
+                if widened is not None:
+                    self._pool.give_back(widened)
+            yield from rest
+            self._refresh()
+
+    @contextmanager
+    def _at_hand(self) -> Iterator[None]:
+        """In here what is updated is where it can be computed with, and written to."""
+        self.home.open()
+        try:
+            self._weights.home.open(replaced=self.has_copy and not self._weights.writes.are_new)
+            try:
+                yield
+            finally:
+                self._weights.home.close()
+        finally:
+            self.home.close()
 
     def step(self, gradient: torch.Tensor) -> None:
         """Update what is updated by elements.
@@ -179,13 +194,16 @@ class BucketUpdate:
         self._weights.writes.are_new = False
         if self.has_copy:
             self._weights.about_to_change()
-            held, master = self._held(), self.master_weight
+            master = self.master_weight
+            held = self._held().to(master.device)
             torch.where(held == master.to(held.dtype), master, held.to(master.dtype), out=master)
 
     def load(self, whole: torch.Tensor) -> None:
         """Replace the master weight by this rank's part of (padded_numel,) others; what the optimizer keeps stays."""
         if self.has_copy:
+            self.home.put_away()
             self.master_weight.copy_(whole[self.where])
+            self.home.forget()
 
     def refilled(self) -> None:
         """The master weight was replaced: bring what this rank holds of the model weight up to date."""
@@ -194,9 +212,15 @@ class BucketUpdate:
 
     def current_weight(self) -> torch.Tensor:
         """`master_weight`, with what others than the engine have written into the parameters."""
+        self._rest()
         self._weights.take_writes()
         self._take_writes()
         return self.master_weight
+
+    def _rest(self) -> None:
+        """Whoever looks at what is kept between steps finds it at rest."""
+        self.home.put_away()
+        self._weights.home.put_away()
 
     # ---- what is kept
 
@@ -213,6 +237,7 @@ class BucketUpdate:
     def span_state(self, span: Span) -> dict[str, Any]:
         """What the optimizer keeps of a span, by name; to be read and written."""
         assert self._optimizer is not None  # there is a span
+        self.home.put_away()
         state: dict[str, Any] = self._optimizer.state[span.target]
         return state
 
@@ -220,12 +245,20 @@ class BucketUpdate:
         """What the optimizer keeps of tensor `slot`, which this rank updates whole, by name; to be read and written."""
         assert self.whole is not None
         assert self._whole_optimizer is not None
+        self.home.put_away()
         state: dict[str, Any] = self._whole_optimizer.state[self.whole.targets[slot]]
         return state
 
     def hyperparameters_of(self, group: int) -> dict[str, Any]:
         """Of a group by its number, as they are now."""
         return self._groups.hyperparameters[group]
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of optimizer state and separate master weight on the device between updates."""
+        if self.home.nbytes:
+            return 0
+        return self.separate_master_nbytes + sum(tensor.nbytes for tensor in self.state_tensors())
 
     def element_state_nbytes(self) -> int:
         """Bytes of state this rank keeps of what it updates by elements (0-dim counters left out)."""
@@ -234,9 +267,3 @@ class BucketUpdate:
     def state_tensors(self) -> list[torch.Tensor]:
         """All state of this rank (0-dim counters left out)."""
         return [*tensors_of_state(self._optimizer), *tensors_of_state(self._whole_optimizer)]
-
-
-def tensors_of_state(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    """What a torch optimizer keeps of its tensors, without 0-dim counters."""
-    states = optimizer.state.values() if optimizer is not None else ()
-    return [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.ndim > 0]

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
+from zerotrain.engine.buckets.homes import Homes
 from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
 from zerotrain.engine.buckets.live_parameter import (
     ENGINE_IS_GONE,
@@ -23,6 +24,13 @@ from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.flat_buffer import FlatBuffer
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.plan import Plan
+
+
+def weight_memory(layout: BucketLayout, dtype: torch.dtype, plan: Plan, collectives: Collectives) -> FlatBuffer:
+    """What a bucket's parameters are views of, zeros. Memory to gather from cannot be given back in between."""
+    if plan.shards_parameters:
+        return FlatBuffer(layout, torch.zeros(layout.padded_numel, dtype=dtype, device=collectives.world.device))
+    return FlatBuffer(layout, collectives.zeros(layout.padded_numel, dtype))
 
 
 class BucketWeights:
@@ -57,6 +65,7 @@ class BucketWeights:
         *,
         plan: Plan,
         collectives: Collectives,
+        homes: Homes,
     ) -> None:
         self.spec = spec
         self.layout = layout
@@ -64,7 +73,7 @@ class BucketWeights:
         self.life = Life(f"weights of {spec.name}", WeightState.FULL, WEIGHT_TRANSITIONS)
         self.model_weight = values
         if values.tensor.dtype != spec.dtype:
-            self.model_weight = FlatBuffer(layout, dtype=spec.dtype, device=values.tensor.device)
+            self.model_weight = weight_memory(layout, spec.dtype, plan, collectives)
             self.model_weight.tensor.copy_(values.tensor)
         self._classes: list[tuple[nn.Parameter, type[LiveParameter]]] = []
         for view, managed in zip(self.model_weight.views(), spec.parameters, strict=True):
@@ -78,7 +87,10 @@ class BucketWeights:
         self.own = layout.shard(collectives.shards.rank)
         self.shard = self.model_weight.tensor[self.own]
         if plan.shards_parameters:
-            self.shard = self.shard.clone()
+            self.shard = collectives.zeros(layout.shard_numel, spec.dtype).copy_(self.shard)
+        self.home = homes.of_shard(plan, self.shard)
+        self.home.put_away()
+        self.home.forget()
         self._gather = collectives.gather(spec.name, self.model_weight.tensor, self.shard)
 
     @property
@@ -93,13 +105,19 @@ class BucketWeights:
     @property
     def held_nbytes(self) -> int:
         """Bytes of the model weight held now."""
-        return self.model_weight.held_nbytes + (self.shard.nbytes if self.plan.shards_parameters else 0)
+        keeps_shard = self.plan.shards_parameters and not self.home.nbytes
+        return self.model_weight.held_nbytes + (self.shard.nbytes if keeps_shard else 0)
 
     def prepare_gather(self) -> None:
         """Be ready for the other ranks' parts: the model no longer reads them, and a gather comes."""
         # A unit that was not called since the last step has not waited for the gather of that one.
         self.finish_gather()
         self._gather.prepare()
+
+    def fetch_shard(self) -> None:
+        """Begin to bring the shard to the device, for a gather that comes soon."""
+        if self.life.state is WeightState.SHARD:
+            self.home.fetch()
 
     def start_gather(self) -> None:
         """Issue the all-gather of the model weight unless it is there or under way."""
@@ -108,6 +126,7 @@ class BucketWeights:
         self.life.become(WeightState.GATHERING)
         self.model_weight.allocate()
         with named_range("gather", self.spec.name):
+            self.home.open()
             self._gather.issue()
 
     def finish_gather(self) -> None:
@@ -116,6 +135,7 @@ class BucketWeights:
             return
         with named_range("wait for gather", self.spec.name):
             self._gather.finish()
+            self.home.close(changed=False)
         self.life.become(WeightState.FULL)
         self._become_live()
 
@@ -141,6 +161,7 @@ class BucketWeights:
         """Bring `held` up to date with what others than the engine have written into the parameters."""
         if self.is_full and self.writes.look(self.model_weight.tensor) and self.plan.shards_parameters:
             self.about_to_change()
+            self.home.put_away()
             self.shard.copy_(self.model_weight.tensor[self.own])
 
     def load(self, whole: torch.Tensor) -> None:
@@ -149,7 +170,9 @@ class BucketWeights:
         if self.plan.shards_parameters:
             self.finish_gather()
             self.reshard()
+            self.home.put_away()
             self.shard.copy_(whole[self.own])
+            self.home.forget()
         else:
             self.start_gather()
             self.finish_gather()
@@ -161,6 +184,7 @@ class BucketWeights:
         if self.plan.shards_parameters:
             self.finish_gather()
             self.reshard()
+            self.home.put_away()
         else:
             self.start_gather()
             self.finish_gather()

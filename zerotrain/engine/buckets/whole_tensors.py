@@ -86,6 +86,13 @@ class WholeTensors:
             self._places[slot] = self._whole_numel
             self._whole_numel += round_up(slots[slot].numel, ALIGN_NUMEL)
 
+    def follow_master(self) -> None:
+        """The master weight has other memory under it: so have the tensors that are parts of it."""
+        if not self._is_sharded:
+            for index, target in self.targets.items():
+                slot = self._slots[index]
+                target.data = self._master_weight[slot.offset : slot.end].view(slot.shape)
+
     @property
     def sent_nbytes(self) -> int:
         """Bytes this rank sends in a step: weights and gradients of what it does not own, new weights of what it does.

@@ -102,3 +102,20 @@ def _made(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.opti
             f"optimizer: makes a {type(made).__name__} of its groups; it must make a torch.optim.Optimizer"
         )
     return made
+
+
+def sampled_nbytes(factory: OptimizerFactory, *, is_whole: bool) -> int:
+    """What the optimizer keeps of one tensor with as many elements as `SAMPLE_SHAPE`: of this shape, if it updates it
+    whole, and flat, as ranks hold what is updated by elements, if not."""
+    name = "whole matrices" if is_whole else "matrices"
+    sample = torch.zeros(SAMPLE_SHAPE) if is_whole else torch.zeros(SAMPLE_SHAPE).view(-1)
+    optimizer = build_optimizer(factory, [{"params": [sample], "name": name}])
+    sample.grad = torch.ones_like(sample)
+    optimizer.step()
+    return sum(tensor.nbytes for tensor in tensors_of_state(optimizer))
+
+
+def tensors_of_state(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """What a torch optimizer keeps of its tensors, without 0-dim counters."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    return [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.ndim > 0]

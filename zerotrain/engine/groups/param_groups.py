@@ -15,10 +15,12 @@ from zerotrain.engine.groups.optimizer_factory import (
     OptimizerFactory,
     build_optimizer,
     needing_whole,
+    sampled_nbytes,
     updates_whole,
 )
 from zerotrain.engine.groups.trial import Trials
 from zerotrain.errors import ConfigError
+from zerotrain.sharding.layout import round_up
 from zerotrain.sharding.units import ModelParameter, Unit
 
 _CPU = torch.device("cpu")
@@ -80,6 +82,7 @@ class ParamGroups:
         self._num_changes = 0
         self._decay_all = decay_all
         self._updates_whole = False
+        self._sampled_nbytes: dict[bool, int] = {}
         if given is None:
             return  # `traits` makes the groups: which parameters are updated whole depends on the units
         if updates_whole(factory):
@@ -198,6 +201,13 @@ class ParamGroups:
         by_name = {group["name"]: group for group in self.hyperparameters}
         for group in optimizer.param_groups:
             group.update(by_name[group["name"]])
+
+    def state_nbytes(self, numels: Sequence[int], *, is_whole: bool) -> int:
+        """Bytes that the optimizer will keep of tensors of so many elements, each on a border of 256 bytes."""
+        if numels and is_whole not in self._sampled_nbytes:
+            self._sampled_nbytes[is_whole] = sampled_nbytes(self.factory, is_whole=is_whole)
+        sample_numel = SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1]
+        return sum(round_up(numel * self._sampled_nbytes[is_whole] // sample_numel, 256) + 256 for numel in numels)
 
     # ---- changes of what trains
 

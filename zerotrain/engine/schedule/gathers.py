@@ -45,8 +45,12 @@ class Gathers:
             earlier, later = _needed_by(self._units[:index]), _needed_by(self._units[index + 1 :])
             unit.first_of = [bucket for bucket in unit.buckets if bucket not in earlier]
             unit.last_of = [bucket for bucket in unit.buckets if bucket not in later]
-            unit.ahead_in_forward = next_buckets(unit, self._units[index + 1 :], prefetch)
-            unit.ahead_in_backward = next_buckets(unit, self._units[:index][::-1], prefetch)
+            following, before = self._units[index + 1 :], self._units[:index][::-1]
+            unit.ahead_in_forward = next_buckets(unit, following, prefetch)
+            unit.ahead_in_backward = next_buckets(unit, before, prefetch)
+            if self.plan.shards_parameters:
+                unit.fetched_in_forward = next_buckets(unit, following, prefetch + 1)[len(unit.ahead_in_forward) :]
+                unit.fetched_in_backward = next_buckets(unit, before, prefetch + 1)[len(unit.ahead_in_backward) :]
 
     # ---- forward
 
@@ -56,7 +60,10 @@ class Gathers:
             if self._running:
                 self._running[-1].calls_units = True
             self._running.append(unit)
-        self.complete(unit.buckets, unit.ahead_in_backward if phase is Phase.BACKWARD else unit.ahead_in_forward)
+        if phase is Phase.BACKWARD:
+            self.complete(unit.buckets, unit.ahead_in_backward, unit.fetched_in_backward)
+        else:
+            self.complete(unit.buckets, unit.ahead_in_forward, unit.fetched_in_forward)
 
     def after_forward(self, unit: LiveUnit, phase: Phase) -> None:
         """Free what no later unit needs, unless the backward needs it at once or is under way.
@@ -91,12 +98,12 @@ class Gathers:
     def before_backward(self, unit: LiveUnit) -> None:
         """Make the unit's parameters complete for its backward, gather the unit before it, free the one behind it."""
         self._free_behind(unit)
-        self.complete(unit.buckets, unit.ahead_in_backward)
+        self.complete(unit.buckets, unit.ahead_in_backward, unit.fetched_in_backward)
 
     def gather_ahead(self, unit: LiveUnit) -> None:
         """A backward passes by a unit that was not called on this rank."""
         if self.frees_after_use:
-            self.complete([], unit.ahead_in_backward)
+            self.complete([], unit.ahead_in_backward, unit.fetched_in_backward)
 
     def _free_behind(self, unit: LiveUnit) -> None:
         """A backward reached `unit`, so it is done with the unit it reached before: free what that one left full, and
@@ -139,12 +146,14 @@ class Gathers:
 
     # ---- at any time
 
-    def complete(self, buckets: Sequence[Bucket], ahead: Sequence[Bucket] = ()) -> None:
+    def complete(self, buckets: Sequence[Bucket], ahead: Sequence[Bucket] = (), fetched: Sequence[Bucket] = ()) -> None:
         """Gather `buckets` and wait for them; issue the gathers of `ahead` before the wait, so that they run while the
-        unit computes, and right behind its own."""
+        unit computes, and right behind its own. Begin to fetch the shards of `fetched` from where they lie."""
         with _outside_transforms():
             for bucket in (*buckets, *ahead):
                 bucket.weights.start_gather()
+            for bucket in fetched:
+                bucket.weights.fetch_shard()
             for bucket in buckets:
                 bucket.weights.finish_gather()
 

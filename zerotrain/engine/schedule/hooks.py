@@ -54,8 +54,9 @@ def require_graph(loss: torch.Tensor, first_node: int) -> None:
         raise EngineStateError("backward got a loss without a graph: was it computed under torch.no_grad()?")
     if loss.grad_fn is not None and loss.grad_fn._sequence_nr() < first_node:
         raise EngineStateError(
-            "backward got a loss that was computed before the last step, or before a change of what trains; call all "
-            "backwards of a step before engine.step(), and engine.freeze and the like between a step and a forward"
+            "backward got a loss that was computed before the last step, or before a change of what trains or of the "
+            "stage; call all backwards of a step before engine.step(), and engine.freeze, engine.set_stage and the "
+            "like between a step and a forward"
         )
 
 

@@ -37,6 +37,9 @@ class LiveUnit:
     buckets: list[Bucket]
     ahead_in_forward: list[Bucket] = field(default_factory=list)
     ahead_in_backward: list[Bucket] = field(default_factory=list)
+    fetched_in_forward: list[Bucket] = field(default_factory=list)
+    """Behind those gathered ahead, what is gathered next: where shards lie off the device they are fetched by then."""
+    fetched_in_backward: list[Bucket] = field(default_factory=list)
     first_of: list[Bucket] = field(default_factory=list)
     """Buckets that no earlier unit of the forward needs."""
     last_of: list[Bucket] = field(default_factory=list)

@@ -19,11 +19,6 @@ class ChunkReader:
             self._begun.record()
             self._buffer = torch.empty(CHUNK_NBYTES, dtype=torch.uint8, pin_memory=True)
 
-    @staticmethod
-    def flat(values: torch.Tensor) -> torch.Tensor:
-        """(nbytes,) uint8: the memory itself, if its elements lie without gaps."""
-        return values.detach().contiguous().view(-1).view(torch.uint8)
-
     def was_copied(self, entry: Entry) -> None:
         """From now on the bytes of an entry are read from a copy, which was queued just now."""
         if entry.values.is_cuda:

@@ -25,6 +25,7 @@ def full_state_dict(model: nn.Module, buckets: Iterable[Bucket], collectives: Co
         for managed, value in full_weights(bucket, collectives):
             if is_asked:
                 whole[managed] = nn.Parameter(_as_fp32(value), requires_grad=managed.parameter.requires_grad)
+        bucket.forget()
     if not is_asked:
         return {}
     with _in_place(whole):
@@ -63,10 +64,15 @@ def weights_sha256(buckets: Iterable[Bucket], collectives: Collectives) -> str:
     for name in sorted(homes):
         if homes[name] is not held:
             by_name.clear()  # before the next is gathered, not after
+            if held is not None:
+                held.forget()
             held = homes[name]
             by_name = {managed.names[0]: value for managed, value in full_weights(held, collectives)}
         if collectives.world.rank == 0:
             digest.update(_in_memory_order(by_name[name]).numpy().tobytes())
+    by_name.clear()
+    if held is not None:
+        held.forget()
     agreed = torch.tensor(list(digest.digest()), dtype=torch.uint8, device=collectives.world.device)
     collectives.broadcast(agreed, name="the hash of the weights")
     return bytes(agreed.tolist()).hex()

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerotrain.checkpoint.manifest import WEIGHT
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket
-from zerotrain.engine.state.named import WEIGHT, capture
+from zerotrain.engine.state.named import capture
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.flat_buffer import slot_view
 

@@ -3,11 +3,12 @@
 import difflib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 
-from zerotrain.checkpoint.weights import GivenTensor
+from zerotrain.checkpoint.given import GivenTensor
 from zerotrain.engine.results import LoadedWeights
 
 MAX_NAMES_SHOWN = 10
@@ -27,8 +28,26 @@ class Wanted:
     does."""
 
 
-def match(path: Path, tensors: Sequence[GivenTensor], wanted: Sequence[Wanted]) -> LoadedWeights:
-    """Give each tensor of the model what fits it, and tell what did not."""
+def fitting_parts(tensors: Sequence[GivenTensor], wanted: Sequence[Wanted]) -> list[str]:
+    """The parts of a file of which most names are the model's; several where it holds the model more than once. Where
+    none has any, that with most tensors."""
+    homes = {name for each in wanted for name in each.names}
+    names: dict[str, list[str]] = {}
+    for given in tensors:
+        names.setdefault(given.part, []).extend(given.names)
+    fitting = {
+        part: sum(_renaming(each, wanted, homes)[0](name) in homes for name in each) for part, each in names.items()
+    }
+    most = max(fitting.values(), default=0)
+    if most > 0:
+        return [part for part, num_names in fitting.items() if num_names == most]
+    return [max(names, key=lambda part: len(names[part]), default="")]
+
+
+def match(path: Path, tensors: Sequence[GivenTensor], wanted: Sequence[Wanted], part: str = "") -> LoadedWeights:
+    """Give each tensor of the model what fits it in a part of a file, and tell what did not."""
+    told = _told(part, [given for given in tensors if given.part != part])
+    tensors = [given for given in tensors if given.part == part]
     homes = {name: each for each in wanted for name in each.names}
     rename, renamed = _renaming([name for given in tensors for name in given.names], wanted, homes)
     surplus, wrong_shape, wrong_dtype = [], [], []
@@ -57,7 +76,24 @@ def match(path: Path, tensors: Sequence[GivenTensor], wanted: Sequence[Wanted]) 
         wrong_shape=tuple(wrong_shape),
         wrong_dtype=tuple(wrong_dtype),
         renamed=renamed,
+        part=told,
     )
+
+
+def _told(part: str, beside: Sequence[GivenTensor]) -> str:
+    """Which part was read and, by the first of their words that is another, which were not."""
+    if not part and not beside:
+        return ""
+    own = [*part.split("."), ""]
+    others: dict[str, None] = {}
+    for given in beside:
+        words = [*given.part.split("."), *given.names] if given.part else given.names
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, words, strict=False)))
+        others[".".join(words[: shared + 1])] = None
+    names = list(others)
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    left = f", and nothing of {', '.join(names[:MAX_NAMES_SHOWN])}{more}" if names else ""
+    return f"{f'its {part!r} was read' if part else 'what is in no part of it was read'}{left}"
 
 
 def misfits(loaded: LoadedWeights) -> list[str]:
@@ -69,7 +105,8 @@ def misfits(loaded: LoadedWeights) -> list[str]:
         problems.append(f"the model has no {_listed(loaded.surplus, loaded.missing)}; or say strict=False")
     problems += [*loaded.wrong_shape, *loaded.wrong_dtype]
     said = [f"{loaded.path} does not fit the engine: {each}" for each in problems]
-    return [*said, f"{loaded.path}: {loaded.renamed}"] if said and loaded.renamed else said
+    told = "; ".join(filter(None, (loaded.part, loaded.renamed)))
+    return [*said, f"{loaded.path}: {told}"] if said and told else said
 
 
 def _listed(names: Sequence[str], others: Sequence[str]) -> str:

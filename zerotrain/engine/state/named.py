@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from zerotrain.checkpoint.manifest import WEIGHT
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.sharding.flat_buffer import slot_view
 from zerotrain.sharding.units import ManagedParameter
 
-WEIGHT, GRADIENT = "weight", "gradient"
-"""Roles that every bucket has, or every one that trains. The optimizer's roles have its own names, such as exp_avg."""
+GRADIENT = "gradient"
+"""The role that every bucket has that trains, beside WEIGHT, which every one has, and those of the optimizer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +88,7 @@ def capture(bucket: Bucket, role: str, dtype: torch.dtype, collectives: Collecti
     Not for what is kept of tensors that are updated whole: their owners have that (`pieces`).
     """
     if role == WEIGHT:
-        part = _current_weight(bucket)
+        part = _current_weight(bucket).to(collectives.world.device)
     else:
         where = _weight_range(bucket)
         part = torch.zeros(where.stop - where.start, dtype=dtype, device=collectives.world.device)
@@ -108,6 +109,8 @@ def restore(bucket: TrainedBucket, role: str, whole: torch.Tensor, keys: Contain
     for span in bucket.update.spans:
         if span.key in keys:
             bucket.update.span_state(span)[role] = part[span.where].clone()
+    bucket.update.home.put_away()
+    bucket.update.home.forget()
 
 
 def full_weights(bucket: Bucket, collectives: Collectives) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
@@ -121,6 +124,7 @@ def _current_weight(bucket: Bucket) -> torch.Tensor:
     """What this rank keeps of the weights, with what others than the engine have written into the parameters."""
     if isinstance(bucket, TrainedBucket):
         return bucket.update.current_weight()
+    bucket.weights.home.put_away()
     bucket.weights.take_writes()
     return bucket.weights.held
 

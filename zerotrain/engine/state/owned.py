@@ -17,8 +17,6 @@ from zerotrain.engine.state.named import Piece, per_element, pieces, roles
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.units import ManagedParameter
 
-BUFFER = "buffer"
-
 
 @dataclass(frozen=True)
 class Holdings:

@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-from zerotrain.checkpoint.manifest import EXTRA_STATE, MANIFEST, Manifest, dtype_of, parse_manifest, read_manifest
+from zerotrain.checkpoint.manifest import (
+    EXTRA_STATE,
+    MANIFEST,
+    WEIGHT,
+    Manifest,
+    dtype_of,
+    parse_manifest,
+    read_manifest,
+)
 from zerotrain.checkpoint.reading import Reader
 from zerotrain.checkpoint.verify import problems_in
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
@@ -17,7 +25,7 @@ from zerotrain.engine.groups.hyperparameters import restore_group, restored, wit
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.state.extra_state import restore_extra_states
 from zerotrain.engine.state.fit import misfits
-from zerotrain.engine.state.named import WEIGHT, pieces, replaced_weights, roles
+from zerotrain.engine.state.named import pieces, replaced_weights, roles
 from zerotrain.engine.state.owned import Holdings, buffers
 from zerotrain.engine.state.together import attempt, raise_first
 from zerotrain.errors import CheckpointError
@@ -89,6 +97,7 @@ def fill(folder: Path, manifest: Manifest, holdings: Holdings) -> None:
         if isinstance(bucket, TrainedBucket):
             bucket.update.refilled()
         bucket.weights.end_refill()
+        bucket.forget()
     for group, saved in zip(holdings.groups.hyperparameters, manifest.content["groups"], strict=True):
         restore_group(group, saved["hyperparameters"], saved["first_lr"])  # type: ignore[arg-type]
 
@@ -100,6 +109,7 @@ def _fill_bucket(bucket: Bucket, manifest: Manifest, reader: Reader) -> None:
         for piece in replaced_weights(bucket) if role == WEIGHT else pieces(bucket, role):
             saved = manifest.parameters[piece.managed.names[0]]["tensors"][role]
             reader.read(saved, piece.in_tensor.start if piece.in_tensor else 0, piece.values)
+    bucket.forget()
 
 
 def _make_state(bucket: TrainedBucket, manifest: Manifest) -> None:
@@ -112,18 +122,18 @@ def _make_state(bucket: TrainedBucket, manifest: Manifest) -> None:
         saved = manifest.parameters[source.names[0]]
         state = update.span_state(span)
         state.clear()
-        state.update(_counts(saved, state, span.target.device, update.hyperparameters_of(span.key[0])))
+        state.update(_counts(saved, state, update.device, update.hyperparameters_of(span.key[0])))
         for role, tensor in saved["tensors"].items():
             if role != WEIGHT:
                 state[role] = torch.zeros_like(span.target, dtype=dtype_of(tensor))
-    for slot, target in update.whole.targets.items() if update.whole is not None else ():
+    for slot in update.whole.targets if update.whole is not None else ():
         saved = manifest.parameters[members[slot].names[0]]
         state = update.whole_state(slot)
         state.clear()
-        state.update(_counts(saved, state, target.device, update.hyperparameters_of(members[slot].group)))
+        state.update(_counts(saved, state, update.device, update.hyperparameters_of(members[slot].group)))
         for role, tensor in saved["tensors"].items():
             if role != WEIGHT:
-                state[role] = torch.zeros(tensor["shape"], dtype=dtype_of(tensor), device=target.device)
+                state[role] = torch.zeros(tensor["shape"], dtype=dtype_of(tensor), device=update.master_weight.device)
 
 
 def _counts(

@@ -12,13 +12,13 @@ import torch
 
 from zerotrain.checkpoint.blocks import hash_of
 from zerotrain.checkpoint.folder import PartialFolder, file_name
-from zerotrain.checkpoint.manifest import EXTRA_STATE, FORMAT, Manifest, head
+from zerotrain.checkpoint.manifest import BUFFER, EXTRA_STATE, FORMAT, Manifest, head
 from zerotrain.checkpoint.tensor_file import Entry, TensorFile, chunks
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.groups.hyperparameters import saved_group
 from zerotrain.engine.state.chunks import ChunkReader
 from zerotrain.engine.state.extra_state import described, entries_of, extra_states
-from zerotrain.engine.state.owned import BUFFER, Holdings, buffers, counts, entries, saved_parameters
+from zerotrain.engine.state.owned import Holdings, buffers, counts, entries, saved_parameters
 from zerotrain.engine.state.snapshot import Snapshot
 from zerotrain.engine.state.together import attempt, exchange, raise_first
 from zerotrain.engine.state.writing import LEFT, Writing

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, Entry
+from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, Entry, flat_bytes
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.state.chunks import ChunkReader
 from zerotrain.errors import CheckpointError, ZeroTrainError
@@ -93,7 +93,11 @@ class Snapshot:
 
     def _copy(self, entry: Entry) -> None:
         if entry not in self._copies:
-            rest = self._reader.flat(entry.values)[self._num_read.get(entry, 0) :]
+            start, bucket = self._num_read.get(entry, 0), self._bucket_of.get(entry)
+            if entry.values.is_contiguous():
+                rest = _at_rest(bucket, flat_bytes(entry.values)[start:])
+            else:
+                rest = flat_bytes(_at_rest(bucket, entry.values))[start:]
             self._hold(entry, rest.clone())
             self.copied_nbytes += rest.nbytes
 
@@ -119,9 +123,10 @@ class Snapshot:
                     source = self._copies[entry]
                     first = nbytes - source.nbytes
                 else:
-                    source, self._under_way = self._reader.flat(entry.values), bucket
+                    source, self._under_way = flat_bytes(entry.values), bucket
             try:
-                yield self._reader.read(entry, source[start - first : start - first + CHUNK_NBYTES])
+                chunk = source[start - first : start - first + CHUNK_NBYTES]
+                yield self._reader.read(entry, _at_rest(self._under_way, chunk))
             finally:
                 with self._changed:
                     self._under_way = None
@@ -173,6 +178,11 @@ class Snapshot:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _at_rest(bucket: Bucket | None, values: torch.Tensor) -> torch.Tensor:
+    """Not by the memory itself if a disk is behind it: that would come in and stay, and fail without an error."""
+    return values if bucket is None else bucket.at_rest(values)
 
 
 def _nbytes(entries: Sequence[Entry]) -> int:

@@ -1,24 +1,27 @@
 """Weights to start from, out of files into the shards: all is checked first, then each rank reads what it holds."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from zerotrain.checkpoint.weights import GivenTensor, Weights, find_weights, resolved
+from zerotrain.checkpoint.given import GivenTensor, Weights
+from zerotrain.checkpoint.weights import find_weights, resolved
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import TrainedBucket
 from zerotrain.engine.results import LoadedWeights
 from zerotrain.engine.state.fit import memory_order
-from zerotrain.engine.state.match import Wanted, match, misfits
+from zerotrain.engine.state.match import Wanted, fitting_parts, match, misfits
 from zerotrain.engine.state.named import replaced_weights
 from zerotrain.engine.state.owned import Holdings, buffers
 from zerotrain.engine.state.restore import HALF, NOTHING_CHANGED
 from zerotrain.engine.state.together import attempt, raise_first
 from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.sharding.units import ModelParameter, model_parameters
 
 NAME = "weights to start from"
 CHUNK_NUMEL = 2**17
@@ -66,17 +69,22 @@ def checked_weights(path: str | os.PathLike[str], holdings: Holdings, *, strict:
 
 def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> Checked:
     collectives = holdings.collectives
-    wanted = list(_wanted(holdings))
-    loaded = match(weights.path, weights.tensors, wanted)
+    rest = buffers(holdings.model, holdings.buckets)
+    wanted = list(_wanted(holdings.model, holdings.parameters.values(), rest))
+    part, *others = fitting_parts(weights.tensors, wanted)
+    loaded = match(weights.path, weights.tensors, wanted, part)
     fingerprints = collectives.gather_objects(weights.fingerprint, name=NAME)
 
     def check() -> None:
         if different := [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]:
             raise CheckpointError(f"{weights.path} is another on rank {different[0]} than on rank 0")
+        if others:
+            raise CheckpointError(_several(weights, part, others))
         if strict and (problems := misfits(loaded)):
             raise CheckpointError("\n".join(problems))
         rank, size = collectives.shards.rank, collectives.shards.size
-        if problems := [*weights.problems(rank, size), *_two_in_one(weights, wanted, collectives)]:
+        taken = [given for each in wanted for _, given in each.given]
+        if problems := [*weights.problems(taken, rank, size), *_two_in_one(weights, wanted, collectives)]:
             raise CheckpointError("\n".join(problems))
 
     _, error = attempt(check)
@@ -98,18 +106,40 @@ def take(checked: Checked, holdings: Holdings) -> None:
         if isinstance(bucket, TrainedBucket):
             bucket.update.refilled()
         bucket.weights.end_refill()
+        bucket.forget()
 
 
-def _wanted(holdings: Holdings) -> Iterator[Wanted]:
+def weight_misfits(path: str | os.PathLike[str], model: nn.Module) -> list[str]:
+    """What of weights does not fit a model, a line for each kind of it, as far as headers tell: before there is an
+    engine, and of a model without memory too. Nothing of weights that cannot be read."""
+    with suppress(CheckpointError), closing(find_weights(path)) as weights:
+        parameters = model_parameters(model)
+        ours = {id(each.parameter) for each in parameters}
+        rest = {name: tensor for name, tensor in buffers(model, []).items() if id(tensor) not in ours}
+        wanted = list(_wanted(model, parameters, rest))
+        part, *others = fitting_parts(weights.tensors, wanted)
+        return (
+            [_several(weights, part, others)] if others else misfits(match(weights.path, weights.tensors, wanted, part))
+        )
+    return []
+
+
+def _several(weights: Weights, part: str, others: list[str]) -> str:
+    named = ", ".join([part, *others])
+    return f"{weights.path} has the names of the model several times, in {named}: give a file that has one of them"
+
+
+def _wanted(
+    model: nn.Module, parameters: Iterable[ModelParameter], rest: Mapping[str, torch.Tensor]
+) -> Iterator[Wanted]:
     """Parameters and buffers by all names that they have: those of their modules, and those in `state_dict()`, which
     hooks may have changed."""
     also: dict[int, list[str]] = {}
     # Without detaching them: that would read sharded parameters.
-    for name, value in holdings.model.state_dict(keep_vars=True).items():
+    for name, value in model.state_dict(keep_vars=True).items():
         also.setdefault(id(value), []).append(name)
-    parameters = [(managed.names, managed.parameter) for managed in holdings.parameters.values()]
-    rest = [([name], tensor) for name, tensor in buffers(holdings.model, holdings.buckets).items()]
-    for names, tensor in (*parameters, *rest):
+    by_names = [(each.names, each.parameter) for each in parameters]
+    for names, tensor in (*by_names, *(([name], tensor) for name, tensor in rest.items())):
         yield Wanted(list(dict.fromkeys([*names, *also.get(id(tensor), ())])), tensor)
 
 

@@ -4,17 +4,23 @@ Borders of buckets and of shards are the same under every plan, so between two t
 of it moves. Beside what the larger of two plans holds, one bucket is whole meanwhile.
 """
 
+import gc
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
-from zerotrain.engine.buckets.update import BucketUpdate, Span, update_range
+from zerotrain.engine.buckets.spans import Span, update_range
+from zerotrain.engine.buckets.update import BucketUpdate
+from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.state.named import capture, per_element
 from zerotrain.engine.state.transfer import described_state, placed
+from zerotrain.sharding.flat_buffer import FlatBuffer
 from zerotrain.sharding.plan import Plan
 
 
@@ -32,6 +38,8 @@ class Switch:
             any(bucket.weights.plan.shards_optimizer for bucket in buckets) and not plan.shards_optimizer
         )
         # A rank whose shards hold nothing of some parameters learns from the others what is kept of them.
+        self._given_up: dict[str, StorageWeakRef] = {}
+        """Memory that parameters had and have no more, by the name of the bucket."""
         self._by_span = described_state(buckets, collectives) if self._is_gathered else {}
         self._whole = self._described_whole(buckets) if self._is_gathered else {}
 
@@ -59,9 +67,31 @@ class Switch:
         held, wanted = update.where, update_range(bucket.layout, self._plan, self._collectives.shards.rank)
         if _is_within(wanted, held):
             return current if wanted == held else current[_relative(wanted, held)].clone()
-        full = current.new_empty(bucket.layout.padded_numel)
-        self._collectives.gather_now(f"master weights of {bucket.spec.name}", full, current)
+        device = self._collectives.world.device
+        full = torch.empty(bucket.layout.padded_numel, dtype=current.dtype, device=device)
+        self._collectives.gather_now(f"master weights of {bucket.spec.name}", full, current.to(full.device))
         return full
+
+    def memory_for(self, weights: BucketWeights) -> FlatBuffer:
+        """The whole weights of a bucket where the model is to read them. Sharded parameters get memory of their own:
+        theirs is given back between uses, and who read a `p.data` from before died of SIGSEGV (2026-11-22); nor does
+        torch give back what numpy has seen, as it has what was saved or loaded on a CPU."""
+        if not self._plan.shards_parameters:
+            return weights.model_weight
+        self._given_up[weights.spec.name] = StorageWeakRef(weights.model_weight.tensor.untyped_storage())
+        return weights.model_weight.copy()
+
+    def tell_of_held(self) -> None:
+        """Warn of memory that parameters had and somebody keeps. The old buckets are gone."""
+        if any(not memory.expired() for memory in self._given_up.values()):
+            gc.collect()
+        if held := [name for name, memory in self._given_up.items() if not memory.expired()]:
+            warnings.warn(
+                f"engine.set_stage: what parameters of {', '.join(held)} were in is still held by a tensor taken from "
+                "them before (p.data, p.detach(), a state dict, the graph of a loss): it has their values of now from "
+                "here on, and its memory stays; take such a tensor anew, or let it go before",
+                stacklevel=2,
+            )
 
     def move_state(self, old: Bucket, new: Bucket) -> None:
         """Give a new bucket what the optimizer keeps of an old one, which keeps nothing."""
@@ -74,13 +104,15 @@ class Switch:
                 _cut(old.update, new.update, span)
         if new.update.whole is not None:
             self._move_whole(old.update, new.update)
+        new.update.home.put_away()
+        new.update.home.forget()
 
     def _gather_spans(self, old: TrainedBucket, new: TrainedBucket) -> None:
         keys = {managed.span for managed in old.spec.parameters if not managed.is_updated_whole}
         for span in new.update.spans:
             for name, value in self._by_span.get(span.key, {}).items():
                 if not isinstance(value, torch.dtype):
-                    new.update.span_state(span)[name] = placed(value, span.target.device)
+                    new.update.span_state(span)[name] = placed(value, new.update.device)
         kept = {name: value for key in keys for name, value in self._by_span.get(key, {}).items()}
         for name, dtype in sorted((name, value) for name, value in kept.items() if isinstance(value, torch.dtype)):
             whole = capture(old, name, dtype, self._collectives)
@@ -105,10 +137,14 @@ class Switch:
         kept = {}
         for name, told in self._whole.get((new.spec.name, slot), {}).items():
             if not (isinstance(told, tuple) and isinstance(told[1], torch.dtype)):
-                kept[name] = own[name] if name in own else placed(told, new.master_weight.device)
+                kept[name] = own[name] if name in own else placed(told, new.device)
                 continue
             shape, dtype = told
-            values = own[name].contiguous() if name in own else new.master_weight.new_empty(shape, dtype=dtype)
+            device = self._collectives.world.device
+            if name in own:
+                values = own[name].to(device).contiguous()
+            else:
+                values = torch.empty(shape, dtype=dtype, device=device)
             self._collectives.broadcast(
                 values.view(-1).view(torch.uint8), name=f"{name} of {new.spec.name}", source=owner
             )

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerotrain.checkpoint.manifest import WEIGHT
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.live_parameter import set_data
-from zerotrain.engine.buckets.update import Span
-from zerotrain.engine.state.named import WEIGHT, capture, per_element, restore
+from zerotrain.engine.buckets.spans import Span
+from zerotrain.engine.state.named import capture, per_element, restore
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.flat_buffer import slot_view
@@ -52,7 +53,7 @@ class Transfer:
             for span in bucket.update.spans:
                 for name, value in self._state.get(span.key, {}).items():
                     if not isinstance(value, torch.dtype):
-                        bucket.update.span_state(span)[name] = placed(value, span.target.device)
+                        bucket.update.span_state(span)[name] = placed(value, bucket.update.device)
             for name, dtype in self._per_element(members):
                 keys = [key for key, state in self._state.items() if name in state]
                 restore(bucket, name, self._whole_state(name, dtype, bucket, members), keys)

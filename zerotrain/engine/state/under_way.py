@@ -65,10 +65,14 @@ class SaveUnderWay:
         Raises:
             CheckpointError: the same on every rank; it could not be written. Nothing is left of it.
         """
-        self._thread.join()
+        self.wait_until_ended()
         if (error := self.error) is not None:
             raise error
         return self.path
+
+    def wait_until_ended(self) -> None:
+        """Wait until it has ended, well or not, and keeps nothing of the engine's memory any more."""
+        self._thread.join()
 
     def wait_until_read(self) -> None:
         """Wait until nothing is read of the engine's state any more."""
@@ -76,7 +80,7 @@ class SaveUnderWay:
 
     def settle(self) -> None:
         """Wait for its end; raise an error that nobody has read yet."""
-        self._thread.join()
+        self.wait_until_ended()
         if not self._is_error_read:
             self.wait()
 

@@ -59,6 +59,7 @@ class OptimizerStep:
         Returns:
             What was done; and why training must not go on after it, if so.
         """
+        fetch_next(schedule.trained, 0)
         schedule.reductions.finish()
         self._stamps.written, self._stamps.signal = take_writes(schedule.buckets), signal
         norm_value, coefficient_value, signals, coefficient, stamps = self._norm(schedule, param_groups)
@@ -116,12 +117,19 @@ def update_all(trained: Sequence[TrainedBucket], gathers: Gathers, factor: torch
     """
     gathers.prepare_updated(trained)
     under_way: deque[Iterator[None]] = deque()
-    for bucket in trained:
+    for place, bucket in enumerate(trained):
+        fetch_next(trained, place)
         under_way.appendleft(_update(bucket, gathers, factor))
         _advance(under_way)
         bucket.gradient.drop()
     while under_way:
         _advance(under_way)
+
+
+def fetch_next(trained: Sequence[TrainedBucket], place: int) -> None:
+    """Begin to fetch what the update of this bucket and the next will need, where it lies off the device."""
+    for bucket in trained[place : place + 2]:
+        bucket.update.fetch()
 
 
 def _update(bucket: TrainedBucket, gathers: Gathers, factor: torch.Tensor | None) -> Iterator[None]:

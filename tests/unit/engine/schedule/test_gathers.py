@@ -33,6 +33,9 @@ class Weights:
     def start_gather(self) -> None:
         self._go("rest", "coming", "gather")
 
+    def fetch_shard(self) -> None:
+        """Where shards lie off the device: nothing here."""
+
     def finish_gather(self) -> None:
         self._go("coming", "full", "wait")
 

@@ -1,9 +1,12 @@
 """Weights in files, of which engines begin, and what they hold then."""
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -13,6 +16,7 @@ from tests.unit.checkpoint.runs import KINDS, SCALED, Kind, Matrices, build, tra
 from tests.unit.engine.parts import alone
 from zerotrain.checkpoint.kept import step_name
 from zerotrain.comm.world import World
+from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads
 
 HARD = KINDS["hard parameters, bf16, momentum"]
@@ -98,3 +102,52 @@ def every_form(folder: Path) -> Path:
         engine.save(folder / "run" / "checkpoints" / step_name(step))
         train(engine, 0)
     return folder
+
+
+def assert_loaded_whole(path: Path, kind: Kind, state: Tensors) -> None:
+    """Three ranks come to hold these, at both ends of the stages."""
+
+    def on_a_rank(world: World, stage: int) -> None:
+        engine = build(world, kind, stage, seed=1)
+        engine.load_weights(path)
+        assert_holds(engine, kind, state)
+
+    for stage in (0, 3):
+        run_threads(lambda world, stage=stage: on_a_rank(world, stage), 3)
+
+
+def assert_refused_alike(path: Path, kind: Kind, said: str) -> None:
+    """Two ranks refuse to load it, with the same one sentence, and nothing has changed."""
+
+    def on_a_rank(world: World) -> str:
+        engine = build(world, kind, 2, seed=1)
+        before = engine.weights_sha256()
+        with pytest.raises(CheckpointError, match=said) as error:
+            engine.load_weights(path)
+        assert engine.weights_sha256() == before
+        return str(error.value)
+
+    told = run_threads(on_a_rank, 2)[0]
+    assert told == [told[0]] * 2
+    assert "\n" not in told[0]
+
+
+def nbytes_read(path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """By each of three ranks at stage 3 that load it."""
+    num_read: dict[int, int] = {}
+    real = os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        count = real(descriptor, buffers, offset)
+        num_read[threading.get_ident()] = num_read.get(threading.get_ident(), 0) + count
+        return count
+
+    def on_a_rank(world: World) -> int:
+        engine = build(world, kind, 3, seed=1)
+        num_read[threading.get_ident()] = 0
+        engine.load_weights(path)
+        return num_read[threading.get_ident()]
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    found: list[int] = run_threads(on_a_rank, 3)[0]
+    return found

@@ -1,8 +1,6 @@
 """Weights to start from: out of files of anybody's and checkpoints of ours, into the shards of any stage."""
 
-import os
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from tests.unit.engine.state.sources import (
     PLACES,
     Tensors,
     assert_holds,
-    every_form,
+    nbytes_read,
     plain,
     saved,
     tensors_of,
@@ -30,11 +28,6 @@ from zerotrain.checkpoint.kept import step_name
 from zerotrain.comm.world import World
 from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return every_form(tmp_path_factory.mktemp("source"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -246,27 +239,12 @@ def test_what_the_file_has_not_keeps_what_was_written_into_it_in_place(stage: in
 
 def test_each_rank_reads_the_elements_that_it_holds(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for tensors whose elements lie in memory in another order, which every rank reads through."""
-    num_read: dict[int, int] = {}
-    real = os.preadv
-
-    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
-        count = real(descriptor, buffers, offset)
-        num_read[threading.get_ident()] = num_read.get(threading.get_ident(), 0) + count
-        return count
-
     kind = KINDS["Muon and AdamW"]
     path = saved(tensors_of(plain(kind, 7)), source / "matrices.safetensors")
     with path.open("rb") as file:
         header_nbytes = 64 + int.from_bytes(file.read(8), "little")  # looked at, and then read
 
-    def on_a_rank(world: World) -> int:
-        engine = build(world, kind, 3, seed=1)
-        num_read[threading.get_ident()] = 0
-        engine.load_weights(path)
-        return num_read[threading.get_ident()] - header_nbytes
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    per_rank = run_threads(on_a_rank, 3)[0]
+    per_rank = [nbytes - header_nbytes for nbytes in nbytes_read(path, kind, monkeypatch)]
     data_nbytes = path.stat().st_size - header_nbytes + 64 - 8
     assert sum(per_rank) == data_nbytes
     assert max(per_rank) < data_nbytes / 2  # a third, but for the padding of tensors so small

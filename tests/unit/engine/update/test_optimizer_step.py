@@ -10,9 +10,14 @@ from zerotrain.engine.update.optimizer_step import update_all
 
 
 class Written:
-    """Buckets whose updates pause so many times, and what gathers them."""
+    """Buckets whose updates pause so many times, and what gathers them.
 
-    def __init__(self, pauses: dict[str, int]) -> None:
+    Args:
+        fetches: whether to write down too when a bucket is asked to bring in what lies off the device.
+    """
+
+    def __init__(self, pauses: dict[str, int], fetches: bool) -> None:
+        self.fetches = fetches
         self.told: list[str] = []
         self.buckets: list[Any] = [self.bucket(name, number) for name, number in pauses.items()]
 
@@ -23,8 +28,12 @@ class Written:
                 yield
                 self.told.append(f"resume {name}")
 
+        def fetch() -> None:
+            if self.fetches and f"fetch {name}" not in self.told:  # again is nothing
+                self.told.append(f"fetch {name}")
+
         gradient = SimpleNamespace(drop=lambda: self.told.append(f"drop {name}"))
-        return SimpleNamespace(name=name, update=SimpleNamespace(run=run), gradient=gradient)
+        return SimpleNamespace(name=name, update=SimpleNamespace(run=run, fetch=fetch), gradient=gradient)
 
     def prepare_updated(self, buckets: Any) -> None:
         self.told.append("prepare " + "".join(bucket.name for bucket in buckets))
@@ -33,8 +42,8 @@ class Written:
         self.told.append(f"gather {bucket.name}")
 
 
-def told(**pauses: int) -> str:
-    written = Written(pauses)
+def told(fetches: bool = False, **pauses: int) -> str:
+    written = Written(pauses, fetches)
     update_all(written.buckets, written, None)  # type: ignore[arg-type]
     return ", ".join(written.told)
 
@@ -49,3 +58,8 @@ def test_while_one_has_something_on_the_wire_the_next_goes_on_and_sends_first() 
 
 def test_what_is_still_travelling_behind_the_last_is_waited_for() -> None:
     assert told(a=3) == "prepare a, update a, drop a, resume a, resume a, resume a, gather a"
+
+
+def test_what_the_next_needs_is_being_fetched_while_one_is_updated() -> None:
+    done = "prepare abc, fetch a, fetch b, update a, gather a, drop a, fetch c, update b, gather b, drop b, "
+    assert told(fetches=True, a=0, b=0, c=0) == done + "update c, gather c, drop c"

@@ -1,0 +1,33 @@
+"""Benchmarks whose peers are commands of their own, or need a disk: each way once, small."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks import export, offload
+
+
+def rows_of(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+    """The table that was printed last, by the first column."""
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    cells = [[each.strip() for each in line.strip("|").split("|")] for line in told]
+    return {name: figures for name, *figures in cells[1:]}
+
+
+def test_every_tool_exports_the_same_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export.main(["--folder", str(tmp_path), "--size", "tiny", "--rounds", "1"])
+    rows = rows_of(capsys)
+    wanted = {name for name in export.WAYS if find_spec("deepspeed") or "DeepSpeed" not in name}
+    assert rows.keys() == wanted
+    assert all(float(figures[2]) > 0 for name, figures in rows.items() if name != export.BARE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_offloading_trains_to_one_loss_whichever_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--layers", "4", "--rows", "8", "--steps", "1", "--rounds", "1", "--without-deepspeed"]
+    offload.main(["--folder", str(tmp_path), *sizes])
+    rows = rows_of(capsys)
+    assert rows.keys() == {offload.BARE, *offload.OURS}
+    assert len({rows[name][-1] for name in offload.OURS}) == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,113 @@
+"""Ranks of one host find each other, keep strangers out, and otherwise agree that they do not."""
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from zerotrain.comm.local_peers import NotLocalError
+from zerotrain.comm.local_ranks import LocalRanks
+from zerotrain.comm.shared_memory import read_into
+from zerotrain.testing.fake_wire import Board, FakeWire
+
+Change = Callable[[int, list[str]], list[str]]
+"""(which of its messages it is, the message) -> what a rank says instead"""
+
+
+def meet(size: int, changes: dict[int, Change]) -> list[Any]:
+    """What the ranks, threads of this process, have got: their end of it, or what was raised."""
+    board, got = Board(size), [None] * size
+
+    def run(rank: int) -> None:
+        wire, number = FakeWire(board, rank), iter(range(10))
+        change = changes.get(rank, lambda _, said: said)
+        try:
+            got[rank] = LocalRanks(rank, size, lambda said: wire.gather_objects(change(next(number), said)), 5.0)
+        except Exception as error:
+            got[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return got
+
+
+def open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def require_they_read_each_other(ranks: list[LocalRanks]) -> None:
+    sent = [ranks[rank].memory.zeros(10, torch.float32).fill_(rank) for rank in range(len(ranks))]
+    for rank in ranks:
+        assert sorted(rank.courier._peers) == list(rank.peers)
+        for peer in rank.peers:
+            target, offset = torch.empty(10), ranks[peer].memory.offset_of(sent[peer])
+            read_into(target.data_ptr(), target.nbytes, rank.courier._peers[peer].file.fileno(), offset)
+            assert torch.equal(target, sent[peer])
+
+
+@pytest.mark.parametrize("size", [2, 3, 9])
+def test_all_ranks_of_a_host_read_each_other_and_nothing_is_open_afterwards(size: int) -> None:
+    before, threads = open_files(), threading.active_count()
+    got = meet(size, {})
+    require_they_read_each_other(got)
+    assert threading.active_count() == threads + size
+    got.clear()
+    assert open_files() == before
+    assert threading.active_count() == threads
+
+
+def test_strangers_who_find_the_address_are_kept_out() -> None:
+    strangers = []
+
+    def be_found(number: int, said: list[str]) -> list[str]:
+        if len(said) == 3:  # where it listens
+            for hello in (b"x" * 24, b""):
+                strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                strangers[-1].connect(said[1])
+                socket.send_fds(strangers[-1], [hello or b"x"], [0] if hello else [])
+        return said
+
+    require_they_read_each_other(meet(2, {0: be_found}))
+    assert [stranger.recv(100) for stranger in strangers] == [b"", b""]
+    for stranger in strangers:
+        stranger.close()
+
+
+def elsewhere(number: int, said: list[str]) -> list[str]:
+    """As on a host where nobody listens at the address of rank 0."""
+    return [said[0], "\0zerotrain-nobody", said[2]] if len(said) == 3 else said
+
+
+def without_memory(number: int, said: list[str]) -> list[str]:
+    return ["no memory"] if number == 0 else said
+
+
+def too_many_files(number: int, said: list[str]) -> list[str]:
+    return ["too many open files"] if number == 3 else said
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (elsewhere, "rank 1: it does not reach rank 0, which is on another host or in another network namespace"),
+        (without_memory, "rank 0: no memory"),
+        (too_many_files, "rank 0: too many open files"),
+    ],
+    ids=["another host", "no memory", "no thread"],
+)
+def test_where_one_cannot_all_know_why_and_nothing_is_left(change: Change, why: str) -> None:
+    before, threads = open_files(), threading.active_count()
+    errors = meet(3, {0: change})
+    assert all(isinstance(error, NotLocalError) and str(error).startswith(why) for error in errors), errors
+    errors.clear()
+    assert open_files() == before
+    assert threading.active_count() == threads

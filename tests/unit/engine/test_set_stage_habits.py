@@ -1,0 +1,334 @@
+"""What users have around an engine whose stage changes: hooks, references, optimizers and averages of their own."""
+
+import re
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zerotrain
+from tests.unit.checkpoint import runs
+from tests.unit.checkpoint.runs import Kind, train
+from tests.unit.engine.groups.own_optimizers import Momentum
+from tests.unit.engine.habits import Net
+from tests.unit.engine.parts import seeded
+from zerotrain.errors import ConfigError, EngineStateError
+from zerotrain.testing.fake_wire import run_threads
+
+ROUND = (0, 1, 2, 3, 1, 0, 3, 2, 0)
+Seen = list[tuple[str, Any]]
+
+
+def followed(seen: Seen) -> nn.Module:
+    """A model with a parametrization, whose forwards, backwards and gradients are looked at."""
+
+    def make() -> nn.Module:
+        made = Net()
+        weight_norm(made.blocks[0])
+        return made
+
+    model = seeded(make)
+    model.blocks[0].register_forward_pre_hook(lambda _, given: seen.append(("input", given[0].detach().clone())))
+    model.blocks[1].register_forward_hook(lambda _, __, output: seen.append(("output", output.detach().clone())))
+    model.blocks[2].register_full_backward_hook(lambda _, inner, __: seen.append(("backward", inner[0].clone())))
+    weight, bias = model.blocks[1].weight, model.first.bias
+    weight.register_hook(lambda gradient: seen.append(("gradient", gradient.clone())))
+    bias.register_post_accumulate_grad_hook(lambda each: seen.append(("accumulated", each.grad.clone())))
+    return model
+
+
+def life(world: zerotrain.World, precision: str, stages: tuple[int, ...]) -> Seen:
+    """A loop of one's own, of as many steps as stages."""
+    seen: Seen = []
+    model = followed(seen)
+    engine = zerotrain.build_engine(
+        model,
+        optimizer=Momentum,
+        zero=zerotrain.ZeroConfig(stage=stages[0], bucket_mb=0.0005, reduction="ordered", units=["blocks.*"]),
+        precision=precision,
+        max_grad_norm=0.5,
+        activation_checkpointing=precision == "bf16",
+        world=world,
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, T_max=len(stages))
+    kept, weak = dict(model.named_parameters()), {name: weakref.ref(p) for name, p in model.named_parameters()}
+    kept["last.bias"].marked = "mine"
+    model.last.weight.register_hook(lambda gradient: seen.append(("after the build", gradient.clone())))
+    with torch.no_grad(), engine.forward_scope():
+        average = AveragedModel(engine.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for step, stage in enumerate(stages):
+        engine.set_stage(stage)
+        seen.append(("gradients between steps", [parameter.grad for parameter in kept.values()]))
+        for number in (0, 1):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + 10 * number + world.rank))
+            loss = engine(x).float().square().mean() / 2
+            if number:
+                engine.backward(loss)
+                continue
+            with engine.no_sync():
+                engine.backward(loss)
+        seen.append(("norm", engine.step().grad_norm))
+        scheduler.step()
+        seen.append(("rate", engine.param_groups[0]["lr"]))
+        with torch.no_grad(), engine.forward_scope():
+            average.update_parameters(engine.module)
+            seen.append(("kept", {name: parameter.detach().clone() for name, parameter in kept.items()}))
+            seen.append(("state", {name: value.clone() for name, value in engine.module.state_dict().items()}))
+        seen.append(("average", [parameter.clone() for parameter in average.parameters()]))
+        seen.append(("full", engine.full_state_dict()))
+        assert all(each() is kept[name] is engine.module.get_parameter(name) for name, each in weak.items())
+        assert engine.module.get_parameter("last.bias").marked == "mine"
+    return seen
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.filterwarnings("error::UserWarning:zerotrain")
+@pytest.mark.parametrize(("size", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32")])
+def test_what_users_hook_hold_and_follow_is_what_it_is_at_a_fixed_stage(size: int, precision: str) -> None:
+    changing, _ = run_threads(lambda world: life(world, precision, ROUND), size, late_rank=size - 1)
+    fixed, _ = run_threads(lambda world: life(world, precision, (1,) * len(ROUND)), size)
+    for rank in range(size):
+        assert [name for name, _ in changing[rank]] == [name for name, _ in fixed[rank]]
+        names = {name for (name, got), (_, wanted) in zip(changing[rank], fixed[rank], strict=True)}
+        assert len(names) == 12
+        for (name, got), (_, wanted) in zip(changing[rank], fixed[rank], strict=True):
+            assert same(got, wanted), name
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_tensor_taken_from_a_parameter_goes_on_until_the_parameters_are_sharded_and_then_stays(
+    precision: str, tmp_path: Path
+) -> None:
+    """Behind a change from stage 2 to 3 the next look at a `p.data` from before died of SIGSEGV; behind a save one from
+    0 to 1 left it behind without a word (2026-11-22)."""
+
+    def on_a_rank(world: zerotrain.World) -> None:
+        engine = runs.build(world, Kind(precision=precision), 2)
+        train(engine, 0)
+        parameter = engine.module.blocks[0].weight
+        taken = parameter.data
+        engine.save(tmp_path / precision)
+        for stage in (0, 1, 2):
+            engine.set_stage(stage)
+            train(engine, 1)
+            with torch.no_grad(), engine.forward_scope():
+                assert torch.equal(taken, parameter)
+                assert taken.data_ptr() == parameter.data_ptr()
+        before = taken.clone()
+        with pytest.warns(UserWarning, match=re.escape("still held by a tensor taken from them before (p.data")):
+            engine.set_stage(3)
+        train(engine, 2)
+        assert torch.equal(taken, before)
+        engine.set_stage(1)
+        train(engine, 3)
+        with torch.no_grad(), engine.forward_scope():
+            assert not torch.equal(taken, parameter)
+            assert not torch.equal(before, parameter)
+        del taken
+        engine.set_stage(3)  # a warning would be an error
+
+    run_threads(on_a_rank, 1)
+
+
+def refused(attempt: Callable[[], Any], kind: type[Exception] = EngineStateError) -> str:
+    with pytest.raises(kind) as error:
+        attempt()
+    return str(error.value)
+
+
+def batch() -> torch.Tensor:
+    return torch.arange(9)
+
+
+def in_a_hook(engine: zerotrain.ZeroEngine) -> str:
+    handle = engine.module.blocks[0].register_forward_hook(lambda *_: engine.set_stage(3))
+    try:
+        return refused(lambda: engine(batch()))
+    finally:
+        handle.remove()
+
+
+def in_a_hook_on_a_gradient(engine: zerotrain.ZeroEngine) -> str:
+    handle = engine.module.blocks[0].weight.register_hook(lambda _: engine.set_stage(3) and None)
+    try:
+        return refused(lambda: engine.backward(engine(batch())))
+    finally:
+        handle.remove()
+
+
+def in_a_scope(engine: zerotrain.ZeroEngine) -> str:
+    with engine.forward_scope():
+        return refused(lambda: engine.set_stage(3))
+
+
+def while_it_accumulates(engine: zerotrain.ZeroEngine) -> str:
+    with engine.no_sync():
+        engine.backward(engine(batch()))
+        within = refused(lambda: engine.set_stage(3))
+    assert refused(lambda: engine.set_stage(3)) == within
+    engine.zero_grad()
+    return within
+
+
+def between_a_backward_and_its_step(engine: zerotrain.ZeroEngine) -> str:
+    engine.backward(engine(batch()))
+    said = refused(lambda: engine.set_stage(3))
+    engine.zero_grad()
+    return said
+
+
+def between_two_virtual_ranks(engine: zerotrain.ZeroEngine) -> str:
+    for number in engine.each_virtual_rank():
+        if number % 2:
+            said = refused(lambda: engine.set_stage(3))
+        engine.backward(engine(batch()))
+    engine.zero_grad()
+    return said
+
+
+WITHIN_A_STEP: dict[Callable[[zerotrain.ZeroEngine], str], str] = {
+    in_a_hook: "the stage cannot change in the midst of a forward; call it between two steps",
+    in_a_hook_on_a_gradient: "the stage cannot change in the midst of a backward; call it between two steps",
+    in_a_scope: "the stage cannot change in the midst of a forward; call it between two steps",
+    while_it_accumulates: "the stage cannot change while a gradient waits; call engine.step() first",
+    between_a_backward_and_its_step: "the stage cannot change while a gradient waits; call engine.step() first",
+    between_two_virtual_ranks: "the stage cannot change while a gradient waits; call engine.step() first",
+}
+
+
+@pytest.mark.parametrize(
+    ("attempt", "size", "accumulate"),
+    [(each, size, "local") for each in WITHIN_A_STEP for size in (1, 2)] + [(while_it_accumulates, 2, "reduced")],
+)
+def test_within_a_step_it_is_refused_and_the_next_step_works(
+    attempt: Callable[[zerotrain.ZeroEngine], str], size: int, accumulate: str
+) -> None:
+    in_leaves = attempt is between_two_virtual_ranks
+
+    def build(world: zerotrain.World) -> zerotrain.ZeroEngine:
+        return zerotrain.build_engine(
+            seeded(runs.Matrices),
+            optimizer=runs.ADAMW,
+            zero=zerotrain.ZeroConfig(stage=2, bucket_mb=0.004, reduction="ordered", accumulate=accumulate),
+            virtual_ranks=2 * size if in_leaves else None,
+            world=world,
+        )
+
+    def step(engine: zerotrain.ZeroEngine) -> None:
+        engine.train_step([(batch(),)] * 2)
+
+    def on_a_rank(world: zerotrain.World, tries: bool) -> tuple[str, int]:
+        engine = build(world)
+        step(engine)
+        if tries:
+            assert attempt(engine) == WITHIN_A_STEP[attempt]
+        step(engine)
+        stage = engine.options.zero.stage
+        engine.set_stage(3)
+        step(engine)
+        return engine.weights_sha256(), stage
+
+    trying, _ = run_threads(lambda world: on_a_rank(world, True), size, late_rank=0)
+    wanted, _ = run_threads(lambda world: on_a_rank(world, False), size)
+    assert trying == wanted
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 3), (2, 0), (2, 3), (3, 1)])
+def test_a_loss_from_before_it_is_refused(before: int, after: int) -> None:
+    def on_a_rank(world: zerotrain.World) -> str:
+        engine = runs.build(world, Kind(runs.Matrices), before)
+        train(engine, 0)
+        loss = engine(batch())
+        engine.set_stage(after)
+        said = refused(lambda: engine.backward(loss))
+        train(engine, 1)
+        return said
+
+    for said in run_threads(on_a_rank, 2)[0]:
+        assert "or before a change of what trains or of the stage" in said
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_no_stage_is_refused(size: int) -> None:
+    """True was taken for 1, torch.tensor(3) for itself; 1.0 was a TypeError (2026-11-22)."""
+
+    def on_a_rank(world: zerotrain.World) -> None:
+        engine = runs.build(world, Kind(runs.Matrices), 2)
+        for asked in (4, -1, 2**70, True, 1.0, 1.5, float("nan"), "3", None, [3], torch.tensor(3)):
+            said = refused(partial(engine.set_stage, asked), ConfigError)
+            shown = repr(asked) if isinstance(asked, str) else str(asked)
+            assert said == f"stage: got {shown}; it must be 0, 1, 2 or 3; the default is 2"
+            assert engine.options.zero.stage == 2
+        train(engine, 0)
+
+    run_threads(on_a_rank, size)
+
+
+@pytest.mark.parametrize("of_rank_1", [0, 4, None])
+def test_ranks_that_ask_for_different_stages_are_told_also_where_one_of_them_is_none(of_rank_1: Any) -> None:
+    """One rank alone refused a 4, and the other waited for it (2026-11-22)."""
+
+    def on_a_rank(world: zerotrain.World) -> str:
+        engine = runs.build(world, Kind(runs.Matrices), 2)
+        said = refused(lambda: engine.set_stage(of_rank_1 if world.rank else 3), ConfigError)
+        train(engine, 0)
+        assert engine.options.zero.stage == 2
+        return said
+
+    for said in run_threads(on_a_rank, 2)[0]:
+        assert said == (
+            f"engine.set_stage: differs between the ranks: 3 on rank 0, {of_rank_1} on rank 1; give all ranks the same"
+        )
+
+
+def test_the_stage_it_has_already_is_no_change() -> None:
+    """At stage 3 all weights were gathered for it (2026-11-22)."""
+
+    def on_a_rank(world: zerotrain.World) -> zerotrain.StageSwitch:
+        engine = runs.build(world, Kind(runs.Matrices), 3)
+        train(engine, 0)
+        buckets = engine.schedule.buckets
+        switch = engine.set_stage(3)
+        assert engine.schedule.buckets is buckets
+        train(engine, 1)
+        return switch
+
+    assert run_threads(on_a_rank, 2)[0] == [zerotrain.StageSwitch(3, sent_nbytes=0, theory_sent_nbytes=0)] * 2
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize(("before", "after"), [(0, 3), (2, 0), (3, 0)])
+def test_a_save_under_way_has_the_state_at_its_begin(before: int, after: int, tmp_path: Path) -> None:
+    def on_a_rank(world: zerotrain.World) -> None:
+        engine = runs.build(world, Kind(), before)
+        train(engine, 0, of_rank=world.rank)
+        sha256 = engine.weights_sha256()
+        save = engine.begin_save(tmp_path / "first")
+        engine.set_stage(after)
+        train(engine, 1, of_rank=world.rank)
+        save.wait()
+        wanted = engine.weights_sha256()
+        again = runs.build(world, Kind(), 1, seed=1)
+        again.load(tmp_path / "first")
+        assert again.weights_sha256() == sha256
+        train(again, 1, of_rank=world.rank)
+        assert again.weights_sha256() == wanted
+
+    run_threads(on_a_rank, 2, late_rank=1)

@@ -1,0 +1,261 @@
+"""Where some tensors of a bucket are while nothing is computed with them, and how they come to the device.
+
+The tensors stay the objects they are, with another memory under them: at rest that of a place on a tier, which the
+host may read and write, and between `open` and `close` that of a window.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from zerotrain.deferred.freed import give_back_freed
+from zerotrain.errors import EngineStateError
+from zerotrain.offload.memory import whole_pages
+from zerotrain.offload.tier import Place, Window
+from zerotrain.offload.transfer import DONE, Transfer
+from zerotrain.offload.windows import Windows
+
+ALIGN_NBYTES = 256
+"""Between tensors of a place: that of 64 elements of fp32, as in buckets, since kernels choose by it."""
+
+Tensors = Callable[[], Iterator[tuple[Hashable, torch.Tensor]]]
+"""The tensors that are to be at home, each by a key of its own: some may come later, and an optimizer may replace
+one by another."""
+
+
+class Home:
+    """This one is the device: what is there stays there."""
+
+    device: torch.device | None = None
+    """On which the tensors are when they are open; None: on the device."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the place, off the device."""
+        return 0
+
+    def tell(self, moved: Callable[[], None]) -> None:
+        """Have this called whenever the tensors have got other memory under them."""
+
+    def fetch(self) -> None:
+        """Begin to bring the tensors to the device, if they are not there."""
+
+    def open(self, *, replaced: bool = False) -> None:
+        """Have the tensors on the device.
+
+        Args:
+            replaced: all of them are about to be written to, so they need not be fetched.
+        """
+
+    def close(self, *, changed: bool = True) -> None:
+        """Begin to bring them back; those that are new come along."""
+
+    def put_away(self) -> None:
+        """At rest: bring in what others have made on the device or the host, and wait for what is under way. What the
+        host does with the tensors afterwards is done to what will be fetched."""
+
+    def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values as a tensor without gaps has that lies in the memory at rest, for who only reads them; itself
+        if it lies elsewhere. On any thread, while nothing changes them.
+
+        Raises:
+            OffloadError: they cannot be read.
+        """
+        return tensor
+
+    def forget(self) -> None:
+        """At rest: the host has looked at the tensors, and goes on to others."""
+
+    def leave(self) -> None:
+        """The tensors are used no more, or have another home."""
+
+
+DEVICE = Home()
+
+
+def no_tensors() -> Iterator[tuple[Hashable, torch.Tensor]]:
+    """Of a home that was left."""
+    return iter(())
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor lies in the place."""
+
+    start: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, start: int) -> "_Slot":
+        dense = torch.empty_like(tensor, device="meta")  # of the same strides, if it is without gaps
+        return cls(start, tensor.shape, dense.stride(), tensor.dtype)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel() * self.dtype.itemsize
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return self.shape == tensor.shape and self.dtype == tensor.dtype
+
+    def lies_in(self, memory: torch.Tensor, tensor: torch.Tensor) -> bool:
+        return tensor.device == memory.device and tensor.data_ptr() == memory.data_ptr() + self.start
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory[self.start : self.stop].view(self.dtype).as_strided(self.shape, self.stride)
+
+
+class OffloadedHome(Home):
+    """A place on a tier.
+
+    Args:
+        planned_nbytes: that the tensors will have; if they come to have more, another place is made for them.
+        in_place: what is computed with the tensors is computed on the host, where they lie.
+
+    Raises:
+        OffloadError: the tier has no room.
+    """
+
+    def __init__(self, windows: Windows, planned_nbytes: int, tensors: Tensors, *, in_place: bool) -> None:
+        self._windows, self._tensors = windows, tensors
+        self._moved: list[Callable[[], None]] = []
+        self.device, self._in_place = windows.device, in_place
+        self._slots: dict[Hashable, _Slot] = {}
+        self._place: Place = windows.tier.place(max(planned_nbytes, 1))
+        self._window: Window | None = None
+        self._arriving: Transfer = DONE
+        self._leaving: Transfer = DONE
+        self._is_open = False
+        self._took_in = False
+        """Whether tensors came whose memory is not given back yet."""
+
+    @property
+    def nbytes(self) -> int:
+        return self._place.nbytes
+
+    def tell(self, moved: Callable[[], None]) -> None:
+        self._moved.append(moved)
+
+    def fetch(self) -> None:
+        if self._window is None and not self._in_place:
+            self._leaving.settle()
+            self._window = self._windows.take(self._place.nbytes)
+            self._arriving = self._windows.tier.fetch(self._place, self._window)
+
+    def open(self, *, replaced: bool = False) -> None:
+        if self._is_open:
+            raise EngineStateError("tensors of a bucket were opened twice; this is a fault of zerotrain itself")
+        if not self._in_place:
+            self._bring(replaced=replaced)
+        self._is_open = True
+
+    def _bring(self, *, replaced: bool) -> None:
+        if replaced and self._window is None:
+            self._leaving.settle()
+            self._window = self._windows.take(self._place.nbytes)
+        self.fetch()
+        assert self._window is not None
+        arriving, self._arriving = self._arriving, DONE
+        arriving.wait()
+        if not self._take_in(self._window.memory, from_outside=self._place.memory):
+            self._drop_fetched()
+            self._bring(replaced=False)
+            return
+        self._point_to(self._window.memory)
+
+    def close(self, *, changed: bool = True) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        window, self._window = self._window, None
+        if window is None:  # computed where they lie
+            self.put_away()
+            return
+        tier, last = self._windows.tier, DONE
+        if self._take_in(window.memory, from_outside=window.memory):
+            last = tier.store(window, self._place) if changed else tier.read()
+            self._leaving = last if changed else self._leaving
+            self._point_to(self._place.memory)
+        self._windows.give_back(window, last)
+
+    def put_away(self) -> None:
+        if self._is_open:
+            return
+        self._drop_fetched()
+        self._leaving.settle()
+        memory = self._place.memory
+        if self._outside(memory) and self._take_in(memory, from_outside=memory):
+            self._point_to(memory)
+
+    def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
+        place = self._place
+        start = tensor.data_ptr() - place.memory.data_ptr()
+        if not (tensor.is_cpu and 0 <= start < place.nbytes):
+            return tensor
+        found = self._windows.tier.look(place, start, tensor.nbytes)
+        return found.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def forget(self) -> None:
+        self._windows.tier.forget(self._place)
+
+    def leave(self) -> None:
+        self._drop_fetched()
+        self._leaving.settle()
+        self._windows.tier.free(self._place)
+        self._tensors, self._moved = no_tensors, []
+
+    def _drop_fetched(self) -> None:
+        if self._window is not None:
+            self._arriving.settle()
+            self._windows.give_back(self._window, DONE)
+            self._window, self._arriving = None, DONE
+
+    def _take_in(self, into: torch.Tensor, *, from_outside: torch.Tensor) -> bool:
+        """Bring those tensors that do not lie in `from_outside` into `into`; both are laid out as the place is. Where
+        that is too small, all tensors are at rest in a larger one: False."""
+        strangers = self._outside(from_outside)
+        for key, tensor in strangers:
+            if key not in self._slots or not self._slots[key].fits(tensor):
+                start = max((each.stop for each in self._slots.values()), default=0)
+                self._slots[key] = _Slot.of(tensor, -(-start // ALIGN_NBYTES) * ALIGN_NBYTES)
+        if any(self._slots[key].stop > self._place.nbytes for key, _ in strangers):
+            self._move_to_larger()
+            return False
+        for key, tensor in strangers:
+            self._slots[key].view(into).copy_(tensor)
+        self._took_in |= bool(strangers)
+        return True
+
+    def _outside(self, memory: torch.Tensor) -> list[tuple[Hashable, torch.Tensor]]:
+        """The tensors that do not lie in `memory`, or not where they belong."""
+        return [
+            (key, tensor)
+            for key, tensor in self._tensors()
+            if (slot := self._slots.get(key)) is None or not slot.fits(tensor) or not slot.lies_in(memory, tensor)
+        ]
+
+    def _move_to_larger(self) -> None:
+        tensors = list(self._tensors())
+        self._slots.clear()
+        stop = 0
+        for key, tensor in tensors:
+            slot = self._slots[key] = _Slot.of(tensor, -(-stop // ALIGN_NBYTES) * ALIGN_NBYTES)
+            stop = slot.stop
+        place = self._windows.tier.place(whole_pages(stop))
+        for key, tensor in tensors:
+            self._slots[key].view(place.memory).copy_(tensor)
+        self._point_to(place.memory)
+        self._windows.tier.free(self._place)
+        self._place = place
+
+    def _point_to(self, memory: torch.Tensor) -> None:
+        for key, tensor in self._tensors():
+            if (slot := self._slots.get(key)) is not None:
+                tensor.data = slot.view(memory)
+        for moved in self._moved:
+            moved()
+        if self._took_in:
+            self._took_in = False
+            give_back_freed()

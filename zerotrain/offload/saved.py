@@ -1,0 +1,248 @@
+"""What forwards save for their backwards, off the device in between.
+
+Each unit's forward runs under hooks on what autograd saves. What is large goes to a place of a tier, once for each
+memory, and is fetched again one unit ahead of the backward: reaching a unit, it begins to fetch what the forward before
+it has saved. The device holds what one unit has saved in a forward, and two in a backward, whatever the depth.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from zerotrain.offload.tier import Place
+from zerotrain.offload.transfer import DONE, Transfer
+from zerotrain.offload.windows import Windows
+
+MIN_NBYTES = 64 * 2**10
+"""Of a memory that is worth a place of whole pages and two transfers."""
+
+
+@dataclass(eq=False)
+class _Stored:
+    """The bytes of one memory as they were when a tensor in it was saved. Tensors that autograd has saved hold it."""
+
+    owner: "SavedTensors"
+    source: StorageWeakRef
+    """While this is held, no other memory gets the same identity."""
+    version: int
+    place: Place
+    storing: Transfer
+    memory: torch.Tensor | None
+    """(nbytes,) uint8 on the device; None: they are in their place alone."""
+    arriving: Transfer = DONE
+
+    def fetch(self) -> None:
+        """Begin to bring the bytes to the device, if they are not there."""
+        if self.memory is None:
+            self.memory, self.arriving = self.owner.windows.tier.fetched(self.place, self.storing)
+
+    def on_device(self) -> torch.Tensor:
+        """(nbytes or more,) uint8."""
+        self.fetch()
+        arriving, self.arriving = self.arriving, DONE
+        arriving.wait()
+        assert self.memory is not None
+        return self.memory
+
+    def drop(self) -> None:
+        """Leave the bytes in their place alone."""
+        arriving, self.arriving = self.arriving, DONE
+        arriving.wait()
+        self.memory = None
+
+    def __del__(self) -> None:
+        # Python may come here in any thread, and a place is not to be freed while it is being written.
+        still_arriving = None if self.arriving is DONE else self.memory
+        self.owner.ended.append((self.place, self.storing, self.arriving, still_arriving))
+
+
+class Call:
+    """One forward of a unit: what autograd saved in it."""
+
+    def __init__(self, owner: "SavedTensors", before: "Call | None") -> None:
+        self._owner = owner
+        self._before = _weak(before)
+        self._stored: list[weakref.ref[_Stored]] = []
+
+    def stored(self) -> list[_Stored]:
+        """Those that a graph still needs, in the order in which a backward does."""
+        alive = [stored for each in reversed(self._stored) if (stored := each()) is not None]
+        return list(dict.fromkeys(alive))
+
+    def drop(self, but: Collection[_Stored] = ()) -> None:
+        """Leave what was saved in its places alone, but for those."""
+        for each in self.stored():
+            if each not in but:
+                each.drop()
+
+    def pack(self, tensor: torch.Tensor) -> "_Saved | _SavedHere":
+        """What autograd is to hold in place of a tensor that it saves."""
+        with torch._C.DisableTorchFunctionSubclass():  # a class of tensors might take this for a use of its own
+            if not self._owner.takes(tensor):
+                return _SavedHere(tensor)
+            stored = self._owner.store(tensor)
+            self._stored.append(weakref.ref(stored))
+            return _Saved(self, stored, tensor)
+
+    def reached(self) -> None:
+        """A backward needs what was saved here: fetch all of it, and what the forward before this one has saved."""
+        last, self._owner.reached = self._owner.reached(), weakref.ref(self)
+        if last is self:
+            return
+        before = self._before()
+        near = [*self.stored(), *(before.stored() if before is not None else ())]
+        if last is not None:
+            last.drop(but=set(near))  # of a graph that is retained; otherwise autograd has let go of them
+        for each in near:
+            each.fetch()
+
+
+class _SavedHere:
+    """A saved tensor that stays where it is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # An output that is held as such holds its graph, and the graph would hold it.
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        _require_version(self._tensor, self._version, self._tensor.shape)
+        return self._tensor
+
+
+class _Saved:
+    """A saved tensor that is a view of stored bytes."""
+
+    def __init__(self, call: Call, stored: _Stored, tensor: torch.Tensor) -> None:
+        self._call, self._stored = call, stored
+        self._offset, self._shape, self._stride = tensor.storage_offset(), tensor.shape, tensor.stride()
+        # It shares the count of versions with the tensor, and no memory.
+        self._counted = tensor.detach()
+        self._counted.data = tensor.new_empty(0)
+        self._version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        _require_version(self._counted, self._version, self._shape)
+        self._call.reached()
+        memory = self._stored.on_device().untyped_storage()
+        return torch.empty_like(self._counted).set_(memory, self._offset, self._shape, self._stride)
+
+
+def _require_version(tensor: torch.Tensor, saved: int, shape: torch.Size) -> None:
+    """What PyTorch does itself, but not for a tensor that went through hooks."""
+    if tensor._version != saved:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; expected version {saved} instead. "
+            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+            "torch.autograd.set_detect_anomaly(True)."
+        )
+
+
+class SavedTensors:
+    """Keeps on a tier what forwards save.
+
+    Args:
+        windows: that it goes there through.
+    """
+
+    def __init__(self, windows: Windows) -> None:
+        self.windows = windows
+        self._device = torch.empty(0, device=windows.device).device  # cuda:0, where cuda was given
+        self.reached: Callable[[], Call | None] = _weak(None)
+        """The call that a backward has come to last, if its graph is there."""
+        self.ended: deque[tuple[Place, Transfer, Transfer, torch.Tensor | None]] = deque()
+        """Of what no graph needs any more, with what was last begun with it."""
+        self._newest: Callable[[], Call | None] = _weak(None)
+        self._stored: weakref.WeakValueDictionary[int, _Stored] = weakref.WeakValueDictionary()
+        """By the identity of the memory that the bytes come from."""
+        self._staying: frozenset[int] = frozenset()
+
+    def leave_alone(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nothing that lies in the memory of these is kept elsewhere."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._staying = frozenset(each.untyped_storage()._cdata for each in tensors if each.layout == torch.strided)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """In here a unit's forward runs. Where others have hooks of their own on what is saved, such as a checkpoint
+        around several units, theirs alone apply; what is computed again in a backward is used at once, and stays."""
+        if torch._C._current_autograd_node() is not None or not _may_hook():
+            yield
+            return
+        self.free_ended()
+        newest = self._newest()
+        if newest is not None:
+            newest.drop()
+        call = Call(self, newest)
+        self._newest = weakref.ref(call)
+        with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
+            yield
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is plain numbers on the device, in a memory that is large and nobody's."""
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if not is_plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return False
+        storage = tensor.untyped_storage()
+        is_here = tensor.device == self._device
+        return is_here and storage.nbytes() >= MIN_NBYTES and storage._cdata not in self._staying
+
+    def store(self, tensor: torch.Tensor) -> _Stored:
+        """The whole memory of a tensor, as it is now, stored; once, while no version of it is counted.
+
+        Raises:
+            OffloadError: the tier has no room, or does not take it.
+        """
+        storage = tensor.untyped_storage()
+        known = self._stored.get(storage._cdata)
+        if known is not None and known.version == tensor._version:
+            return known
+        self.free_ended()
+        tier = self.windows.tier
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        place = tier.place(memory.nbytes)
+        window = self.windows.take(place.nbytes)
+        window.memory[: memory.nbytes].copy_(memory)
+        storing = tier.store(window, place)
+        self.windows.give_back(window, storing)
+        stored = _Stored(self, StorageWeakRef(storage), tensor._version, place, storing, memory)
+        self._stored[storage._cdata] = stored
+        return stored
+
+    def free_ended(self) -> None:
+        """Give back the places of what no graph needs any more.
+
+        Raises:
+            OffloadError: it did not get there.
+        """
+        while self.ended:
+            place, storing, arriving, _ = self.ended.popleft()
+            arriving.wait()  # before its memory is given back, which is the device's to use again
+            storing.settle()
+            self.windows.tier.free(place)
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    tensor: torch.Tensor = saved.unpack()
+    return tensor
+
+
+def _may_hook() -> bool:
+    """Whether no hooks but our own apply here, and hooks may be set at all (torch.func forbids it)."""
+    autograd: Any = torch._C._autograd
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return False
+    hooks = autograd._top_saved_tensors_default_hooks(False)
+    return hooks is None or isinstance(getattr(hooks[0], "__self__", None), Call)
+
+
+def _weak(call: Call | None) -> Callable[[], Call | None]:
+    return (lambda: None) if call is None else weakref.ref(call)

@@ -1,0 +1,180 @@
+"""What a place to offload to can do: have room, fetch into a window, store from it. And the host's memory as one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from zerotrain.offload.memory import host_bytes, whole_pages
+from zerotrain.offload.transfer import DONE, OnStream, Transfer
+
+
+@dataclass(eq=False)
+class Place:
+    """Room for some tensors of one bucket, for as long as it is not freed."""
+
+    memory: torch.Tensor
+    """(nbytes,) uint8: what is there, to be read and written by the host while nothing is under way. A disk that fails
+    to give what is read of it ends the process; `Tier.look` raises."""
+    offset: int = 0
+    """Of a disk, in its file."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+
+@dataclass(eq=False)
+class Window:
+    """Memory of the device through which places are seen, one at a time."""
+
+    memory: torch.Tensor
+    """(nbytes,) uint8, on the device."""
+    staging: torch.Tensor | None = None
+    """On the host, for a disk and a GPU, which do not reach each other."""
+
+
+class Tier(ABC):
+    """A place to offload to, of one rank.
+
+    Args:
+        device: what windows are memory of.
+    """
+
+    name: ClassVar[str]
+    """As in the settings."""
+    placed_nbytes = 0
+    """Of all places."""
+    fetched_nbytes = 0
+    """Of all fetches so far."""
+    stored_nbytes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """In words, for who starts a run."""
+
+    @abstractmethod
+    def place(self, nbytes: int) -> Place:
+        """Room for so many bytes, above 0, rounded up to whole pages.
+
+        Raises:
+            OffloadError: there is none.
+        """
+
+    @abstractmethod
+    def free(self, place: Place) -> None:
+        """End the use of a place: nothing of it is under way."""
+
+    @abstractmethod
+    def window(self, nbytes: int) -> Window:
+        """A new window of so many bytes, whole pages."""
+
+    def fetch(self, place: Place, window: Window) -> Transfer:
+        """Begin to bring a place's bytes into a window that is as large or larger."""
+        self.fetched_nbytes += place.nbytes
+        return self._fetch(place, window, DONE, DONE)
+
+    def fetched(self, place: Place, stored: Transfer) -> tuple[torch.Tensor, Transfer]:
+        """Begin to bring a place's bytes, as soon as they are `stored` there, into memory of their own: (nbytes,) uint8
+        on the device, which is not to be let go before the transfer was waited for."""
+        self.fetched_nbytes += place.nbytes
+        window = self._unwaited_window(place.nbytes)
+        return window.memory, self._fetch(place, window, stored, self.read())
+
+    def store(self, window: Window, place: Place) -> Transfer:
+        """Begin to bring a window's bytes, as the device has them when its work until now is done, to a place."""
+        self.stored_nbytes += place.nbytes
+        return self._store(window, place)
+
+    @abstractmethod
+    def _fetch(self, place: Place, window: Window, stored: Transfer, unused: Transfer) -> Transfer:
+        """Fetch when both are done; with the second the window's memory is not used any more."""
+
+    def _unwaited_window(self, nbytes: int) -> Window:
+        """A new window, whose memory the device may still use for what it has been told until now."""
+        return Window(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+
+    @abstractmethod
+    def _store(self, window: Window, place: Place) -> Transfer: ...
+
+    def read(self) -> Transfer:
+        """Done when what the device has been told until now is done: a window that it reads may then be used again."""
+        return OnStream(torch.cuda.current_stream(self.device)) if self.device.type == "cuda" else DONE
+
+    def look(self, place: Place, start: int, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8: some of the bytes at rest, for a host that only reads; on any thread.
+
+        Raises:
+            OffloadError: they cannot be read.
+        """
+        return place.memory[start : start + nbytes]
+
+    def forget(self, place: Place) -> None:  # noqa: B027 -- host memory stays
+        """The host has looked at a place's memory, and does not need it any more."""
+
+
+class HostTier(Tier):
+    """The host's memory: pinned beside a GPU, and beside a CPU memory apart, so that the same code runs."""
+
+    name = "cpu"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._is_cuda = device.type == "cuda"
+        if self._is_cuda:
+            self._reading, self._writing = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    @property
+    def where(self) -> str:
+        return "pinned host memory" if self._is_cuda else "host memory apart"
+
+    def place(self, nbytes: int) -> Place:
+        place = Place(host_bytes(whole_pages(nbytes), pinned=self._is_cuda))
+        self.placed_nbytes += place.nbytes
+        return place
+
+    def free(self, place: Place) -> None:
+        self.placed_nbytes -= place.nbytes
+
+    def window(self, nbytes: int) -> Window:
+        streams = (self._reading, self._writing) if self._is_cuda else ()
+        return Window(window_memory(nbytes, self.device, streams))
+
+    def _fetch(self, place: Place, window: Window, stored: Transfer, unused: Transfer) -> Transfer:
+        if not self._is_cuda:
+            window.memory[: place.nbytes].copy_(place.memory)
+            return DONE
+        return self._copy(self._reading, window.memory[: place.nbytes], place.memory, (stored, unused))
+
+    def _store(self, window: Window, place: Place) -> Transfer:
+        if not self._is_cuda:
+            place.memory.copy_(window.memory[: place.nbytes])
+            return DONE
+        return self._copy(self._writing, place.memory, window.memory[: place.nbytes], (self.read(),))
+
+    def _copy(
+        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: tuple[Transfer, ...]
+    ) -> Transfer:
+        with torch.cuda.stream(stream):
+            for each in after:
+                each.wait()
+            target.copy_(source, non_blocking=True)
+        return OnStream(stream)
+
+
+def window_memory(nbytes: int, device: torch.device, streams: Iterable[torch.cuda.Stream]) -> torch.Tensor:
+    """(nbytes,) uint8 on the device, that these streams may use from now on: when it is freed, nobody gets it before
+    they have done what they were told."""
+    if device.type != "cuda":
+        return host_bytes(nbytes, pinned=False)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    torch.cuda.current_stream(device).synchronize()  # which may still use what the memory was before
+    for stream in streams:
+        memory.record_stream(stream)
+    return memory

@@ -1,0 +1,55 @@
+"""A few windows, used in turn: one is read into, one computed with, one written from."""
+
+import torch
+
+from zerotrain.offload.tier import Tier, Window
+from zerotrain.offload.transfer import Transfer
+
+
+class Windows:
+    """Lends windows on a tier: as many as `num_windows`, or as were ever lent at once.
+
+    Args:
+        num_windows: that a window is waited for, whose last copy is under way, before another is made.
+    """
+
+    def __init__(self, tier: Tier, num_windows: int = 3) -> None:
+        self.tier, self._num_windows = tier, num_windows
+        self._resting: list[tuple[Window, Transfer]] = []
+        """Those not lent, each with the last that was begun with it; the oldest first."""
+        self._num_lent = 0
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the windows that are not lent."""
+        return sum(window.memory.nbytes for window, _ in self._resting)
+
+    def take(self, nbytes: int) -> Window:
+        """A window of at least so many bytes, whole pages. All become as large as the largest ever asked for.
+
+        Raises:
+            OffloadError: what was written from it did not arrive.
+        """
+        self._num_lent += 1
+        if self._num_lent + len(self._resting) > self._num_windows and self._resting:
+            window, last = self._resting.pop(0)
+            last.settle()
+            if window.memory.nbytes >= nbytes:
+                return window
+            del window  # its memory may serve the larger one
+        return self.tier.window(nbytes)
+
+    def give_back(self, window: Window, last: Transfer) -> None:
+        """End a loan; `last` was begun with the window."""
+        self._num_lent -= 1
+        self._resting.append((window, last))
+
+    def settle(self) -> None:
+        """Wait for all that is under way with windows that are not lent."""
+        for _, last in self._resting:
+            last.settle()
+
+    @property
+    def device(self) -> torch.device:
+        """What windows are memory of."""
+        return self.tier.device
