@@ -2,6 +2,7 @@
 something else is told of. The bits are those of `test_parity.py`, whose ranks are such ones."""
 
 import gc
+import mmap
 import os
 import resource
 import signal
@@ -9,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,6 +227,30 @@ def engines_that_go(_: None) -> list[int]:
 
 def test_an_engine_takes_its_thread_with_it_and_two_do_not_meet() -> None:
     assert run_ranks(engines_that_go, 2, None) == [[0, 2, 1, 0]] * 2
+
+
+def resident_nbytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def held_behind_gathers(_: None) -> int:
+    """Of 20 buffers of 64 MiB that were gathered into and let go at once, those that were there a moment longer."""
+    collectives, num_held = Collectives(world_of(TIMEOUT_S), ledger=Ledger(), ordered=True, overlap=True), 0
+    shard = torch.ones(2**23)
+    for number in range(20):
+        before = resident_nbytes()
+        full = torch.zeros(2**24)
+        gather = collectives.gather(str(number), full, shard)
+        gather.issue()
+        gather.finish()
+        del full, gather
+        num_held += number > 0 and resident_nbytes() - before > 2**24
+    return num_held
+
+
+def test_what_was_gathered_is_held_by_nobody_when_the_gather_is_done() -> None:
+    """The thread held it a moment longer: a change of the stage ended with a bucket too much (2026-11-22)."""
+    assert run_ranks(held_behind_gathers, 2, None) == [0, 0]
 
 
 def leaves_early(_: None) -> list[float]:

@@ -33,8 +33,8 @@ FAULTS = {
     ),
     "done-before-it-is-read": Fault(
         COURIER,
-        "if not (errand.not_there or errand.not_read):",
-        "if not errand.not_there:",
+        "if not (self._errands[number].not_there or self._errands[number].not_read):",
+        "if not self._errands[number].not_there:",
         "what is sent may change while others read it",
         REAL,
     ),
