@@ -1,9 +1,7 @@
 """The one place where config becomes objects: one rank of a run, from joining the others to its result."""
 
-import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -250,18 +248,6 @@ class _NothingDrawn(TorchFunctionMode):
         if func in self._DRAWS and (filled := (*args, *kwargs.values())[0]).is_meta:
             return filled
         return func(*args, **kwargs)
-
-
-@contextmanager
-def optimizers_of_no_compiler() -> Iterator[None]:
-    """Inside, making an optimizer does not import torch's compiler, only to keep it away from what is done there: half
-    a second of each start (2026-11-21)."""
-    wrapped = torch.optim.Optimizer.add_param_group
-    torch.optim.Optimizer.add_param_group = inspect.unwrap(wrapped)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.optim.Optimizer.add_param_group = wrapped  # type: ignore[method-assign]
 
 
 def _model_flops(config: Config, engine: ZeroEngine, dataset: Any) -> ModelFlops | None:

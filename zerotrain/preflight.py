@@ -33,7 +33,6 @@ from zerotrain.factory import (
     build_on_meta,
     ended_in,
     in_group,
-    optimizers_of_no_compiler,
     try_schedule,
 )
 from zerotrain.offload_room import Ranks, require_room
@@ -213,18 +212,17 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
     """
     factory = build("optimizer", config.optimizer)
     units = [] if model is None else cut_units(model, model_parameters(model), config.zero.unit_patterns, max_numel=1)
-    with optimizers_of_no_compiler():
-        with suppress(ValueError):  # which build_optimizer has a sentence for
-            _require_optimizer(factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}]), config)
-        names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
-        if names and config.offload.optimizer != "device" and config.offload.update == "host":
-            raise ConfigError(NOT_ON_HOST)
-        for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
-            given = {"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}
-            made = build_optimizer(factory, [given])
-            if device is not None and device.type == "cpu":
-                settings = {key: value for key, value in made.param_groups[0].items() if key != "params"}
-                Trials(factory, device).require_fit(settings)
+    with suppress(ValueError):  # which build_optimizer has a sentence for
+        _require_optimizer(factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}]), config)
+    names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
+    if names and config.offload.optimizer != "device" and config.offload.update == "host":
+        raise ConfigError(NOT_ON_HOST)
+    for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
+        given = {"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}
+        made = build_optimizer(factory, [given])
+        if device is not None and device.type == "cpu":
+            settings = {key: value for key, value in made.param_groups[0].items() if key != "params"}
+            Trials(factory, device).require_fit(settings)
 
 
 def _require_optimizer(made: object, config: Config) -> None:

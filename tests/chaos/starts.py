@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch._dynamo  # noqa: F401 as the first optimizer would
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 import zerotrain.launching.worker  # noqa: F401 what a rank imports

@@ -114,15 +114,33 @@ def test_under_torchrun_the_first_rank_drives_a_sweep_with_as_many_ranks(hand_ru
     assert not (tmp_path / "outputs").exists()
 
 
+MY_MODELS = """
+import atexit, sys
+from zerotrain.models import MLP
+
+
+class MyMLP(MLP):
+    pass
+
+
+@atexit.register
+def say():
+    with open("compiler", "a") as file:
+        print("torch._dynamo" in sys.modules, file=file)
+"""
+
+
 def test_one_rank_runs_a_class_from_the_working_folder_and_warns_of_settings_without_effect(tmp_path: Path):
-    (tmp_path / "my_models.py").write_text("from zerotrain.models import MLP\n\n\nclass MyMLP(MLP):\n    pass\n")
-    arguments = (*TINY, "model._target_=my_models.MyMLP", "zero.overlap=false", "hydra.run.dir=run")
+    (tmp_path / "my_models.py").write_text(MY_MODELS)
+    arguments = (*TINY, "model._target_=my_models.MyMLP", "zero.stage=3", "zero.overlap=false", "hydra.run.dir=run")
     command = by_hand(*arguments, folder=tmp_path)
     assert command.wait() == 0, command.stderr
     assert result_of(tmp_path / "run")["world_size"] == 1
     assert command.stderr.splitlines() == [
-        "warning: zero.overlap=false has no effect with one rank; launch.nproc_per_node=2 starts two"
+        "warning: zero.stage=3 has no effect on memory with one rank; launch.nproc_per_node=2 starts two",
+        "warning: zero.overlap=false has no effect with one rank; launch.nproc_per_node=2 starts two",
     ]
+    assert (tmp_path / "compiler").read_text() == "False\n" * 2  # torch's, in the parent and in the rank
 
 
 def test_under_torchrun_what_is_asked_for_is_printed_once(tmp_path: Path):

@@ -181,6 +181,10 @@ class _NoteOperations(TorchDispatchMode):
         super().__init__()
         self._values = values
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, only to keep it out of here
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Otherwise the modes would see what is looked up here, and take it for a read by the constructor.
         with torch._C.DisableTorchFunction():

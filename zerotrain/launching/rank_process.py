@@ -13,8 +13,6 @@ def main(job_path: str) -> None:
     # Until the run can be stopped in order, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with importing():
-        import torch._dynamo  # noqa: F401 as the first optimizer would
-
         from zerotrain.launching.worker import run_spawned
 
     run_spawned(job_path)

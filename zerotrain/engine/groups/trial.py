@@ -65,6 +65,10 @@ class _RandomNumbersError(Exception):
 class _NoRandomNumbers(TorchDispatchMode):
     """In here what would draw is not done, so that the user's next random numbers stay what they were."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, only to keep it out of here
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in op.tags:
             raise _RandomNumbersError
