@@ -90,22 +90,27 @@ def test_who_is_killed_anywhere_goes_on_there_and_comes_to_the_same_bits(
         with open(killed / "preparing.json") as file:
             return int(json.load(file)["tokens"])
 
+    def goes_on() -> list[str]:
+        return [line for line in (tmp_path / "err").read_text().splitlines() if "goes on at" in line]
+
+    def has_come_to(tokens: float, start: int) -> bool:
+        return len(goes_on()) == start and (killed / "preparing.json").exists() and tokens_noted() >= tokens
+
     assert ended(begun(lambda: make(tmp_path / "undisturbed"), tmp_path / "err")) == 0
     undisturbed = files_of(tmp_path / "undisturbed")
     total = sum(shard["tokens"] for shard in json.loads(undisturbed["index.json"])["shards"])
     killed = tmp_path / "killed"
-    for part in (0.0, 0.1, 0.5, 0.9):
+    for start, part in enumerate((0.0, 0.1, 0.5, 0.9)):
         pid = begun(lambda: make(killed), tmp_path / "err")
-        wait_until(lambda: (killed / "preparing.json").exists() and tokens_noted() >= part * total)  # noqa: B023
+        wait_until(lambda: has_come_to(part * total, start))  # noqa: B023
         os.kill(pid, signal.SIGKILL)
         assert ended(pid) == -signal.SIGKILL
         assert not (killed / "seal.json").exists()
     assert ended(begun(lambda: make(killed), tmp_path / "err")) == 0
     assert files_of(killed) == undisturbed
     assert {path.name for path in killed.iterdir()} == {*undisturbed, "lock", "seal.json"}
-    lines = [line for line in (tmp_path / "err").read_text().splitlines() if "goes on at" in line]
-    assert len(lines) == 4
-    assert lines[-1] != lines[0]
+    assert len(goes_on()) == 4
+    assert goes_on()[-1] != goes_on()[0]
 
 
 def test_of_two_at_once_one_waits_and_takes_over_where_the_other_was_killed(texts, tmp_path, monkeypatch):

@@ -1,9 +1,11 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 PROGRAM = """
 import sys
+from typing import Any
 from zerotrain.launching.imports import importing
 with importing():
     import torch
@@ -29,7 +31,7 @@ print(json.dumps([weights, hooked, "torch._dynamo" in sys.modules]))
 """
 
 
-def told(program: str) -> list[object]:
+def told(program: str) -> list[Any]:
     done = subprocess.run([sys.executable, "-c", program + TOLD], capture_output=True, text=True, check=True)
     return list(json.loads(done.stdout))
 
@@ -43,3 +45,34 @@ def test_no_optimizer_of_torch_imports_its_compiler_and_each_does_what_it_did() 
     assert weights == plain
     assert len(plain) > 10
     assert hooked == plain_hooked
+
+
+COMPILED_LATE = """
+import os, sys
+os.environ["MASTER_ADDR"] = "127.0.0.1"
+from zerotrain.launching.imports import importing
+with importing():
+    import torch
+    import zerotrain
+weights, hooked = [], []
+for compiles in (False, True):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU()) for _ in range(4)))
+    optimizer = lambda groups: torch.optim.AdamW(groups, lr=0.01)
+    engine = zerotrain.build_engine(model, optimizer=optimizer, zero=zerotrain.ZeroConfig(stage=3, bucket_mb=0.001))
+    for step in range(3):
+        if compiles and step == 1:
+            hooked.append("torch._dynamo" in sys.modules)
+            engine.module.compile(backend="eager")
+        inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+    weights.append(engine.weights_sha256())
+"""
+
+
+def test_a_model_that_is_compiled_after_some_steps_keeps_its_bits() -> None:
+    """The engine's hooks, which stay between the graphs, were made when there was no compiler to tell so."""
+    weights, before, compiler = told(COMPILED_LATE)
+    assert (before, compiler) == ([False], True)
+    assert len(set(weights)) == 1

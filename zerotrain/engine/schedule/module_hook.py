@@ -1,5 +1,6 @@
 """A hook on a module of the model that stays behind when the module is copied, pickled or compiled."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,12 @@ class ModuleHook:
     """
 
     def __init__(self, call: Callable[..., None]) -> None:
-        self._call = torch.compiler.disable(call)
+        self._call, self._stays_out_of_graphs = call, False
 
     def __call__(self, *arguments: Any) -> None:
+        # Only once something else has imported the compiler, which takes 2 s: before, nothing can be compiled.
+        if not self._stays_out_of_graphs and "torch._dynamo" in sys.modules:
+            self._call, self._stays_out_of_graphs = torch.compiler.disable(self._call), True
         self._call(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
