@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -242,3 +243,8 @@ def sha256(weights: dict[str, torch.Tensor]) -> str:
     for name in sorted(weights):
         digest.update(weights[name].numpy().tobytes())
     return digest.hexdigest()
+
+
+def resident_nbytes() -> int:
+    """Of this process."""
+    return int(psutil.Process().memory_info().rss)

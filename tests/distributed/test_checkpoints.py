@@ -2,13 +2,13 @@
 
 import ctypes
 import functools
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from cases import resident_nbytes
 from safetensors.torch import save_file
 
 import zerotrain
@@ -164,10 +164,6 @@ def held_nbytes(engine: zerotrain.ZeroEngine) -> tuple[int, int]:
     """At rest, by the engine's own count and by ZeRO's formulas."""
     memory = engine.memory_bytes()
     return sum(memory[name] for name in memory["theory"]), sum(memory["theory"].values())
-
-
-def resident_nbytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_change_of_the_stage_needs_a_bucket_beside_the_larger_of_the_two() -> None:

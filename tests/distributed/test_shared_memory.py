@@ -2,7 +2,6 @@
 something else is told of. The bits are those of `test_parity.py`, whose ranks are such ones."""
 
 import gc
-import mmap
 import os
 import resource
 import signal
@@ -10,13 +9,12 @@ import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, batch, build, micro_batches, place, run_over, train
+from cases import Case, batch, build, micro_batches, place, resident_nbytes, run_over, train
 
 import zerotrain
 from zerotrain.comm import whereabouts
@@ -227,10 +225,6 @@ def engines_that_go(_: None) -> list[int]:
 
 def test_an_engine_takes_its_thread_with_it_and_two_do_not_meet() -> None:
     assert run_ranks(engines_that_go, 2, None) == [[0, 2, 1, 0]] * 2
-
-
-def resident_nbytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def held_behind_gathers(_: None) -> int:

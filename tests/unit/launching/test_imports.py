@@ -5,11 +5,9 @@ from typing import Any
 
 PROGRAM = """
 import sys
-from typing import Any
 from zerotrain.launching.imports import importing
 with importing():
     import torch
-torch.manual_seed(0)
 weights, hooked = {}, []
 for name, make in vars(torch.optim).items():
     if not isinstance(make, type) or name in ("Optimizer", "LBFGS", "SparseAdam"):
