@@ -44,8 +44,8 @@ sweep: $(INSTALLED) ## the parity sweep: all stages, two bucket sizes, one rank 
 	$(BIN)/python launch.py -m zero.stage=0,1,2,3 zero.bucket_mb=0.25,25 launch.nproc_per_node=1,2 \
 	    train.virtual_ranks=2 launch.threads_per_rank=1 train.max_steps=20
 
-bench: $(INSTALLED_BENCH) ## our engine beside DDP, FSDP2 and DeepSpeed: 5 rounds, under 10 minutes on 2 quiet cores
-	$(BIN)/python -m benchmarks --out outputs/bench/loopback
+bench: $(INSTALLED_BENCH) ## our engine beside DDP, FSDP2 and DeepSpeed: 5 rounds, 16 minutes on 2 cores; ENGINES=zero0,zero2
+	$(BIN)/python -m benchmarks --out outputs/bench/loopback $(if $(ENGINES),--engines $(ENGINES)) $(OPTIONS)
 
 bench-link: $(INSTALLED_BENCH) ## the same on two hosts (network namespaces) joined by a link of 1 Gbit/s
 	$(BIN)/python -m benchmarks --link 1gbit --out outputs/bench/link

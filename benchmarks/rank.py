@@ -15,8 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.engines import ENGINES, Engine
 from benchmarks.network import sent_nbytes
+from benchmarks.split import Split, split_of
 from benchmarks.workload import Workload
 from zerotrain.comm.world import choose_device
+from zerotrain.launching.heap import reuse_what_is_freed
 from zerotrain.launching.signals import end_with_parent
 from zerotrain.training.flops import count_flops
 from zerotrain.training.metrics import device_peak_flops
@@ -24,8 +26,8 @@ from zerotrain.training.metrics import device_peak_flops
 NUM_HOST_STEPS = 5
 
 
-@dataclass(frozen=True)
-class RankResult:
+@dataclass(frozen=True, kw_only=True)
+class RankResult(Split):
     """What one rank measured. Times in ms, one for each timed step."""
 
     step_ms: list[float]
@@ -74,7 +76,8 @@ class StepClock:
 
 
 def own_device(workload: Workload) -> torch.device:
-    """The device of this rank, made ready for it."""
+    """The device of this rank, made ready for it. Every engine gets the heap that a rank of `launch.py` has."""
+    reuse_what_is_freed()
     device = choose_device(workload.device, int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -111,11 +114,16 @@ def measure(engine_name: str, workload: Workload, device: torch.device, interfac
     step_ms = clock.durations_ms()
     sent_after = _sent_once_quiet(interface)
     traffic = engine.traffic()
+    peak_nbytes = resident_nbytes("VmHWM")
+    split = Split()
+    if device.type == "cpu" and not workload.compiled:
+        split = split_of(lambda: engine.step(batches[-1]), has_ranges=spec.is_ours)
     return RankResult(
+        **asdict(split),
         step_ms=step_ms,
         loss=loss.item(),
         start_nbytes=start_nbytes,
-        peak_nbytes=resident_nbytes("VmHWM"),
+        peak_nbytes=peak_nbytes,
         sent_nbytes=None if sent_before is None or sent_after is None else sent_after - sent_before,
         counted_nbytes=traffic.counted_nbytes if traffic else None,
         theory_nbytes=traffic.theory_nbytes if traffic else None,

@@ -28,6 +28,16 @@ COLUMNS: dict[str, Callable[[Standing, Measurement], str]] = {
     "loss": lambda _, median: f"{median.loss:.5f}",
 }
 """Title and cell. A column that is empty for every engine is left out."""
+SPLIT_COLUMNS: dict[str, Callable[[Measurement], str]] = {
+    "engine": lambda median: ENGINES[median.engine].label,
+    "compute": lambda median: _number(median.compute_ms, 1),
+    "exposed communication": lambda median: _number(median.exposed_ms, 1),
+    "update": lambda median: _number(median.update_ms, 1),
+    "other": lambda median: _number(median.other_ms, 1),
+    "CPU time of other threads": lambda median: _number(median.threads_ms, 1),
+    "operations": lambda median: _number(median.num_ops),
+    "calls of Python": lambda median: _number(median.num_calls),
+}
 
 
 def report(comparison: Comparison) -> str:
@@ -38,17 +48,39 @@ def report(comparison: Comparison) -> str:
         for name in ENGINES
         if name in standing.medians
     ]
-    filled = [index for index, column in enumerate(zip(*rows, strict=True)) if any(column)]
-    table = [[row[index] for index in filled] for row in [list(COLUMNS), *rows]]
+    table = _filled([list(COLUMNS), *rows])
     failures = [f"**{name} failed**: {reason.splitlines()[0]}" for name, reason in comparison.failures.items()]
     left_out = [f"{name} left out: {reason}." for name, reason in comparison.left_out.items()]
-    return "\n\n".join((_heading(comparison), markdown(table), _loss_line(standing), *failures, *left_out)) + "\n"
+    parts = (_heading(comparison), table, _split(standing), _loss_line(standing), *failures, *left_out)
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _split(standing: Standing) -> str:
+    """Where the steps go; nothing if that was not measured."""
+    medians = [standing.medians[name] for name in ENGINES if name in standing.medians]
+    rows = [[cell(each) for cell in SPLIT_COLUMNS.values()] for each in medians if each.num_calls is not None]
+    if not rows:
+        return ""
+    return (
+        "Where a step goes, of a rank, in ms, in steps of their own: compute is forward and backward with the engine's "
+        "hooks; operations and calls are the main thread's.\n\n" + _filled([list(SPLIT_COLUMNS), *rows])
+    )
+
+
+def _filled(rows: list[list[str]]) -> str:
+    """A table without its empty columns. The first row is the head."""
+    filled = [index for index, column in enumerate(zip(*rows[1:], strict=True)) if any(column)]
+    return markdown([[row[index] for index in filled] for row in rows])
 
 
 def markdown(rows: list[list[str]]) -> str:
     """A table of Markdown; the first row is the head."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
 
 
 def megabytes(nbytes: float | None, digits: int = 0) -> str:

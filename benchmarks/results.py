@@ -4,18 +4,19 @@ import json
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from benchmarks.rank import RankResult
+from benchmarks.split import Split
 from benchmarks.workload import Workload
 
 
-@dataclass(frozen=True)
-class Measurement:
+@dataclass(frozen=True, kw_only=True)
+class Measurement(Split):
     """One engine in one round, over all ranks; for several rounds, the medians. Fields without a docstring are as in
-    `RankResult`, of rank 0 or, for memory, of the highest rank."""
+    `RankResult`, of rank 0 or, for memory, of the highest rank. What is of `Split` is the mean over ranks."""
 
     engine: str
     step_ms: float
@@ -52,6 +53,7 @@ def over_ranks(
     sent = [rank.sent_nbytes for rank in ranks[:num_interfaces] if rank.sent_nbytes is not None]
     first = ranks[0]
     return Measurement(
+        **{each.name: _mean(getattr(rank, each.name) for rank in ranks) for each in fields(Split)},
         engine=engine,
         step_ms=statistics.median(statistics.mean(step) for step in zip(*(r.step_ms for r in ranks), strict=True)),
         loss=statistics.mean(rank.loss for rank in ranks),
@@ -116,6 +118,11 @@ def _median_of(rounds: list[Measurement]) -> Measurement:
             values = [value for each in rounds if (value := getattr(each, name)) is not None]
             columns[name] = statistics.median(values) if values else None
     return Measurement(**columns)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known else None
 
 
 def lowest(values: Iterable[float]) -> float:

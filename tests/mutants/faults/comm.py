@@ -33,16 +33,16 @@ FAULTS = {
     ),
     "mean-is-a-sum": Fault(
         HANDLES,
-        "torch.div(total, num_leaves, out=mean)",
-        "torch.div(total, 1, out=mean)",
+        "total.mul_(1 / by)",
+        "total.mul_(1)",
         "gradients are added over ranks, not averaged",
         ("unit/comm/test_handles.py",),
     ),
-    "mean-of-16-bits-is-a-sum": Fault(
+    "mean-of-three-is-a-sum": Fault(
         HANDLES,
-        "mean.copy_(total.div_(num_leaves))",
-        "mean.copy_(total)",
-        "gradients of 16 bits are added over ranks, not averaged",
+        "total.div_(by)",
+        "total.div_(1)",
+        "gradients of three ranks are added, not averaged",
         ("unit/comm/test_handles.py",),
     ),
     "16-bits-added-in-16-bits": Fault(

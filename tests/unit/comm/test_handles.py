@@ -187,6 +187,15 @@ def test_the_mean_of_a_matrix_of_parts_is_added_row_by_row(num_ranks: int, dtype
     assert torch.equal(out, mean_one_by_one(parts))
 
 
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e38])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_the_mean_is_a_quotient_to_the_last_bit_also_where_fp32_ends(num_ranks: int, scale: float) -> None:
+    parts = parts_of(num_ranks, torch.float32) * scale
+    out = torch.empty(67)
+    mean_by_tree(list(parts), out, num_ranks)
+    assert torch.equal(out, mean_one_by_one(parts))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_ranks", "rank"), [(size, rank) for size in (2, 3, 8) for rank in range(size)])
 def test_parts_of_which_one_is_the_result_itself_are_added_in_rank_order(

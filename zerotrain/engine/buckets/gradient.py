@@ -137,7 +137,8 @@ class BucketGradient:
     def fill(self, segment: Segment, *, counts: bool = True) -> None:
         """See `Segment.move_into`."""
         buffer = self._accumulator if self._accumulates else self._unreduced
-        segment.move_into(cut(_begun(buffer), self.layout)[1], counts=counts)
+        with named_range("move gradient", self.spec.name):
+            segment.move_into(cut(_begun(buffer), self.layout)[1], counts=counts)
 
     def _wire_buffer(self) -> Scratch:
         if self._own is not None:
@@ -227,11 +228,12 @@ class BucketGradient:
 
     def take_norm(self, loss_scale: float, *, exact: bool) -> None:
         """Set `digit_sums`. Where that is not `exact`, a square beyond fp32 makes the norm NaN."""
-        squares = block_squares(self.shard, exact=exact)
-        if loss_scale != 1.0:
-            # From the squares, not from their digits: numbers of another size would be cut at other bits.
-            squares /= loss_scale**2
-        self.digit_sums = digit_sums(squares)
+        with named_range("square", self.spec.name):
+            squares = block_squares(self.shard, exact=exact)
+            if loss_scale != 1.0:
+                # From the squares, not from their digits: numbers of another size would be cut at other bits.
+                squares /= loss_scale**2
+            self.digit_sums = digit_sums(squares)
 
     def reduced(self) -> torch.Tensor:
         """The reduced gradient over this rank's optimizer range, wire dtype."""
