@@ -7,7 +7,7 @@ import torch
 
 from zerotrain.comm.backend_handles import ring_nbytes
 from zerotrain.comm.errand import Errand
-from zerotrain.comm.handles import CHUNK_NUMEL, Gather, Handle, Reduction, mean_by_tree
+from zerotrain.comm.handles import BLOCK_NUMEL, CHUNK_NUMEL, Gather, Handle, Reduction, Watch, mean_by_tree
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.local_ranks import LocalRanks
 from zerotrain.comm.scratch import Scratch, ScratchPool
@@ -99,10 +99,13 @@ class SharedReduction(_Shared, Reduction):
     def _issue(self) -> None:
         assert self._full is not None
         errand = _ReductionErrand(self._number, self._code, self._ranks, self._full, self.out, self.num_leaves)
+        errand.watch, self._watch = self._watch, None
         self._send(errand, self._full)
 
 
 class _ReductionErrand(Errand):
+    watch: Watch | None = None
+
     def __init__(
         self, number: int, code: int, ranks: LocalRanks, full: torch.Tensor, out: torch.Tensor, num_leaves: int
     ) -> None:
@@ -118,7 +121,7 @@ class _ReductionErrand(Errand):
             return ()
         size, itemsize = len(self._places) + 1, self._own.itemsize
         pairs = (size + 1) // 2
-        step = CHUNK_NUMEL // pairs  # as many as `mean_by_tree` adds at a time
+        step = max(1, CHUNK_NUMEL // pairs // BLOCK_NUMEL) * BLOCK_NUMEL  # `mean_by_tree` adds as many at a time
         numel = min(step, self._own.numel())
         rows = self._rows.of("read", self._own.dtype, size - 1, numel)
         sums = self._rows.of("add", torch.float32, pairs, numel)
@@ -131,5 +134,8 @@ class _ReductionErrand(Errand):
                 read_into(row.data_ptr(), own.nbytes, peer_file, place + start * itemsize)
                 parts.append(row[: own.numel()])
             parts.insert(self._rank, own)
-            mean_by_tree(parts, self._out[start : start + step], self._num_leaves, sums=sums)
+            mean = self._out[start : start + step]
+            mean_by_tree(parts, mean, self._num_leaves, sums=sums)
+            if self.watch is not None:
+                self.watch(start, mean)
         return tuple(self._places)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from zerotrain.comm import process_groups
 from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.handles import BLOCK_NUMEL, CHUNK_NUMEL
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.scratch import ScratchPool
 from zerotrain.comm.world import World
@@ -83,10 +84,36 @@ def reductions(mine: OnARank) -> None:
             if prepares:
                 reduction.prepare()
             full.copy_(mine.whole(use) + mine.rank)
-            reduction.issue(full)
+            watched: list[tuple[int, list[float]]] = []
+            reduction.issue(full, lambda start, piece, told=watched: told.append((start, piece.tolist())))
             reduction.finish()
             assert torch.equal(out, mine.reduced(use)), (out, mine.reduced(use))
+            assert watched == [(0, out.tolist())]
             assert mine.pool.lent_nbytes == 0
+
+
+def pieces(mine: OnARank) -> None:
+    """What is too large for the cache is told piece by piece, each once, and each on a border of blocks."""
+    if mine.size != 3:
+        return
+    out = torch.zeros(CHUNK_NUMEL + 64)
+    reduction = mine.collectives.reduction("unit", out, mine.pool)
+    seen = torch.zeros_like(out)
+    starts = []
+
+    def watch(start: int, piece: torch.Tensor) -> None:
+        starts.append(start)
+        seen[start : start + piece.numel()] += piece
+
+    full = torch.arange(3.0 * out.numel()) + mine.rank
+    for _ in range(2):
+        seen.zero_()
+        starts.clear()
+        reduction.issue(full, watch)
+        reduction.finish()
+        assert torch.equal(seen, full.view(3, -1)[mine.rank] + 1 - mine.rank)
+    assert len(starts) == (3 if mine.way == "shared" else 1)
+    assert all(start % BLOCK_NUMEL == 0 for start in starts)
 
 
 def means_in_rank_order(mine: OnARank) -> None:
@@ -198,6 +225,7 @@ def without_overlap(mine: OnARank) -> None:
 CHECKS: list[Callable[[OnARank], None]] = [
     gathers,
     reductions,
+    pieces,
     means_in_rank_order,
     under_way_together,
     withdrawn,

@@ -7,7 +7,7 @@ from zerotrain.comm.scratch import Scratch, ScratchPool
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.cuts import cut
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, GradientState, Life
-from zerotrain.engine.buckets.norm import block_squares, digit_sums
+from zerotrain.engine.buckets.norm import BlockSquares, digit_sums
 from zerotrain.engine.buckets.segments import Segment, cut_segments
 from zerotrain.engine.buckets.subtrees import Subtrees
 from zerotrain.engine.options import EngineOptions
@@ -66,6 +66,8 @@ class BucketGradient:
         """The same in the dtype of the wire, where that is another, while it is reduced."""
         self._sum: torch.Tensor | None = None
         """(shard_numel,) master dtype: what the backwards of this step have reduced, from the second on."""
+        self._squares: BlockSquares | None = None
+        """Of the reduction under way, taken while the mean is in the cache; None where that is not the whole."""
         self._completes = True
         """Whether the reduction under way, or the last, was that of the step's last backward."""
         if plan.shards_gradients:
@@ -190,8 +192,10 @@ class BucketGradient:
             self._widened = self._wire_pool.take(root.numel())
             root = self._widened.storage[: root.numel()].copy_(root)
         self._completes = completes
+        self._squares = BlockSquares(self.shard, exact=self._exact_norm) if self._sum is None else None
+        squares = None if self._squares is None else self._squares.take
         with named_range("reduce", self.spec.name):
-            self._reduction.issue(root)
+            self._reduction.issue(root, squares)
         # Behind the call: where it failed, nothing is under way that a clean-up could wait for.
         self.life.become(GradientState.REDUCING)
 
@@ -217,7 +221,6 @@ class BucketGradient:
             self.shard.copy_(self._sum.add_(self.shard))
             if self._sum.dtype == self.shard.dtype:
                 self._sum = None
-        # The part of the norm is taken now, beside the reductions under way, and while the shard is in the cache.
         self.take_norm(loss_scale, exact=self._exact_norm)
         self._give_back()
         if self._gather is not None and self._completes:
@@ -229,7 +232,11 @@ class BucketGradient:
     def take_norm(self, loss_scale: float, *, exact: bool) -> None:
         """Set `digit_sums`. Where that is not `exact`, a square beyond fp32 makes the norm NaN."""
         with named_range("square", self.spec.name):
-            squares = block_squares(self.shard, exact=exact)
+            blocks, self._squares = self._squares, None
+            if blocks is None:
+                blocks = BlockSquares(self.shard, exact=exact)
+                blocks.take(0, self.shard)
+            squares = blocks.squares()
             if loss_scale != 1.0:
                 # From the squares, not from their digits: numbers of another size would be cut at other bits.
                 squares /= loss_scale**2
@@ -251,6 +258,7 @@ class BucketGradient:
         """Forget this step's gradient; the buffers stay. A reduction that was prepared will not come, on any rank."""
         self._finish_gather()
         self._reduction.withdraw()
+        self._squares = None
         if self.life.state is GradientState.FILLING:
             self._give_back()
         self._end_filling()

@@ -23,22 +23,34 @@ _NO_DIGIT = -1000.0
 """The top digit of an all-zero shard: below that of any fp64 number."""
 
 
-def block_squares(shard: torch.Tensor, *, exact: bool) -> torch.Tensor:
-    """(n,) any floating dtype, n a multiple of 64 -> (n / 64,) fp64: the sum of squares of each block.
+class BlockSquares:
+    """The sum of squares of each block of a shard, taken piece by piece.
 
     Args:
+        shard: (n,) any floating dtype, n a multiple of 64; read no more than its size.
         exact: square in fp64, for a norm that gradients are clipped by; otherwise in fp32, five times faster, for a
             norm that is only shown (and that is infinite already where squares leave fp32).
     """
-    if not exact:
-        blocks = shard.view(-1, ALIGN_NUMEL)
-        return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).to(torch.float64).square_()
-    squares = torch.empty(shard.numel() // ALIGN_NUMEL, dtype=torch.float64, device=shard.device)
-    widened = torch.empty(min(CHUNK_NUMEL, shard.numel()), dtype=torch.float64, device=shard.device)
-    for chunk, out in zip(shard.split(CHUNK_NUMEL), squares.split(CHUNK_NUMEL // ALIGN_NUMEL), strict=True):
-        values = widened[: chunk.numel()].copy_(chunk)
-        torch.linalg.vector_norm(values.view(-1, ALIGN_NUMEL), dim=1, out=out)
-    return squares.square_()
+
+    def __init__(self, shard: torch.Tensor, *, exact: bool) -> None:
+        self._roots = torch.empty(shard.numel() // ALIGN_NUMEL, dtype=torch.float64, device=shard.device)
+        self._widened = None
+        if exact:
+            self._widened = torch.empty(min(CHUNK_NUMEL, shard.numel()), dtype=torch.float64, device=shard.device)
+
+    def take(self, start: int, values: torch.Tensor) -> None:
+        """(m,) of the shard, from element `start` on, both multiples of 64."""
+        roots = self._roots[start // ALIGN_NUMEL : (start + values.numel()) // ALIGN_NUMEL]
+        if self._widened is None:
+            roots.copy_(torch.linalg.vector_norm(values.view(-1, ALIGN_NUMEL), dim=1, dtype=torch.float32))
+            return
+        for chunk, out in zip(values.split(CHUNK_NUMEL), roots.split(CHUNK_NUMEL // ALIGN_NUMEL), strict=True):
+            widened = self._widened[: chunk.numel()].copy_(chunk)
+            torch.linalg.vector_norm(widened.view(-1, ALIGN_NUMEL), dim=1, out=out)
+
+    def squares(self) -> torch.Tensor:
+        """(n / 64,) fp64, once all are taken. To be called once."""
+        return self._roots.square_()
 
 
 def digit_sums(squares: torch.Tensor) -> torch.Tensor:

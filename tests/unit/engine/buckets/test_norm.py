@@ -4,12 +4,19 @@ import pytest
 import torch
 
 from zerotrain.engine.buckets.norm import (
+    CHUNK_NUMEL,
+    BlockSquares,
     add_digit_sums,
-    block_squares,
     clip_coefficient,
     digit_sums,
     norm_of_digit_sums,
 )
+
+
+def block_squares(shard: torch.Tensor, *, exact: bool) -> torch.Tensor:
+    blocks = BlockSquares(shard, exact=exact)
+    blocks.take(0, shard)
+    return blocks.squares()
 
 
 def norm_over(shards: list[torch.Tensor], *, exact: bool = True) -> torch.Tensor:
@@ -46,6 +53,19 @@ def test_a_norm_that_is_only_shown_is_as_independent_of_the_cut_and_close() -> N
     whole = norm_over([values], exact=False)
     assert torch.equal(norm_over(list(values.split(64 * 10)), exact=False), whole)
     assert whole.item() == pytest.approx(values.double().norm().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squares_are_the_same_in_whatever_pieces_they_are_taken(dtype: torch.dtype, exact: bool) -> None:
+    values = torch.randn(2 * CHUNK_NUMEL + 640, generator=torch.Generator().manual_seed(0)).to(dtype)
+    pieces = BlockSquares(values, exact=exact)
+    for start, stop in ((640, len(values)), (0, 64), (64, 640)):
+        pieces.take(start, values[start:stop])
+    expected = values.double().view(-1, 64).square().sum(1)
+    squares = pieces.squares()
+    assert torch.equal(squares, block_squares(values, exact=exact))
+    torch.testing.assert_close(squares, expected, rtol=1e-14 if exact else 1e-6, atol=0)
 
 
 def test_a_plain_sum_in_fp64_would_depend_on_the_cut() -> None:
