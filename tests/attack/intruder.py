@@ -1,21 +1,18 @@
 """A process that tries to get at the memory of another, and at the addresses where ranks of zerotrain meet.
 
-    python intruder.py PROCESS DESCRIPTOR ADDRESS
+    python intruder.py USER PROCESS DESCRIPTOR PLACE LISTENER CONNECTIONS
 
-The descriptor is one of its memory, and something is mapped at the address. Prints a line of JSON as soon as it has
+It becomes that user first, once all is imported, since others may not read this Python. The descriptor is one of the
+process's memory, and something is mapped at the place. Prints a line of JSON as soon as it has
 tried all, and another once a line comes on stdin: what it got over its connections until then.
 """
 
 import ctypes
 import json
 import os
-import platform
 import socket
 import sys
-import time
 
-NUM_CONNECTIONS = 40
-"""As many as ranks would make, and many more."""
 _PIDFD_OPEN, _PIDFD_GETFD, _PTRACE_SEIZE, _PTRACE_DETACH = 434, 438, 0x4206, 17
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -40,9 +37,9 @@ def listed(path: str) -> bool:
         return False
 
 
-def read_by_call(process: int, address: int) -> bool:
+def read_by_call(process: int, place: int) -> bool:
     text = ctypes.create_string_buffer(8)
-    to, of = _Piece(ctypes.addressof(text), 8), _Piece(address, 8)
+    to, of = _Piece(ctypes.addressof(text), 8), _Piece(place, 8)
     return LIBC.process_vm_readv(process, ctypes.byref(to), 1, ctypes.byref(of), 1, 0) == 8
 
 
@@ -58,20 +55,15 @@ def traced(process: int) -> bool:
     return True
 
 
-def addresses() -> list[str]:
-    """Where ranks listen."""
-    with open("/proc/net/unix") as lines:
-        return sorted({line.split()[-1] for line in lines if "@zerotrain-" in line})
-
-
-def connected(address: str) -> socket.socket | None:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.settimeout(5.0)
-    try:
-        made.connect("\0" + address.removeprefix("@"))
-    except OSError:
-        made.close()
-        return None
+def connected(listener: str, number: int) -> list[socket.socket]:
+    """So many connections, or as many as there is room for."""
+    made = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(number)]
+    for index, connection in enumerate(made):
+        connection.settimeout(60.0)
+        try:
+            connection.connect("\0" + listener)
+        except OSError:
+            return made[:index]
     return made
 
 
@@ -85,27 +77,28 @@ def got(connection: socket.socket) -> list[int]:
 
 
 def main() -> None:
-    process, descriptor, address = map(int, sys.argv[1:4])
+    user, process, descriptor, place = map(int, sys.argv[1:5])
+    listener, num_connections = sys.argv[5], int(sys.argv[6])
+    if user != os.getuid():
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
     found = {
         "its files": listed(f"/proc/{process}/fd"),
         "the memory's file": opened(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY),
         "the memory's file, to write": opened(f"/proc/{process}/fd/{descriptor}", os.O_RDWR),
         "its mappings": listed(f"/proc/{process}/map_files"),
         "all its memory": opened(f"/proc/{process}/mem", os.O_RDONLY),
-        "process_vm_readv": read_by_call(process, address),
+        "process_vm_readv": read_by_call(process, place),
         "pidfd_getfd": taken_descriptor(process, descriptor),
         "ptrace": traced(process),
-        "user": os.getuid(),
-        "machine": platform.machine(),
     }
-    connections = [connected(each) for each in addresses()[:8] for _ in range(NUM_CONNECTIONS)]
-    made = [each for each in connections if each is not None]
+    made = connected(listener, num_connections)
     for index, connection in enumerate(made):  # some say something that is no secret, the others nothing
         if index % 4 == 3:
             socket.send_fds(connection, [b"x" * 24], [0])
     print(json.dumps({**found, "connections": len(made)}), flush=True)
     sys.stdin.readline()
-    time.sleep(0.1)
     print(json.dumps([each for connection in made for each in got(connection)]), flush=True)
 
 

@@ -1,5 +1,5 @@
-"""What do ranks that share their memory leave when one is killed, and what are the others told? Kills runs by SIGKILL at
-places of the meeting, of the memory, of collectives and of the courier's thread, and at any moment.
+"""What do ranks that share their memory leave when one is killed, and what are the others told? Kills runs by SIGKILL
+at places of the meeting, of the memory, of collectives and of the courier's thread, and at any moment.
 
     python -m tests.chaos.shared                          # 50 kills
     python -m tests.chaos.shared --kills 50 --seed 0 --only 17 # one of them again
@@ -108,7 +108,7 @@ def carry_out(number: int, strike: Strike, folder: Path) -> Outcome:
     if struck:
         outcome.seconds = time.time() - struck[0].stat().st_mtime
         outcome.problems += [f"ended after {outcome.seconds:.0f} s"] if outcome.seconds > WITHIN_S else []
-    outcome.problems += left_of(folder)
+    outcome.problems += left_of(folder, by_launcher=victim_of(strike) != LAUNCHER)
     return outcome
 
 
@@ -149,18 +149,23 @@ def _problems_of_ending(strike: Strike, folder: Path, code: int) -> list[str]:
     return problems
 
 
-def left_of(folder: Path) -> list[str]:
-    """What there still is of a run's memory, of where its ranks met, and in the folders of temporary files."""
+def left_of(folder: Path, *, by_launcher: bool) -> list[str]:
+    """What there still is of a run's memory, of where its ranks met, and in the folders of temporary files.
+
+    Args:
+        by_launcher: it has lived to remove its folder of a few kB, in which ranks and launcher meet.
+    """
     noted = {path.name for path in (folder / OF_THE_RUN).iterdir()}
     inodes = {int(name.removeprefix("inode-")) for name in noted if name.startswith("inode-")}
     sockets = [name for name in noted if name in Path("/proc/net/unix").read_text()]
     processes = {path.read_text() for path in folder.glob("process-*")}
+    temporary = [name for name in os.listdir(folder / "tmp") if by_launcher or not name.startswith("zerotrain_")]
     in_dev_shm = [name for name in os.listdir("/dev/shm") if processes & set(name.split("_"))]
     left = {
         "memory, held by process": holders_of(inodes),
         "addresses": sockets,
         "in /dev/shm": in_dev_shm,
-        "in $TMPDIR": os.listdir(folder / "tmp"),
+        "in $TMPDIR": temporary,
     }
     return [f"left behind, {what}: {found}" for what, found in left.items() if found]
 

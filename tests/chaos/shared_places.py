@@ -129,7 +129,5 @@ def _watch_courier(striker: Striker) -> None:
     before(Courier, "_say", say)
     after(Courier, "_say", said)
     before(Courier, "_give_back", lambda *_: striker.passed("courier: has ended, and not given back"))
-    before(
-        shared_handles._GatherErrand, "there", lambda *_: striker.passed("courier: reads what a gather wants")
-    )
+    before(shared_handles._GatherErrand, "there", lambda *_: striker.passed("courier: reads what a gather wants"))
     before(shared_handles, "mean_by_tree", lambda *_, **__: striker.passed("courier: is in the midst of a mean"))
