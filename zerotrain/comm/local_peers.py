@@ -63,7 +63,7 @@ def meet_locally(
         NotLocalError: a rank is on another host, or cannot connect; on all ranks alike.
     """
     with ExitStack() as undone:
-        listener, *facts = _listen(size, timeout_s, undone)
+        listener, *facts = _listen(timeout_s, undone)
         said = require_all(say, *facts)
         assert listener is not None
         hellos = [bytes.fromhex(secret) + rank.to_bytes(8, "little") for _, _, secret in said]
@@ -111,14 +111,14 @@ def require_all(say: Callable[[Any], list[Any]], why: str, *facts: str) -> list[
     return everyone
 
 
-def _listen(size: int, timeout_s: float, undone: ExitStack) -> tuple[socket.socket | None, str, str, str]:
+def _listen(timeout_s: float, undone: ExitStack) -> tuple[socket.socket | None, str, str, str]:
     """(what listens, why there is none, its address, what who connects must know)"""
     # Abstract: in no folder. Who finds it in /proc must still know the secret, and be the same user.
     address = f"\0zerotrain-{secrets.token_hex(16)}"
     try:
         listener = undone.enter_context(_socket(timeout_s))
         listener.bind(address)
-        listener.listen(size)
+        listener.listen(socket.SOMAXCONN)  # others than ranks take up room too
     except OSError as error:
         return None, f"it cannot listen: {error}", "", ""
     return listener, "", address, secrets.token_hex(_SECRET_NBYTES)
@@ -133,10 +133,12 @@ def _socket(timeout_s: float) -> socket.socket:
 def _heard(connection: socket.socket, own_hello: bytes, peers: dict[int, LocalPeer], undone: ExitStack) -> int | None:
     """The rank at the other end, now among the peers. None: it is another user, or does not know this rank's secret."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # not waited for: it may say nothing
+        connection.close()
+        return None
     said, files, _, _ = socket.recv_fds(connection, _SECRET_NBYTES + 8, 1)
-    is_user = _CREDENTIALS.unpack(credentials)[1] == os.getuid()
     knows = secrets.compare_digest(said[:_SECRET_NBYTES], own_hello[:_SECRET_NBYTES])
-    if not (is_user and knows and len(files) == 1):
+    if not (knows and len(files) == 1):
         for each in files:
             os.close(each)
         connection.close()

@@ -9,7 +9,7 @@ import torch
 from zerotrain.comm.courier import Courier
 from zerotrain.comm.local_peers import meet_locally, require_all
 from zerotrain.comm.scratch import Scratch, ScratchPool
-from zerotrain.comm.shared_memory import SharedMemory
+from zerotrain.comm.shared_memory import SharedMemory, read_into
 
 
 class LocalRanks:
@@ -76,6 +76,22 @@ class Rows:
 def _memory() -> tuple[SharedMemory | None, str]:
     """(the memory of this rank, why there is none)"""
     try:
-        return SharedMemory(), ""
-    except (OSError, AttributeError) as error:
+        memory = SharedMemory()
+        _try(memory)
+    except (OSError, AttributeError, RuntimeError) as error:
         return None, f"it cannot make memory that others can read: {error}"
+    return memory, ""
+
+
+def _try(memory: SharedMemory) -> None:
+    """Allocate, map, and read as others do: a sandbox may forbid any of it, which would end the run later.
+
+    Raises:
+        RuntimeError: it cannot be done.
+    """
+    page, read = memory.zeros(1, torch.uint8).fill_(1), torch.zeros(1, dtype=torch.uint8)
+    offset = memory.offset_of(page)
+    assert offset is not None
+    read_into(read.data_ptr(), 1, memory.file, offset)
+    if not torch.equal(read, page):
+        raise RuntimeError("what is read is not what was written")

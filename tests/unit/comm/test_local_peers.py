@@ -1,9 +1,11 @@
 """Ranks of one host find each other, keep strangers out, and otherwise agree that they do not."""
 
+import errno
 import gc
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -66,20 +68,64 @@ def test_all_ranks_of_a_host_read_each_other_and_nothing_is_open_afterwards(size
 
 
 def test_strangers_who_find_the_address_are_kept_out() -> None:
+    """Also more than there are ranks: as many as those took the room in which ranks connect (2026-11-22)."""
     strangers = []
 
     def be_found(number: int, said: list[str]) -> list[str]:
         if len(said) == 3:  # where it listens
-            for hello in (b"x" * 24, b""):
+            for hello in (b"x" * 24, b"") * 5:
                 strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                strangers[-1].settimeout(5.0)
                 strangers[-1].connect(said[1])
                 socket.send_fds(strangers[-1], [hello or b"x"], [0] if hello else [])
         return said
 
     require_they_read_each_other(meet(2, {0: be_found}))
-    assert [stranger.recv(100) for stranger in strangers] == [b"", b""]
+    assert [stranger.recv(100) for stranger in strangers] == [b""] * 10
     for stranger in strangers:
         stranger.close()
+
+
+def test_another_user_who_connects_and_says_nothing_is_not_waited_for() -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    (heard, told), (done, connected) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setresuid(65534, 65534, 65534)
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect(os.read(heard, 100))
+        os.write(connected, b"x")
+        os._exit(0 if stranger.recv(100) == b"" else 1)
+
+    def be_found(number: int, said: list[str]) -> list[str]:
+        if len(said) == 3:
+            os.write(told, said[1].encode())
+            os.read(done, 1)
+        return said
+
+    started_s = time.monotonic()
+    require_they_read_each_other(meet(2, {0: be_found}))
+    assert time.monotonic() - started_s < 5.0  # which is how long ranks wait for each other
+    assert os.waitpid(child, 0)[1] == 0
+    for each in (heard, told, done, connected):
+        os.close(each)
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "preadv"])
+def test_where_such_memory_can_be_made_and_not_used_all_know_why(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was found when the engine was built, or trained, and ended the run (2026-11-22)."""
+
+    def forbidden(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "no")
+
+    monkeypatch.setattr(os, call, forbidden)
+    before = open_files()
+    errors = meet(2, {})
+    why = "rank 0: it cannot make memory that others can read: cannot "
+    assert all(isinstance(error, NotLocalError) and str(error).startswith(why) for error in errors), errors
+    errors.clear()
+    assert open_files() == before
 
 
 def elsewhere(number: int, said: list[str]) -> list[str]:
