@@ -1,6 +1,7 @@
 """zerotrain's own engine."""
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -48,8 +49,9 @@ def current_world(device: torch.device) -> World:
     )
 
 
-def build(model: nn.Module, workload: Workload, *, stage: int) -> ZerotrainTraining:
+def build(model: nn.Module, workload: Workload, *, stage: int, shared_memory: bool = True) -> ZerotrainTraining:
     """Train by our engine at a ZeRO stage; weight decay on every parameter, as AdamW does by itself."""
+    world = current_world(next(model.parameters()).device)
     engine = build_engine(
         model,
         optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
@@ -59,6 +61,6 @@ def build(model: nn.Module, workload: Workload, *, stage: int) -> ZerotrainTrain
         max_skipped_steps=1_000_000 if dist.get_backend() == "fake" else 20,
         decay_all=True,
         compile=workload.compiled,
-        world=current_world(next(model.parameters()).device),
+        world=replace(world, shards=replace(world.shards, shared_memory=shared_memory)),
     )
     return ZerotrainTraining(engine, workload.num_micro_batches)

@@ -70,11 +70,11 @@ def _run(asked: "queue.SimpleQueue[_Arrival | None]", fail: Callable[[str], None
             works, copied, tell, message = arrival
             try:
                 wait_for(works)
-            except RuntimeError as error:
-                fail(str(error))
+                if copied is not None:
+                    copied[0].copy_(copied[1])
+            except Exception as error:
+                fail(str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}")
                 return
-            if copied is not None:
-                copied[0].copy_(copied[1])
             # No name here holds a tensor when the others are told, and the main thread goes on.
             del arrival, works, copied
             tell(message)
