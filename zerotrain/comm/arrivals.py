@@ -4,6 +4,7 @@ to read it while the main thread computes."""
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,16 @@ from zerotrain.comm.errand import MovingThread
 
 _LINGER_S = 2.0
 """Until a rank that ends leaves the thread to what it waits for."""
-_Works = Sequence[tuple[int, dist.Work]]
-_Arrival = tuple[_Works, tuple[torch.Tensor, torch.Tensor] | None, Callable[[bytes], None], bytes]
+_Arrival = tuple[Sequence["Passage"], tuple[torch.Tensor, torch.Tensor] | None, Callable[[bytes], None], bytes]
+
+
+class Passage(NamedTuple):
+    """What is on its way from or to a rank of another host."""
+
+    part: torch.Tensor
+    """Which gloo writes or reads meanwhile."""
+    rank: int
+    work: dist.Work
 
 
 class Arrivals:
@@ -30,18 +39,17 @@ class Arrivals:
 
     def tell(
         self,
-        works: _Works,
+        passages: Sequence[Passage],
         copied: tuple[torch.Tensor, torch.Tensor] | None,
         tell: Callable[[bytes], None],
         message: bytes,
     ) -> None:
-        """When all works are there, copy, then tell.
+        """When all is there, copy, then tell.
 
         Args:
-            works: (rank it comes from, receive)
             copied: (target, source)
         """
-        self._asked.put((works, copied, tell, message))
+        self._asked.put((passages, copied, tell, message))
 
     def leave(self) -> None:
         """End the thread when all has come that it was asked to wait for."""
@@ -50,31 +58,31 @@ class Arrivals:
             self._thread.join(_LINGER_S)
 
 
-def wait_for(works: _Works) -> None:
+def wait_for(passages: Sequence[Passage]) -> None:
     """Wait for sends and receives.
 
     Raises:
         RuntimeError: with the rank that did not come, or is gone.
     """
-    for rank, work in works:
+    for passage in passages:
         try:
-            work.wait()
+            passage.work.wait()
         except RuntimeError as error:
             reason = str(error).split("\n")[0]
-            raise RuntimeError(f"{reason} (rank {rank}, on another host)") from error
+            raise RuntimeError(f"{reason} (rank {passage.rank}, on another host)") from error
 
 
 def _run(asked: "queue.SimpleQueue[_Arrival | None]", fail: Callable[[str], None]) -> None:
     with torch.no_grad():
         while (arrival := asked.get()) is not None:
-            works, copied, tell, message = arrival
+            passages, copied, tell, message = arrival
             try:
-                wait_for(works)
+                wait_for(passages)
                 if copied is not None:
                     copied[0].copy_(copied[1])
             except Exception as error:
                 fail(str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}")
                 return
             # No name here holds a tensor when the others are told, and the main thread goes on.
-            del arrival, works, copied
+            del arrival, passages, copied
             tell(message)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerotrain.comm.arrivals import Arrivals, wait_for
+from zerotrain.comm.arrivals import Arrivals, Passage, wait_for
 from zerotrain.comm.backend_handles import unseen_by_profiler
 from zerotrain.comm.local_peers import NotLocalError, require_all
 from zerotrain.comm.local_ranks import LocalRanks
@@ -117,9 +117,9 @@ class Column:
         # Beginning behind this host, so that not all begin with the same.
         others = [(hosts.host + distance) % hosts.num_hosts for distance in range(1, hosts.num_hosts)]
         self._peers = [(host, host * hosts.local.size + hosts.local.place) for host in others]
-        self.received: list[tuple[int, dist.Work]] = []
-        """(rank, what is to come from there)"""
-        self.sent: list[tuple[int, dist.Work]] = []
+        self.received: list[Passage] = []
+        """What is to come."""
+        self.sent: list[Passage] = []
 
     def receive(self, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
         """Post the receive of part h from host h."""
@@ -127,7 +127,7 @@ class Column:
             for host, rank in self._peers:
                 work = dist.irecv(parts[host], group=self._group, tag=self._tag, group_src=rank)
                 assert work is not None
-                self.received.append((rank, work))
+                self.received.append(Passage(parts[host], rank, work))
 
     def send(self, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
         """Send part h to host h; from any thread."""
@@ -135,10 +135,10 @@ class Column:
             for host, rank in self._peers:
                 work = dist.isend(parts[host], group=self._group, tag=self._tag, group_dst=rank)
                 assert work is not None
-                self.sent.append((rank, work))
+                self.sent.append(Passage(parts[host], rank, work))
 
-    def take_received(self) -> list[tuple[int, dist.Work]]:
-        """What another waits for."""
+    def take_received(self) -> list[Passage]:
+        """What another is to wait for."""
         received, self.received = self.received, []
         return received
 

@@ -3,7 +3,7 @@
 | backend | gather | ordered reduction | native reduction |
 |---|---|---|---|
 | gloo, all ranks on one host | read from the others' memory | the same | the backend's own |
-| gloo, a few hosts with 2, 4, 8, ... ranks each | read inside a host, posted sends across | the same | the backend's own |
+| gloo, hosts of 2, 4, 8, ... ranks | read inside a host, posted sends across | the same | the backend's own |
 | gloo, few ranks | posted sends and receives | posted sends and receives | the backend's own |
 | gloo, many ranks; NCCL | the backend's own | all-to-all, sum of rows | the backend's own |
 """
@@ -110,8 +110,8 @@ class ProcessGroups(Wire):
         if not self._ordered:
             return NativeReduction(name, journal, out, pool, num_leaves, self._reductions, self._is_gloo)
         if self._hosts is not None:
-            tag = next(self._shards.tags)
-            return AcrossReduction(name, journal, out, pool, num_leaves, self._hosts, self._reductions, tag)
+            number = next(self._shards.tags)
+            return AcrossReduction(name, journal, out, pool, num_leaves, self._hosts, self._reductions, number)
         if self._local is not None:
             number = next(self._shards.tags)
             return SharedReduction(name, journal, out, pool, num_leaves, self._local, number)
