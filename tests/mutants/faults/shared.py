@@ -118,7 +118,7 @@ FAULTS = {
     ),
     "host-keeps-a-loss-to-itself": Fault(
         "comm/arrivals.py",
-        "                fail(str(error) if type(error) is RuntimeError else f\"{type(error).__name__}: {error}\")\n",
+        '                fail(str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}")\n',
         "",
         "where what another host sends does not come, nobody is told before the timeout",
         ("distributed/test_hosts.py::test_a_rank_that_is_killed_is_told_of_on_every_host",),
