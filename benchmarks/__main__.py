@@ -34,7 +34,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--warmup", type=_at_least_one, default=3, help="steps before the clock starts")
     add("--steps", type=_at_least_one, default=8, help="steps on the clock in each run")
     add("--bucket-mb", type=_positive, default=25.0, help="MiB of zerotrain's buckets")
-    add("--sockets", action="store_true", help="zerotrain's ranks on one host do not read each other's memory")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="cpu: gloo, one thread a rank; cuda: NCCL")
     add("--compile", action="store_true", help="torch.compile, as each engine documents it")
     add("--link", choices=LINKS_BIT_PER_S, help="ranks on two hosts joined by a link of this rate; default: one host")
@@ -87,7 +86,6 @@ def run(options: argparse.Namespace, command: str) -> Comparison:
         num_warmup_steps=options.warmup,
         num_steps=options.steps,
         bucket_mb=options.bucket_mb,
-        shared_memory=not options.sockets,
         device=options.device,
         compiled=options.compile,
     )

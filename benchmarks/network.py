@@ -26,18 +26,23 @@ class Host:
     command_prefix: tuple[str, ...] = ()
     """What to put before a command to run it there."""
 
+    @property
+    def process(self) -> int:
+        """That lives as long as the place, where that is not this machine as it is."""
+        return int(_pid(self.command_prefix))
+
 
 @dataclass(frozen=True)
 class Network:
-    """Rank r lives on host r modulo their number; the first host's address is where ranks meet."""
+    """Each host has as many neighbouring ranks; the first host's address is where ranks meet."""
 
     hosts: tuple[Host, ...]
     bit_per_s: int | None = None
     """Rate of the link in each direction; None where it is not limited."""
 
-    def host_of(self, rank: int) -> Host:
+    def host_of(self, rank: int, num_ranks: int) -> Host:
         """The place of a rank."""
-        return self.hosts[rank % len(self.hosts)]
+        return self.hosts[rank * len(self.hosts) // num_ranks]
 
 
 SHARED = Network((Host("127.0.0.1"),))

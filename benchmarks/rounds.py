@@ -112,7 +112,7 @@ def machine() -> str:
 def _start_rank(
     rank: int, port: int, engine: str, workload: Workload, network: Network, folder: Path, others_are_fake: bool
 ) -> subprocess.Popen[bytes]:
-    host = network.host_of(rank)
+    host = network.host_of(rank, workload.num_ranks)
     job = {
         "engine": engine,
         "workload": asdict(workload),

@@ -58,8 +58,6 @@ class Workload:
     """cpu (gloo, one thread per rank) or cuda (NCCL)."""
     compiled: bool = False
     """Whether torch.compile is used, in the way each engine documents."""
-    shared_memory: bool = True
-    """Whether our engine's ranks on one host read each other's memory."""
     seed: int = 0
 
     @property

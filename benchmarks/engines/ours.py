@@ -49,11 +49,9 @@ def current_world(device: torch.device) -> World:
     )
 
 
-def build(model: nn.Module, workload: Workload, *, stage: int) -> ZerotrainTraining:
+def build(model: nn.Module, workload: Workload, *, stage: int, shared_memory: bool = True) -> ZerotrainTraining:
     """Train by our engine at a ZeRO stage; weight decay on every parameter, as AdamW does by itself."""
     world = current_world(next(model.parameters()).device)
-    if not workload.shared_memory:
-        world = replace(world, shards=replace(world.shards, shared_memory=False))
     engine = build_engine(
         model,
         optimizer=partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
@@ -63,6 +61,6 @@ def build(model: nn.Module, workload: Workload, *, stage: int) -> ZerotrainTrain
         max_skipped_steps=1_000_000 if dist.get_backend() == "fake" else 20,
         decay_all=True,
         compile=workload.compiled,
-        world=world,
+        world=replace(world, shards=replace(world.shards, shared_memory=shared_memory)),
     )
     return ZerotrainTraining(engine, workload.num_micro_batches)

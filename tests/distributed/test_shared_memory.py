@@ -159,7 +159,7 @@ def test_a_rank_that_is_killed_is_told_of_at_once(case: tuple[int, bool]) -> Non
 
 def stopped(_: None) -> list[str]:
     """Rank 1 is stopped until rank 0 has given up on it."""
-    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
     rank = dist.get_rank()
     told = trained_until(2, TIMEOUT_S, lambda _: os.kill(os.getpid(), signal.SIGSTOP))
@@ -230,7 +230,7 @@ def test_an_engine_takes_its_thread_with_it_and_two_do_not_meet() -> None:
 def held_behind_gathers(_: None) -> int:
     """Of 20 buffers of 64 MiB that were gathered into and let go at once, those that were there a moment longer."""
     collectives, num_held = Collectives(world_of(TIMEOUT_S), ledger=Ledger(), ordered=True, overlap=True), 0
-    shard = torch.ones(2**23)
+    shard = torch.ones(2**24 // dist.get_world_size())
     for number in range(20):
         before = resident_nbytes()
         full = torch.zeros(2**24)

@@ -9,7 +9,6 @@ import os
 import select
 import selectors
 import signal
-import struct
 import threading
 import time
 import weakref
@@ -20,12 +19,9 @@ from socket import MSG_DONTWAIT, MSG_NOSIGNAL
 
 import torch
 
-from zerotrain.comm.errand import Errand
+from zerotrain.comm.errand import MESSAGE, READ, THERE, Errand, MovingThread
 from zerotrain.comm.local_peers import LocalPeer
 
-_MESSAGE = struct.Struct("=BIQQQ")
-"""(kind, hash of the name, number of the handle, offset in the sender's memory, bytes)"""
-_THERE, _READ = 1, 2
 _LINGER_S = 2.0
 """Until a rank that ends gives up on what is under way."""
 _CLOSE_S = 1.0
@@ -63,7 +59,7 @@ class Courier:
             self._ends[peer].register(each.connection, select.POLLRDHUP)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._thread = _Thread(target=self._run, name="zerotrain courier", daemon=True)
+        self._thread = MovingThread(target=self._run, name="zerotrain courier", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:  # the system gives no thread
@@ -73,8 +69,8 @@ class Courier:
 
     # ---- the main thread
 
-    def send(self, errand: Errand, offset: int) -> None:
-        """Begin an errand: this rank's part lies at `offset` of its memory, and may be read.
+    def begin(self, errand: Errand) -> None:
+        """Begin an errand; `tell` the peers where this rank's part lies once it may be read.
 
         Raises:
             RuntimeError: a peer is gone, or something has failed before.
@@ -85,10 +81,13 @@ class Courier:
             self._errands.pop(errand.number, None)
             self.close(_closed_by(self._gone))  # the others may wait for this rank, and not for who is gone
             raise RuntimeError(self._failure)
-        self._say(self._peers, _THERE, errand, offset)
         if errand.number in self._said:
             self._issued.append(errand.number)
             self._wake_up()
+
+    def tell(self, message: bytes) -> None:
+        """Send all peers the message of an errand that was begun; from any thread."""
+        self._say(self._peers, message)
 
     def wait(self, errand: Errand, timeout_s: float) -> None:
         """Until an errand is done.
@@ -96,7 +95,7 @@ class Courier:
         Raises:
             RuntimeError: it will not be.
         """
-        if isinstance(threading.current_thread(), _Thread):  # in which Python happened to collect an engine
+        if isinstance(threading.current_thread(), MovingThread):  # in which Python happened to collect an engine
             raise RuntimeError("the thread that is to end this collective does not wait for it")
         if errand.ended.acquire(timeout=timeout_s):
             errand.ended.release()  # who waits again, such as what cleans up after an error, is told the same
@@ -110,7 +109,7 @@ class Courier:
         """End the thread when nothing is under way any more, or a moment later: who exits may be ahead of the others,
         which still want what it has sent."""
         until_s = time.monotonic() + _LINGER_S
-        cannot_wait = self._is_over or isinstance(threading.current_thread(), _Thread)
+        cannot_wait = self._is_over or isinstance(threading.current_thread(), MovingThread)
         for errand in [] if cannot_wait else list(self._errands.values()):
             if errand.ended.acquire(timeout=max(0.0, until_s - time.monotonic())):
                 errand.ended.release()
@@ -139,8 +138,7 @@ class Courier:
 
     # ---- both
 
-    def _say(self, peers: Iterable[int], kind: int, errand: Errand, offset: int = 0) -> None:
-        message = _MESSAGE.pack(kind, errand.code, errand.number, offset, errand.nbytes)
+    def _say(self, peers: Iterable[int], message: bytes) -> None:
         for peer in peers:
             try:
                 with self._descriptors:
@@ -190,7 +188,7 @@ class Courier:
     def _hear(self, peer: int) -> None:
         while self._failure is None:
             try:
-                message = self._peers[peer].connection.recv(_MESSAGE.size)
+                message = self._peers[peer].connection.recv(MESSAGE.size)
             except BlockingIOError:
                 return
             except ConnectionResetError:  # it left without reading all; what it had to say comes before its end
@@ -198,8 +196,8 @@ class Courier:
             if not message:
                 self._lose(peer)
                 return
-            kind, code, number, offset, nbytes = _MESSAGE.unpack(message)
-            if kind == _THERE:
+            kind, code, number, offset, nbytes = MESSAGE.unpack(message)
+            if kind == THERE:
                 self._said[number][peer].append((code, offset, nbytes))
                 self._look_at(number)
             else:
@@ -227,7 +225,9 @@ class Courier:
             errand.not_there.discard(peer)
             read = tuple(errand.there(peer, self._peers[peer].file.fileno(), offset))
             self._require_here(read)
-            self._say(read, _READ, errand)
+            self._say(read, errand.message(READ))
+            if not errand.not_there:
+                errand.all_read()
 
     def _require_here(self, peers: Iterable[int]) -> None:
         """Make sure that what was read is what was sent: who gives up, and only then its memory, ends its connection
@@ -278,10 +278,6 @@ class Courier:
             self._failure, self._is_over = "this process was forked from a rank, and is none", True
             self._descriptors = threading.Lock()  # another thread may have held it
             self._give_back()
-
-
-class _Thread(threading.Thread):
-    """A courier's."""
 
 
 def _closed_by(peers: Iterable[int]) -> str:

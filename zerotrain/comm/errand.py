@@ -1,8 +1,13 @@
 """What a courier is told to do: one use of a handle."""
 
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+
+MESSAGE = struct.Struct("=BIQQQ")
+"""(kind, hash of the name, number of the handle, offset in the sender's memory, bytes)"""
+THERE, READ = 1, 2
 
 
 class Errand(ABC):
@@ -24,6 +29,17 @@ class Errand(ABC):
         """Held until the errand is done, or will never be."""
         self.ended.acquire()
 
+    def message(self, kind: int, offset: int = 0) -> bytes:
+        """What one courier sends another about this errand."""
+        return MESSAGE.pack(kind, self.code, self.number, offset, self.nbytes)
+
     @abstractmethod
     def there(self, peer: int, file: int, offset: int) -> Iterable[int]:
         """A peer's part is there: do what can be done with it; give the peers whose parts are read."""
+
+    def all_read(self) -> None:  # noqa: B027 -- most are done with it
+        """All parts are read, and are what was sent."""
+
+
+class MovingThread(threading.Thread):
+    """One that collectives need to end: it waits for none."""

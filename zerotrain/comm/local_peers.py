@@ -46,15 +46,16 @@ class NotLocalError(Exception):
 
 def meet_locally(
     rank: int,
-    size: int,
+    ranks: range,
     file: int,
     say: Callable[[Any], list[Any]],
     timeout_s: float,
     then: Callable[[Mapping[int, LocalPeer]], T],
 ) -> T:
-    """Connect this rank with all others. Collective.
+    """Connect this rank with the others of its host. Collective, over the ranks of all hosts.
 
     Args:
+        ranks: of this host.
         file: of this rank's memory.
         say: see `Wire.gather_objects`.
         then: makes something of the peers, by rank, before all agree that they can.
@@ -70,7 +71,7 @@ def meet_locally(
         connected: dict[int, socket.socket] = {}
         why = ""
         try:
-            for peer in range(rank):
+            for peer in range(ranks.start, rank):
                 connected[peer] = undone.enter_context(_socket(timeout_s))
                 connected[peer].connect(said[peer][1])
                 socket.send_fds(connected[peer], [hellos[peer]], [file])
@@ -79,14 +80,14 @@ def meet_locally(
         require_all(say, why)
         peers: dict[int, LocalPeer] = {}
         try:
-            while len(peers) < size - 1 - rank:
+            while len(peers) < ranks.stop - 1 - rank:
                 connection = undone.enter_context(listener.accept()[0])
                 connection.settimeout(timeout_s)
                 if (other := _heard(connection, hellos[rank], peers, undone)) is not None:
                     socket.send_fds(connection, [hellos[other]], [file])
             for connection in connected.values():
                 _heard(connection, hellos[rank], peers, undone)
-            if len(peers) < size - 1:
+            if len(peers) < len(ranks) - 1:
                 raise ConnectionError("others than ranks are at the other end")
             made = then(peers)
             undone.callback(made.leave)

@@ -13,27 +13,30 @@ from zerotrain.comm.shared_memory import SharedMemory, read_into
 
 
 class LocalRanks:
-    """All ranks of an engine, on one host. The thread that moves data ends when nobody uses it any more.
+    """The ranks of an engine on this host. The thread that moves data ends when nobody uses it any more.
 
     Args:
+        ranks: all, or of several hosts those of this one.
         say: see `Wire.gather_objects`.
         timeout_s: seconds to wait for the other ranks.
 
     Raises:
-        NotLocalError: they are not all on this host, or one cannot; on all ranks alike.
+        NotLocalError: they are not all on this host, or one of any host cannot; on all ranks alike.
     """
 
     num_staged = 0
     """Times that what was sent lay in memory that others cannot read, and was copied."""
 
-    def __init__(self, rank: int, size: int, say: Callable[[Any], list[Any]], timeout_s: float) -> None:
-        self.rank, self.size, self.timeout_s = rank, size, timeout_s
-        self.peers = tuple(peer for peer in range(size) if peer != rank)
+    def __init__(self, rank: int, ranks: range, say: Callable[[Any], list[Any]], timeout_s: float) -> None:
+        self.rank, self.size, self.timeout_s = rank, len(ranks), timeout_s
+        self.place = ranks.index(rank)
+        """Of this rank among them."""
+        self.peers = tuple(peer for peer in ranks if peer != rank)
         memory, why = _memory()
         require_all(say, why)
         assert memory is not None
         self.memory = memory
-        self.courier = meet_locally(rank, size, memory.file, say, timeout_s, Courier)
+        self.courier = meet_locally(rank, ranks, memory.file, say, timeout_s, Courier)
         self.rows = Rows()
         self._staging = ScratchPool(dtype=torch.uint8, device=torch.device("cpu"), zeros=memory.zeros)
         weakref.finalize(self, self.courier.leave)
@@ -45,15 +48,18 @@ class LocalRanks:
             stays: the memory of the copy is kept for the next one.
         """
         self.num_staged += 1
-        nbytes = sent.nbytes
-        scratch = self._staging.take(nbytes) if stays else Scratch(self.memory.zeros(nbytes, torch.uint8))
-        scratch.storage[:nbytes].copy_(sent.view(torch.uint8))
+        scratch = self.borrow(sent.nbytes, stays=stays)
+        scratch.storage[: sent.nbytes].copy_(sent.view(torch.uint8))
         offset = self.memory.offset_of(scratch.storage)
         assert offset is not None
         return scratch, offset
 
+    def borrow(self, nbytes: int, *, stays: bool) -> Scratch:
+        """Bytes that others can read, until `unstage`."""
+        return self._staging.take(nbytes) if stays else Scratch(self.memory.zeros(nbytes, torch.uint8))
+
     def unstage(self, scratch: Scratch, *, stays: bool) -> None:
-        """All have read the copy."""
+        """All have read it."""
         if stays:
             self._staging.give_back(scratch)
 

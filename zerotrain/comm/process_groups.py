@@ -3,6 +3,7 @@
 | backend | gather | ordered reduction | native reduction |
 |---|---|---|---|
 | gloo, all ranks on one host | read from the others' memory | the same | the backend's own |
+| gloo, hosts of 2, 4, 8, ... ranks | read inside a host, posted sends across | the same | the backend's own |
 | gloo, few ranks | posted sends and receives | posted sends and receives | the backend's own |
 | gloo, many ranks; NCCL | the backend's own | all-to-all, sum of rows | the backend's own |
 """
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from zerotrain.comm.across_handles import AcrossGather, AcrossReduction
 from zerotrain.comm.backend_handles import (
     AllToAll,
     NativeGather,
@@ -24,6 +26,7 @@ from zerotrain.comm.backend_handles import (
     unseen_by_profiler,
 )
 from zerotrain.comm.handles import Exchange, Gather, Reduction
+from zerotrain.comm.hosts import Hosts, host_name, meet_hosts, ranks_of_host
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.local_peers import NotLocalError, require_all
 from zerotrain.comm.local_ranks import LocalRanks
@@ -61,17 +64,24 @@ class ProcessGroups(Wire):
         self._ordered = ordered
         self._posts = self._is_gloo and shards.size <= MAX_RANKS_OF_EXCHANGE
         self._local: LocalRanks | None = None
-        """Where all ranks read each other's memory."""
+        """Where ranks read each other's memory: all of them, or those of this host."""
+        self._hosts: Hosts | None = None
+        """Where they are those of this host."""
         # Not on a GPU, where gloo may be too, nor in torch's fake group.
         if device.type == "cpu" and self._gathers._get_backend(device).name().lower() == "gloo":
             self._meet_locally()
 
     def _meet_locally(self) -> None:
-        shards = self._shards
+        shards, say = self._shards, self.gather_objects
         try:
             # Asked of all ranks: one of them may be told otherwise.
-            require_all(self.gather_objects, "" if shards.shared_memory else "it is told not to (shared_memory=False)")
-            self._local = LocalRanks(shards.rank, shards.size, self.gather_objects, self._timeout_s())
+            why = "" if shards.shared_memory else "it is told not to (shared_memory=False)"
+            names = [name for _, name in require_all(say, why, host_name())]
+            ranks = ranks_of_host(names, shards.rank, MAX_RANKS_OF_EXCHANGE)
+            local = LocalRanks(shards.rank, ranks, say, self._timeout_s())
+            if local.size < shards.size:
+                self._hosts = meet_hosts(local, shards.size // local.size, say)
+            self._local = local
         except NotLocalError as error:
             self.not_shared = str(error) if shards.shared_memory else ""
 
@@ -86,6 +96,8 @@ class ProcessGroups(Wire):
         return super().zeros(numel, dtype, device)
 
     def gather(self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor) -> Gather:
+        if self._hosts is not None:
+            return AcrossGather(name, journal, full, shard, self._hosts, self._gathers, next(self._shards.tags))
         if self._local is not None:
             return SharedGather(name, journal, full, shard, self._local, next(self._shards.tags))
         if self._posts:
@@ -97,6 +109,9 @@ class ProcessGroups(Wire):
     ) -> Reduction:
         if not self._ordered:
             return NativeReduction(name, journal, out, pool, num_leaves, self._reductions, self._is_gloo)
+        if self._hosts is not None:
+            number = next(self._shards.tags)
+            return AcrossReduction(name, journal, out, pool, num_leaves, self._hosts, self._reductions, number)
         if self._local is not None:
             number = next(self._shards.tags)
             return SharedReduction(name, journal, out, pool, num_leaves, self._local, number)

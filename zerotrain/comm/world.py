@@ -36,7 +36,7 @@ class Shards:
     tags: Iterator[int] = field(default_factory=itertools.count, compare=False)
     """Numbers that keep sends and receives apart; taken in the same order on every rank."""
     shared_memory: bool = True
-    """On one host CPU ranks read each other's memory; False: they send through sockets."""
+    """CPU ranks of one host read each other's memory; False: they send through sockets."""
     make_wire: "Callable[[bool], Wire] | None" = field(default=None, compare=False)
     """What carries the collectives of an engine (with an ordered reduction or not), in place of the groups."""
 

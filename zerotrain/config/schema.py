@@ -204,8 +204,9 @@ class LaunchConfig:
     timeout_s: float = setting(300.0, between(0.001, 31536000, "seconds (a year)"))
     """Seconds a collective may wait for the other ranks before the run is ended."""
     shared_memory: Any = setting("auto", one_of("auto", False), SENT)
-    """auto: where all ranks are on one host and compute on the CPU, they read each other's memory. false: they send
-    through sockets, as they do where that cannot be, which the start of a run says; the bits are the same."""
+    """auto: ranks that compute on the CPU read the memory of those of their host, where each host has as many, 2, 4, 8
+    or another power of two, or there is one. false: they send through sockets, as they do where that cannot be, which
+    the start of a run says; the bits are the same."""
     max_restarts: int = setting(0, between(0, 1000, "restarts"))
     """How often the ranks are started again after one has failed or died, each time from the newest checkpoint; after
     two in a row that brought no newer one there is no other. With torchrun: its own --max-restarts."""

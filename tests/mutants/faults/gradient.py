@@ -125,8 +125,8 @@ FAULTS = {
     ),
     "loan-given-back-when-sent": Fault(
         FILE,
-        "            self._reduction.issue(root, squares)\n",
-        "            self._reduction.issue(root, squares)\n            self._pool._free.append(_begun(self._unreduced))\n",
+        "self._reduction.issue(root, squares)\n",
+        "self._reduction.issue(root, squares)\n            self._pool._free.append(_begun(self._unreduced))\n",
         "the next bucket is filled into what is on the wire",
         ("unit/engine/test_engine.py",),
     ),

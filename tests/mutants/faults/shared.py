@@ -6,20 +6,21 @@ MEMORY, PEERS, COURIER, HANDLES = (
     f"comm/{name}.py" for name in ("shared_memory", "local_peers", "courier", "shared_handles")
 )
 REAL = ("unit/comm/test_process_groups.py",)
+ACROSS = "comm/across_handles.py"
 WHOLE = ("distributed/test_shared_memory.py",)
 OF_MEMORY = ("unit/comm/test_shared_memory.py",)
 
 FAULTS = {
     "part-of-another-read": Fault(
         HANDLES,
-        "(file, offset + self._rank * self._own.nbytes)",
-        "(file, offset)",
+        "place + (first + start) * itemsize",
+        "place + start * itemsize",
         "every rank reads the part of rank 0",
         REAL,
     ),
     "own-part-last-of-those-read": Fault(
         HANDLES,
-        "parts.insert(self._rank, own)",
+        "parts.insert(self._place, own)",
         "parts.append(own)",
         "parts are not added in rank order",
         REAL,
@@ -79,5 +80,47 @@ FAULTS = {
         "            pass  # who waits again",
         "what cleans up after a rank was lost waits for it once more, until the timeout",
         WHOLE,
+    ),
+    "root-divided-twice": Fault(
+        ACROSS,
+        "super().__init__(number, code, hosts.local, full, outs, 1)",
+        "super().__init__(number, code, hosts.local, full, outs, hosts.local.size)",
+        "a host's sum is divided, and the sum of all hosts' once more",
+        REAL,
+    ),
+    "roots-out-of-order": Fault(
+        ACROSS,
+        "self._roots[self._hosts.host] = sent[self._hosts.host]",
+        "self._roots = [*(r for h, r in enumerate(self._roots) if h != self._hosts.host), sent[self._hosts.host]]",
+        "the sums of three hosts are not added in their order",
+        ("distributed/test_hosts.py::test_on_three_hosts_the_bits_are_those_of_plain_pytorch_too",),
+    ),
+    "told-before-it-has-come": Fault(
+        "comm/arrivals.py",
+        "                wait_for(passages)\n",
+        "",
+        "ranks of a host read what has not come from another host yet",
+        REAL,
+    ),
+    "column-not-copied": Fault(
+        "comm/arrivals.py",
+        "                    copied[0].copy_(copied[1])\n",
+        "                    pass\n",
+        "what is received beside a bucket that others cannot read stays there",
+        REAL,
+    ),
+    "roots-in-16-bits": Fault(
+        ACROSS,
+        "if sent.dtype != torch.float32:",
+        "if False:",
+        "a host's sum is rounded before it travels",
+        ("distributed/test_hosts.py::test_on_two_hosts_every_stage_has_the_bits_of_plain_pytorch",),
+    ),
+    "host-keeps-a-loss-to-itself": Fault(
+        "comm/arrivals.py",
+        '                fail(str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}")\n',
+        "",
+        "where what another host sends does not come, nobody is told before the timeout",
+        ("distributed/test_hosts.py::test_a_rank_that_is_killed_is_told_of_on_every_host",),
     ),
 }

@@ -29,7 +29,7 @@ def meet(size: int, changes: dict[int, Change]) -> list[Any]:
         wire, number = FakeWire(board, rank), iter(range(10))
         change = changes.get(rank, lambda _, said: said)
         try:
-            got[rank] = LocalRanks(rank, size, lambda said: wire.gather_objects(change(next(number), said)), 5.0)
+            got[rank] = LocalRanks(rank, range(size), lambda said: wire.gather_objects(change(next(number), said)), 5.0)
         except Exception as error:
             got[rank] = error
 

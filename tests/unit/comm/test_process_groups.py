@@ -1,4 +1,4 @@
-"""The collectives of real ranks: each way to send, on two and three processes that are started once."""
+"""The collectives of real ranks: each way to send, on two to four processes that are started once."""
 
 import os
 from collections.abc import Callable
@@ -23,6 +23,7 @@ NUMEL = 6
 """Elements of a shard."""
 WAYS = {
     "shared": (True, 8, True),
+    "on two hosts": (True, 8, True),
     "posted": (False, 8, True),
     "native gather, all-to-all": (False, 1, True),
     "native": (False, 1, False),
@@ -36,6 +37,8 @@ class OnARank:
 
     def __init__(self, way: str, world: World, *, overlap: bool = True) -> None:
         shared_memory, process_groups.MAX_RANKS_OF_EXCHANGE, ordered = WAYS[way]
+        if way == "on two hosts":
+            process_groups.host_name = lambda: f"host {world.rank * 2 // world.size}"
         world = replace(world, shards=replace(world.shards, shared_memory=shared_memory))
         self.way, self.rank, self.size, self.ledger = way, world.rank, world.size, Ledger()
         self.pool = ScratchPool(dtype=torch.float32, device=CPU)
@@ -117,12 +120,12 @@ def pieces(mine: OnARank) -> None:
 
 
 def means_in_rank_order(mine: OnARank) -> None:
-    """In fp32 (1e8 + -1e8) + 3 is 3, and in another order less."""
-    if mine.size != 3 or mine.way == "native":
+    """In fp32 (1e8 + -1e8) + (3 + 1) is 4, and in another order less."""
+    if mine.size < 3 or mine.way == "native":
         return
     out = torch.empty(NUMEL)
     reduction = mine.collectives.reduction("unit", out, mine.pool)
-    reduction.issue(torch.full((3 * NUMEL,), (1e8, -1e8, 3.0)[mine.rank]))
+    reduction.issue(torch.full((mine.size * NUMEL,), (1e8, -1e8, 3.0, 1.0)[mine.rank]))
     reduction.finish()
     assert out.tolist() == [1.0] * NUMEL
 
@@ -209,7 +212,7 @@ def counted(mine: OnARank) -> None:
     assert mine.ledger.last_step.calls == {"gather": 1, "reduce": 1}
     reduction.prepare()
     reduction.withdraw()  # of what is posted, something must be sent to end it
-    assert mine.ledger.outside_steps.nbytes == ({"reduce": share} if mine.way == "posted" else {})
+    assert mine.ledger.outside_steps.nbytes == ({"reduce": share} if mine.way in ("posted", "on two hosts") else {})
 
 
 def without_overlap(mine: OnARank) -> None:
@@ -250,6 +253,8 @@ def all_checks(way: str) -> list[str]:
     return failed
 
 
-@pytest.mark.parametrize(("way", "size"), [("shared", 2), ("posted", 2), *((way, 3) for way in WAYS)])
+@pytest.mark.parametrize(
+    ("way", "size"), [("shared", 2), ("posted", 2), *((way, 4 if way == "on two hosts" else 3) for way in WAYS)]
+)
 def test_every_way_to_send_gives_sums_in_order_counts_its_bytes_and_ends_what_it_began(way: str, size: int) -> None:
     assert run_ranks(all_checks, size, way, timeout_s=60.0) == [[]] * size
