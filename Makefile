@@ -29,6 +29,7 @@ KILLS ?= 200
 SEED ?= 0
 chaos: $(INSTALLED) ## kill -9 of a rank, the parent or all at each place of a run, 200 times, and restarts; KILLS, SEED; under 20 minutes
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
+	$(BIN)/python -m tests.chaos.shared --kills 50 --seed $(SEED)
 
 check: $(INSTALLED) ## lint, types and import layers
 	$(BIN)/ruff check .

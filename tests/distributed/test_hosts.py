@@ -120,6 +120,28 @@ def test_a_rank_that_is_late_changes_no_bit_on_any_host() -> None:
     assert run_over(cases, trained_late, 4) == [expected] * len(cases)
 
 
+CHANGING = (0, 3, 1, 2, 3)
+"""The stage of each step."""
+
+
+def trained_at_changing_stages(case: Case) -> str:
+    live_on(2)
+    rank, size = place()
+    engine = build(case)
+    for number, stage in enumerate(CHANGING):
+        engine.set_stage(stage)
+        engine.train_step(micro_batches(batch(number, size, 1), rank))
+    assert hosts_of(engine)
+    return engine.weights_sha256()
+
+
+def test_stages_may_change_on_any_host() -> None:
+    """Memory that was given back at stage 3 cannot be read by others afterwards: what is gathered there is staged."""
+    cases = [Case(ORDERED, precision=precision, num_steps=len(CHANGING)) for precision in ("fp32", "bf16")]
+    expected = [[sha256(reference_weights(case, 4))] * 4 for case in cases]
+    assert run_over(cases, trained_at_changing_stages, 4) == expected
+
+
 # ---- what goes from host to host
 
 CLONE_NEWNET = 0x40000000

@@ -11,6 +11,13 @@ OF_SUMS = ("unit/engine/test_accumulate.py",)
 OF_NORM = ("unit/engine/buckets/test_norm.py",)
 
 FAULTS = {
+    "squares-of-the-last-backward": Fault(
+        FILE,
+        "BlockSquares(self.shard, exact=self._exact_norm) if self._sum is None else None",
+        "BlockSquares(self.shard, exact=self._exact_norm)",
+        "the norm of backwards that are reduced each is that of the last",
+        OF_SUMS,
+    ),
     "drop-keeps-the-earlier-sum": Fault(
         FILE,
         "        self._subtrees.clear()\n        self._sum = None\n        if",

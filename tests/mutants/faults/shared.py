@@ -18,6 +18,13 @@ FAULTS = {
         "every rank reads the part of rank 0",
         REAL,
     ),
+    "pieces-told-as-the-first": Fault(
+        HANDLES,
+        "self.watch(start, mean)",
+        "self.watch(0, mean)",
+        "the norm is that of the last piece of each bucket",
+        REAL,
+    ),
     "own-part-last-of-those-read": Fault(
         HANDLES,
         "parts.insert(self._place, own)",
