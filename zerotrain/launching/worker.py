@@ -17,7 +17,6 @@ from zerotrain.comm.environment import RankEnvironment
 from zerotrain.errors import printable
 from zerotrain.launching import exits
 from zerotrain.launching.failures import Failure, name_full_disk
-from zerotrain.launching.heap import reuse_what_is_freed
 from zerotrain.launching.job import Job, num_threads_per_rank
 from zerotrain.launching.presence import Presence, continue_stopped, seen_alive
 from zerotrain.launching.rank_log import open_rank_log
@@ -43,7 +42,6 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
         print(f"rank {ranks.rank}: {error}", file=sys.stderr)
         raise
     torch.set_num_threads(num_threads_per_rank(job.config, ranks.local_world_size))
-    reuse_what_is_freed()
     # Under torchrun, what it records of an exception becomes part of torchrun's own report.
     torchrun_report = get_error_handler()
     torchrun_report.initialize()

@@ -8,7 +8,7 @@ import pytest
 
 FAULTS = """
 import ctypes, resource, torch
-from zerotrain.launching.heap import reuse_what_is_freed
+from benchmarks.heap import reuse_what_is_freed
 for threshold in (-3, -1):  # where glibc begins; from there it goes up by itself, by chance sooner or later
     ctypes.CDLL(None).mallopt(threshold, 2**17)
 {call}
@@ -30,7 +30,7 @@ def num_faults(call: str, **variables: str) -> int:
         capture_output=True,
         text=True,
         check=True,
-        cwd=Path(__file__).resolve().parents[3],
+        cwd=Path(__file__).resolve().parents[2],
     )
     return int(told.stdout)
 

@@ -15,7 +15,9 @@ def reuse_what_is_freed() -> None:
 
     By itself glibc comes to these numbers once a block of 32 MiB was freed. Before, it gives the logits and the largest
     gradients back to the system in each step and gets zeroed pages for them in the next: 5,000 to 9,000 page faults and
-    15 ms of CPU time in a step of 350 ms (GPT of 13.9 M parameters, 2026-11-22). The peak is the same.
+    15 ms of CPU time in a step of 350 ms (GPT of 13.9 M parameters, 2026-11-22).
+
+    Not in runs: 24 layers of 24 M parameters on two ranks no longer fitted into a limit that was enough before.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not everywhere is glibc
     if mallopt is None or any(name in os.environ for name in _OF_THE_USER):
