@@ -106,8 +106,8 @@ def _watch_handles(striker: Striker) -> None:
     def wait(handle: Any) -> None:
         striker.passed(f"{_kind(handle)}: waited for")
 
-    before(shared_handles._Shared, "_send", send)
-    before(shared_handles._Shared, "_wait", wait)
+    before(shared_handles.Shared, "_send", send)
+    before(shared_handles.Shared, "_wait", wait)
 
 
 def _kind(handle: Any) -> str:
@@ -116,14 +116,15 @@ def _kind(handle: Any) -> str:
 
 def _watch_courier(striker: Striker) -> None:
     from zerotrain.comm import shared_handles
-    from zerotrain.comm.courier import _READ, _THERE, Courier
+    from zerotrain.comm.courier import Courier
+    from zerotrain.comm.errand import READ, THERE
 
-    def say(_: Any, peers: Any, kind: int, *__: Any) -> None:
-        if kind == _READ and tuple(peers):
+    def say(_: Any, peers: Any, message: bytes) -> None:
+        if message[0] == READ and tuple(peers):
             striker.passed("courier: has read, and not said so")
 
-    def said(_: Any, peers: Any, kind: int, *__: Any) -> None:
-        if kind == _THERE:
+    def said(_: Any, peers: Any, message: bytes) -> None:
+        if message[0] == THERE:
             striker.passed("courier: has said that something is there")
 
     before(Courier, "_say", say)
