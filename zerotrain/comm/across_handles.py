@@ -7,10 +7,11 @@ import torch.distributed as dist
 
 from zerotrain.comm.backend_handles import ring_nbytes
 from zerotrain.comm.errand import THERE, Errand
-from zerotrain.comm.handles import Gather, Reduction, mean_by_tree
+from zerotrain.comm.handles import Gather, Reduction, ReductionSpec
 from zerotrain.comm.hosts import Column, Hosts
 from zerotrain.comm.journal import Journal
-from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.comm.means import mean_by_tree
+from zerotrain.comm.scratch import Scratch
 from zerotrain.comm.shared_handles import ReductionErrand, Shared, read_in_slices
 
 
@@ -135,16 +136,12 @@ class AcrossReduction(_Across, Reduction):
 
     def __init__(
         self,
-        name: str,
-        journal: Journal,
-        out: torch.Tensor,
-        pool: ScratchPool,
-        num_leaves: int,
+        spec: ReductionSpec,
         hosts: Hosts,
         group: dist.ProcessGroup,
         tag: int,
     ) -> None:
-        super().__init__(name, journal, out, pool, num_leaves)
+        super().__init__(spec)
         self._join_hosts(hosts, group, tag)
         self.sent_nbytes = self._part_nbytes * (hosts.num_ranks - 1)
         self._lent: list[Scratch] = []

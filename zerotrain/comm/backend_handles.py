@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, mean_by_tree
+from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, ReductionSpec
 from zerotrain.comm.journal import Journal
-from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.means import mean_by_tree
 
 # torch 2.13 renames these two and warns about the old names; torch 2.11 has only those.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,15 +60,11 @@ class _BackendReduction(Works, Reduction):
 
     def __init__(
         self,
-        name: str,
-        journal: Journal,
-        out: torch.Tensor,
-        pool: ScratchPool,
-        num_leaves: int,
+        spec: ReductionSpec,
         group: dist.ProcessGroup,
         is_gloo: bool,
     ) -> None:
-        super().__init__(name, journal, out, pool, num_leaves)
+        super().__init__(spec)
         self._group, self._is_gloo = group, is_gloo
         self.sent_nbytes = self._part_nbytes * (group.size() - 1)
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zerotrain.comm.handles import Exchange, Gather, Reduction
+from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.notes import Notes
@@ -69,7 +69,9 @@ class Collectives:
     def reduction(self, name: str, out: torch.Tensor, pool: ScratchPool, *, leaves_per_rank: int = 1) -> Reduction:
         """A handle on the mean over all leaves, of which `out` gets this rank's part. What is sent is of the dtype of
         `pool`."""
-        return self._wire.reduction(name, self._journal, out, pool, leaves_per_rank * self.shards.size)
+        num_leaves = leaves_per_rank * self.shards.size
+        spec = ReductionSpec(name=name, journal=self._journal, out=out, pool=pool, num_leaves=num_leaves)
+        return self._wire.reduction(spec)
 
     def exchange(
         self,

@@ -7,7 +7,8 @@ bytes are noted, a failure is told with the collective's name, and `overlap=Fals
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, NoReturn, TypeAlias
 
 import torch
@@ -15,12 +16,6 @@ import torch
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.scratch import Scratch, ScratchPool
 
-CHUNK_NUMEL = 2**18
-"""Elements averaged at a time on a CPU, where what is added and the sum (1 MiB each in fp32) stay in the cache:
-measured in bf16, 3.2 million elements of two ranks took 14 ms at once and 2 ms in chunks."""
-
-BLOCK_NUMEL = 64
-"""Pieces of a mean begin on multiples of this many elements."""
 Watch: TypeAlias = Callable[[int, torch.Tensor], None]
 """Is told (first element, values) of each piece of a result, maybe on another thread."""
 
@@ -163,25 +158,34 @@ class Gather(Handle):
         self._issue_noted()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReductionSpec:
+    """What a reduction is to do, whatever carries it."""
+
+    name: str
+    journal: Journal
+    out: torch.Tensor
+    """(numel / ranks,) the result, as long as the handle lives. It may lie inside what is reduced, at this rank's
+    place, and be of another dtype."""
+    pool: ScratchPool
+    """Lends buffers of the dtype of what is reduced, for what is received on the way."""
+    num_leaves: int
+    """Of all ranks."""
+
+
 class Reduction(Handle):
     """A reduce-scatter: the mean over all leaves, of which each rank's `full` (numel) is a sum of equally many, into
-    `out` (numel / ranks), this rank's part.
-
-    Args:
-        out: as long as the handle lives. It may lie inside `full`, at this rank's place, and be of another dtype.
-        pool: lends buffers of the dtype of `full`, for what is received on the way.
-        num_leaves: of all ranks.
-    """
+    `out` (numel / ranks), this rank's part."""
 
     kind = "reduction"
     ledger_kind = "reduce"
 
-    def __init__(self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool, num_leaves: int) -> None:
-        super().__init__(name, journal)
-        self.out, self.num_leaves = out, num_leaves
+    def __init__(self, spec: ReductionSpec) -> None:
+        super().__init__(spec.name, spec.journal)
+        self.out, self.num_leaves = spec.out, spec.num_leaves
         self._full: torch.Tensor | None = None
         self._watch: Watch | None = None
-        self._pool = pool
+        self._pool = spec.pool
         self._received: Scratch | None = None
 
     @property
@@ -227,72 +231,3 @@ class Exchange(Handle):
     def issue(self) -> None:
         """Start."""
         self._issue_noted()
-
-
-def mean_by_tree(
-    parts: Sequence[torch.Tensor] | torch.Tensor,
-    out: torch.Tensor,
-    num_leaves: int,
-    *,
-    sums: torch.Tensor | None = None,
-) -> None:
-    """Leave the mean of `num_leaves` leaves in `out` (n), of which `parts`, (ranks, n) or one tensor for each rank, are
-    sums of equally many each.
-
-    Neighbours are added in pairs in fp32, then the sums in pairs, and so on; the last of an odd number goes up as it
-    is. The sum is divided by the number of leaves, then rounded to the dtype of `out`, which may be one of the parts.
-
-    Args:
-        sums: (ranks / 2 rounded up, as many as are added at a time, or n) fp32 to add in; None: it is made here.
-    """
-    pairs = (len(parts) + 1) // 2
-    step = max(1, CHUNK_NUMEL // pairs) if out.is_cpu else out.numel()
-    if sums is None:
-        sums = torch.empty(pairs, min(step, out.numel()), dtype=torch.float32, device=out.device)
-    for start in range(0, out.numel(), step):
-        where = slice(start, start + step)
-        mean = out[where]
-        into = sums[:, : mean.numel()]
-        if isinstance(parts, torch.Tensor):
-            total = _sum_of_rows(parts[:, where], into)
-        else:
-            # The last sum may go where the mean does: that may be one of the parts, but no other sum needs it.
-            total = _sum([part[where] for part in parts], into, mean if mean.dtype == into.dtype else into[0])
-        _divide(total, num_leaves)
-        if total is not mean:
-            mean.copy_(total)
-
-
-def _divide(total: torch.Tensor, by: int) -> None:
-    if by & (by - 1) == 0:
-        total.mul_(1 / by)  # the same bits, since 1 / by is exact, in a third of the time
-    else:
-        total.div_(by)
-
-
-def _sum(parts: Sequence[torch.Tensor], into: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """(n,) fp32 in `last`: the tree's sum of some parts, added in `into`, (pairs, n)."""
-    if len(parts) == 1:
-        return last.copy_(parts[0])
-    while len(parts) > 2:
-        paired = [_add(a, b, total) for a, b, total in zip(parts[::2], parts[1::2], into, strict=False)]
-        parts = [*paired, parts[-1]] if len(parts) % 2 else paired
-    return _add(parts[0], parts[1], last)
-
-
-def _sum_of_rows(rows: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """The same of (ranks, n), without a call for each of a thousand ranks."""
-    num_pairs = len(rows) // 2
-    _add(rows[: 2 * num_pairs : 2], rows[1 : 2 * num_pairs : 2], into[:num_pairs])
-    into[num_pairs:].copy_(rows[2 * num_pairs :])  # of an odd number the last
-    while (num_pairs := len(into) // 2) > 0:
-        into[: 2 * num_pairs : 2].add_(into[1 : 2 * num_pairs : 2])
-        into = into[::2]
-    return into[0]
-
-
-def _add(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """In fp32. `torch.add` of two tensors of 16 bits adds in 16 bits, whatever it is to leave the sum in."""
-    if a.dtype == b.dtype != total.dtype:
-        return total.copy_(a).add_(b)
-    return torch.add(a, b, out=total)

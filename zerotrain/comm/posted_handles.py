@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from zerotrain.comm.backend_handles import Works, ring_nbytes, unseen_by_profiler
-from zerotrain.comm.handles import Gather, Reduction, mean_by_tree
+from zerotrain.comm.handles import Gather, Reduction, ReductionSpec
 from zerotrain.comm.journal import Journal
-from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.means import mean_by_tree
 
 
 class _Posted(Works):
@@ -81,15 +81,11 @@ class PostedReduction(_Posted, Reduction):
 
     def __init__(
         self,
-        name: str,
-        journal: Journal,
-        out: torch.Tensor,
-        pool: ScratchPool,
-        num_leaves: int,
+        spec: ReductionSpec,
         group: dist.ProcessGroup,
         tag: int,
     ) -> None:
-        super().__init__(name, journal, out, pool, num_leaves)
+        super().__init__(spec)
         self._send_over(group, tag)
         self.sent_nbytes = self._part_nbytes * (self._size - 1)
 

@@ -25,13 +25,12 @@ from zerotrain.comm.backend_handles import (
     all_gather,
     unseen_by_profiler,
 )
-from zerotrain.comm.handles import Exchange, Gather, Reduction
+from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec
 from zerotrain.comm.hosts import Hosts, host_name, meet_hosts, ranks_of_host
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.local_peers import NotLocalError, require_all
 from zerotrain.comm.local_ranks import LocalRanks
 from zerotrain.comm.posted_handles import PostedGather, PostedReduction
-from zerotrain.comm.scratch import ScratchPool
 from zerotrain.comm.shared_handles import SharedGather, SharedReduction
 from zerotrain.comm.wire import Wire
 from zerotrain.comm.world import Shards, backend_of
@@ -104,21 +103,19 @@ class ProcessGroups(Wire):
             return PostedGather(name, journal, full, shard, self._gathers, next(self._shards.tags))
         return NativeGather(name, journal, full, shard, self._gathers, self._is_gloo)
 
-    def reduction(
-        self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool, num_leaves: int
-    ) -> Reduction:
+    def reduction(self, spec: ReductionSpec) -> Reduction:
         if not self._ordered:
-            return NativeReduction(name, journal, out, pool, num_leaves, self._reductions, self._is_gloo)
+            return NativeReduction(spec, self._reductions, self._is_gloo)
         if self._hosts is not None:
             number = next(self._shards.tags)
-            return AcrossReduction(name, journal, out, pool, num_leaves, self._hosts, self._reductions, number)
+            return AcrossReduction(spec, self._hosts, self._reductions, number)
         if self._local is not None:
             number = next(self._shards.tags)
-            return SharedReduction(name, journal, out, pool, num_leaves, self._local, number)
+            return SharedReduction(spec, self._local, number)
         if self._posts:
             tag = next(self._shards.tags)
-            return PostedReduction(name, journal, out, pool, num_leaves, self._reductions, tag)
-        return OrderedReduction(name, journal, out, pool, num_leaves, self._reductions, self._is_gloo)
+            return PostedReduction(spec, self._reductions, tag)
+        return OrderedReduction(spec, self._reductions, self._is_gloo)
 
     def exchange(
         self,

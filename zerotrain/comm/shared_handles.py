@@ -8,10 +8,11 @@ import torch
 from zerotrain.comm.backend_handles import ring_nbytes
 from zerotrain.comm.courier import Courier
 from zerotrain.comm.errand import THERE, Errand
-from zerotrain.comm.handles import BLOCK_NUMEL, CHUNK_NUMEL, Gather, Handle, Reduction, Watch, mean_by_tree
+from zerotrain.comm.handles import Gather, Handle, Reduction, ReductionSpec, Watch
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.local_ranks import LocalRanks
-from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.comm.means import BLOCK_NUMEL, CHUNK_NUMEL, mean_by_tree
+from zerotrain.comm.scratch import Scratch
 from zerotrain.comm.shared_memory import read_into
 
 _SLICE_NBYTES = 2**23
@@ -93,15 +94,11 @@ class SharedReduction(Shared, Reduction):
 
     def __init__(
         self,
-        name: str,
-        journal: Journal,
-        out: torch.Tensor,
-        pool: ScratchPool,
-        num_leaves: int,
+        spec: ReductionSpec,
         ranks: LocalRanks,
         number: int,
     ) -> None:
-        super().__init__(name, journal, out, pool, num_leaves)
+        super().__init__(spec)
         self._join(ranks, number)
         self.sent_nbytes = self._part_nbytes * (ranks.size - 1)
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerotrain.comm.handles import Exchange, Gather, Reduction, mean_by_tree
+from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec
 from zerotrain.comm.journal import Journal
-from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.means import mean_by_tree
 
 
 class Wire(ABC):
@@ -26,9 +26,7 @@ class Wire(ABC):
         """See `Gather`."""
 
     @abstractmethod
-    def reduction(
-        self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool, num_leaves: int
-    ) -> Reduction:
+    def reduction(self, spec: ReductionSpec) -> Reduction:
         """See `Reduction`. What is sent is of the dtype of `pool`, and what is received lies in its buffers."""
 
     @abstractmethod
@@ -66,10 +64,8 @@ class Alone(Wire):
     def gather(self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor) -> Gather:
         return _CopiedGather(name, journal, full, shard)
 
-    def reduction(
-        self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool, num_leaves: int
-    ) -> Reduction:
-        return _CopiedReduction(name, journal, out, pool, num_leaves)
+    def reduction(self, spec: ReductionSpec) -> Reduction:
+        return _CopiedReduction(spec)
 
     def exchange(
         self,

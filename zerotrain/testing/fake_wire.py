@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, mean_by_tree
+from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, ReductionSpec
 from zerotrain.comm.journal import Journal
-from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.means import mean_by_tree
 from zerotrain.comm.wire import Wire
 from zerotrain.comm.world import Shards, World
 
@@ -130,10 +130,8 @@ class FakeWire(Wire):
     def gather(self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor) -> Gather:
         return _FakeGather(self, name, journal, full, shard)
 
-    def reduction(
-        self, name: str, journal: Journal, out: torch.Tensor, pool: ScratchPool, num_leaves: int
-    ) -> Reduction:
-        return _FakeReduction(self, name, journal, out, pool, num_leaves)
+    def reduction(self, spec: ReductionSpec) -> Reduction:
+        return _FakeReduction(self, spec)
 
     def exchange(
         self,

@@ -3,6 +3,7 @@
 from tests.mutants.fault import Fault
 
 GROUPS, HANDLES, JOURNAL = "comm/process_groups.py", "comm/handles.py", "comm/journal.py"
+MEANS = "comm/means.py"
 REAL = ("unit/comm/test_process_groups.py",)
 ANY = ("unit/comm/test_handles.py",)
 ORDER = ("unit/comm/test_journal.py", "unit/engine/test_agreement.py")
@@ -18,39 +19,39 @@ FAULTS = {
         REAL,
     ),
     "rows-backwards": Fault(
-        HANDLES,
+        MEANS,
         "        into = into[::2]\n",
         "        into = into[::2].flip(0)\n",
         "of many ranks the parts are not added by the tree",
-        ("unit/comm/test_handles.py",),
+        ("unit/comm/test_means.py",),
     ),
     "middle-part-left-out": Fault(
-        HANDLES,
+        MEANS,
         "parts = [*paired, parts[-1]] if len(parts) % 2 else paired",
         "parts = paired",
         "of three ranks one is left out of the sum",
-        ("unit/comm/test_handles.py",),
+        ("unit/comm/test_means.py",),
     ),
     "mean-is-a-sum": Fault(
-        HANDLES,
+        MEANS,
         "total.mul_(1 / by)",
         "total.mul_(1)",
         "gradients are added over ranks, not averaged",
-        ("unit/comm/test_handles.py",),
+        ("unit/comm/test_means.py",),
     ),
     "mean-of-three-is-a-sum": Fault(
-        HANDLES,
+        MEANS,
         "total.div_(by)",
         "total.div_(1)",
         "gradients of three ranks are added, not averaged",
-        ("unit/comm/test_handles.py",),
+        ("unit/comm/test_means.py",),
     ),
     "16-bits-added-in-16-bits": Fault(
-        HANDLES,
+        MEANS,
         "        return total.copy_(a).add_(b)\n",
         "        return torch.add(a, b, out=total)\n",
         "parts of 16 bits are rounded at each level of the tree",
-        ("unit/comm/test_handles.py",),
+        ("unit/comm/test_means.py",),
     ),
     "receives-not-waited-for": Fault(
         POSTED,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerotrain.comm.handles import Gather, Handle, Reduction, mean_by_tree
+from zerotrain.comm.handles import Gather, Handle, Reduction, ReductionSpec
 from zerotrain.comm.journal import Journal
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.scratch import ScratchPool
@@ -155,57 +155,12 @@ def test_a_reduction_that_is_finished_holds_its_input_no_longer() -> None:
         def _done(self) -> bool:
             return True
 
-    reduction = Kept("unit", journal(), torch.zeros(2), ScratchPool(dtype=torch.float32, device=torch.device("cpu")), 2)
+    pool = ScratchPool(dtype=torch.float32, device=torch.device("cpu"))
+    spec = ReductionSpec(name="unit", journal=journal(), out=torch.zeros(2), pool=pool, num_leaves=2)
+    reduction = Kept(spec)
     full = torch.zeros(4)
     reduction.issue(full)
     assert reduction._full is full
     reduction.finish()
     assert reduction._full is None
     assert (Gather.kind, Reduction.kind) == ("gather", "reduction")
-
-
-# ---- the sum of ranks' parts, in rank order in fp32, in whatever they come
-
-
-def parts_of(num_ranks: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(num_ranks, 67, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
-def mean_one_by_one(parts: torch.Tensor) -> torch.Tensor:
-    level = [part.float() for part in parts]
-    while len(level) > 1:
-        level = [sum(level[index : index + 2]) for index in range(0, len(level), 2)]
-    return (level[0] / len(parts)).to(parts.dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 9, 200])
-def test_the_mean_of_a_matrix_of_parts_is_added_row_by_row(num_ranks: int, dtype: torch.dtype) -> None:
-    parts = parts_of(num_ranks, dtype)
-    out = torch.empty(67, dtype=dtype)
-    mean_by_tree(parts, out, num_ranks)
-    assert torch.equal(out, mean_one_by_one(parts))
-
-
-@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e38])
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_the_mean_is_a_quotient_to_the_last_bit_also_where_fp32_ends(num_ranks: int, scale: float) -> None:
-    parts = parts_of(num_ranks, torch.float32) * scale
-    out = torch.empty(67)
-    mean_by_tree(list(parts), out, num_ranks)
-    assert torch.equal(out, mean_one_by_one(parts))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("num_ranks", "rank"), [(size, rank) for size in (2, 3, 8) for rank in range(size)])
-def test_parts_of_which_one_is_the_result_itself_are_added_in_rank_order(
-    num_ranks: int, rank: int, dtype: torch.dtype
-) -> None:
-    parts = parts_of(num_ranks, dtype)
-    expected = mean_one_by_one(parts)
-    received = torch.cat([part for index, part in enumerate(parts) if index != rank])
-    out = parts[rank].clone()  # as where gradients are replicated: the own part is what the sum goes over
-    scattered = list(received.view(num_ranks - 1, -1))
-    scattered.insert(rank, out)
-    mean_by_tree(scattered, out, num_ranks)
-    assert torch.equal(out, expected)

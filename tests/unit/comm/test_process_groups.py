@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from zerotrain.comm import process_groups
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.handles import BLOCK_NUMEL, CHUNK_NUMEL
 from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.means import BLOCK_NUMEL, CHUNK_NUMEL
 from zerotrain.comm.scratch import ScratchPool
 from zerotrain.comm.world import World
 from zerotrain.errors import EngineStateError
