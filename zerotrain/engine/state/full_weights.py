@@ -24,7 +24,8 @@ def full_state_dict(model: nn.Module, buckets: Iterable[Bucket], collectives: Co
     for bucket in buckets:
         for managed, value in full_weights(bucket, collectives):
             if is_asked:
-                whole[managed] = nn.Parameter(_as_fp32(value), requires_grad=managed.parameter.requires_grad)
+                copied = value.to(device="cpu", dtype=torch.float32, copy=True)
+                whole[managed] = nn.Parameter(copied, requires_grad=managed.parameter.requires_grad)
         bucket.forget()
     if not is_asked:
         return {}
@@ -69,7 +70,7 @@ def weights_sha256(buckets: Iterable[Bucket], collectives: Collectives) -> str:
             held = homes[name]
             by_name = {managed.names[0]: value for managed, value in full_weights(held, collectives)}
         if collectives.world.rank == 0:
-            digest.update(_in_memory_order(by_name[name]).numpy().tobytes())
+            digest.update(_in_memory_order(by_name[name]).numpy())
     by_name.clear()
     if held is not None:
         held.forget()
@@ -78,11 +79,6 @@ def weights_sha256(buckets: Iterable[Bucket], collectives: Collectives) -> str:
     return bytes(agreed.tolist()).hex()
 
 
-def _as_fp32(value: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU."""
-    return value.to(device="cpu", dtype=torch.float32, copy=True)
-
-
 def _in_memory_order(value: torch.Tensor) -> torch.Tensor:
-    """(numel,) fp32 on the CPU: the elements of a dense tensor as they lie in memory, whatever its strides."""
-    return _as_fp32(value.as_strided((value.numel(),), (1,)))
+    """(numel,) fp32 on the CPU, not a copy where it is that: the elements of a dense tensor as they lie in memory."""
+    return value.as_strided((value.numel(),), (1,)).to(device="cpu", dtype=torch.float32)
