@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.engines import ENGINES, Engine
-from benchmarks.heap import reuse_what_is_freed
 from benchmarks.network import sent_nbytes
 from benchmarks.split import Split, split_of
 from benchmarks.workload import Workload
 from zerotrain.comm.world import choose_device
+from zerotrain.engine.heap import reuse_what_is_freed
 from zerotrain.launching.signals import end_with_parent
 from zerotrain.training.flops import count_flops
 from zerotrain.training.metrics import device_peak_flops
@@ -76,7 +76,7 @@ class StepClock:
 
 
 def own_device(workload: Workload) -> torch.device:
-    """The device of this rank, made ready for it. Every engine gets the same heap."""
+    """The device of this rank, made ready for it. Every engine gets the heap that ours sees to."""
     reuse_what_is_freed()
     device = choose_device(workload.device, int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":

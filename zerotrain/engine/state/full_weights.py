@@ -24,8 +24,8 @@ def full_state_dict(model: nn.Module, buckets: Iterable[Bucket], collectives: Co
     for bucket in buckets:
         for managed, value in full_weights(bucket, collectives):
             if is_asked:
-                copied = value.to(device="cpu", dtype=torch.float32, copy=True)
-                whole[managed] = nn.Parameter(copied, requires_grad=managed.parameter.requires_grad)
+                copy = value.to(device="cpu", dtype=torch.float32, copy=True)
+                whole[managed] = nn.Parameter(copy, requires_grad=managed.parameter.requires_grad)
         bucket.forget()
     if not is_asked:
         return {}
@@ -70,7 +70,7 @@ def weights_sha256(buckets: Iterable[Bucket], collectives: Collectives) -> str:
             held = homes[name]
             by_name = {managed.names[0]: value for managed, value in full_weights(held, collectives)}
         if collectives.world.rank == 0:
-            digest.update(_in_memory_order(by_name[name]).numpy())
+            digest.update(_in_memory_order(by_name[name]).numpy().data)
     by_name.clear()
     if held is not None:
         held.forget()
