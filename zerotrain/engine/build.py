@@ -11,6 +11,7 @@ from torch import nn
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import ScratchPools
+from zerotrain.deferred.freed import give_back_freed
 from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
@@ -117,6 +118,7 @@ class Builder:
             switch = Switch(buckets, options.plan, self._collectives)
             for place in range(len(buckets)):
                 buckets[place] = self.moved(buckets[place], switch)
+                give_back_freed()
             switch.tell_of_held()
             return self._ordered(places, buckets)
 

@@ -10,6 +10,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.scratch import ScratchPools
 from zerotrain.comm.world import World
+from zerotrain.deferred.freed import give_back_freed
 from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.homes import Homes
@@ -17,7 +18,6 @@ from zerotrain.engine.build import Builder, share_unmanaged
 from zerotrain.engine.fast_path import complete_before_encoders
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
-from zerotrain.engine.heap import reuse_what_is_freed
 from zerotrain.engine.model_checks import require_leaves, require_plain, require_values
 from zerotrain.engine.one_memory import require_own_memory
 from zerotrain.engine.options import EngineOptions
@@ -77,8 +77,6 @@ class ShardedModel:
         require_no_engine(model)
         require_leaves(model, options.leaves_per_rank)
         require_own_memory(model)
-        if world.device.type == "cpu" and not options.offload.uses_disk:  # with a disk memory is to be flat
-            reuse_what_is_freed()
         self.module = model
         self.world = world
         self.options = options
@@ -175,6 +173,7 @@ class ShardedModel:
         before = self.ledger.outside_steps.sent_nbytes
         self._disconnect()
         self._pools.clear()
+        give_back_freed()
         move = self._builder.under(options, self.schedule)
         del self.schedule
         schedule = move()

@@ -2,47 +2,64 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's")
+import zerotrain
+from zerotrain.engine.schedule import schedule
+
+of_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's")
 
 FAULTS = """
-import ctypes, resource, sys, torch, zerotrain
+import resource, torch, zerotrain
 
-def build(**offload):
-    offloads = zerotrain.OffloadConfig(**offload)
-    return zerotrain.build_engine(torch.nn.Linear(2, 2), optimizer=torch.optim.AdamW, offload=offloads)
-
-def num_faults(**offload):
-    for threshold in (-3, -1):  # where glibc begins; from there it goes up by itself, by chance sooner or later
-        ctypes.CDLL(None).mallopt(threshold, 2**17)
-    engine = build(**offload)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for step in range(4):
-        kept = [torch.zeros(3 * 2**20) for _ in range(4)]  # 48 MiB
+def num_faults(num_tensors):
+    for step in range(6):
+        kept = [torch.zeros(3 * 2**20) for _ in range(num_tensors)]  # 12 MiB each
         del kept
-        if step == 1:
+        if step == 3:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-print(num_faults(), num_faults(optimizer="disk", path=sys.argv[1]))
+engine = zerotrain.build_engine(torch.nn.Linear(2, 2), optimizer=torch.optim.AdamW)
+loss = engine(torch.ones(2)).sum()
+print(num_faults(4))
+engine.backward(loss)
+print(num_faults(16))  # more than the heap keeps
 """
 
 
-def num_faults(folder: str, **variables: str) -> list[int]:
-    """With an engine, and with one that offloads to a disk."""
+def num_faults(**variables: str) -> list[int]:
+    """Between a forward and its backward, and behind that."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    command = [sys.executable, "-c", FAULTS, folder]
+    command = [sys.executable, "-c", FAULTS]
     told = subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=True)
     return [int(number) for number in told.stdout.split()]
 
 
-def test_what_was_freed_is_used_again_without_page_faults_but_with_a_disk_memory_is_given_back(tmp_path):
-    with_engine, with_disk = num_faults(str(tmp_path))
-    assert with_engine < 1000
-    assert with_disk > 10_000
+@of_glibc
+def test_between_forward_and_backward_what_was_freed_is_used_again_without_page_faults() -> None:
+    inside, behind = num_faults()
+    assert inside < 1000
+    assert behind > 10_000
 
 
-def test_what_the_user_has_set_stays(tmp_path):
-    assert min(num_faults(str(tmp_path), MALLOC_MMAP_THRESHOLD_="131072")) > 10_000
+@of_glibc
+def test_what_the_user_has_set_stays() -> None:
+    assert min(num_faults(MALLOC_MMAP_THRESHOLD_="131072")) > 10_000
+
+
+@pytest.mark.parametrize(("offload", "wanted"), [({}, [True, False]), ({"optimizer": "disk"}, [])])
+def test_with_a_disk_all_memory_is_given_back(
+    offload: dict[str, str], wanted: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(schedule, "reuse_what_is_freed", lambda reuses=True: told.append(reuses))
+    config = zerotrain.OffloadConfig(**offload, path=str(tmp_path) if offload else None)
+    engine = zerotrain.build_engine(torch.nn.Linear(2, 2), optimizer=torch.optim.AdamW, offload=config)
+    engine.backward(engine(torch.ones(2)).sum())
+    with torch.no_grad():
+        engine(torch.ones(2))
+    assert told == wanted

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zerotrain.deferred.freed import give_back_freed
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.update import BucketUpdate
 from zerotrain.engine.buckets.weights import BucketWeights
@@ -44,8 +45,9 @@ class Bucket:
         return self.weights.home.at_rest(tensor)
 
     def forget(self) -> None:
-        """What it has off the device was looked at."""
+        """It was looked at, and others will be: what that took is given back, to the system where it was memory."""
         self.weights.home.forget()
+        give_back_freed()
 
     def leave(self) -> None:
         """Others have taken over what is kept of it: give back what it has off the device."""

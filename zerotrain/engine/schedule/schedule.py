@@ -10,6 +10,7 @@ from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_uncha
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.live_parameter import LEFT_ITS_UNIT
 from zerotrain.engine.buckets.segments import Segment
+from zerotrain.engine.heap import reuse_what_is_freed
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.gathers import Gathers
 from zerotrain.engine.schedule.live_unit import Call, LiveUnit
@@ -38,6 +39,8 @@ class Schedule:
         """The buckets with a gradient and an update, in list order."""
         self.gathers = Gathers(units, buckets, options)
         self.reductions = Reductions(self.trained, self._completing_units())
+        self._reuses_heap = buckets[0].weights.shard.is_cpu and not options.offload.uses_disk
+        """With a disk memory is to be flat."""
         self._frozen = [m for bucket in buckets if bucket not in self.trained for m in bucket.spec.parameters]
         self._backward = 0
         """Number of the backward under way, or of the last."""
@@ -61,6 +64,8 @@ class Schedule:
     def begin_forward(self) -> None:
         """The model is called: complete what it needs from the start."""
         self._makes_graphs = torch.is_grad_enabled()
+        if self._makes_graphs and self._reuses_heap:
+            reuse_what_is_freed()
         self.before_forward(self.units[0])
 
     def before_forward(self, unit: LiveUnit) -> None:
@@ -166,6 +171,8 @@ class Schedule:
         """The backward is over: close what unused parameters left open, and bring weights back to rest."""
         self.reductions.end()
         self.gathers.end_backward()
+        if self._reuses_heap:
+            reuse_what_is_freed(reuses=False)
 
     # ---- the step
 
