@@ -3,11 +3,19 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch.autograd import profiler
 
-_UNNAMED: AbstractContextManager[None] = nullcontext()
+
+class _Unnamed:
+    """`with` calls nothing of Python's here, as it does twice for contextlib's nullcontext: a step has a hundred."""
+
+    __enter__ = __exit__ = "".format  # takes whatever it is given, and returns what is not true
+
+
+_UNNAMED: Any = _Unnamed()
 _clock: "RangeClock | None" = None
 
 
@@ -24,7 +32,7 @@ def named_range(action: str, owner: str) -> AbstractContextManager[object]:
     """
     if _clock is not None:
         return _clock.range(action)
-    return profiler.record_function(f"{action} {owner}") if profiler_runs() else _UNNAMED
+    return profiler.record_function(f"{action} {owner}") if profiler._is_profiler_enabled else _UNNAMED
 
 
 class RangeClock:

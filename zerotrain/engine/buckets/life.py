@@ -6,7 +6,13 @@ from typing import Generic, TypeVar
 from zerotrain.errors import EngineStateError
 
 
-class WeightState(Enum):
+class _State(Enum):
+    """Looked up in sets at each transition: a member is hashed as the one object it is, not by a call into Python."""
+
+    __hash__ = object.__hash__
+
+
+class WeightState(_State):
     """How much of a bucket's model weight is up to date on this rank."""
 
     SHARD = "shard"
@@ -17,7 +23,7 @@ class WeightState(Enum):
     """All of it: the model may read it."""
 
 
-class GradientState(Enum):
+class GradientState(_State):
     """How far a bucket's gradient of this step has come."""
 
     EMPTY = "empty"
