@@ -36,11 +36,12 @@ def test_rows_are_read_by_another_thread_while_a_step_computes(make_trainer, tmp
     dataset.train = Slow(dataset.train)
     make_trainer(profile=True, max_steps=8, dataset=dataset).run()
     events = json.loads((tmp_path / "profile" / "rank0.json").read_text())["traceEvents"]
-    [step] = [event for event in events if event["name"] == "ProfilerStep#4" and event.get("cat") == "user_annotation"]
+    own = [event for event in events if event.get("cat") == "user_annotation"]
+    steps = [event for event in own if event["name"].startswith("ProfilerStep#")]
     reads = [event for event in events if event["name"] == "zerotrain data: read rows"]
-    within = [read for read in reads if step["ts"] <= read["ts"] <= step["ts"] + step["dur"]]
-    assert within
-    assert all(read["tid"] != step["tid"] for read in reads)
+    # Not of one step alone: on a busy machine its rows may all be there before it begins (seen 2026-11-22).
+    assert any(step["ts"] <= read["ts"] <= step["ts"] + step["dur"] for step in steps for read in reads)
+    assert not {read["tid"] for read in reads} & {step["tid"] for step in steps}
 
 
 def test_without_being_asked_nothing_is_recorded(make_trainer, tmp_path, screen):
