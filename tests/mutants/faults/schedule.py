@@ -274,4 +274,18 @@ FAULTS = {
         "ranks that choose different experts wait for each other",
         ("unit/engine/test_build.py",),
     ),
+    "heap-kept-at-all-times": Fault(
+        SCHEDULE,
+        "reuse_what_is_freed(reuses=False)",
+        "reuse_what_is_freed()",
+        "what lives longer than a step stays resident when it is freed",
+        ("unit/engine/test_heap.py",),
+    ),
+    "freed-buckets-stay-resident": Fault(
+        "engine/build.py",
+        "                give_back_freed()\n",
+        "",
+        "a change of the stage needs much more than a bucket beside the larger of the two",
+        ("distributed/test_checkpoints.py",),
+    ),
 }
