@@ -107,14 +107,11 @@ class ProcessGroups(Wire):
         if not self._ordered:
             return NativeReduction(spec, self._reductions, self._is_gloo)
         if self._hosts is not None:
-            number = next(self._shards.tags)
-            return AcrossReduction(spec, self._hosts, self._reductions, number)
+            return AcrossReduction(spec, self._hosts, self._reductions, next(self._shards.tags))
         if self._local is not None:
-            number = next(self._shards.tags)
-            return SharedReduction(spec, self._local, number)
+            return SharedReduction(spec, self._local, next(self._shards.tags))
         if self._posts:
-            tag = next(self._shards.tags)
-            return PostedReduction(spec, self._reductions, tag)
+            return PostedReduction(spec, self._reductions, next(self._shards.tags))
         return OrderedReduction(spec, self._reductions, self._is_gloo)
 
     def exchange(

@@ -104,8 +104,8 @@ FAULTS = {
     ),
     "one-tag-for-all": Fault(
         GROUPS,
-        "            tag = next(self._shards.tags)\n",
-        "            tag = 0\n",
+        "PostedReduction(spec, self._reductions, next(self._shards.tags))",
+        "PostedReduction(spec, self._reductions, 0)",
         "parts of two buckets meet",
         REAL,
     ),
