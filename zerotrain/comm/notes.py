@@ -11,7 +11,8 @@ from zerotrain.errors import CommError
 class Notes:
     """Notes of one subject, by name. No call waits for another rank, so any thread may make it.
 
-    A note is read whole or not at all; of one that is left again, the newer.
+    A note is read whole or not at all; of one that is left again, the newer. Others find it once the store has answered
+    another call of who left it, and maybe a moment before.
 
     Args:
         store: see `Wire.store`.

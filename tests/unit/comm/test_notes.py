@@ -13,9 +13,11 @@ def test_notes_are_read_by_all_and_kept_apart_by_subject_and_a_store_that_is_gon
     mine, other, apart = Notes(kept, "save/1"), Notes(store, "save/1"), Notes(store, "save/2")
     assert other.read("end") is None
     mine.leave("end", ["a", None, 1.5])
-    assert other.read("end") == ["a", None, 1.5]
+    # torch's store does not answer who leaves something. Who then asks it is answered when it is there, and so is any
+    # other from then on (asked at once, another found nothing, twice in a busy run of the suite, 2026-11-22).
+    assert mine.read("end") == other.read("end") == ["a", None, 1.5]
     mine.leave("end", [])
-    assert other.read("end") == []
+    assert mine.read("end") == other.read("end") == []
     assert apart.read("end") is None
     assert (mine.count("done", 1), other.count("done", 1), mine.count("done"), apart.count("done")) == (1, 2, 2, 0)
     assert mine.timeout_s == 300.0
