@@ -46,7 +46,7 @@ def test_a_run_that_changes_its_stage_every_five_steps_has_the_weights_of_one_th
 
 def test_a_run_that_goes_on_needs_the_memory_of_the_stage_it_goes_on_at(zygote: Zygote, tmp_path: Path) -> None:
     """P is 102 MB of parameters; at stage 0 a rank holds 3P before its first step, at stage 3 half of that. It built
-    stage 0 first, to go on at stage 3 (2026-11-22)."""
+    stage 0 first, to go on at stage 3 (2026-11-22): 153 MB more. Two runs of the same differ by up to 70."""
     schedule = "zero.schedule={0:0,2:3}"
     wide = ("model.hidden_size=1408", "model.num_layers=12", "model.context=1", "launch.nproc_per_node=2")
     common = (*wide, "zero.bucket_mb=4", "train.micro_batch_size=1", "train.eval_every=0")
@@ -59,7 +59,7 @@ def test_a_run_that_goes_on_needs_the_memory_of_the_stage_it_goes_on_at(zygote: 
     log = (tmp_path / "again/ranks/0.log").read_text()
     assert "stage 3, MB of a rank" in log
     assert "-> 3 after step 3" not in log
-    assert peaks[schedule] - peaks["zero.stage=3"] < 50 * MIB, peaks
+    assert peaks[schedule] - peaks["zero.stage=3"] < 100 * MIB, peaks
 
 
 def test_where_the_newest_checkpoint_is_damaged_the_stage_of_an_older_one_is_changed_to(
