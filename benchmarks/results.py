@@ -49,8 +49,10 @@ class Measurement(Split):
 def over_ranks(
     engine: str, ranks: list[RankResult], *, num_interfaces: int, num_steps: int, other_load: float
 ) -> Measurement:
-    """One round's measurement. Memory is the highest rank's; the first `num_interfaces` ranks read one each."""
-    sent = [rank.sent_nbytes for rank in ranks[:num_interfaces] if rank.sent_nbytes is not None]
+    """One round's measurement. Memory is the highest rank's; each of `num_interfaces` hosts holds as many neighbouring
+    ranks, whose first reads their interface."""
+    readers = [ranks[host * len(ranks) // num_interfaces] for host in range(num_interfaces)]
+    sent = [rank.sent_nbytes for rank in readers if rank.sent_nbytes is not None]
     first = ranks[0]
     return Measurement(
         **{each.name: _mean(getattr(rank, each.name) for rank in ranks) for each in fields(Split)},
