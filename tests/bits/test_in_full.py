@@ -27,5 +27,7 @@ def test_the_hard_ways_to_call_a_model(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_use_different_parts(num_ranks: int) -> None:
-    runs = [test_parameters.Run(case, stage) for case, stage in product(test_parameters.UNEVEN, range(4))]
+    kinds = list(product(test_parameters.UNEVEN, range(4)))
+    runs = [test_parameters.Run(case, stage) for case, stage in kinds]
+    runs += [test_parameters.Run(case, stage, bucket_mb=0.004, late_rank=stage % num_ranks) for case, stage in kinds]
     assert test_parameters.differing(runs, num_ranks) == []

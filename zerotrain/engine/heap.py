@@ -20,7 +20,7 @@ def reuse_what_is_freed(reuses: bool = True) -> None:
 
     By itself glibc does so once a block of 32 MiB was freed, with 64 MiB. Before, it gives logits and large gradients
     back to the system in each step and gets zeroed pages for them in the next: at stage 2 7,700 page faults and 40 ms
-    of system time in a step of 350 ms, with it 20 and 10 (GPT of 13.9 M parameters, 2026-11-22); the peak is the same.
+    of system time in a step of 350 ms, with it 470 and 20 (GPT of 13.9 M parameters, 2026-11-22).
 
     Args:
         reuses: False: tensors of more than 128 KiB that come from now on are given back when they are freed. What lives
