@@ -61,15 +61,15 @@ class StepStamps:
         return stamp
 
     def stamped_norm(
-        self, digit_sums: Sequence[torch.Tensor], param_groups: Sequence[Mapping[str, object]]
+        self, digit_sums: torch.Tensor, param_groups: Sequence[Mapping[str, object]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The norm over ranks and buckets, from the `digit_sums` of each bucket, the ranks' stamps of this step, and
-        (ranks,) their signals.
+        """The norm over ranks, from the (5,) `digit_sums` of each, the ranks' stamps of this step, and (ranks,) their
+        signals.
 
         Stamps that differ make the norm NaN. A step whose norm is NaN is skipped anyway, and only that one reads the
         stamps back from the device: so comparing them costs a step nothing.
         """
-        numbers = torch.cat([add_digit_sums(torch.stack(list(digit_sums))), self.stamp(param_groups)])
+        numbers = torch.cat([digit_sums, self.stamp(param_groups)])
         everyone = self._collectives.gather_small(numbers, name="norm")
         digits, stamps, signals = everyone.split([everyone.shape[1] - len(STAMP) - 1, len(STAMP), 1], dim=1)
         norm = norm_of_digit_sums(add_digit_sums(digits))

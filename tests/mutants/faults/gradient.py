@@ -13,8 +13,8 @@ OF_NORM = ("unit/engine/buckets/test_norm.py",)
 FAULTS = {
     "squares-of-the-last-backward": Fault(
         FILE,
-        "BlockSquares(self.shard, exact=self._exact_norm) if self._sum is None else None",
-        "BlockSquares(self.shard, exact=self._exact_norm)",
+        "if completes and self._sum is None:",
+        "if completes:",
         "the norm of backwards that are reduced each is that of the last",
         OF_SUMS,
     ),

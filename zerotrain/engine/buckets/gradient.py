@@ -7,7 +7,7 @@ from zerotrain.comm.scratch import Scratch, ScratchPool
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.cuts import cut
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, GradientState, Life
-from zerotrain.engine.buckets.norm import BlockSquares, digit_sums
+from zerotrain.engine.buckets.norm import BlockSquares
 from zerotrain.engine.buckets.segments import Segment, cut_segments
 from zerotrain.engine.buckets.subtrees import Subtrees
 from zerotrain.engine.options import EngineOptions
@@ -32,8 +32,6 @@ class BucketGradient:
 
     shard: torch.Tensor
     """(shard_numel,) wire dtype: this rank's part of the reduced gradient."""
-    digit_sums: torch.Tensor
-    """(5,) fp64: what the norm is made of, once reduced. Without the loss scale."""
 
     def __init__(
         self,
@@ -192,7 +190,9 @@ class BucketGradient:
             self._widened = self._wire_pool.take(root.numel())
             root = self._widened.storage[: root.numel()].copy_(root)
         self._completes = completes
-        self._squares = BlockSquares(self.shard, exact=self._exact_norm) if self._sum is None else None
+        self._squares = None
+        if completes and self._sum is None:
+            self._squares = BlockSquares(self.shard, exact=self._exact_norm)
         squares = None if self._squares is None else self._squares.take
         with named_range("reduce", self.spec.name):
             self._reduction.issue(root, squares)
@@ -204,13 +204,10 @@ class BucketGradient:
         """Whether `finish_reduce` would not have to wait."""
         return self._reduction.done()
 
-    def finish_reduce(self, loss_scale: float) -> None:
+    def finish_reduce(self) -> None:
         """Wait for the reduction, leave the sum in `shard`, and give the loaned buffers back.
 
         Where the optimizer is replicated the reduced shards are gathered at once; `reduced` waits for that.
-
-        Args:
-            loss_scale: a power of two that the gradient is too large by, and will be divided by later.
         """
         with named_range("wait for reduce", self.spec.name):
             self._reduction.wait()
@@ -221,7 +218,6 @@ class BucketGradient:
             self.shard.copy_(self._sum.add_(self.shard))
             if self._sum.dtype == self.shard.dtype:
                 self._sum = None
-        self.take_norm(loss_scale, exact=self._exact_norm)
         self._give_back()
         if self._gather is not None and self._completes:
             with named_range("gather gradient", self.spec.name):
@@ -229,18 +225,21 @@ class BucketGradient:
         self._end_filling()
         self.life.become(GradientState.REDUCED)
 
-    def take_norm(self, loss_scale: float, *, exact: bool) -> None:
-        """Set `digit_sums`. Where that is not `exact`, a square beyond fp32 makes the norm NaN."""
+    def take_squares(self, loss_scale: float, *, exact: bool = False) -> torch.Tensor:
+        """(shard_numel / 64,) fp64: the sum of squares of each block of `shard`, for the norm.
+
+        Args:
+            loss_scale: a power of two that the gradient is too large by, and will be divided by later.
+            exact: also where the norm is only shown, and squares beyond fp32 would make it NaN.
+        """
         with named_range("square", self.spec.name):
             blocks, self._squares = self._squares, None
             if blocks is None:
-                blocks = BlockSquares(self.shard, exact=exact)
+                blocks = BlockSquares(self.shard, exact=exact or self._exact_norm)
                 blocks.take(0, self.shard)
             squares = blocks.squares()
-            if loss_scale != 1.0:
-                # From the squares, not from their digits: numbers of another size would be cut at other bits.
-                squares /= loss_scale**2
-            self.digit_sums = digit_sums(squares)
+            # Of the squares, not of their digits: numbers of another size would be cut at other bits.
+            return squares if loss_scale == 1.0 else squares.div_(loss_scale**2)
 
     def reduced(self) -> torch.Tensor:
         """The reduced gradient over this rank's optimizer range, wire dtype."""

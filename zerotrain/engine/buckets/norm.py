@@ -7,6 +7,7 @@ A sum of floating-point numbers depends on its order, and the order would follow
 2. Each of these numbers is cut on a fixed grid into digits of 24 bits, digit e counting multiples of 2**(24 e). Digits
    are integers, and fp64 adds fewer than 2**29 of them exactly, in any order. (Binned summation: Demmel and
    Nguyen, "Parallel Reproducible Summation", IEEE Trans. Comput. 2015.)
+   A sum takes some twenty small operations, so the blocks of many buckets are cut in one go (`StepSquares`).
 3. The ranks exchange the sums of their three highest digits; of those the three highest over all ranks count, at least
    49 bits of the sum.
 """
@@ -19,6 +20,8 @@ DIGIT_BITS = 24
 NUM_DIGITS = 3
 CHUNK_NUMEL = 2**17
 """Elements squared at a time: the fp64 copy of a chunk (1 MiB) stays in the cache."""
+MAX_SQUARES = 2**17
+"""Blocks whose digits are summed at a time (1 MiB of squares, of 8 M elements): what is kept of a step, at most."""
 _NO_DIGIT = -1000.0
 """The top digit of an all-zero shard: below that of any fp64 number."""
 
@@ -53,6 +56,41 @@ class BlockSquares:
         return self._roots.square_()
 
 
+class StepSquares:
+    """The squares of all blocks of a step, and what the norm is made of."""
+
+    def __init__(self) -> None:
+        self._squares: list[torch.Tensor] = []
+        self._numel = 0
+        self._sums: list[torch.Tensor] = []
+        """(5,) each, of those that are no longer kept."""
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._squares.clear()
+        self._sums.clear()
+        self._numel = 0
+
+    def add(self, squares: torch.Tensor) -> None:
+        """(m,) fp64 non-negative, which may be overwritten."""
+        self._squares.append(squares)
+        self._numel += squares.numel()
+        if self._numel >= MAX_SQUARES:
+            self._sum_up()
+
+    def take_digit_sums(self) -> torch.Tensor:
+        """(5,) fp64 as from `digit_sums`, of all that were added, one at least; and forget them."""
+        if self._squares:
+            self._sum_up()
+        sums, self._sums = self._sums, []
+        return add_digit_sums(torch.stack(sums))
+
+    def _sum_up(self) -> None:
+        self._sums.append(digit_sums(torch.cat(self._squares)))
+        self._squares.clear()
+        self._numel = 0
+
+
 def digit_sums(squares: torch.Tensor) -> torch.Tensor:
     """(m,) fp64 non-negative, overwritten -> (5,) fp64: the top digit's number, the sums of the top three digits, and
     1 if a square is not finite, else 0."""
@@ -60,10 +98,11 @@ def digit_sums(squares: torch.Tensor) -> torch.Tensor:
     # frexp: largest = mantissa * 2**exponent with mantissa in [0.5, 1), so its highest bit counts 2**(exponent - 1).
     top = torch.div(torch.frexp(largest).exponent - 1, DIGIT_BITS, rounding_mode="floor").to(torch.float64)
     sums = []
-    for unit in _power_of_two(DIGIT_BITS * (top - _places(squares.device))):
+    for place, unit in enumerate(_power_of_two(DIGIT_BITS * (top - _places(squares.device))), 1):
         digit = torch.div(squares, unit).floor_()
         sums.append(digit.sum())
-        squares.addcmul_(digit, unit, value=-1)
+        if place < NUM_DIGITS:
+            squares.addcmul_(digit, unit, value=-1)
     return torch.stack([torch.where(largest > 0, top, _NO_DIGIT), *sums, (~largest.isfinite()).to(torch.float64)])
 
 

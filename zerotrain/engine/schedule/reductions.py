@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.live_parameter import LEFT_ITS_UNIT, get_grad
+from zerotrain.engine.buckets.norm import StepSquares
 from zerotrain.engine.buckets.segments import Segment
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.errors import EngineStateError
@@ -38,6 +39,8 @@ class Reductions:
 
     def __init__(self, trained: Sequence[TrainedBucket], units_of: dict[TrainedBucket, list[LiveUnit]]) -> None:
         self.trained = trained
+        self.squares = StepSquares()
+        """Of what the last backward that completes has reduced: of every bucket, once it is finished."""
         self._under_way = Backward()
         """The backward under way, or the last."""
         self._units_of = units_of
@@ -67,6 +70,7 @@ class Reductions:
     def begin(self, backward: Backward) -> int:
         """A backward starts; return its number."""
         self.finish()  # what an earlier backward of the same step has issued
+        self.squares.clear()
         self._under_way = backward
         self._open_segments = {bucket: set(bucket.gradient.segments) for bucket in self.trained}
         self._closed_short.clear()
@@ -155,6 +159,7 @@ class Reductions:
         for bucket in self.trained:
             bucket.gradient.clear_unmoved()
         self.finish()
+        self.squares.clear()
         self._waiting.clear()
         self._num_prepared = self._prepared_numel = 0
         for bucket in self.trained:
@@ -226,7 +231,9 @@ class Reductions:
     def _finish_oldest(self) -> None:
         bucket = self._in_flight.popleft()
         self._in_flight_numel -= bucket.layout.padded_numel
-        bucket.gradient.finish_reduce(self._under_way.loss_scale)
+        bucket.gradient.finish_reduce()
+        if self._under_way.completes:
+            self.squares.add(bucket.gradient.take_squares(self._under_way.loss_scale))
 
     def _prepare(self) -> None:
         """Be ready to receive for the next reduction, and for more while there is room."""

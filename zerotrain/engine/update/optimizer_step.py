@@ -67,7 +67,7 @@ class OptimizerStep:
         if not math.isfinite(norm_value) and self._max_grad_norm is None:
             # Taken in fp32, since it is only shown. A gradient of 1e20 is finite, and its square is not.
             for bucket in schedule.trained:
-                bucket.gradient.take_norm(loss_scale, exact=True)
+                schedule.reductions.squares.add(bucket.gradient.take_squares(loss_scale, exact=True))
             norm_value, coefficient_value, signals, coefficient, stamps = self._norm(schedule, param_groups)
         skipped = not math.isfinite(norm_value)
         if skipped:
@@ -89,7 +89,7 @@ class OptimizerStep:
         """The norm over all ranks, what to clip by it, and the ranks' signals as numbers; what to clip by and the
         ranks' stamps on the device."""
         with named_range("norm of", "the gradient"):
-            digit_sums = [bucket.gradient.digit_sums for bucket in schedule.trained]
+            digit_sums = schedule.reductions.squares.take_digit_sums()
             norm, stamps, signals = self._stamps.stamped_norm(digit_sums, param_groups)
         coefficient = clip_coefficient(norm, self._max_grad_norm)
         # A step's one wait for the device.

@@ -8,7 +8,7 @@ from tests.unit.engine.parts import OneBucket, alone
 from zerotrain.comm.world import World
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.norm import norm_of_digit_sums
+from zerotrain.engine.buckets.norm import digit_sums, norm_of_digit_sums
 from zerotrain.engine.buckets.segments import SEGMENT_NBYTES
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
@@ -27,9 +27,9 @@ def fill(bucket: OneBucket, gradient: BucketGradient, *values: float | None, mor
         gradient.fill(segment)
 
 
-def reduce(gradient: BucketGradient, loss_scale: float = 1.0) -> None:
+def reduce(gradient: BucketGradient) -> None:
     gradient.reduce()
-    gradient.finish_reduce(loss_scale)
+    gradient.finish_reduce()
 
 
 def poison(bucket: OneBucket) -> None:
@@ -170,8 +170,8 @@ def test_a_loss_scale_is_left_in_the_sum_and_taken_out_of_the_norm() -> None:
     bucket = OneBucket(alone(), shapes=((4,),))
     gradient = bucket.gradient()
     fill(bucket, gradient, 3 * 1024.0)
-    reduce(gradient, loss_scale=1024.0)
-    assert norm_of_digit_sums(gradient.digit_sums).item() == 6.0
+    reduce(gradient)
+    assert norm_of_digit_sums(digit_sums(gradient.take_squares(loss_scale=1024.0))).item() == 6.0
     assert torch.equal(gradient.reduced(), bucket.flat([3072]))
 
 

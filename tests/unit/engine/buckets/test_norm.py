@@ -5,7 +5,9 @@ import torch
 
 from zerotrain.engine.buckets.norm import (
     CHUNK_NUMEL,
+    MAX_SQUARES,
     BlockSquares,
+    StepSquares,
     add_digit_sums,
     clip_coefficient,
     digit_sums,
@@ -32,6 +34,26 @@ def test_sums_of_sums_are_those_of_all() -> None:
     for num_first in (1, 7, 19):
         parts = torch.stack([add_digit_sums(rows[:num_first]), add_digit_sums(rows[num_first:])])
         assert torch.equal(add_digit_sums(parts), whole)
+
+
+@pytest.mark.parametrize("max_squares", [1, 300, MAX_SQUARES])
+def test_the_squares_of_a_step_are_those_of_its_buckets_however_many_are_kept(
+    monkeypatch: pytest.MonkeyPatch, max_squares: int
+) -> None:
+    monkeypatch.setattr("zerotrain.engine.buckets.norm.MAX_SQUARES", max_squares)
+    generator = torch.Generator().manual_seed(0)
+    buckets = [torch.rand(100, dtype=torch.float64, generator=generator) * 2.0**e for e in range(-30, 30, 5)]
+    rows = torch.stack([digit_sums(squares.clone()) for squares in buckets])
+    step = StepSquares()
+    for _ in range(2):  # taken, they are forgotten
+        for squares in buckets:
+            step.add(squares.clone())
+        assert torch.equal(step.take_digit_sums(), add_digit_sums(rows))
+    step.add(torch.ones(max_squares, dtype=torch.float64))
+    step.add(torch.ones(1, dtype=torch.float64))
+    step.clear()
+    step.add(buckets[0].clone())
+    assert torch.equal(step.take_digit_sums(), rows[0])
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-3, 1.0, 1e8])
