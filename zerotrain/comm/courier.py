@@ -26,6 +26,7 @@ _LINGER_S = 2.0
 """Until a rank that ends gives up on what is under way."""
 _CLOSE_S = 1.0
 """Until what it still has to say is given up."""
+_AT_ONCE = int(MSG_DONTWAIT | MSG_NOSIGNAL)
 
 
 class Courier:
@@ -142,7 +143,7 @@ class Courier:
         for peer in peers:
             try:
                 with self._descriptors:
-                    self._peers[peer].connection.send(message, MSG_DONTWAIT | MSG_NOSIGNAL)
+                    self._peers[peer].connection.send(message, _AT_ONCE)
             except OSError:  # full, or gone, which the thread reads
                 # Order does not matter: a number is used again when it was read by all.
                 self._unsent[peer].append(message)
