@@ -174,8 +174,8 @@ FAULTS = {
     ),
     "loss-scale-in-the-norm": Fault(
         FILE,
-        "squares /= loss_scale**2",
-        "squares /= loss_scale",
+        "squares.div_(loss_scale**2)",
+        "squares.div_(loss_scale)",
         "the norm, and what is clipped by it, grows with the root of the loss scale",
         UNIT,
     ),
