@@ -48,8 +48,9 @@ class Courier:
         self._gone: set[int] = set()
         self._failure: str | None = None
         self._is_over = False
-        self._descriptors = threading.Lock()
-        """Held while they are used or closed: a number that was closed may soon be another file's."""
+        self._descriptors = threading.RLock()
+        """Held while they are used or closed: a number that was closed may soon be another file's. Where a send sets off
+        Python's collection of this very engine, the thread takes it again (3.12 collects behind calls)."""
         self._selector = selectors.DefaultSelector()
         self._ends: dict[int, select.poll] = {}
         """Which tell whether a peer has ended its connection, though messages of it wait."""
@@ -277,7 +278,7 @@ class Courier:
         when the rank does."""
         if not self._is_over:
             self._failure, self._is_over = "this process was forked from a rank, and is none", True
-            self._descriptors = threading.Lock()  # another thread may have held it
+            self._descriptors = threading.RLock()  # another thread may have held it
             self._give_back()
 
 

@@ -138,6 +138,8 @@ def _heard(connection: socket.socket, own_hello: bytes, peers: dict[int, LocalPe
         connection.close()
         return None
     said, files, _, _ = socket.recv_fds(connection, _SECRET_NBYTES + 8, 1)
+    for each in files:
+        os.set_inheritable(each, False)  # or programs that the user's code starts hold all ranks' memory
     knows = secrets.compare_digest(said[:_SECRET_NBYTES], own_hello[:_SECRET_NBYTES])
     if not (knows and len(files) == 1):
         for each in files:

@@ -39,6 +39,8 @@ class CheckpointedModel(ShardedModel):
     loss_scaler: LossScaler | None
     stamps: StepStamps
     _optimizer_step: OptimizerStep
+    _broken_off_by = ""
+    """What has ended a backward or a step in its midst, and left a part of the gradient: Ctrl-C, mostly."""
     _half_loaded: HalfLoaded | None = None
     """Left by a load that failed when it had begun to change the engine. Until another succeeds nothing is trained or
     saved: some elements are of one training, and some of another."""
@@ -233,6 +235,14 @@ class CheckpointedModel(ShardedModel):
         """Before a forward: nothing is there that a forward cannot use."""
         self._newcomers.require_none()
         self._require_whole()
+        self._require_unbroken()
+
+    def _require_unbroken(self) -> None:
+        if self._broken_off_by:
+            raise EngineStateError(
+                f"{self._broken_off_by} ended a backward or a step in its midst, and a part of its gradient is left: "
+                "call engine.zero_grad() on all ranks before anything else"
+            )
 
     def _require_whole(self) -> None:
         if self._half_loaded is not None:

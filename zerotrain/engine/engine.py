@@ -100,6 +100,7 @@ class ZeroEngine(CheckpointedModel):
         Raises:
             EngineStateError: `loss` is not one number, or does not depend on the parameters since the last step.
         """
+        self._require_unbroken()
         require_graph(loss, self._first_node_after_update)
         self.ledger.in_step = True
         counts = not weighs_nothing(weight)
@@ -151,6 +152,7 @@ class ZeroEngine(CheckpointedModel):
     def zero_grad(self) -> None:
         """Forget the gradients since the last step; what was reduced is waited for. All ranks call it."""
         self._in_last_leaf = self.options.leaves_per_rank == 1
+        self._broken_off_by = ""
         self.schedule.drop_gradients()
         self.ledger.drop_step()
         self._losses.clear()
@@ -159,8 +161,10 @@ class ZeroEngine(CheckpointedModel):
     def _clean_after_error(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
-            if not isinstance(error, CommError):  # otherwise there is nobody to wait for
+        except BaseException as error:
+            if not isinstance(error, Exception) and self.world.size > 1:  # each rank is elsewhere: wait for none
+                self._broken_off_by = type(error).__name__
+            elif not isinstance(error, CommError):  # otherwise there is nobody to wait for
                 with suppress(Exception):  # of what is under way: the first cause is what the user reads
                     self.zero_grad()
             if reads_freed_memory(error):
@@ -187,6 +191,7 @@ class ZeroEngine(CheckpointedModel):
             DisagreementError: the ranks have not done the same since the last step.
             TrainingError: too many steps in a row were skipped, on every rank alike, or no smaller loss scale is left.
         """
+        self._require_unbroken()
         if not all(bucket.gradient.is_reduced for bucket in self.schedule.trained):
             leaves = len(self.virtual_ranks)
             raise EngineStateError(
@@ -283,16 +288,6 @@ class ZeroEngine(CheckpointedModel):
         finally:
             self.zero_grad()
             self.stamps.num_backwards = num_backwards
-
-    def train(self) -> "ZeroEngine":
-        """Put the model into training mode."""
-        self.module.train()
-        return self
-
-    def eval(self) -> "ZeroEngine":
-        """Put the model into evaluation mode."""
-        self.module.eval()
-        return self
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank; all ranks call it. For loops of forwards whose length differs by rank."""

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -263,6 +263,18 @@ class ShardedModel:
         whole_tensors = sum(bucket.update.sent_nbytes for bucket in self.schedule.trained)
         num_reductions = num_micro_batches if self.options.reduces_each else 1
         return volume.sent_nbytes(self.plan, num_micro_batches, reshards, num_reductions) + whole_tensors
+
+    # ---- the model
+
+    def train(self) -> Self:
+        """Put the model into training mode."""
+        self.module.train()
+        return self
+
+    def eval(self) -> Self:
+        """Put the model into evaluation mode."""
+        self.module.eval()
+        return self
 
     # ---- weights out
 

@@ -50,6 +50,48 @@ def test_gradients_add_up_until_the_step_and_what_is_given_up_leaves_nothing(
     assert run_threads(on_a_rank, 2, late_rank=1)[0][0] == [[-1.0], [-3.0]]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_ctrl_c_in_a_backward_leaves_nothing_silently(stage: int, size: int) -> None:
+    """As in a notebook, where the cell is run again. What was left was added to the next step's gradient (2026-11-23)."""
+
+    def on_a_rank(world: World) -> list[Any]:
+        engine = engine_on(world, Counted, zero={"stage": stage, "bucket_mb": 0.0001})
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(engine(64, 64, breaks_off=True, by=KeyboardInterrupt))
+        if size > 1:
+            for refused in (engine.step, lambda: engine(1, 2), lambda: engine.backward(torch.ones(()))):
+                with pytest.raises(
+                    EngineStateError, match=r"KeyboardInterrupt ended a backward.*call engine.zero_grad"
+                ):
+                    refused()
+            engine.zero_grad()
+        engine.backward(engine(1, 2))
+        engine.step()
+        return [value.unique().tolist() for value in engine.full_state_dict().values()]
+
+    assert run_threads(on_a_rank, size)[0][0] == [[-0.5], [-1.0]]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_in_no_sync_that_reaches_no_parameter_changes_neither_the_step_nor_its_norm(stage: int) -> None:
+    """The step failed, since the squares of the norm were forgotten when any backward began (2026-11-23)."""
+
+    def on_a_rank(world: World) -> list[float]:
+        norms = []
+        for goes_on in (False, True):
+            engine = engine_on(world, zero={"stage": stage})
+            engine.backward(engine(inputs(0, world.rank)))
+            if goes_on:
+                with engine.no_sync():
+                    engine.backward(nn.Parameter(torch.ones(())) * 2)
+            norms.append(engine.step().grad_norm)
+        return norms
+
+    for norm, expected in run_threads(on_a_rank, 2)[0]:
+        assert norm == expected > 0
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_in_no_sync_neither_reduces_nor_gets_ready_to(stage: int) -> None:
     engine = engine_on(alone(), zero={"stage": stage})

@@ -78,12 +78,11 @@ class StepSquares:
         if self._numel >= MAX_SQUARES:
             self._sum_up()
 
-    def take_digit_sums(self) -> torch.Tensor:
-        """(5,) fp64 as from `digit_sums`, of all that were added, one at least; and forget them."""
+    def digit_sums(self) -> torch.Tensor:
+        """(5,) fp64 as from `digit_sums`, of all that were added, one at least."""
         if self._squares:
             self._sum_up()
-        sums, self._sums = self._sums, []
-        return add_digit_sums(torch.stack(sums))
+        return add_digit_sums(torch.stack(self._sums))
 
     def _sum_up(self) -> None:
         self._sums.append(digit_sums(torch.cat(self._squares)))

@@ -70,7 +70,8 @@ class Reductions:
     def begin(self, backward: Backward) -> int:
         """A backward starts; return its number."""
         self.finish()  # what an earlier backward of the same step has issued
-        self.squares.clear()
+        if backward.completes:  # a step may still come behind one that does not
+            self.squares.clear()
         self._under_way = backward
         self._open_segments = {bucket: set(bucket.gradient.segments) for bucket in self.trained}
         self._closed_short.clear()

@@ -10,7 +10,7 @@ from torch import nn
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
-from zerotrain.engine.buckets.norm import clip_coefficient
+from zerotrain.engine.buckets.norm import StepSquares, clip_coefficient
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.ranges import named_range
@@ -62,13 +62,15 @@ class OptimizerStep:
         fetch_next(schedule.trained, 0)
         schedule.reductions.finish()
         self._stamps.written, self._stamps.signal = take_writes(schedule.buckets), signal
-        norm_value, coefficient_value, signals, coefficient, stamps = self._norm(schedule, param_groups)
+        squares = schedule.reductions.squares
+        norm_value, coefficient_value, signals, coefficient, stamps = self._norm(squares, param_groups)
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
         if not math.isfinite(norm_value) and self._max_grad_norm is None:
             # Taken in fp32, since it is only shown. A gradient of 1e20 is finite, and its square is not.
+            squares = StepSquares()
             for bucket in schedule.trained:
-                schedule.reductions.squares.add(bucket.gradient.take_squares(loss_scale, exact=True))
-            norm_value, coefficient_value, signals, coefficient, stamps = self._norm(schedule, param_groups)
+                squares.add(bucket.gradient.take_squares(loss_scale, exact=True))
+            norm_value, coefficient_value, signals, coefficient, stamps = self._norm(squares, param_groups)
         skipped = not math.isfinite(norm_value)
         if skipped:
             self._stamps.require_same(stamps, param_groups)
@@ -84,13 +86,12 @@ class OptimizerStep:
         return StepResult(norm_value, coefficient_value, skipped, loss_scale, tuple(map(int, signals))), reason
 
     def _norm(
-        self, schedule: Schedule, param_groups: Sequence[Mapping[str, object]]
+        self, squares: StepSquares, param_groups: Sequence[Mapping[str, object]]
     ) -> tuple[float, float, list[float], torch.Tensor, torch.Tensor]:
         """The norm over all ranks, what to clip by it, and the ranks' signals as numbers; what to clip by and the
         ranks' stamps on the device."""
         with named_range("norm of", "the gradient"):
-            digit_sums = schedule.reductions.squares.take_digit_sums()
-            norm, stamps, signals = self._stamps.stamped_norm(digit_sums, param_groups)
+            norm, stamps, signals = self._stamps.stamped_norm(squares.digit_sums(), param_groups)
         coefficient = clip_coefficient(norm, self._max_grad_norm)
         # A step's one wait for the device.
         norm_value, coefficient_value, *told = torch.cat([torch.stack([norm, coefficient]), signals]).tolist()
