@@ -49,8 +49,8 @@ class Courier:
         self._failure: str | None = None
         self._is_over = False
         self._descriptors = threading.RLock()
-        """Held while they are used or closed: a number that was closed may soon be another file's. Where a send sets off
-        Python's collection of this very engine, the thread takes it again (3.12 collects behind calls)."""
+        """Held while they are used or closed: a number that was closed may soon be another file's. The thread takes it
+        again where Python collects this very engine in its send (3.12 collects behind calls)."""
         self._selector = selectors.DefaultSelector()
         self._ends: dict[int, select.poll] = {}
         """Which tell whether a peer has ended its connection, though messages of it wait."""

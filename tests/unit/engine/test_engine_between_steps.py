@@ -53,7 +53,7 @@ def test_gradients_add_up_until_the_step_and_what_is_given_up_leaves_nothing(
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_ctrl_c_in_a_backward_leaves_nothing_silently(stage: int, size: int) -> None:
-    """As in a notebook, where the cell is run again. What was left was added to the next step's gradient (2026-11-23)."""
+    """As in a notebook, where the cell is run again. What was left came into the next step's gradient (2026-11-23)."""
 
     def on_a_rank(world: World) -> list[Any]:
         engine = engine_on(world, Counted, zero={"stage": stage, "bucket_mb": 0.0001})

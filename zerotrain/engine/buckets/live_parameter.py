@@ -48,7 +48,7 @@ get_grad, set_grad = _GRAD.__get__, _GRAD.__set__
 """What the attributes `data` and `grad` are to the engine itself."""
 
 
-def reads_freed_memory(error: Exception) -> bool:
+def reads_freed_memory(error: BaseException) -> bool:
     """Whether `error` is torch's about a tensor whose memory was given back."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _FREED_MEMORY_WAS_READ)
 
