@@ -20,8 +20,9 @@ DIGIT_BITS = 24
 NUM_DIGITS = 3
 CHUNK_NUMEL = 2**17
 """Elements squared at a time: the fp64 copy of a chunk (1 MiB) stays in the cache."""
-MAX_SQUARES = 2**17
-"""Blocks whose digits are summed at a time (1 MiB of squares, of 8 M elements): what is kept of a step, at most."""
+MAX_SQUARES = 2**15
+"""Blocks from which on digits are summed (256 KiB of squares, of 2 M elements). Not all of a step at its end, where the
+other ranks wait: most is to be done beside the reductions that are still under way."""
 _NO_DIGIT = -1000.0
 """The top digit of an all-zero shard: below that of any fp64 number."""
 
