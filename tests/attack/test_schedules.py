@@ -46,8 +46,8 @@ def test_a_run_that_changes_its_stage_every_five_steps_has_the_weights_of_one_th
 
 def test_a_run_that_goes_on_needs_the_memory_of_the_stage_it_goes_on_at(zygote: Zygote, tmp_path: Path) -> None:
     """P is 102 MB of parameters; at stage 0 a rank holds 3P before its first step, at stage 3 half of that. It built
-    stage 0 first, to go on at stage 3 (2026-11-22): 153 MB more by the formulas; two runs of the
-    same have differed by 71."""
+    stage 0 first, to go on at stage 3 (2026-11-22): 153 MB more by the formulas; two runs of the same have
+    differed by 71."""
     schedule = "zero.schedule={0:0,2:3}"
     wide = ("model.hidden_size=1408", "model.num_layers=12", "model.context=1", "launch.nproc_per_node=2")
     common = (*wide, "zero.bucket_mb=4", "train.micro_batch_size=1", "train.eval_every=0")

@@ -27,6 +27,7 @@ _LINGER_S = 2.0
 _CLOSE_S = 1.0
 """Until what it still has to say is given up."""
 _AT_ONCE = int(MSG_DONTWAIT | MSG_NOSIGNAL)
+"""Flags of a send. Put together in each, they are three calls of Python."""
 
 
 class Courier:

@@ -152,8 +152,8 @@ class ZeroEngine(CheckpointedModel):
     def zero_grad(self) -> None:
         """Forget the gradients since the last step; what was reduced is waited for. All ranks call it."""
         self._in_last_leaf = self.options.leaves_per_rank == 1
-        self._broken_off_by = ""
         self.schedule.drop_gradients()
+        self._broken_off_by = ""
         self.ledger.drop_step()
         self._losses.clear()
 
