@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from zerotrain.data.prepared import prepared_in, recipe_of
-from zerotrain.data.sources import find_sources
+from zerotrain.data.files.sources import find_sources
+from zerotrain.data.preparing.prepared import prepared_in, recipe_of
 
 END = "<|endoftext|>"
 PART_NUM_CHARACTERS = 4000

@@ -13,7 +13,7 @@ from benchmarks import fake_world
 from benchmarks.__main__ import main as compare
 from benchmarks.time_limit import TimeLimit
 from benchmarks.workload import SIZES
-from zerotrain.comm.world import choose_device
+from zerotrain.comm.ranks.world import choose_device
 from zerotrain.errors import ConfigError
 
 ENGINES = "zero0,alone_bf16,ddp_bf16,fsdp2,deepspeed0,alone,ddp"

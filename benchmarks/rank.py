@@ -17,11 +17,11 @@ from benchmarks.engines import ENGINES, Engine
 from benchmarks.network import sent_nbytes
 from benchmarks.split import Split, split_of
 from benchmarks.workload import Workload
-from zerotrain.comm.world import choose_device
+from zerotrain.comm.ranks.world import choose_device
 from zerotrain.engine.heap import reuse_what_is_freed
-from zerotrain.launching.signals import end_with_parent
-from zerotrain.training.flops import count_flops
-from zerotrain.training.metrics import device_peak_flops
+from zerotrain.launching.end.signals import end_with_parent
+from zerotrain.training.figures.flops import count_flops
+from zerotrain.training.figures.metrics import device_peak_flops
 
 NUM_HOST_STEPS = 5
 

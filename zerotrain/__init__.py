@@ -4,12 +4,12 @@ Names are loaded when first used, so that `import zerotrain` costs no import of 
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing's own would be imported from wherever the user is: see `zerotrain.files.here_last`
 if TYPE_CHECKING:
     from zerotrain import checkpoint as checkpoint
     from zerotrain.api import build_engine
-    from zerotrain.comm.world import World
+    from zerotrain.comm.ranks.world import World
     from zerotrain.engine.engine import ZeroEngine
     from zerotrain.engine.groups.muon import MuonWithAdamW
     from zerotrain.engine.results import LoadedWeights, StepResult, TrainStepResult
@@ -40,7 +40,7 @@ _HOMES = {
     "StepResult": "zerotrain.engine.results",
     "TrainStepResult": "zerotrain.engine.results",
     "TrainingError": "zerotrain.errors",
-    "World": "zerotrain.comm.world",
+    "World": "zerotrain.comm.ranks.world",
     "ZeroConfig": "zerotrain.settings",
     "ZeroEngine": "zerotrain.engine.engine",
     "ZeroTrainError": "zerotrain.errors",
@@ -70,7 +70,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "checkpoint":
         return import_module("zerotrain.checkpoint")
     if name not in _HOMES:

@@ -1,31 +1,49 @@
-"""launch.py without a clone: `python -m zerotrain zero.stage=3`, `torchrun -m zerotrain`; `--config-dir` adds yamls."""
+"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect or prepare; without a verb it trains."""
 
+import importlib
 import sys
-from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
-
-from zerotrain.config.compose import register_schema
-from zerotrain.launching.dispatch import dispatch
-from zerotrain.launching.imports import importing
-
-_PACKAGE = Path(__file__).resolve().parent
-CONF = next((folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir()), _PACKAGE / "conf")
-"""There is one: in a wheel inside the package, in a clone beside it."""
-
-register_schema()
+MODULES = {
+    "train": "zerotrain.commands.train",
+    "generate": "zerotrain.commands.generate",
+    "evaluate": "zerotrain.commands.evaluate",
+    "export": "zerotrain.commands.export.arguments",
+    "inspect": "zerotrain.commands.inspection",
+    "prepare": "zerotrain.commands.prepare",
+}
+"""Verb -> the module with its `main`: each imports what it needs, and no more."""
+ONLY_PRINT = ("generate", "inspect")
+"""They have nothing to do when nobody reads their output any more."""
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
-def main(composed: DictConfig) -> float:
-    """See launch.py."""
-    with importing():  # imports torch
-        from zerotrain.launching.task import run_job
+def run(verb: str, arguments: list[str]) -> None:
+    """Run a command as this process, and exit with its code."""
+    if verb == "train":
+        importlib.import_module(MODULES[verb]).main(arguments)
+        return
+    import zerotrain.files.here_last  # noqa: F401 before all else: they read files of others, perhaps in this folder
 
-    return run_job(composed)
+    # isort: split
+    from zerotrain.files.terminal import run_command
+
+    main = importlib.import_module(MODULES[verb]).main
+    run_command(lambda: main(arguments), only_prints=verb in ONLY_PRINT)
+
+
+def main(given: list[str]) -> None:
+    """Run the command that a command line names; without a verb it trains."""
+    if given and given[0] in MODULES:
+        return run(given[0], given[1:])
+    if not given or not given[0].isidentifier():
+        return run("train", given)
+    from zerotrain.config.suggest import did_you_mean
+    from zerotrain.files.printable import printable
+
+    verb = printable(given[0], keep="")
+    hint = did_you_mean(verb, MODULES)
+    print(f"{verb}: there is no such verb{hint}; there are {', '.join(MODULES)}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "python -m zerotrain"  # which is what usage and help shall show
-    dispatch(main, conf=CONF)
+    main(sys.argv[1:])

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerotrain.comm.world import World
+from zerotrain.comm.ranks.world import World
 from zerotrain.deferred.init import InitialValues, deferred_init
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
+from zerotrain.engine.model.engine_call import makes_memory
+from zerotrain.engine.model.unit_forward import replace_forwards
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.unit_forward import replace_forwards
 from zerotrain.errors import ConfigError
 from zerotrain.settings import EngineConfig, OffloadConfig, PrecisionConfig, ZeroConfig, problems_in
 from zerotrain.sharding.plan import Plan
@@ -78,6 +79,7 @@ def build_engine(
     )
 
 
+@makes_memory
 def assemble_engine(
     model: nn.Module | Callable[[], nn.Module],
     given: EngineConfig,

@@ -1,27 +1,9 @@
 """Every error zerotrain raises on purpose; each says what was given, what is allowed and what to do."""
 
-_NUM_SHOWN = 2000
-_NUM_SHOWN_OF_END = 300
+from zerotrain.files.printable import printable
 
-
-def printable(text: str, max_length: int = _NUM_SHOWN, *, keep: str = "\n\t") -> str:
-    """A text as a terminal and a file can take it: what cannot be printed escaped, the middle of a long one left out.
-
-    An exception's text may hold a tensor, a file of 5 MB, colours, or halves of characters that no encoding has.
-
-    Args:
-        max_length: characters that are shown.
-        keep: what stays though it cannot be printed.
-    """
-    if len(text) > max_length:
-        num_left_out = len(text) - max_length
-        start, end = text[: max_length - _NUM_SHOWN_OF_END], text[-_NUM_SHOWN_OF_END:]
-        text = f"{start} [... {num_left_out} characters ...] {end}"
-    return "".join(each if each.isprintable() or each in keep else _escaped(each) for each in text)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+MAX_MESSAGE = 100_000
+"""Characters: a line for each of some problems."""
 
 
 class ZeroTrainError(Exception):
@@ -51,6 +33,9 @@ class TrainingError(ZeroTrainError):
 class CheckpointError(ZeroTrainError):
     """A checkpoint, or weights of another file, are not what was written, do not fit the engine, or could not be saved.
     What was there before, on the disk and in the engine, is as it was. Every rank raises it alike."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message, MAX_MESSAGE, keep="\n"))
 
 
 class CommError(ZeroTrainError):

@@ -73,8 +73,23 @@ class Zygote:
             text=True,
         )
 
-    def run(self, arguments: list[str], folder: Path, environment: dict[str, str], timeout_s: float = 60.0) -> Ending:
-        """Run `python launch.py` with these arguments."""
+    def run(
+        self,
+        arguments: list[str],
+        folder: Path,
+        environment: dict[str, str],
+        timeout_s: float = 60.0,
+        *,
+        module: str | None = None,
+        stdout: str | None = None,
+        tell_programs: bool = False,
+    ) -> Ending:
+        """Run `python launch.py` with these arguments, or `python -m module`.
+
+        Args:
+            stdout: the file that gets what it prints, or CLOSED_PIPE of `zygote`.
+            tell_programs: add a line `started: ...` to its errors for each program that it starts.
+        """
         self._count += 1
         request: dict[str, Any] = {
             "arguments": arguments,
@@ -82,14 +97,17 @@ class Zygote:
             "environment": self.environment | environment,
             "out": str(self._folder / f"{self._count}"),
             "timeout_s": timeout_s,
+            "module": module,
+            "stdout": stdout,
+            "tell_programs": tell_programs,
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         code = int(self._process.stdout.readline())
-        out, err = (Path(f"{request['out']}.{end}").read_text(errors="replace") for end in ("out", "err"))
-        return Ending(code, out, err)
+        out = "" if stdout else Path(f"{request['out']}.out").read_text(errors="replace")
+        return Ending(code, out, Path(f"{request['out']}.err").read_text(errors="replace"))
 
     def close(self) -> None:
         self._process.terminate()

@@ -1,7 +1,10 @@
 """Attacks on the command line, by what is wrong. Each is one mistake that a person or a script may make."""
 
+from pathlib import Path
+
 from attacks import Attack
 
+LAUNCHERS = "hydra._internal.core_plugins.basic_launcher"
 YAML = 'mkdir -p mine/experiment; printf "%b" "{text}" > mine/experiment/bad.yaml'
 TOP = "# @package _global_\\n"
 
@@ -52,6 +55,18 @@ NAMES = [
     Attack("model={_target_:torch.nn.Linear,in_features:3}", "model.in_features: there is no such setting; +model.in_"),
     Attack("zero=3", "zero=3: zero is a group of settings: zero.accumulate, "),
     Attack("zero=[3]", "zero=[3]: "),
+    Attack("+trainer.max_epochs=1", "+trainer.max_epochs: there is no such setting; did you mean train.max_steps?"),
+    Attack(
+        "+trainer.max_epochs=1 +trainer.x.y=2 +zero.foo.bar=1 ++other.x=1",
+        ("+trainer.max_epochs: there", "+trainer.x.y: there", "+zero.foo.bar: there", "+other.x: there is no such"),
+    ),
+    Attack("+hydra.callbacks.x._target_=os.system", "Target 'os.system' is blocklisted because it allows config data "),
+    Attack("+hydra.callbacks.x._target_=nope.x", "Error locating target 'nope.x'"),
+    Attack("+hydra.callbacks.x=3", "Cannot instantiate config of type int. Top level config must be"),
+    Attack("~hydra.launcher", "~hydra.launcher: "),
+    Attack("hydra=null", "hydra=null: "),
+    Attack("hydra.searchpath=[nope://x]", "hydra.searchpath=[nope://x]: No config source registered for schema nope"),
+    Attack("model@x=gpt2", "model@x=gpt2: "),
     Attack("zero.stage=3 zero.stge=1 precision=x", ("precision=x: there", "zero.stge: there")),
 ]
 
@@ -133,6 +148,13 @@ FOLDERS = [
     Attack("--config-dir nowhere", "--config-dir: got nowhere; there is no such folder in /"),
     Attack("--config-dir file", "--config-dir: got file; there is no such folder", before="touch file"),
     Attack("--config-path nowhere", "--config-path: got nowhere; there is no such folder in /"),
+    Attack("--config-path /tmp zero.stage=9", "--config-path: got /tmp, which has no train.yaml; give --config-name"),
+    Attack("--config-path conf/model experiment=x", "--config-path: got conf/model, which has no train.yaml; give"),
+    Attack(
+        ["--config-path", str(Path(__file__).with_name("conf_of_its_own")), "data=synthetic"],
+        "model/none: there is no such yaml in /",
+    ),
+    Attack("--config-name ../train", "../train: there is no such yaml in /"),
     Attack("--config-name nowhere", "--config-name: got nowhere; there is no such config; there are train"),
     Attack("--config-name tran", "--config-name: got tran; there is no such config; did you mean train?"),
     Attack("hydra.run.dir=file", "hydra.run.dir: file cannot be made: File exists", before="touch file"),
@@ -171,6 +193,15 @@ VALUES = [
         "data=synthetic train.gradient_accumulation_steps=1000000000", "train.gradient_accumulation_steps: got 1000000"
     ),
     Attack("data=synthetic data.seq_len=1000000000000", "data: needs more memory than there is"),
+    Attack("data=synthetic data.seq_len=1000000000 model=mlp", "data: needs more memory than there is: the 8 rows of"),
+    Attack(
+        "data=synthetic data.seq_len=100000 train.micro_batch_size=2000 model.max_seq_len=100000",
+        "train.micro_batch_size: needs more memory than there is: what the forward of 2000 rows saves, with weights",
+    ),
+    Attack("data=synthetic model.hidden_size=200000 model.num_layers=1000", "model: needs more memory than there is: "),
+    Attack("data=synthetic model=mlp model.hidden_size=1000000", "model: needs more memory than there is: weights, "),
+    Attack("data=synthetic model.hidden_size=1000000000000", "model: needs more memory than there is: "),
+    Attack("data=synthetic data.vocab_size=10000000000", "model: needs more memory than there is: "),
     Attack("data=synthetic model.num_heads=3", "model.num_heads=3 does not divide model.hidden_size=128"),
     Attack("data=synthetic model.num_layers=x", "model.num_layers: got x; zerotrain.models.GPT takes a whole number"),
     Attack("data=synthetic model.dropout=2", "model.dropout=2 is out of range"),
@@ -294,6 +325,21 @@ SWEEPS = [
     Attack("-m seed=interval(0,3)", "seed=interval(0,3): the basic sweeper has no use for an interval"),
     Attack("-m optimizer.lr=interval(0.1,1)", "optimizer.lr=interval(0.1,1): the basic sweeper has no use"),
     Attack("-m zero.stage=1,abc", "zero.stage: got abc; it must be 0, 1, 2 or 3", left=("multirun.yaml",)),
+    Attack(
+        "-m seed=0,1 hydra.launcher._target_=os.system", "hydra.launcher._target_: got os.system; it must be a class"
+    ),
+    Attack("-m seed=0,1 hydra.sweeper._target_=os.system", "hydra.sweeper._target_: got os.system; it must be a class"),
+    Attack(
+        "-m seed=0,1 hydra.launcher._target_=nope.Nope", "hydra.launcher._target_: got nope.Nope; it must be a class"
+    ),
+    Attack(
+        f"-m seed=0,1 hydra.launcher._target_={LAUNCHERS}.Nope",
+        "the command line cannot be run: RuntimeError: Unknown plugin class",
+    ),
+    Attack("-m seed=0,1 hydra.launcher=null", "the command line cannot be run: RuntimeError: Hydra launcher is not"),
+    Attack("-m seed=0,1 +hydra.sweeper.foo=1", "Error in call to target 'hydra._internal.core_plugins.basic_sweeper."),
+    Attack("-m zero.stage=range(1,2,0)", "zero.stage=range(1,2,0): range() arg 3 must not be zero"),
+    Attack("-m hydra.sweep.dir=1,2", "Sweeping over Hydra's configuration is not supported"),
     Attack("-m zero.stage=choice()", "zero.stage=choice(): cannot be read"),
     Attack("-m zero.stage=range(0,0)", "-m: there is no job to run", left=("multirun.yaml",)),
     Attack("-m zero.stage=glob(*)", "-m: there is no job to run", left=("multirun.yaml",)),

@@ -1,4 +1,4 @@
-"""`python -m zerotrain.evaluate` of a run that is under way and is then killed, on as many ranks as one likes."""
+"""`python -m zerotrain evaluate` of a run that is under way and is then killed, on as many ranks as one likes."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ MASKED = "masked:{weight:2,data:{_target_:masked.Masked,seq_len:32}}"
 
 def evaluating(folder: Path, *arguments: str, start: tuple[str, ...] = ()) -> Command:
     (folder / "temporary").mkdir(exist_ok=True)
-    command = [sys.executable, *start, "-m", "zerotrain.evaluate", *arguments]
+    command = [sys.executable, *start, "-m", "zerotrain", "evaluate", *arguments, "--trust-code"]
     return Command(command, folder, {"TMPDIR": str(folder / "temporary")})
 
 

@@ -1,7 +1,9 @@
 """However a run ends, the user reads the first cause, the exit code says it, and no process is left."""
 
 import re
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -118,12 +120,17 @@ def test_sigterm_twice_stops_a_run_at_once_which_says_so_in_its_result(tmp_path:
 
 
 def test_the_ranks_end_with_a_parent_that_was_killed(tmp_path: Path):
-    """And with them the processes that read data for them."""
-    command = by_hand(*MISBEHAVING, "+model.action=sleep", "data.num_workers=1", TWO_RANKS, folder=tmp_path)
+    """And with them the processes that read data for them, and the folder they met in."""
+    places = Path(tempfile.mkdtemp(dir="/tmp"))  # short: torch has sockets there
+    options = ("+model.action=sleep", "data.num_workers=1", TWO_RANKS)
+    command = by_hand(*MISBEHAVING, *options, folder=tmp_path, TMPDIR=str(places))
     command.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
+    assert [path.name.startswith("zerotrain_") for path in places.iterdir()].count(True) == 1
     command.kill()
     assert command.wait() == -signal.SIGKILL
     assert command.wait_until_gone() == []
+    assert [path.name for path in places.iterdir() if path.name.startswith("zerotrain_")] == []
+    shutil.rmtree(places)
 
 
 def test_a_bad_command_line_is_answered_before_any_rank_starts(tmp_path: Path):

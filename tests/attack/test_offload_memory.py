@@ -133,8 +133,10 @@ def run_within_limit(folder: Path, *settings: str) -> Command:
 
 def test_a_model_whose_state_is_more_than_the_process_may_have_trains(tmp_path: Path) -> None:
     on_device = run_within_limit(tmp_path / "device")
-    assert on_device.process.returncode == 1, on_device.stdout
-    assert "rank 0 was killed by SIGKILL (kill -9, or the machine ran out of memory)" in on_device.stderr
+    assert on_device.process.returncode == 2, on_device.stderr
+    assert on_device.stderr.count("\n") == 1
+    assert "GB" in on_device.stderr
+    assert "memory" in on_device.stderr
     on_disk = run_within_limit(tmp_path / "disk", "offload.optimizer=disk", "offload.parameters=disk")
     assert on_disk.process.returncode == 0, on_disk.stderr
     result = result_of(tmp_path / "disk/run")

@@ -15,8 +15,9 @@ import pytest
 from commands import REPOSITORY, TINY, by_torchrun, result_of
 
 from tests.unit.data.tokenizers_made import END, sample, saved
-from zerotrain.data import prepare_lock, prepare_writer
-from zerotrain.data.prepared import prepared, prepared_in, recipe_of
+from zerotrain.data.preparing import lock as prepare_lock
+from zerotrain.data.preparing import writer as prepare_writer
+from zerotrain.data.preparing.prepared import prepared, prepared_in, recipe_of
 
 
 def begun(function: Callable[[], object], errors: Path) -> int:
@@ -72,8 +73,8 @@ def test_who_is_killed_anywhere_goes_on_there_and_comes_to_the_same_bits(
 ):
     monkeypatch.setattr(prepare_writer, "NOTE_S", 0.0)
     monkeypatch.setattr(prepare_writer, "SHARD_TOKENS", 100_000)
-    monkeypatch.setattr("zerotrain.data.prepare.BATCH_NBYTES", 1 << 15)
-    monkeypatch.setattr("zerotrain.data.prepare.PIECE_NBYTES", 0)
+    monkeypatch.setattr("zerotrain.data.preparing.prepare.BATCH_NBYTES", 1 << 15)
+    monkeypatch.setattr("zerotrain.data.preparing.prepare.PIECE_NBYTES", 0)
 
     def make(out: Path) -> None:
         recipe, _ = recipe_of(
@@ -116,7 +117,7 @@ def test_who_is_killed_anywhere_goes_on_there_and_comes_to_the_same_bits(
 def test_of_two_at_once_one_waits_and_takes_over_where_the_other_was_killed(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_writer, "NOTE_S", 0.0)
     monkeypatch.setattr(prepare_lock, "REMINDER_S", 0.2)
-    monkeypatch.setattr("zerotrain.data.prepare.BATCH_NBYTES", 1 << 15)
+    monkeypatch.setattr("zerotrain.data.preparing.prepare.BATCH_NBYTES", 1 << 15)
 
     def make() -> None:
         recipe, cache = recipe_of(
@@ -148,8 +149,9 @@ DISKS = r"""
 import json, os, sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from zerotrain.data import prepare, prepare_writer
-from zerotrain.prepare import main
+from zerotrain.data.preparing import prepare
+from zerotrain.data.preparing import writer as prepare_writer
+from zerotrain.commands.prepare import main
 
 prepare_writer.NOTE_S, prepare.BATCH_NBYTES, prepare.PIECE_NBYTES = 0.0, 1 << 15, 0
 

@@ -54,8 +54,8 @@ def test_a_run_that_goes_on_needs_the_memory_of_the_stage_it_goes_on_at(zygote: 
     run(zygote, tmp_path, "first", schedule, *common, "train.max_steps=3", "checkpoint.every=1", "checkpoint.keep=null")
     go_on = (*common, "train.max_steps=4", "checkpoint.resume=first", "checkpoint.save_at_end=false")
     peaks = {}
-    for setting in ("zero.stage=3", schedule):
-        result = run(zygote, tmp_path, "again", setting, *go_on)
+    for name, setting in (("at once", "zero.stage=3"), ("again", schedule)):
+        result = run(zygote, tmp_path, name, setting, *go_on)
         peaks[setting] = max(each["peak_nbytes"] for each in result["stages"][-1]["ranks"])
     log = (tmp_path / "again/ranks/0.log").read_text()
     assert "stage 3, MB of a rank" in log
@@ -72,6 +72,7 @@ def test_where_the_newest_checkpoint_is_damaged_the_stage_of_an_older_one_is_cha
     for step in (4, 3):
         [*_, last] = sorted((tmp_path / f"run/checkpoints/step-{step:08d}").glob("*.safetensors"))
         last.write_bytes(last.read_bytes()[:-1] + b"\0")
+    (tmp_path / "run/result.json").unlink()  # a completed run would be left as it is
     again = run(zygote, tmp_path, "run", *settings, *kept)
     assert again["weights_sha256"] == whole["weights_sha256"]
     assert again["resumed_from"].endswith("step-00000002")

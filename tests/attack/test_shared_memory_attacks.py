@@ -174,8 +174,9 @@ LARGE = (
 )
 HELD_NBYTES = 2 * 2 * 4 * 24_000_000
 """At least: parameters and gradients of each of 2 ranks, which the other reads."""
-TOO_LITTLE_NBYTES, ENOUGH_NBYTES = 850 * MIB, 1800 * MIB
-"""Of what all processes may have resident, Python and torch included."""
+TOO_LITTLE_NBYTES, ENOUGH_NBYTES = 1100 * MIB, 1800 * MIB
+"""Of what all processes may have resident, Python and torch included; the first has room for weights, gradients and the
+optimizer's state, which is looked at before ranks start, and not for the processes."""
 
 
 @contextmanager

@@ -101,6 +101,18 @@ def test_before_the_training_a_signal_ends_all_at_once(tmp_path: Path):
     assert command.wait_until_gone() == []
 
 
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGINT], ids=["SIGUSR1", "SIGINT"])
+def test_before_the_training_a_signal_to_one_rank_ends_all_at_once_too(tmp_path: Path, signum: signal.Signals):
+    command = by_hand(*RUN, "model._target_=misbehaving.SlowMLP", TWO_RANKS, "launch.max_restarts=1", folder=tmp_path)
+    command.wait_for_text(tmp_path / "run/ranks/1.log", "building")
+    os.kill(command.pid_of_rank(tmp_path / "run", 1), signum)
+    assert command.wait(WITHIN_S) == 128 + signum
+    assert command.stderr == f"stopped by {'Ctrl-C' if signum == signal.SIGINT else signum.name}\n"
+    result = result_of(tmp_path / "run")
+    assert (result["status"], result["stopped_by"], result["restarts"]) == ("stopped", None, 0)
+    assert command.wait_until_gone() == []
+
+
 def test_a_rank_that_dies_while_the_others_stop_is_the_cause(tmp_path: Path):
     command = by_hand(*PAUSING, TWO_RANKS, "launch.max_restarts=1", folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "pausing")

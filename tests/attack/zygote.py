@@ -1,7 +1,10 @@
-"""Runs `launch.py` again and again in children of one process that has imported torch: 0.3 s each in place of 3 s.
+"""Runs `launch.py`, or another command of ours, again and again in children of one process that has imported torch:
+0.3 s each in place of 3 s.
 
 The code is the real one from its first line; only the imports are there already. Reads a JSON object a line,
-{"arguments", "folder", "environment", "out", "timeout_s"}, and answers each with the exit code.
+{"arguments", "folder", "environment", "out", "timeout_s"}, and answers each with the exit code. It has
+"module" too, of another command than launch.py or null, and "stdout", a file, `CLOSED_PIPE` or null. A program that a
+child of another command started or became is a line `started: ...` of its output to stderr.
 """
 
 import json
@@ -19,9 +22,10 @@ import torch
 import torch.optim
 
 import zerotrain.data
-import zerotrain.launching.task
+import zerotrain.launching.command.task
 import zerotrain.models  # noqa: F401
 
+CLOSED_PIPE = "a pipe that nobody reads"
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -48,14 +52,21 @@ def become(request: dict) -> None:
         os.chdir(request["folder"])
         os.environ.clear()
         os.environ.update(request["environment"])
-        for descriptor, name in enumerate(["/dev/null", f"{request['out']}.out", f"{request['out']}.err"]):
-            opened = os.open(name, os.O_RDWR | os.O_CREAT)
+        stdout = request.get("stdout") or f"{request['out']}.out"
+        for descriptor, name in enumerate(["/dev/null", stdout, f"{request['out']}.err"]):
+            opened = closed_pipe() if name == CLOSED_PIPE else os.open(name, os.O_RDWR | os.O_CREAT)
             os.dup2(opened, descriptor)
             os.close(opened)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
-        sys.argv = [str(REPOSITORY / "launch.py"), *request["arguments"]]
+        module = request.get("module")
+        sys.argv = [module or str(REPOSITORY / "launch.py"), *request["arguments"]]
         sys.path[0] = str(REPOSITORY)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if module is None:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            if request.get("tell_programs"):
+                sys.addaudithook(tell_of_programs)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException:
@@ -64,6 +75,18 @@ def become(request: dict) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def tell_of_programs(event: str, arguments: tuple) -> None:
+    if event in ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen"):
+        print(f"started: {event} {arguments!r}"[:500], file=sys.stderr)
+
+
+def closed_pipe() -> int:
+    """The end of a pipe to write into, of which the other end is gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.bits.training import FINE_MB, Block, Net, Setup, Training, assert_same
-from tests.unit.training.test_stages import HELD, KINDS, lines_of, model, sums, trainer_of, without_changes
+from tests.unit.training.callbacks.test_stages import HELD, KINDS, lines_of, model, sums, trainer_of, without_changes
 from zerotrain.testing.fake_wire import run_threads
-from zerotrain.training.checkpoints import CheckpointPolicy
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 
 ROUND = {0: 0, 5: 1, 10: 2, 15: 3, 20: 1, 25: 0}
 NUM_STEPS = 30

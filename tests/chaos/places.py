@@ -126,9 +126,9 @@ def after(owner: Any, name: str, look: Callable[..., None]) -> None:
 
 
 def _watch_launcher(striker: Striker) -> None:
-    from zerotrain.launching import spawn
-    from zerotrain.launching.job import Job
-    from zerotrain.launching.restarts import Attempts
+    from zerotrain.launching.job.job import Job
+    from zerotrain.launching.job.restarts import Attempts
+    from zerotrain.launching.start import spawn
 
     before(Job, "open_folder", lambda *_: striker.passed("launch: before the run's folder is opened"))
     before(spawn, "_run_once", lambda *_: striker.passed("launch: before the ranks are started"))
@@ -138,10 +138,10 @@ def _watch_launcher(striker: Striker) -> None:
 def _watch_training(striker: Striker) -> None:
     import torch.distributed as dist
 
-    from zerotrain import factory
     from zerotrain.engine.update import optimizer_step
-    from zerotrain.launching.presence import Presence
+    from zerotrain.launching.end.presence import Presence
     from zerotrain.models.mlp import HiddenLayer
+    from zerotrain.run import factory
 
     def begin(_: Any, step: int) -> None:
         striker.step = step
@@ -192,7 +192,7 @@ def _watch_changes_of_the_stage(striker: Striker) -> None:
     from zerotrain.comm.handles import Handle
     from zerotrain.engine.build import Builder
     from zerotrain.engine.sharded_model import ShardedModel
-    from zerotrain.training.stages import RunStages
+    from zerotrain.training.callbacks.stages import RunStages
 
     change = _Change(striker)
     before(ShardedModel, "_move_to", change.begin)
@@ -204,9 +204,9 @@ def _watch_changes_of_the_stage(striker: Striker) -> None:
 
 def _watch_checkpoints(striker: Striker) -> None:
     from zerotrain.checkpoint.reading import Reader
-    from zerotrain.comm.notes import Notes
+    from zerotrain.comm.accounts.notes import Notes
     from zerotrain.engine.state import restore
-    from zerotrain.engine.state.writing import Writing
+    from zerotrain.engine.state.saving.writing import Writing
 
     def told(_: Any, name: str, *__: Any) -> None:
         if name == "end":

@@ -62,8 +62,8 @@ def _watch_moment(striker: Striker) -> None:
 
 
 def _watch_meeting(striker: Striker, noted: Any) -> None:
-    from zerotrain.comm import local_peers, local_ranks
-    from zerotrain.comm.courier import Courier
+    from zerotrain.comm.wires.memory import local_peers, local_ranks
+    from zerotrain.comm.wires.memory.courier import Courier
 
     listen = local_peers._listen
 
@@ -87,7 +87,7 @@ def _watch_meeting(striker: Striker, noted: Any) -> None:
 
 
 def _watch_memory(striker: Striker, noted: Any) -> None:
-    from zerotrain.comm import shared_memory
+    from zerotrain.comm.wires.memory import shared_memory
 
     def note(memory: Any) -> None:
         (noted / f"inode-{os.fstat(memory.file).st_ino}").touch()
@@ -98,7 +98,7 @@ def _watch_memory(striker: Striker, noted: Any) -> None:
 
 
 def _watch_handles(striker: Striker) -> None:
-    from zerotrain.comm import shared_handles
+    from zerotrain.comm.wires.memory import shared_handles
 
     def send(handle: Any, *_: Any) -> None:
         striker.passed(f"{_kind(handle)}: to be sent")
@@ -115,9 +115,9 @@ def _kind(handle: Any) -> str:
 
 
 def _watch_courier(striker: Striker) -> None:
-    from zerotrain.comm import shared_handles
-    from zerotrain.comm.courier import Courier
-    from zerotrain.comm.errand import READ, THERE
+    from zerotrain.comm.wires.memory import shared_handles
+    from zerotrain.comm.wires.memory.courier import Courier
+    from zerotrain.comm.wires.memory.errand import READ, THERE
 
     def say(_: Any, peers: Any, message: bytes) -> None:
         if message[0] == READ and tuple(peers):

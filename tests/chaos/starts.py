@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-import zerotrain.launching.worker  # noqa: F401 what a rank imports
+import zerotrain.launching.start.worker  # noqa: F401 what a rank imports
 from tests.attack import zygote
 from tests.chaos import places
 from tests.chaos.strike import FOLDER_VARIABLE

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "zerotrain"
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 BLIND_TO_THE_STAGE = ("comm", "sharding", "engine", "training")
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 UNPICKLING = (
     "pickle.load",
@@ -59,6 +59,7 @@ def test_unpickling_is_seen():
     assert len(list(unpickling(text))) == 4
     assert list(unpickling("torch.load(f, weights_only=True); json.loads(x); self.gather_objects(x)")) == []
     assert list(unpickling("class Any_(pickle.Unpickler):\n x = 1")) == ["Any_"]
+    assert list(unpickling("class Any_(pickle._Unpickler):\n x = 1")) == ["Any_"]
     assert list(unpickling("class Few(pickle.Unpickler):\n def find_class(self, module, name): return dict")) == []
 
 
@@ -66,7 +67,7 @@ def unpickling(text: str) -> Iterator[str]:
     """Every call that makes any object of bytes, and every unpickler that does not decide itself what it makes."""
     for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)):
         decides = any(isinstance(each, ast.FunctionDef) and each.name == "find_class" for each in node.body)
-        if "pickle.Unpickler" in map(ast.unparse, node.bases) and not decides:
+        if {"pickle.Unpickler", "pickle._Unpickler"} & {*map(ast.unparse, node.bases)} and not decides:
             yield node.name
     for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
         name, is_safe = ast.unparse(node.func), "weights_only=True" in map(ast.unparse, node.keywords)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from commands import REPOSITORY
 
-from zerotrain import evaluate, generate
 from zerotrain.checkpoint.folder import PartialFolder
-from zerotrain.export.__main__ import main as export
-from zerotrain.generate import characters
+from zerotrain.commands import evaluate, generate
+from zerotrain.commands.export.arguments import main as export
+from zerotrain.commands.generate import characters
 
 SETTINGS = (
     "zero.stage=3",

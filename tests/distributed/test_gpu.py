@@ -21,7 +21,7 @@ from benchmarks.workload import Workload
 from zerotrain import OffloadConfig, World, build_engine
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.data import GlobalBatchSampler, SyntheticTokens
-from zerotrain.data.loader import StepLoader
+from zerotrain.data.reading.loader import StepLoader
 from zerotrain.testing import run_ranks
 from zerotrain.training import Trainer, constant
 
@@ -31,7 +31,7 @@ ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 @pytest.fixture(autouse=True)
 def engine_is_there() -> None:
     """Skips each test, not the file: pytest takes a file without tests for a mistake and ends with exit code 5."""
-    pytest.importorskip("zerotrain.factory")
+    pytest.importorskip("zerotrain.run.factory")
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])

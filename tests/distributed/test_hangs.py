@@ -15,8 +15,8 @@ from commands import TINY, by_hand, result_of
 from torch import nn
 
 import zerotrain
-from zerotrain.comm import whereabouts
-from zerotrain.comm.world import Shards
+from zerotrain.comm.accounts import whereabouts
+from zerotrain.comm.ranks.world import Shards
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.errors import ZeroTrainError
 
@@ -165,9 +165,9 @@ CASES: dict[str, tuple[Callable[[int], object], list[list[str]]]] = {
             [
                 "CommError: rank 0 failed in reduction of blocks",
                 "(step 3, backward)",
-                "rank 1 failed in gather of master",
+                "rank 1 failed in comparison of engine.weights_sha256",
             ],
-            ["CommError: rank 1 failed in gather of master weights of blocks.0 (step 3, idle)"],
+            ["CommError: rank 1 failed in comparison of engine.weights_sha256 (step 3, idle)"],
         ],
     ),
     "a step behind after a resume": (

@@ -32,11 +32,12 @@ from test_shared_memory import CPU, TIMEOUT_S, engines_that_go, held_behind_gath
 from benchmarks.errors import BenchmarkError
 from benchmarks.network import Host, Network, link, sent_nbytes
 from zerotrain import World
-from zerotrain.comm import process_groups, whereabouts
+from zerotrain.comm import process_groups
+from zerotrain.comm.accounts import whereabouts
+from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.hosts import Hosts
-from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.wires.memory.hosts import Hosts
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.errors import CommError
 from zerotrain.testing import run_ranks

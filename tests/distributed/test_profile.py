@@ -11,7 +11,7 @@ import zerotrain
 from zerotrain.data import SyntheticTokens
 from zerotrain.testing import run_ranks
 from zerotrain.training import Trainer, constant
-from zerotrain.training.profile import NUM_STEPS_BEFORE, NUM_TRACED_STEPS
+from zerotrain.training.callbacks.profile import NUM_STEPS_BEFORE, NUM_TRACED_STEPS
 
 NUM_STEPS = NUM_STEPS_BEFORE + NUM_TRACED_STEPS
 BLOCKS = [f"blocks.{index}" for index in range(3)]

@@ -16,7 +16,7 @@ from zerotrain.data import TextDataset
 from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
 from zerotrain.training import Trainer, warmup_cosine
-from zerotrain.training.checkpoints import CheckpointPolicy
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 
 VIRTUAL_RANKS = 4
 OPTIMIZERS = {

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from cases import Case, batch, build, micro_batches, place, resident_nbytes, run_over, train
 
 import zerotrain
-from zerotrain.comm import whereabouts
+from zerotrain.comm.accounts import whereabouts
+from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ledger import Ledger
-from zerotrain.comm.local_ranks import LocalRanks
+from zerotrain.comm.ranks.world import Shards, World
 from zerotrain.comm.scratch import ScratchPool
-from zerotrain.comm.world import Shards, World
+from zerotrain.comm.wires.memory.local_ranks import LocalRanks
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.errors import CommError
 from zerotrain.settings import OffloadConfig

@@ -18,8 +18,9 @@ import zerotrain
 from zerotrain.data import TextDataset
 from zerotrain.models import GPT
 from zerotrain.testing import run_ranks
-from zerotrain.training import Trainer, metrics, warmup_cosine
-from zerotrain.training.generate import generate
+from zerotrain.training import Trainer, warmup_cosine
+from zerotrain.training.callbacks.generate import generate
+from zerotrain.training.figures import metrics
 
 GLOBAL_BATCH_SIZE = 12
 SEQ_LEN = 24

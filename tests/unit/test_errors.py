@@ -2,7 +2,8 @@
 
 import pytest
 
-from zerotrain.errors import ConfigError, printable
+from zerotrain.errors import ConfigError
+from zerotrain.files.printable import printable
 
 
 def test_what_can_be_printed_stays_as_it_is() -> None:

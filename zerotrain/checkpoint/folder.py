@@ -128,7 +128,7 @@ def remove_dead(parent: Path) -> None:
 
 def _remove_if_dead(path: Path) -> None:
     try:
-        lock = os.open(path / LOCK, os.O_WRONLY)
+        lock = os.open(path / LOCK, os.O_WRONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         with suppress(OSError):
             path.rmdir()  # one that was made and never locked is empty; any other is none of ours

@@ -13,7 +13,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from zerotrain.checkpoint.blocks import sync_folder
@@ -27,6 +28,9 @@ CHECKPOINTS = "checkpoints"
 JUST_MADE_S = 10.0
 """So long a save may need from its folder's name to its lock, in which it is not to be disturbed."""
 
+_NUM_LOOKS = 100
+"""For a checkpoint that is not removed meanwhile."""
+_NUM_LOOKS_AT_NONE = 5
 _STEP = re.compile(r"step-([0-9]{8,})")
 _REMOVED = re.compile(r"\.step-[0-9]{8,}\.removed-[0-9a-f]{16}")
 _ASIDE = re.compile(r"step-[0-9]{8,}\.aside-[0-9a-f]{16}")
@@ -68,6 +72,11 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
     return sorted((path for path in named if os.path.isfile(path / MANIFEST)), key=step_of)
 
 
+def named_as_steps(folder: Path) -> list[Path]:
+    """What has a checkpoint's name in a folder, whether it is one or not."""
+    return [path for path in entries(folder) if _STEP.fullmatch(path.name)]
+
+
 def partial_in(folder: Path) -> list[Path]:
     """The folders of saves that are under way in a folder, or were cut off."""
     return [path for path in entries(folder) if PARTIAL.fullmatch(path.name)]
@@ -89,7 +98,7 @@ def is_under_way(partial: Path) -> bool:
     try:
         if time.time() - partial.stat().st_mtime < JUST_MADE_S:
             return True
-        lock = os.open(partial / LOCK, os.O_RDONLY)
+        lock = os.open(partial / LOCK, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     except OSError:
@@ -136,10 +145,62 @@ def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
     raise CheckpointError(f"{path} has no checkpoint in it: {allowed}")
 
 
+@contextmanager
+def held(path: Path) -> Iterator[Path]:
+    """The newest checkpoint of what a user named, see `candidates`. Within, the run that goes on does not remove it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for number in range(_NUM_LOOKS):
+        try:
+            folder = candidates(path)[0]
+        except CheckpointError:
+            if number > _NUM_LOOKS_AT_NONE:
+                raise
+            continue  # the one that was listed has been removed, and the newer one came behind the listing
+        try:
+            descriptor = _locked(folder / MANIFEST, fcntl.LOCK_SH)
+        except OSError as error:
+            raise CheckpointError(_sentence(error, folder / MANIFEST)) from error
+        if descriptor is None:
+            time.sleep(0.01)  # it has just been removed: there is a newer one
+            continue
+        try:
+            yield folder
+        finally:
+            os.close(descriptor)
+        return
+    yield candidates(path)[0]
+
+
+def _locked(manifest: Path, kind: int) -> int | None:
+    """A descriptor that holds a lock of a manifest, where locks work; None where another one excludes it, or where the
+    manifest is not there any more.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(manifest, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        is_held = True
+    except OSError as error:
+        is_held = not isinstance(error, BlockingIOError)
+    if is_held and os.path.exists(manifest):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
 def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> list[Path]:
     """Remove the older checkpoints of a folder, and what removals that died have left there. One process.
 
-    Call it when the newest is saved. That stays whatever was asked for, and so does a link.
+    Call it when the newest is saved. That stays whatever was asked for, and so do a link and what is being read
+    (`held`).
 
     Args:
         keep: how many of the newest stay; None: all.
@@ -163,6 +224,16 @@ def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> lis
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise CheckpointError(f"an old checkpoint could not be removed: {problems[0]}{more}; training can go on")
     return list(hidden)
+
+
+def remove_all(folder: Path) -> None:
+    """Remove all that saves have left in a folder of checkpoints, of links the links; what else lies there stays."""
+    for find in (named_as_steps, partial_in, removed_in, set_aside_in):
+        for path in find(folder):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside(path: Path) -> Path:
@@ -201,8 +272,13 @@ def _hidden(folder: Path, old: Sequence[Path], problems: list[str]) -> dict[Path
         for path in old:
             name = path.with_name(f".{path.name}.removed-{secrets.token_hex(8)}")
             try:
-                path.rename(name)
-                hidden[path] = name
+                if (lock := _locked(path / MANIFEST, fcntl.LOCK_EX)) is None:
+                    continue  # it is being read: the next removal finds it again
+                try:
+                    path.rename(name)
+                    hidden[path] = name
+                finally:
+                    os.close(lock)
             except OSError as error:
                 problems.append(_sentence(error, path))
         sync_folder(folder)

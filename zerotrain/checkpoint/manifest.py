@@ -12,11 +12,16 @@ from typing import Any
 import torch
 
 from zerotrain.checkpoint.blocks import BLOCK_NBYTES, HASH, hash_of
+from zerotrain.checkpoint.manifest_schema import DTYPES, PLACES, require_whole
+from zerotrain.checkpoint.manifest_schema import WEIGHT as WEIGHT
 from zerotrain.errors import CheckpointError
+from zerotrain.files.untrusted import UntrustedFileError, parse_json, read_regular, shown
 
 MANIFEST = "manifest.json"
-WEIGHT, BUFFER = "weight", "buffer"
-"""Roles; what an optimizer keeps has the optimizer's own names, such as exp_avg."""
+MAX_NBYTES = 2**30
+"""Of a manifest: hashes of 40 TB."""
+BUFFER = "buffer"
+"""A role, as `WEIGHT` is; what an optimizer keeps has the optimizer's own names, such as exp_avg."""
 EXTRA_STATE = "extra_state"
 """In the manifest what modules keep beside their tensors, and the role of what of it is a tensor."""
 FORMAT, FORMAT_VERSION = "zerotrain checkpoint", 1
@@ -100,14 +105,12 @@ def _canonical(content: dict[str, Any]) -> bytes:
 
 def dtype_of(tensor: Mapping[str, Any]) -> torch.dtype:
     """Of a tensor in the manifest."""
-    dtype = getattr(torch, tensor["dtype"])
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+    return DTYPES[tensor["dtype"]]
 
 
 def pieces_of(tensor: Mapping[str, Any]) -> list[Piece]:
     """Of a tensor in the manifest."""
-    return [Piece(**piece) for piece in tensor["pieces"]]
+    return [Piece(*(piece[name] for name in PLACES)) for piece in tensor["pieces"]]
 
 
 def of_rank_0(buffer: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,29 +146,37 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_text()
-    except FileNotFoundError:
+        text = read_regular(path, max_nbytes=MAX_NBYTES).decode()
+    except (FileNotFoundError, NotADirectoryError):
         what = f"has no {MANIFEST}" if folder.is_dir() else "is no folder"
         raise CheckpointError(f"{folder} is no checkpoint: it {what}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, UntrustedFileError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return parse_manifest(text, path)
 
 
 def parse_manifest(text: str, path: Path) -> Manifest:
-    """The same of the text of a manifest; `path` is what errors name."""
+    """The same of the text of a manifest; `path` is what errors name.
+
+    Raises:
+        CheckpointError: as above.
+    """
     try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: it is no JSON ({error})") from None
+        content = parse_json(text, object)
+    except UntrustedFileError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no manifest of a zerotrain checkpoint, or was edited")
     if content.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {content.get('format_version')}, and this zerotrain reads version "
-            f"{FORMAT_VERSION}; read it with the version that wrote it ({content.get('versions')})"
+            f"{path} has format version {shown(content.get('format_version'))}, and this zerotrain reads version "
+            f"{FORMAT_VERSION}; read it with the version that wrote it ({shown(content.get('versions'))})"
         )
     told = content.pop("hash", None)
     if told != hash_of(_canonical(content)):
         raise CheckpointError(f"{path} is not what was written: it was edited or damaged, its hash does not fit")
+    try:
+        require_whole(content)
+    except UntrustedFileError as error:
+        raise CheckpointError(f"{path} was edited: {error}") from None
     return Manifest(content)

@@ -12,6 +12,7 @@ import torch
 from zerotrain.checkpoint.blocks import BLOCK_NBYTES, hash_of
 from zerotrain.checkpoint.manifest import Manifest, Piece, dtype_of, pieces_of
 from zerotrain.errors import CheckpointError
+from zerotrain.files.regular import only_regular
 
 MAX_NAMES_SHOWN = 3
 
@@ -129,7 +130,7 @@ class Reader:
         if file not in self._open:
             path, told = self._path(file), self._manifest.files[file]["nbytes"]
             try:
-                descriptor = os.open(path, os.O_RDONLY)
+                descriptor = only_regular(path, os.O_RDONLY)
             except FileNotFoundError:
                 raise CheckpointError(f"{path} is missing ({self._named(file, 0, told)})") from None
             except OSError as error:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zerotrain.checkpoint.blocks import BlockWriter
+from zerotrain.files.untrusted import FileName, Natural
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -99,7 +100,7 @@ class TensorFile:
             writer.close()
 
     def described(self) -> dict[str, Any]:
-        """For the manifest: name, size, hashes, and where each tensor lies in it."""
+        """For the manifest: name, size, hashes, and where each tensor lies in it, as `DESCRIBED`."""
         pieces = [
             {
                 "name": entry.name,
@@ -113,6 +114,10 @@ class TensorFile:
             for entry, place in zip(self.entries, self._places, strict=True)
         ]
         return {"name": self.name, "nbytes": self.nbytes, "hashes": self.hashes, "pieces": pieces}
+
+
+DESCRIBED = {"name": FileName(), "nbytes": Natural(), "hashes": [str], "pieces": [{"name": str, "role": str}]}
+"""The manifest's own schema sees to the rest once it is read."""
 
 
 def head_of(header: dict[str, Any]) -> bytes:

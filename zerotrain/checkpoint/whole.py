@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from zerotrain.checkpoint.kept import candidates
+from zerotrain.checkpoint.kept import held
 from zerotrain.checkpoint.manifest import WEIGHT, Manifest, dtype_of, of_rank_0, read_manifest
 from zerotrain.checkpoint.reading import Reader
 
 
 @dataclass(frozen=True)
-class SavedTensors:
+class CheckpointTensors:
     """An open checkpoint. Its methods raise CheckpointError, with file and tensor, where it is not what was written."""
 
     path: Path
@@ -73,13 +73,13 @@ def _dtype(tensor: Mapping[str, Any] | None) -> torch.dtype:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[SavedTensors]:
-    """Of what a user named the newest checkpoint, see `candidates`.
+def opened(path: Path) -> Iterator[CheckpointTensors]:
+    """Of what a user named the newest checkpoint, see `held`: it stays while it is open.
 
     Raises:
         CheckpointError: there is none, or its manifest is not what was written.
     """
-    folder = candidates(path)[0]
-    manifest = read_manifest(folder)
-    with Reader(folder, manifest) as reader:
-        yield SavedTensors(folder, manifest, reader)
+    with held(path) as folder:
+        manifest = read_manifest(folder)
+        with Reader(folder, manifest) as reader:
+            yield CheckpointTensors(folder, manifest, reader)

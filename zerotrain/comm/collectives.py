@@ -6,14 +6,17 @@ from typing import Any, TypeVar
 
 import torch
 
+from zerotrain.comm.accounts.frames import OtherNamesError
+from zerotrain.comm.accounts.journal import Journal
+from zerotrain.comm.accounts.ledger import Ledger
+from zerotrain.comm.accounts.notes import Notes
+from zerotrain.comm.accounts.whereabouts import by_rank
 from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec
-from zerotrain.comm.journal import Journal
-from zerotrain.comm.ledger import Ledger
-from zerotrain.comm.notes import Notes
 from zerotrain.comm.process_groups import ProcessGroups
+from zerotrain.comm.ranks.world import World
 from zerotrain.comm.scratch import ScratchPool
 from zerotrain.comm.wire import Alone, Wire
-from zerotrain.comm.world import World
+from zerotrain.errors import DisagreementError
 
 T = TypeVar("T")
 
@@ -87,14 +90,22 @@ class Collectives:
         exchange.issue()
         return exchange
 
-    def gather_small(self, values: torch.Tensor, *, name: str) -> torch.Tensor:
-        """(n,) on each rank -> (ranks, n) on every rank, waited for."""
-        self._record(name, values.nbytes * (self.shards.size - 1))
-        return self._together("comparison", name, lambda: self._wire.gather_small(values))
+    def gather_small(self, values: torch.Tensor, *, name: str, in_order: bool = True) -> torch.Tensor:
+        """(n,) on each rank -> (ranks, n) on every rank, waited for.
 
-    def gather_objects(self, value: Any, *, name: str) -> list[Any]:
-        """What each rank has to say, in rank order, on every rank: small values, outside of steps."""
-        return self._together("comparison", name, lambda: self._wire.gather_objects(value))
+        Args:
+            in_order: whether it has a place in the order of collectives, which a call that is refused must not have.
+
+        Raises:
+            DisagreementError: on every rank, which have come with different names. None of them has done anything.
+        """
+        self._record(name, values.nbytes * (self.shards.size - 1))
+        return self._together("comparison", name, lambda: self._wire.gather_small(values, name), in_order)
+
+    def gather_objects(self, value: Any, *, name: str, in_order: bool = True) -> list[Any]:
+        """What each rank has to say, in rank order, on every rank: small values, outside of steps. Otherwise as
+        `gather_small`."""
+        return self._together("comparison", name, lambda: self._wire.gather_objects(value, name), in_order)
 
     def broadcast(self, values: torch.Tensor, *, name: str, source: int = 0) -> None:
         """One rank's values on every rank, waited for."""
@@ -109,11 +120,19 @@ class Collectives:
         if self.shards.size > 1:
             self.ledger.record(ledger_kind, sent_nbytes)
 
-    def _together(self, kind: str, name: str, call: Callable[[], T]) -> T:
-        self._journal.note(kind, name)
+    def _together(self, kind: str, name: str, call: Callable[[], T], in_order: bool = True) -> T:
+        if in_order:
+            self._journal.note(kind, name)
         started_s = time.monotonic()
         try:
             return call()
+        except OtherNamesError as error:
+            if in_order:
+                self._journal.take_back(kind, name)
+            raise DisagreementError(
+                f"rank {self.world.rank}, {self.world.whereabouts.describe()}: the ranks have come to different calls: "
+                f"{by_rank(error.names)}; all ranks must make the same calls in the same order"
+            ) from None
         except RuntimeError as error:
             self._journal.fail(kind, name, error, time.monotonic() - started_s)
 

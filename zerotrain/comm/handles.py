@@ -13,7 +13,7 @@ from typing import ClassVar, NoReturn, TypeAlias
 
 import torch
 
-from zerotrain.comm.journal import Journal
+from zerotrain.comm.accounts.journal import Journal
 from zerotrain.comm.scratch import Scratch, ScratchPool
 
 Watch: TypeAlias = Callable[[int, torch.Tensor], None]

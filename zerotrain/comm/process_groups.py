@@ -16,8 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zerotrain.comm.across_handles import AcrossGather, AcrossReduction
-from zerotrain.comm.backend_handles import (
+from zerotrain.comm.accounts.frames import gather_framed
+from zerotrain.comm.accounts.journal import Journal
+from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec
+from zerotrain.comm.ranks.world import Shards, backend_of
+from zerotrain.comm.wire import NOT_TELLABLE, Wire
+from zerotrain.comm.wires.backend_handles import (
     AllToAll,
     NativeGather,
     NativeReduction,
@@ -25,15 +29,12 @@ from zerotrain.comm.backend_handles import (
     all_gather,
     unseen_by_profiler,
 )
-from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec
-from zerotrain.comm.hosts import Hosts, host_name, meet_hosts, ranks_of_host
-from zerotrain.comm.journal import Journal
-from zerotrain.comm.local_peers import NotLocalError, require_all
-from zerotrain.comm.local_ranks import LocalRanks
-from zerotrain.comm.posted_handles import PostedGather, PostedReduction
-from zerotrain.comm.shared_handles import SharedGather, SharedReduction
-from zerotrain.comm.wire import Wire
-from zerotrain.comm.world import Shards, backend_of
+from zerotrain.comm.wires.memory.across_handles import AcrossGather, AcrossReduction
+from zerotrain.comm.wires.memory.hosts import Hosts, host_name, meet_hosts, ranks_of_host
+from zerotrain.comm.wires.memory.local_peers import NotLocalError, require_all
+from zerotrain.comm.wires.memory.local_ranks import LocalRanks
+from zerotrain.comm.wires.memory.shared_handles import SharedGather, SharedReduction
+from zerotrain.comm.wires.posted_handles import PostedGather, PostedReduction
 from zerotrain.errors import EngineStateError
 
 MAX_RANKS_OF_EXCHANGE = 8
@@ -67,7 +68,8 @@ class ProcessGroups(Wire):
         self._hosts: Hosts | None = None
         """Where they are those of this host."""
         # Not on a GPU, where gloo may be too, nor in torch's fake group.
-        if device.type == "cpu" and self._gathers._get_backend(device).name().lower() == "gloo":
+        self._is_gloo_on_cpu = device.type == "cpu" and self._gathers._get_backend(device).name().lower() == "gloo"
+        if self._is_gloo_on_cpu:
             self._meet_locally()
 
     def _meet_locally(self) -> None:
@@ -127,18 +129,23 @@ class ProcessGroups(Wire):
         numels = (sent_numels, received_numels)
         return AllToAll(name, journal, sent, received, numels, self._reductions, self._is_gloo)
 
-    def gather_small(self, values: torch.Tensor) -> torch.Tensor:
+    def gather_small(self, values: torch.Tensor, name: str = "") -> torch.Tensor:
+        if self._is_gloo_on_cpu:
+            return gather_framed(self._gather_small, values, name)
+        return self._gather_small(values)
+
+    def _gather_small(self, values: torch.Tensor) -> torch.Tensor:
         everyone = values.new_empty(self._shards.size, values.numel())
         with unseen_by_profiler(self._is_gloo):
             all_gather(everyone.view(-1), values.contiguous(), group=self._gathers)
         return everyone
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, name: str = "") -> list[Any]:
         file = io.BytesIO()
         torch.save(value, file)
         said = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(self._device)
-        numels = self.gather_small(torch.tensor([said.numel()], device=self._device)).flatten().tolist()
-        everyone = self.gather_small(torch.cat([said, said.new_zeros(max(numels) - said.numel())])).cpu()
+        numels = self.gather_small(torch.tensor([said.numel()], device=self._device), name).flatten().tolist()
+        everyone = self.gather_small(torch.cat([said, said.new_zeros(max(numels) - said.numel())]), name).cpu()
         try:
             # Not torch's all_gather_object, in which another process says what code is run here.
             return [
@@ -146,9 +153,7 @@ class ProcessGroups(Wire):
                 for row, numel in zip(everyone, numels, strict=True)
             ]
         except pickle.UnpicklingError as error:
-            raise EngineStateError(
-                f"ranks tell each other numbers, texts, tensors and collections of these alone: {error}"
-            ) from error
+            raise EngineStateError(f"{NOT_TELLABLE}: {error}") from error
 
     def broadcast(self, values: torch.Tensor, source: int) -> None:
         with unseen_by_profiler(self._is_gloo):

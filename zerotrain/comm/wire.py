@@ -1,14 +1,33 @@
 """What carries collectives between the ranks that share shards. Engine and `Collectives` know this interface alone."""
 
+import io
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zerotrain.comm.accounts.journal import Journal
 from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec
-from zerotrain.comm.journal import Journal
 from zerotrain.comm.means import mean_by_tree
+from zerotrain.errors import EngineStateError
+
+NOT_TELLABLE = "ranks tell each other numbers, texts, tensors and collections of these alone"
+
+
+def require_tellable(value: Any) -> None:
+    """Make sure that ranks can tell each other a value.
+
+    Raises:
+        EngineStateError: it holds more than numbers, texts, tensors and collections of these.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        raise EngineStateError(f"{NOT_TELLABLE}: {str(error).splitlines()[0]}") from error
 
 
 class Wire(ABC):
@@ -42,12 +61,14 @@ class Wire(ABC):
         """See `Exchange`. `sent` and `received` hold one part for each rank, of so many elements, which may be 0."""
 
     @abstractmethod
-    def gather_small(self, values: torch.Tensor) -> torch.Tensor:
-        """(n,) on each rank -> (ranks, n) on every rank."""
+    def gather_small(self, values: torch.Tensor, name: str = "") -> torch.Tensor:
+        """(n,) on each rank -> (ranks, n) on every rank. Raises OtherNamesError on all ranks if they have come with
+        different names, where the wire can tell."""
 
     @abstractmethod
-    def gather_objects(self, value: Any) -> list[Any]:
-        """What each rank has to say, in rank order, on every rank: numbers, texts, dtypes, tensors, collections."""
+    def gather_objects(self, value: Any, name: str = "") -> list[Any]:
+        """What each rank has to say, in rank order, on every rank: numbers, texts, dtypes, tensors, collections.
+        Otherwise as `gather_small`."""
 
     @abstractmethod
     def broadcast(self, values: torch.Tensor, source: int) -> None:
@@ -78,10 +99,10 @@ class Alone(Wire):
     ) -> Exchange:
         raise ValueError(f"an exchange of {name} between one rank; this is a fault of zerotrain itself")
 
-    def gather_small(self, values: torch.Tensor) -> torch.Tensor:
+    def gather_small(self, values: torch.Tensor, name: str = "") -> torch.Tensor:
         return values.view(1, -1)
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, name: str = "") -> list[Any]:
         return [value]
 
     def broadcast(self, values: torch.Tensor, source: int) -> None:

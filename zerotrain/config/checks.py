@@ -32,7 +32,12 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
         ConfigError: an interpolation leads nowhere, so that there is no config to check.
     """
     config, problems = to_config(composed)
-    problems += value_problems(config)
+    return config, problems + value_problems(config) + class_problems(config)
+
+
+def class_problems(config: Config) -> list[str]:
+    """One line for each thing that keeps the classes which a config names from being built."""
+    problems: list[str] = []
     targets = {"model": config.model_target, "data": config.data_target}
     for group in OPEN_GROUPS:
         values = targets.get(group, getattr(config, group))
@@ -42,7 +47,7 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
     collate = config.data_switches["collate_fn"]
     if isinstance(collate, dict) and "_target_" in collate:
         problems += _open_group_problems(collate, COLLATE_FN)
-    return config, problems
+    return problems
 
 
 def value_problems(config: Config) -> list[str]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -14,6 +15,10 @@ from zerotrain.config.interpolation import interpolation_problems
 from zerotrain.config.schema import Config
 from zerotrain.config.suggest import did_you_mean
 from zerotrain.errors import ConfigError
+from zerotrain.files.regular import only_regular
+
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+"""With the backslashes before it, each of which would be taken for an escape."""
 
 
 def register_schema() -> None:
@@ -46,15 +51,28 @@ def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
 
 
 def from_values(values: Any) -> Config:
-    """Type the values of a config that `dataclasses.asdict` or a yaml file has given."""
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), values))
+    """Type the values of a config that `dataclasses.asdict` or a yaml file has given. They are resolved: what looks
+    like `${oc.env:HOME}` is a text."""
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), literal(values)))
     assert isinstance(config, Config)
     return config
 
 
+def literal(values: Any) -> Any:
+    """The same values, of which OmegaConf takes each text as it is written."""
+    if OmegaConf.is_config(values):
+        values = OmegaConf.to_container(values, resolve=False)
+    if isinstance(values, dict):
+        return {name: literal(each) for name, each in values.items()}
+    if isinstance(values, list | tuple):
+        return [literal(each) for each in values]
+    return _INTERPOLATION.sub(r"\1\1\\${", values) if isinstance(values, str) else values
+
+
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved config as yaml."""
-    OmegaConf.save(OmegaConf.create(asdict(config)), path)
+    with open(path, "w", encoding="utf-8", opener=only_regular) as file:
+        OmegaConf.save(OmegaConf.create(asdict(config)), file)
 
 
 def load_config(path: Path) -> Config:
@@ -95,10 +113,12 @@ def _keys(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _remove(values: Any, key: str) -> None:
-    *parents, name = key.split(".")
-    for parent in parents:
+    """Take away a key, with what is around it and no setting either: of `trainer.max_epochs` all of `trainer`."""
+    parts = key.split(".")
+    num_known = next(number for number in range(len(parts)) if not _is_known(".".join(parts[: number + 1])))
+    for parent in parts[:num_known]:
         values = values[parent]
-    del values[name]
+    values.pop(parts[num_known], None)  # its neighbour may have taken it away
 
 
 def _is_known(key: str) -> bool:

@@ -80,6 +80,11 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
         return syntax_problem(error)
     if in_file := _IN_FILE.match(str(error)):
         return _line_of_file(in_file[1], override, cause, known, folders)
+    if override is None and isinstance(error, MissingConfigException):
+        return (
+            f"{error.missing_cfg_file}: there is no such yaml in {' or '.join(map(str, folders))}; a folder of configs "
+            "holds all that its yamls name; --config-dir is one of your own beside conf"
+        )
     if override is None:
         return " ".join(str(error).split("\n")[:2])
     key, _, got = override.lstrip("+~").partition("=")
@@ -181,6 +186,8 @@ def _override_at_fault(error: Exception, overrides: list[str], compose: Compose)
         named_as = (override, f"'{key}'", f"for {key}.", f"'{key}/{value}'")
         if any(name in str(error) for name in named_as):
             return override
+    if _refusal([], compose) == str(error):  # so do the yamls alone
+        return None
     return next((override for override in overrides if _refusal([override], compose) == str(error)), None)
 
 
@@ -212,4 +219,7 @@ def _choices(override: str) -> list[str]:
         return [f"{parsed.get_key_element()}={value.start}"]
     if not parsed.is_discrete_sweep():
         return [override]
-    return [f"{parsed.get_key_element()}={choice}" for choice in parsed.sweep_string_iterator()]
+    try:
+        return [f"{parsed.get_key_element()}={choice}" for choice in parsed.sweep_string_iterator()]
+    except (ValueError, TypeError) as error:  # such as range(1,2,0)
+        raise ConfigError(f"{override}: {first_line(error)}") from error

@@ -27,6 +27,15 @@ def interpolation_problems(node: Any, prefix: str = "") -> Iterator[str]:
             yield from interpolation_problems(value, f"{key}.")
 
 
+def unresolved(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """(name, text) of each text among plain values that OmegaConf would resolve."""
+    if isinstance(value, str) and "${" in value:
+        yield prefix, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, each in items:
+        yield from unresolved(each, f"{prefix}.{name}")
+
+
 def interpolation_line(key: str, got: Any, error: Exception) -> str:
     """What is wrong with one value, and what to give instead."""
     said = str(error)
@@ -34,7 +43,8 @@ def interpolation_line(key: str, got: Any, error: Exception) -> str:
         default = f"${{oc.env:{variable[1]},...}}"
         return f"{key}: got {got}; the environment variable {variable[1]} is not set; set it, or use {default}"
     if missing := _KEY.search(said):
-        return f"{key}: got {got}; there is no {missing[1]}; give {key}=..."
+        or_null = f", or {key}=null: as many as the data says it has" if key == "model.vocab_size" else ""
+        return f"{key}: got {got}; there is no {missing[1]}; give {key}=...{or_null}"
     if resolver := _RESOLVER.search(said):
         return f"{key}: got {got}; there is no resolver {resolver[1]}; give {key}=..., a $ that is meant as such as \\$"
     if "Recursive interpolation" in said:
@@ -45,3 +55,10 @@ def interpolation_line(key: str, got: Any, error: Exception) -> str:
 
 def _raw(node: DictConfig | ListConfig, name: Any) -> Any:
     return OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index]
+
+
+def quoted(text: str) -> str:
+    """A value of a setting, as Hydra reads it: a quote is escaped, and a backslash where one ends the text or stands
+    before a quote."""
+    escaped = re.sub(r"(\\*)('|\Z)", lambda match: match[1] * 2 + (r"\'" if match[2] else ""), text)
+    return f"'{escaped}'"

@@ -9,7 +9,7 @@ import yaml
 
 
 @dataclass(frozen=True)
-class Place:
+class SettingPlace:
     """Where a yaml sets a key, and to what."""
 
     path: Path
@@ -51,7 +51,7 @@ def find_yaml(name: str, folders: Iterable[Path]) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def place_of(key: str, path: Path) -> Place | None:
+def place_of(key: str, path: Path) -> SettingPlace | None:
     """Where a yaml sets a dotted key, named from its own top or from that of a group it lies in; None where it does
     not."""
     root = _read(path)
@@ -81,7 +81,7 @@ def _read(path: Path) -> yaml.Node | None:
         return None
 
 
-def _find(parts: list[str], node: yaml.Node | None, path: Path) -> Place | None:
+def _find(parts: list[str], node: yaml.Node | None, path: Path) -> SettingPlace | None:
     place = None
     for part in parts:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
@@ -90,5 +90,5 @@ def _find(parts: list[str], node: yaml.Node | None, path: Path) -> Place | None:
             return None
         name, node = found
         text = node.value if isinstance(node, yaml.ScalarNode) else ""
-        place = Place(path, name.start_mark.line + 1, text)
+        place = SettingPlace(path, name.start_mark.line + 1, text)
     return place

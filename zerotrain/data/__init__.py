@@ -9,9 +9,9 @@ two attributes. Three more make it better served:
 * `decode(ids) -> text`: with it a run ends with a sample of generated text.
 """
 
-from zerotrain.data.batches import GlobalBatchSampler
 from zerotrain.data.huggingface import HuggingFaceDataset
 from zerotrain.data.mix import Mix
+from zerotrain.data.reading.batches import GlobalBatchSampler
 from zerotrain.data.synthetic import SyntheticTokens
 from zerotrain.data.text import TextDataset
 from zerotrain.data.tokens import TokenFiles

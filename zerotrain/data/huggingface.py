@@ -1,25 +1,31 @@
 """HuggingFaceDataset: a map-style dataset of Hugging Face's `datasets`, from this machine's disk. Extra datasets."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from zerotrain.data.batches import IGNORED_LABEL
-from zerotrain.data.tokenizer import TextTokenizer
+from zerotrain.data.preparing.document_end import DocumentEnd
+from zerotrain.data.preparing.tokenizer import TextTokenizer
+from zerotrain.data.reading.batches import IGNORED_LABEL
+from zerotrain.files.printable import printable
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 """Ending of a file -> what `datasets` reads it with."""
 VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
+_LOOKED_AT_ROWS, _LOOKED_AT_TOKENS = 1000, 1 << 18
+"""Of a dataset, to see how many rows are cut."""
 
 
 class HuggingFaceDataset:
     """Rows of one column of text or of tokens, or all columns as they are.
 
-    A row is one item: its first `seq_len` + 1 tokens, and padding behind fewer, whose labels do not count. For text
-    that is to be read whole whatever its length, there is `TextDataset`.
+    A row is one item: its first `seq_len` + 1 tokens, and padding behind fewer, whose labels do not count; `summary`
+    says how many are cut. Rows of null are left out. For text that is to be read whole whatever its length, there is
+    `TextDataset`.
 
     Args:
         path: a folder that `save_to_disk` has written, or a .json, .jsonl, .parquet, .csv or .txt file.
@@ -30,6 +36,8 @@ class HuggingFaceDataset:
         seq_len: tokens of an item; of no effect without a column.
         vocab_size: tokens the model knows; None for as many as the tokenizer has.
         tokenizer: a folder with a Hugging Face tokenizer, or the name of one on the hub.
+        document_end: of each text, as `TextDataset` has it: "eos" or "bos" of the tokenizer, "newline" or "none"; None
+            for eos where the tokenizer has one, else newline.
         split: what is trained on, where the folder has several splits.
         validation_split: what is validated on; None: the first of `VALIDATION_SPLITS` that there is, or else a part of
             `split`, its last rows.
@@ -50,6 +58,7 @@ class HuggingFaceDataset:
         seq_len: int = 128,
         vocab_size: int | None = None,
         tokenizer: str | None = None,
+        document_end: str | None = None,
         split: str = "train",
         validation_split: str | None = None,
         validation_fraction: float = 0.1,
@@ -58,6 +67,11 @@ class HuggingFaceDataset:
             raise ValueError(f"data.seq_len={seq_len} is too small; it must be at least 1")
         if column is None and (tokenizer or labels_column):
             raise ValueError("data.column=null reads all columns as they are; give data.column, the one to be cut")
+        if document_end is not None and tokenizer is None:
+            raise ValueError(
+                f"data.document_end={document_end} ends texts, and data.tokenizer=null reads none; give "
+                "data.tokenizer, or leave data.document_end out"
+            )
         splits = _load(path)
         self.tokenizer = None if tokenizer is None else TextTokenizer(tokenizer)
         known = None if self.tokenizer is None else self.tokenizer.vocab_size
@@ -68,19 +82,34 @@ class HuggingFaceDataset:
             )
         if self.tokenizer is not None:  # what has none must not seem to have one
             self.encode, self.decode = self.tokenizer.encode, self._decode
-        train, validation = _two(splits, split, validation_split, validation_fraction, path)
+        named = {name: splits[name] for name in _names_of(splits, split, validation_split, path)}
         for name in filter(None, (column, labels_column)):
-            if name not in train.column_names:
-                raise ValueError(
-                    f"data.column={name}: there is no such column; there are {_listed(train.column_names)}"
-                )
-        parts: list[Dataset[Any]] = [
+            if name not in (columns := named[split].column_names):
+                raise ValueError(f"data.column={name}: there is no such column; there are {_listed(columns)}")
+        self._num_null = 0
+        if column is not None:
+            rows_of_all = sum(map(len, named.values()))
+            named = {name: _without_nulls(rows, column) for name, rows in named.items()}
+            self._num_null = rows_of_all - sum(map(len, named.values()))
+        ending = DocumentEnd(self.tokenizer, document_end)
+        parts: list[Columns | Sequences] = [
             Columns(rows)
             if column is None
-            else Sequences(rows, column, labels_column, seq_len, self.vocab_size, self.tokenizer)
-            for rows in (train, validation)
+            else Sequences(rows, column, labels_column, seq_len, self.vocab_size, self.tokenizer, ending)
+            for rows in _two(list(named.values()), validation_fraction, path)
         ]
-        self.train, self.validation = parts
+        self.train, self.validation = self._parts = parts
+
+    def summary(self) -> str:
+        """One line: rows, those that are cut, and those that were left out."""
+        train, validation = self._parts  # as they were: a user may have wrapped them
+        said = f"{len(train):,} rows, {len(validation):,} to validate"
+        if isinstance(train, Sequences):
+            num_looked_at, num_cut = train.looked_at()
+            sampled = "" if num_looked_at == len(train) else " looked at"
+            if num_cut:
+                said += f"; cut at data.seq_len={train.seq_len}: {num_cut:,} of {num_looked_at:,} rows{sampled}"
+        return said + (f"; left out, since null: {self._num_null:,}" if self._num_null else "")
 
     def _decode(self, ids: torch.Tensor) -> str:
         assert self.tokenizer is not None
@@ -116,8 +145,9 @@ class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         seq_len: int,
         vocab_size: int | None,
         tokenizer: TextTokenizer | None,
+        ending: DocumentEnd,
     ) -> None:
-        self._rows = rows.with_format(None)
+        self._rows, self._ending = rows.with_format(None), ending
         self._column, self._labels_column = column, labels_column
         self.seq_len, self._vocab_size, self._tokenizer = seq_len, vocab_size, tokenizer
 
@@ -136,18 +166,34 @@ class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         labels = tokens if self._labels_column is None else torch.tensor(values[self._labels_column])
         if len(labels) != len(tokens):
             raise ValueError(f"{len(labels)} labels in {self._labels_column}, but {len(tokens)} tokens")
+        tokens = tokens[: self.seq_len + 1]
+        if len(tokens) and self._vocab_size is not None and int(tokens.max()) >= self._vocab_size:
+            raise ValueError(f"the token {int(tokens.max())} is not below data.vocab_size={self._vocab_size}")
         return self._whole(tokens[:-1], padding=0), self._whole(labels[1:], padding=IGNORED_LABEL)
 
+    def looked_at(self) -> tuple[int, int]:
+        """How many rows, evenly spread, were looked at, and how many of them are cut: all, where that takes no time."""
+        tokens_left, num_looked_at, num_cut = _LOOKED_AT_TOKENS, 0, 0
+        for row in range(0, len(self), -(-len(self) // _LOOKED_AT_ROWS)):
+            num_tokens = len(self._tokens(self._rows[row][self._column]))
+            num_looked_at, num_cut = num_looked_at + 1, num_cut + (num_tokens > self.seq_len + 1)
+            tokens_left -= num_tokens
+            if tokens_left <= 0:
+                break
+        return num_looked_at, num_cut
+
     def _tokens(self, value: Any) -> torch.Tensor:
+        """All tokens of a row."""
         if isinstance(value, str) != (self._tokenizer is not None):
             otherwise = "; data.tokenizer makes tokens of text" if isinstance(value, str) else ""
             wanted = "a list of tokens" if self._tokenizer is None else "text"
             raise ValueError(f"data.column={self._column} holds a {type(value).__name__} and not {wanted}{otherwise}")
-        tokens = torch.tensor(value if self._tokenizer is None else self._tokenizer.encode(value).tolist())
-        tokens = tokens[: self.seq_len + 1].long()
-        if len(tokens) and self._vocab_size is not None and int(tokens.max()) >= self._vocab_size:
-            raise ValueError(f"the token {int(tokens.max())} is not below data.vocab_size={self._vocab_size}")
-        return tokens
+        if self._tokenizer is None:
+            return torch.tensor(value).long()
+        before, after = self._ending.marks(starts=True, ends=True)
+        lacks_line = self._ending.name == "newline" and not value.endswith("\n")
+        tokens = np.concatenate([before, self._tokenizer.encode(value + "\n" * lacks_line), after])
+        return torch.from_numpy(tokens.astype(np.int64))
 
     def _whole(self, part: torch.Tensor, *, padding: int) -> torch.Tensor:
         row = torch.full((self.seq_len,), padding)
@@ -170,23 +216,39 @@ def _load(path: str) -> dict[str, Any]:
         )
     if place.is_dir():
         try:
-            loaded = datasets.load_from_disk(str(place))
+            loaded = _loaded(lambda: datasets.load_from_disk(str(place)), path)
         except FileNotFoundError as error:
             raise ValueError(
                 f"data.path={path} is a folder that save_to_disk() has not written; give one, or a single file"
             ) from error
-    elif builder := BUILDERS.get(place.suffix):
-        loaded = datasets.load_dataset(builder, data_files=str(place))
+    elif builder := BUILDERS.get(place.suffix.lower()):
+        loaded = _loaded(lambda: datasets.load_dataset(builder, data_files=str(place)), path)
     else:
         raise ValueError(f"data.path={path} is no file that can be read: its name must end in {_listed(BUILDERS)}")
     return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
 
-def _two(splits: dict[str, Any], split: str, validation_split: str | None, fraction: float, path: str) -> list[Any]:
-    """The rows to train on and to validate on.
+def _loaded(load: Callable[[], Any], path: str) -> Any:
+    """Raises: FileNotFoundError: as it is; ValueError: of anything else in one line, the first of the deepest cause."""
+    try:
+        return load()
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # of datasets, pyarrow, pandas, json ...
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        said = printable((str(cause).splitlines() or [type(cause).__name__])[0], keep="")
+        raise ValueError(
+            f"data.path={path} cannot be read as a dataset: {said}; write it anew, or copy it again"
+        ) from error
+
+
+def _names_of(splits: dict[str, Any], split: str, validation_split: str | None, path: str) -> list[str]:
+    """What the rows to train on are called, and those to validate on, where they have a name.
 
     Raises:
-        ValueError: there is no such split, or nothing to split off.
+        ValueError: there is no such split.
     """
     for field, name in (("split", split), ("validation_split", validation_split)):
         if name is not None and name not in splits:
@@ -194,15 +256,32 @@ def _two(splits: dict[str, Any], split: str, validation_split: str | None, fract
     if validation_split == split:
         raise ValueError(f"data.validation_split={split} is what is trained on; give another, or null")
     found = validation_split or next((name for name in VALIDATION_SPLITS if name in splits and name != split), None)
-    train = splits[split]
-    if found is not None:
-        return [train, splits[found]]
-    if not 0 < fraction < 1:
-        raise ValueError(f"data.validation_fraction={fraction} is out of range; it must be between 0 and 1")
-    kept = len(train) - max(1, round(len(train) * fraction))
-    if kept < 1:
+    return [split] if found is None else [split, found]
+
+
+def _without_nulls(rows: Any, column: str) -> Any:
+    """The rows that have a value, as other datasets of text leave out those that have none."""
+    if column not in rows.column_names or not rows.data.column(column).null_count:
+        return rows
+    return rows.select(np.flatnonzero(rows.data.column(column).is_valid().to_numpy(zero_copy_only=False)))
+
+
+def _two(named: list[Any], fraction: float, path: str) -> list[Any]:
+    """The rows to train on and to validate on.
+
+    Raises:
+        ValueError: there are none, or nothing to split off.
+    """
+    train = named[0]
+    if len(named) == 1:
+        if not 0 < fraction < 1:
+            raise ValueError(f"data.validation_fraction={fraction} is out of range; it must be between 0 and 1")
+        kept = len(train) - max(1, round(len(train) * fraction))
+        if kept >= 1:
+            return [train.select(range(kept)), train.select(range(kept, len(train)))]
+    if not all(map(len, named)) or len(named) == 1:
         raise ValueError(f"data.path={path} has {len(train)} rows; two are needed, to train on one and validate on one")
-    return [train.select(range(kept)), train.select(range(kept, len(train)))]
+    return named
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
-from zerotrain.data.fetch import draws
-from zerotrain.data.fingerprint import Fingerprint, fingerprint_of
-from zerotrain.data.order import rows_at
+from zerotrain.data.reading.fetch import draws
+from zerotrain.data.reading.fingerprint import Fingerprint, fingerprint_of
+from zerotrain.data.reading.order import rows_at
 
 MAX_PERIOD = 100_000
 """Rows after which a pattern begins anew, at most."""
@@ -63,7 +63,7 @@ class Mix:
                 setattr(self, name, getattr(first, name))
 
     def fingerprint(self) -> Fingerprint:
-        """What each source is; see `zerotrain.data.fingerprint`."""
+        """What each source is; see `zerotrain.data.reading.fingerprint`."""
         of_each = {name: fingerprint_of(data) for name, data in self.sources.items()}
         return {f"{name}.{what}": value for name, known in of_each.items() for what, value in known.items()}
 

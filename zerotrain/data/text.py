@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from zerotrain.data import facts
-from zerotrain.data.prepare import NUM_BYTE_VALUES
-from zerotrain.data.prepared import prepared, recipe_of
-from zerotrain.data.windows import split
+from zerotrain.data.preparing.prepare import NUM_BYTE_VALUES
+from zerotrain.data.preparing.prepared import prepared, recipe_of
+from zerotrain.data.store import facts
+from zerotrain.data.store.windows import split
 
 
 class TextDataset:
@@ -21,7 +21,7 @@ class TextDataset:
 
     Args:
         path: a file, a folder, a glob pattern, or None for the standard library of the running Python
-            (see `zerotrain.data.sources.find_sources`).
+            (see `zerotrain.data.files.sources.find_sources`).
         seq_len: tokens of a sequence.
         vocab_size: tokens the model knows, at least those of the tokenizer, or 256 of bytes; None for just as many as
             the tokenizer has.

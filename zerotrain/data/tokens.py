@@ -2,20 +2,20 @@
 
 from pathlib import Path
 
-from zerotrain.data import facts
-from zerotrain.data.formats import open_files
-from zerotrain.data.places import cache_folder
-from zerotrain.data.scan import require_known
-from zerotrain.data.store import TokenStore
-from zerotrain.data.token_paths import TokenPaths, find_token_paths
-from zerotrain.data.windows import split, whole
+from zerotrain.data.files.places import cache_folder
+from zerotrain.data.store import facts
+from zerotrain.data.store.formats import open_files
+from zerotrain.data.store.scan import require_known
+from zerotrain.data.store.store import TokenStore
+from zerotrain.data.store.token_paths import TokenPaths, find_token_paths
+from zerotrain.data.store.windows import split, whole
 
 
 class TokenFiles:
-    """Files of tokens (see `zerotrain.data.formats`), or a store of them (see `zerotrain.data.store`).
+    """Files of tokens (see `zerotrain.data.store.formats`), or a store of them (see `zerotrain.data.store.store`).
 
     Args:
-        path: a file, a folder or a glob pattern, see `zerotrain.data.token_paths`.
+        path: a file, a folder or a glob pattern, see `zerotrain.data.store.token_paths`.
         seq_len: tokens of a sequence.
         vocab_size: tokens the model knows; every token in the files must be below. None for as many as the store says
             it has.

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerotrain.deferred.freed import give_back_freed
-from zerotrain.deferred.refillable import Call, RefillableStorage, Step
+from zerotrain.deferred.refillable import RecordedCall, RefillableStorage, Step
 
 MIN_NBYTES = 2**16
 """Smaller tensors stay in memory: the state of the CPU's random number generator alone takes 5 KiB."""
@@ -106,7 +106,7 @@ class InitialValues:
 
     # ---- notes
 
-    def note(self, call: Call) -> Any:
+    def note(self, call: RecordedCall) -> Any:
         """Run an operation of the constructor, and note how to repeat what it wrote."""
         packet = call.func.overloadpacket
         if packet in _ALIASES:
@@ -134,7 +134,7 @@ class InitialValues:
             self.release(but={*used, *made})
         return result
 
-    def _note_made(self, call: Call, result: Any) -> list[RefillableStorage]:
+    def _note_made(self, call: RecordedCall, result: Any) -> list[RefillableStorage]:
         """Note how the new tensors among the results were made."""
         made = []
         given = {leaf.untyped_storage()._cdata for leaf in call.leaves() if _is_plain(leaf)}
@@ -155,7 +155,7 @@ class InitialValues:
             storage.add(step)
         return made
 
-    def _step(self, call: Call, target: RefillableStorage) -> Step | None:
+    def _step(self, call: RecordedCall, target: RefillableStorage) -> Step | None:
         """The note of a call that wrote `target`; None where it used a large tensor that nothing is noted of."""
         reads: list[RefillableStorage] = []
         is_complete = True
@@ -188,7 +188,7 @@ class _NoteOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Otherwise the modes would see what is looked up here, and take it for a read by the constructor.
         with torch._C.DisableTorchFunction():
-            return self._values.note(Call(func, args, kwargs or {}))
+            return self._values.note(RecordedCall(func, args, kwargs or {}))
 
 
 class _HoldReadMemory(TorchFunctionMode):
@@ -229,7 +229,7 @@ def _is_plain(tensor: Any) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
-def _written(call: Call) -> list[torch.Tensor]:
+def _written(call: RecordedCall) -> list[torch.Tensor]:
     """The tensor arguments that an operation writes, by its schema."""
     found = []
     for index, argument in enumerate(call.func._schema.arguments):
@@ -243,7 +243,7 @@ def _covers(target: torch.Tensor, written: list[RefillableStorage]) -> bool:
     return len(written) == 1 and target.is_contiguous() and target.nbytes == written[0].nbytes
 
 
-def _generator_of(call: Call, tensors: list[torch.Tensor]) -> torch.Generator | None:
+def _generator_of(call: RecordedCall, tensors: list[torch.Tensor]) -> torch.Generator | None:
     """The random number generator that an operation draws from."""
     if torch.Tag.nondeterministic_seeded not in call.func.tags:
         return None

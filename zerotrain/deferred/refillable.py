@@ -11,7 +11,7 @@ MAX_STEPS = 16
 
 
 @dataclass(eq=False)
-class Call:
+class RecordedCall:
     """One operation of the constructor, with what it needs to be repeated."""
 
     func: Any
@@ -42,7 +42,7 @@ class Call:
 class Step:
     """A call that wrote a storage."""
 
-    call: Call
+    call: RecordedCall
     reads: list["RefillableStorage"]
     into: torch.Tensor | None = None
     """For a call that made a tensor: the tensor, to which result number `output` is copied."""

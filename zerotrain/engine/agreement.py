@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from zerotrain.comm.accounts.whereabouts import by_rank
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.life import Phase
-from zerotrain.engine.buckets.norm import add_digit_sums, norm_of_digit_sums
+from zerotrain.engine.buckets.parts.norm import add_digit_sums, norm_of_digit_sums
 from zerotrain.engine.groups.hyperparameters import mixed, shown_groups, told_values
 from zerotrain.errors import ConfigError, DisagreementError
 
@@ -86,7 +87,7 @@ class StepStamps:
             shown = self._collectives.gather_objects(shown_groups(param_groups), name="hyperparameters")
             names = dict.fromkeys(name for on_rank in shown for name in on_rank)
             columns = {name: [on_rank.get(name, "none") for on_rank in shown] for name in names}
-            lines = [f"{name}: {_by_rank(values)}" for name, values in columns.items() if len(set(values)) > 1]
+            lines = [f"{name}: {by_rank(values)}" for name, values in columns.items() if len(set(values)) > 1]
             differences += lines or ["the order of the hyperparameters in engine.param_groups"]
         if differences:
             raise DisagreementError(
@@ -104,7 +105,7 @@ def stamp_differences(stamps: torch.Tensor) -> list[str]:
     """(ranks, len(STAMP)) fp64 -> one sentence for each number, but the hash, that is not the same on all ranks."""
     columns = list(zip(STAMP, stamps.T.tolist(), strict=True))
     del columns[HYPERPARAMETERS]
-    return [f"{what}: {_by_rank(values)}" for what, values in columns if len(set(values)) > 1]
+    return [f"{what}: {by_rank(values)}" for what, values in columns if len(set(values)) > 1]
 
 
 def require_same(collectives: Collectives, facts: Mapping[str, object]) -> None:
@@ -130,22 +131,10 @@ def require_same(collectives: Collectives, facts: Mapping[str, object]) -> None:
     rows = collectives.gather_small(packed, name="settings").view(collectives.shards.size, len(different), -1).tolist()
     problems = []
     for place, index in enumerate(different):
-        values = _by_rank([bytes(row[place]).decode().strip() for row in rows])
+        values = by_rank([bytes(row[place]).decode().strip() for row in rows])
         problems.append(f"{list(facts)[index]}: differs between the ranks: {values}; give all ranks the same")
     raise ConfigError(*problems)
 
 
 def _hash(text: str, *, num_bytes: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:num_bytes])
-
-
-def _by_rank(values: Sequence[object]) -> str:
-    """Each value and the ranks that have it."""
-    ranks: dict[object, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    return ", ".join(f"{_short(value)} on rank{'s' * (len(on) > 1)} {', '.join(on)}" for value, on in ranks.items())
-
-
-def _short(value: object) -> str:
-    return f"{value:.12g}" if isinstance(value, float) else str(value)

@@ -16,14 +16,14 @@ from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.homes import Homes
-from zerotrain.engine.buckets.live_parameter import ENGINE_IS_GONE
-from zerotrain.engine.buckets.spans import update_range
+from zerotrain.engine.buckets.parts.spans import update_range
+from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.buckets.update import BucketUpdate
 from zerotrain.engine.buckets.weights import BucketWeights, weight_memory
 from zerotrain.engine.groups.hyperparameters import shown_groups
 from zerotrain.engine.groups.param_groups import ParamGroups
-from zerotrain.engine.model_checks import require_trainable
+from zerotrain.engine.model.checks import require_trainable
+from zerotrain.engine.model.live_parameter import ENGINE_IS_GONE
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.engine.schedule.schedule import Schedule

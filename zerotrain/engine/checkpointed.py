@@ -2,25 +2,27 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
-from zerotrain.engine.agreement import StepStamps, require_same
-from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.agreement import StepStamps
+from zerotrain.engine.model.engine_call import makes_memory
+from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.results import LoadedWeights, StageSwitch
 from zerotrain.engine.schedule.hooks import next_node
 from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.state.owned import Holdings
-from zerotrain.engine.state.restore import added_groups, fill, places_in, verified_manifest
-from zerotrain.engine.state.save import Given, prepare
+from zerotrain.engine.state.restore import added_groups, fill, places_in, require_alike, verified_manifest
+from zerotrain.engine.state.saving.save import Given, facts_of, prepare
+from zerotrain.engine.state.saving.under_way import SaveUnderWay
 from zerotrain.engine.state.start import checked_weights, take
-from zerotrain.engine.state.under_way import SaveUnderWay
-from zerotrain.engine.update.optimizer_step import OptimizerStep, take_writes
+from zerotrain.engine.state.transfer import StateTransfer, described_state
+from zerotrain.engine.update.optimizer_step import OptimizerStep, written_to
 from zerotrain.errors import EngineStateError
 
 
@@ -47,6 +49,7 @@ class CheckpointedModel(ShardedModel):
 
     _last_save: SaveUnderWay | None = None
 
+    @makes_memory
     def begin_save(
         self,
         path: str | os.PathLike[str],
@@ -76,19 +79,24 @@ class CheckpointedModel(ShardedModel):
             To be waited for: `wait()` gives the folder, or raises on all ranks what any of them has met.
 
         Raises:
-            ConfigError: `extra`, `config` or `own` is nothing for JSON.
+            ConfigError: `extra`, `config` or `own` is nothing for JSON, or nested too deeply.
             CheckpointError: it cannot be written, or something has its name, or the save before has failed and nobody
                 has asked. Nothing is left under that name, and training can go on.
             EngineStateError: gradients of a step are waiting, or the optimizer keeps what cannot be saved.
         """
         started_s = time.perf_counter()
-        self._require_between_steps("a checkpoint cannot be saved")
         progress = {
             "step": self.stamps.num_steps,
             "skipped_in_a_row": self._optimizer_step.skipped_steps.num_in_a_row,
             "loss_scaler": None if self.loss_scaler is None else self.loss_scaler.state_dict(),
         }
         given = Given(path=path, extra=extra, config=config, own=own, staging_nbytes=staging_nbytes, progress=progress)
+
+        def plan() -> tuple[None, dict[str, object]]:
+            self._require_whole()
+            return None, facts_of(given)
+
+        self._between_steps("engine.save", "a checkpoint cannot be saved", plan)
         writing = prepare(given, self._holdings, self._settle_last_save)
         self._last_save = SaveUnderWay(writing)
         self._last_save.pause_s = time.perf_counter() - started_s
@@ -102,8 +110,10 @@ class CheckpointedModel(ShardedModel):
         """
         return self.begin_save(path, extra=extra, config=config, own=own).wait()
 
+    @makes_memory
     def load(self, path: str | os.PathLike[str]) -> Any:
-        """Take up a checkpoint of this model and this optimizer, saved at any stage and on any number of ranks.
+        """Take up a checkpoint of this model and this optimizer, saved at any stage and on any number of ranks. A save
+        that is under way is waited for.
 
         Collective, between steps; needs some MiB beside what the run holds, but where the checkpoint trains other
         parameters than the engine. Every block is verified before anything changes, and again as it is read. With as
@@ -117,10 +127,11 @@ class CheckpointedModel(ShardedModel):
                 Nothing has changed then.
             EngineStateError: gradients of a step are waiting.
         """
-        self._require_between_steps("a checkpoint cannot be loaded", whole=False)
-        self._wait_until_saved()
-        folder, manifest = verified_manifest(path, self._holdings)
+        folder = self._agreed_path("engine.load", "a checkpoint cannot be loaded", path)
+        self._wait_until_save_ended()
+        folder, manifest = verified_manifest(folder, self._holdings)
         self._adopt(manifest)
+        require_alike(folder, manifest, self._holdings)
         with self._replaced(HalfLoaded(folder, with_optimizer=True), mends=True):
             fill(folder, manifest, self._holdings)
         saved = manifest.content
@@ -141,6 +152,7 @@ class CheckpointedModel(ShardedModel):
         own = manifest.content.get("own", [])
         return own[shards.rank] if len(own) == shards.size else None
 
+    @makes_memory
     def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> LoadedWeights:
         """Take weights and buffers alone from a file, as `model.load_state_dict` does; the optimizer's state, counts
         and groups stay what they are.
@@ -158,8 +170,8 @@ class CheckpointedModel(ShardedModel):
             ConfigError: the ranks were given different paths.
             EngineStateError: gradients of a step are waiting.
         """
-        self._require_between_steps("weights cannot be loaded", whole=False)
-        self._wait_until_saved()
+        path = self._agreed_path("engine.load_weights", "weights cannot be loaded", path, strict=strict)
+        self._wait_until_save_ended()
         with checked_weights(path, self._holdings, strict=strict) as checked:
             half, loaded = self._half_loaded, checked.loaded
             left = HalfLoaded(loaded.path, with_optimizer=half is not None and half.with_optimizer)
@@ -167,6 +179,7 @@ class CheckpointedModel(ShardedModel):
                 take(checked, self._holdings)
             return loaded
 
+    @makes_memory
     def set_stage(self, stage: int) -> StageSwitch:
         """Let parameters, gradients and optimizer state lie from here on as another ZeRO stage has them; what is
         computed stays the same, to the bit.
@@ -181,14 +194,17 @@ class CheckpointedModel(ShardedModel):
             ConfigError: there is no such stage, or the ranks were given different ones. Nothing has changed then.
             EngineStateError: gradients of a step are waiting.
         """
-        self._require_between_steps("the stage cannot change")
-        written = take_writes(self.schedule.buckets)
-        require_same(self.collectives, {"engine.set_stage": stage, "weights written in place, as a hash": written})
-        options = self.options.at_stage(stage)
+
+        def plan() -> tuple[EngineOptions, dict[str, object]]:
+            self._require_whole()
+            options = self.options.at_stage(stage)
+            described_state(self.schedule.buckets)  # raises where something of it cannot be moved
+            return options, {"weights written in place, as a hash": written_to(self.schedule.buckets)}
+
+        options = self._between_steps("engine.set_stage", "the stage cannot change", plan, given=repr(stage))
         if options.plan == self.plan:
             return StageSwitch(stage, sent_nbytes=0, theory_sent_nbytes=0)
-        if self._last_save is not None:
-            self._last_save.wait_until_ended()
+        self._wait_until_save_ended()
         return self._move_to(options)
 
     @property
@@ -199,17 +215,31 @@ class CheckpointedModel(ShardedModel):
     def _adopt(self, manifest: Manifest) -> None:
         """Let train what trains in a checkpoint, in the groups it has."""
         places, added = places_in(manifest), added_groups(manifest, self._groups)
-        if added or places != self._groups.places:
-            self._change(lambda: self._groups.adopt(places, added))
 
-    def _change(self, change: Callable[[], bool]) -> None:
+        def adopt() -> bool:
+            return bool(added or places != self._groups.places) and self._groups.adopt(places, added)
+
+        self._change("engine.load", adopt)
+
+    def _cut_anew(self, transfer: StateTransfer) -> None:
         self._wait_until_saved()
-        super()._change(change)
+        super()._cut_anew(transfer)
+
+    def _agreed_path(self, call: str, what: str, path: str | os.PathLike[str], **other: object) -> Path:
+        """A path that all ranks were given, absolute, between two steps; what is half loaded may be loaded anew."""
+        return self._between_steps(
+            call, what, lambda: ((named := Path(os.path.abspath(path))), {"path": named} | other)
+        )
 
     def _wait_until_saved(self) -> None:
         """Wait until a save that is under way, if any, has read all there is."""
         if self._last_save is not None:
             self._last_save.wait_until_read()
+
+    def _wait_until_save_ended(self) -> None:
+        """Wait until its folder is there, or will never be: it may be what is to be loaded."""
+        if self._last_save is not None:
+            self._last_save.wait_until_ended()
 
     def _settle_last_save(self) -> None:
         if (last := self._last_save) is not None:
@@ -250,10 +280,3 @@ class CheckpointedModel(ShardedModel):
                 f"loading {self._half_loaded.path} failed in its midst, and the engine holds a part of it: load one "
                 "that can be read before anything else"
             )
-
-    def _require_between_steps(self, what: str, *, whole: bool = True) -> None:
-        if whole:
-            self._require_whole()
-        if self.schedule.phase is not Phase.IDLE:
-            raise EngineStateError(f"{what} in the midst of a {self.schedule.phase.value}; call it between two steps")
-        self._require_no_gradient(what)

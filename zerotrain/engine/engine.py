@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,15 +13,26 @@ from torch import nn
 from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.life import Phase
-from zerotrain.engine.buckets.live_parameter import LEFT_ITS_UNIT, reads_freed_memory
 from zerotrain.engine.checkpointed import CheckpointedModel
-from zerotrain.engine.leaves import BeforeEach, MicroBatch, Weight, equal_weights, run_leaf, weighs_nothing
+from zerotrain.engine.leaves import (
+    BeforeEach,
+    MicroBatch,
+    Weight,
+    equal_weights,
+    require_micro_batches,
+    run_leaf,
+    weighs_nothing,
+)
+from zerotrain.engine.model.engine_call import makes_memory, outside_graphs
+from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT, reads_freed_memory
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.results import StepResult, TrainStepResult
 from zerotrain.engine.schedule.hooks import next_node, require_graph
 from zerotrain.engine.torch_optimizer import EngineOptimizer
 from zerotrain.engine.update.optimizer_step import OptimizerStep
-from zerotrain.errors import CommError, EngineStateError, TrainingError
+from zerotrain.errors import CommError, ConfigError, EngineStateError, TrainingError
+
+MAX_SIGNAL = 2**31
 
 
 class ZeroEngine(CheckpointedModel):
@@ -45,11 +57,22 @@ class ZeroEngine(CheckpointedModel):
         leaves = self.options.leaves_per_rank
         self.virtual_ranks = range(self.world.shards.rank * leaves, (self.world.shards.rank + 1) * leaves)
         """Those that this rank runs."""
-        self.signal = 0
-        """A number up to 2**31 for all ranks, which rides on the exchange of the norm: see `StepResult.signals`."""
         self._in_last_leaf = leaves == 1
         self._losses: list[torch.Tensor] = []
+        self._signal = 0
         self._optimizer_step = OptimizerStep(model, self.options, self.collectives, self.stamps, loss_scaler)
+
+    @property
+    def signal(self) -> int:
+        """A whole number from 0 to 2**31 for all ranks, which rides on the exchange of the norm: see
+        `StepResult.signals`."""
+        return self._signal
+
+    @signal.setter
+    def signal(self, signal: int) -> None:
+        if not isinstance(signal, Integral) or not 0 <= signal <= MAX_SIGNAL:
+            raise ConfigError(f"engine.signal: got {signal!r}; it must be a whole number from 0 to {MAX_SIGNAL}")
+        self._signal = int(signal)
 
     @property
     def loss_scale(self) -> float:
@@ -57,12 +80,14 @@ class ZeroEngine(CheckpointedModel):
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     @cached_property
+    @outside_graphs
     def optimizer(self) -> EngineOptimizer:
         """For torch's learning rate schedulers, such as `CosineAnnealingLR(engine.optimizer, 10)`: a
         `torch.optim.Optimizer` with the groups of `param_groups`. Its `step` is `engine.step`, its `zero_grad` is
         `engine.zero_grad`; it has no state dict."""
         return EngineOptimizer(self, self._groups.defaults)
 
+    @outside_graphs
     def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Run the model; floating-point inputs are cast to the compute precision. Returns what the model returns."""
         with self.forward_scope():
@@ -86,6 +111,7 @@ class ZeroEngine(CheckpointedModel):
             self.schedule.end_forward(backward_follows=backward_follows and returned)
             self.ledger.in_step = backward_follows or in_step
 
+    @outside_graphs
     def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor = 1.0, retain_graph: bool = False) -> None:
         """Compute gradients of `weight * loss` and, outside `no_sync`, reduce them while they arrive. An exception
         forgets the gradients since the last step; who catches it, does so on all ranks.
@@ -102,11 +128,12 @@ class ZeroEngine(CheckpointedModel):
         """
         self._require_unbroken()
         require_graph(loss, self._first_node_after_update)
-        self.ledger.in_step = True
         counts = not weighs_nothing(weight)
+        scale = torch.ones_like(loss).mul_(weight * self.loss_scale)
+        self.schedule.require_unchanged()
+        self.ledger.in_step = True
         if counts:
             self._losses.append(loss.detach())
-        scale = torch.ones_like(loss).mul_(weight * self.loss_scale)
         self.stamps.num_backwards += 1
         with self._phase(Phase.BACKWARD), self._clean_after_error():
             completes = self._syncs and self._in_last_leaf
@@ -120,7 +147,9 @@ class ZeroEngine(CheckpointedModel):
                     loss_scale=self.loss_scale,
                 )
             )
+            at_root = loss.register_hook(self.schedule.root_reached)
             loss.backward(gradient=scale, retain_graph=retain_graph)
+            at_root.remove()
             self.schedule.end_backward()
 
     @contextmanager
@@ -149,11 +178,13 @@ class ZeroEngine(CheckpointedModel):
             if not self._in_last_leaf:
                 self.schedule.reductions.close_leaf()
 
+    @makes_memory
     def zero_grad(self) -> None:
         """Forget the gradients since the last step; what was reduced is waited for. All ranks call it."""
         self._in_last_leaf = self.options.leaves_per_rank == 1
         self.schedule.drop_gradients()
         self._broken_off_by = ""
+        self.stamps.num_backwards = 0
         self.ledger.drop_step()
         self._losses.clear()
 
@@ -180,6 +211,7 @@ class ZeroEngine(CheckpointedModel):
         finally:
             self.schedule.phase = self.stamps.phase = before
 
+    @makes_memory
     def step(self) -> StepResult:
         """Clip, update the master weights bucket by bucket, and issue each bucket's gather as it is done.
 
@@ -214,6 +246,7 @@ class ZeroEngine(CheckpointedModel):
             self.loss_scaler.update(overflowed=result.skipped)
         return result
 
+    @outside_graphs
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -234,6 +267,8 @@ class ZeroEngine(CheckpointedModel):
         Raises:
             EngineStateError: the virtual ranks of this rank cannot share the micro-batches evenly.
         """
+        weights = None if weights is None else list(weights)
+        require_micro_batches(micro_batches, weights)
         per_leaf, left_over = divmod(len(micro_batches), len(self.virtual_ranks))
         if left_over:
             raise EngineStateError(
@@ -249,6 +284,7 @@ class ZeroEngine(CheckpointedModel):
                 total += run_leaf(self, number, list(islice(weighted, per_leaf)), before_each)
         return TrainStepResult(**vars(self.step()), loss=total / len(self.virtual_ranks))
 
+    @outside_graphs
     def leaf(
         self,
         virtual_rank: int,
@@ -272,6 +308,8 @@ class ZeroEngine(CheckpointedModel):
         Raises:
             EngineStateError: gradients of a step are waiting.
         """
+        weights = None if weights is None else list(weights)
+        require_micro_batches(micro_batches, weights)
         self._require_no_gradient("a leaf cannot be computed")
         if weights is None:
             weights = equal_weights(len(micro_batches))

@@ -1,6 +1,6 @@
 """What one virtual rank computes in a step. See [Note: leaves] in `buckets/subtrees.py`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,26 @@ def weighs_nothing(weight: Weight) -> bool:
     return is_known and bool(weight == 0)
 
 
+def require_micro_batches(micro_batches: Sequence[MicroBatch], weights: Sequence[Weight] | None) -> None:
+    """Make sure, before anything is computed, that each micro-batch is one, and has a weight.
+
+    Raises:
+        EngineStateError: it is not so.
+    """
+    for each in micro_batches if type(micro_batches) in (list, tuple) else ():  # others may load as they are asked
+        if isinstance(each, torch.Tensor) or not isinstance(each, Iterable):
+            raise _no_micro_batch(each)
+    if weights is not None and len(weights) != len(micro_batches):
+        raise EngineStateError(
+            f"train_step got {len(weights)} weights for {len(micro_batches)} micro-batches; give one for each"
+        )
+
+
+def _no_micro_batch(given: object) -> EngineStateError:
+    kind = "tensor" if isinstance(given, torch.Tensor) else type(given).__name__
+    return EngineStateError(f"train_step got a {kind} for a micro-batch; give it as a sequence: (tensor,)")
+
+
 def equal_weights(num_micro_batches: int) -> list[Weight]:
     """Those of a mean over the micro-batches of a virtual rank."""
     return [1.0 / max(1, num_micro_batches)] * num_micro_batches
@@ -42,7 +62,7 @@ def run_leaf(
     for index, (inputs, weight) in enumerate(weighted):
         before_each(number, index)
         if isinstance(inputs, torch.Tensor):
-            raise EngineStateError("train_step got a tensor for a micro-batch; give it as a sequence: (tensor,)")
+            raise _no_micro_batch(inputs)
         loss = call_model(engine, inputs)
         with nullcontext() if index == len(weighted) - 1 else engine.no_sync():
             engine.backward(loss, weight=weight)

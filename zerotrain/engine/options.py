@@ -5,7 +5,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from zerotrain.comm.world import World
+from zerotrain.comm.ranks.world import World
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.precision.policy import Precision, precision_named
 from zerotrain.errors import ConfigError

@@ -27,8 +27,9 @@ class TrainStepResult(StepResult):
     """What one step over several micro-batches did."""
 
     loss: torch.Tensor
-    """0-dim fp64: this rank's weighted sum of the losses of its micro-batches, detached. In fp64 since losses in fp32
-    add up there without rounding, so that their mean over the ranks is the same on any number of ranks."""
+    """0-dim fp64: the weighted sum of the losses of a virtual rank's micro-batches, as a mean over those of this rank,
+    detached. In fp64 since losses in fp32 add up there without rounding, so that their mean over the ranks is the same
+    on any number of ranks."""
 
 
 @dataclass(frozen=True)

@@ -2,34 +2,37 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch import nn
 
+from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ledger import Ledger
+from zerotrain.comm.ranks.world import World
 from zerotrain.comm.scratch import ScratchPools
-from zerotrain.comm.world import World
 from zerotrain.deferred.freed import give_back_freed
 from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.agreement import require_same
-from zerotrain.engine.buckets.homes import Homes
+from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.build import Builder, share_unmanaged
-from zerotrain.engine.fast_path import complete_before_encoders
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
-from zerotrain.engine.model_checks import require_leaves, require_plain, require_values
-from zerotrain.engine.one_memory import require_own_memory
+from zerotrain.engine.model.checks import require_leaves, require_plain, require_values
+from zerotrain.engine.model.engine_call import makes_memory
+from zerotrain.engine.model.newcomers import Newcomers
+from zerotrain.engine.model.one_memory import require_own_memory
+from zerotrain.engine.model.unit_forward import offload_saved
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.kept_fp32 import cast_around_kept, dtypes_of
 from zerotrain.engine.results import StageSwitch
+from zerotrain.engine.schedule.fast_path import complete_before_encoders
 from zerotrain.engine.schedule.hooks import connect, next_node, require_no_engine
-from zerotrain.engine.schedule.newcomers import Newcomers
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.full_weights import full_state_dict, weights_sha256
-from zerotrain.engine.state.load import load_state_dict
-from zerotrain.engine.state.transfer import Transfer
-from zerotrain.engine.unit_forward import offload_saved
+from zerotrain.engine.state.load import Target
+from zerotrain.engine.state.together import agreed
+from zerotrain.engine.state.transfer import Described, StateTransfer, described_state
 from zerotrain.engine.usage import (
     Offloaded,
     memory_bytes,
@@ -41,6 +44,8 @@ from zerotrain.engine.usage import (
 )
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.units import model_parameters
+
+T = TypeVar("T")
 
 
 class ShardedModel:
@@ -127,6 +132,7 @@ class ShardedModel:
 
     # ---- what trains
 
+    @makes_memory
     def freeze(self, *named: str | nn.Parameter) -> None:
         """Let parameters train no more: only their weights in the compute precision are kept.
 
@@ -137,35 +143,69 @@ class ShardedModel:
             ConfigError: one of them is nothing the model has, or nothing would be left to train.
             EngineStateError: gradients of a step are waiting.
         """
-        self._change(lambda: self._groups.freeze(named))
+        self._change("engine.freeze", lambda: self._groups.freeze(named))
 
+    @makes_memory
     def unfreeze(self, *named: str | nn.Parameter) -> None:
         """Let frozen parameters train, in the group they have, as new to the optimizer. Otherwise as `freeze`."""
-        self._change(lambda: self._groups.unfreeze(named))
+        self._change("engine.unfreeze", lambda: self._groups.unfreeze(named))
 
+    @makes_memory
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Let the frozen parameters of `group`, as in `build_engine`, train in a group of their own. As `unfreeze`."""
-        self._change(lambda: self._groups.add(group))
+        self._change("engine.add_param_group", lambda: self._groups.add(group))
 
     def _require_no_gradient(self, what: str) -> None:
         if not all(bucket.gradient.is_empty for bucket in self.schedule.trained):
             raise EngineStateError(f"{what} while a gradient waits; call engine.step() first")
 
-    def _change(self, change: Callable[[], bool]) -> None:
+    def _require_between_steps(self, what: str) -> None:
+        if self.schedule.phase is not Phase.IDLE:
+            raise EngineStateError(f"{what} in the midst of a {self.schedule.phase.value}; call it between two steps")
+        self._require_no_gradient(what)
+
+    def _between_steps(
+        self, call: str, what: str, plan: Callable[[], tuple[T, Mapping[str, object]]], given: str = ""
+    ) -> T:
+        """Let a call that all ranks make between two steps go on on all of them, or on none; see `agreed`.
+
+        Args:
+            what: cannot be done, if it comes elsewhere.
+        """
+        under_way = self.schedule.phase in (Phase.BACKWARD, Phase.UPDATE)
+        if under_way or any(bucket.gradient.is_reduced for bucket in self.schedule.trained):
+            # All ranks are there, and would refuse it alike. One that calls it alone must wait for no other.
+            self._require_between_steps(what)
+
+        def planned() -> tuple[T, Mapping[str, object]]:
+            self._require_between_steps(what)
+            return plan()
+
+        return agreed(self.collectives, call, planned, given)
+
+    def _change(self, call: str, change: Callable[[], bool]) -> None:
         """Make a change of what trains and, if it changed anything, cut the buckets anew."""
-        self._require_no_gradient("what trains cannot change")
-        transfer = Transfer(self.schedule.buckets, self.collectives)
-        if change():
-            self._disconnect()
-            former = self.schedule.buckets
-            for bucket in former:
-                bucket.weights.let_go()
-            self._pools.clear()
-            schedule = self._builder.schedule(InitialValues(), transfer.fill)
-            transfer.restore_state(schedule.trained)
-            for bucket in former:
-                bucket.leave()
-            self._connect(schedule)
+
+        def plan() -> tuple[tuple[bool, Described], Mapping[str, object]]:
+            is_change, facts = self._groups.change(change)
+            return (is_change, described_state(self.schedule.buckets) if is_change else {}), facts
+
+        with self._groups.undone_if_refused():
+            is_change, kept = self._between_steps(call, "what trains cannot change", plan)
+        if is_change:
+            self._cut_anew(StateTransfer(self.schedule.buckets, kept, self.collectives))
+
+    def _cut_anew(self, transfer: StateTransfer) -> None:
+        self._disconnect()
+        former = self.schedule.buckets
+        for bucket in former:
+            bucket.weights.let_go()
+        self._pools.clear()
+        schedule = self._builder.schedule(InitialValues(), transfer.fill)
+        transfer.restore_state(schedule.trained)
+        for bucket in former:
+            bucket.leave()
+        self._connect(schedule)
 
     def _move_to(self, options: EngineOptions) -> StageSwitch:
         """Let everything lie where other options have it, between two steps. Collective."""
@@ -183,6 +223,7 @@ class ShardedModel:
 
     # ---- weights in
 
+    @makes_memory
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Replace the model's weights and buffers by those that rank 0 gives; other ranks may give {}. What the
         optimizer keeps stays. Collective, between steps; one bucket is whole meanwhile.
@@ -196,8 +237,11 @@ class ShardedModel:
             ConfigError: names are missing or unknown, or shapes are others; nothing has changed then.
             EngineStateError: gradients of a step are waiting.
         """
-        self._require_no_gradient("weights cannot be loaded")
-        load_state_dict(self.module, self.schedule.buckets, state, self.collectives, strict=strict)
+        target = Target(self.module, self.schedule.buckets, self.collectives)
+        given = self._between_steps(
+            "engine.load_state_dict", "weights cannot be loaded", lambda: (target.look_at(state, strict=strict), {})
+        )
+        target.take(given)
         self.schedule.end_update()
         self._first_node_after_update = next_node()
 
@@ -278,12 +322,16 @@ class ShardedModel:
 
     # ---- weights out
 
+    @makes_memory
     def full_state_dict(self) -> dict[str, Any]:
         """What `model.state_dict()` gives in plain PyTorch, hooks and extra state included: full fp32 parameters on the
         CPU, on rank 0; {} elsewhere. Collective: all ranks call it.
         """
+        agreed(self.collectives, "engine.full_state_dict", lambda: (None, {}))
         return full_state_dict(self.module, self.schedule.buckets, self.collectives)
 
+    @makes_memory
     def weights_sha256(self) -> str:
         """SHA-256 over the full fp32 master weights in name order, the same on every rank. Collective."""
+        agreed(self.collectives, "engine.weights_sha256", lambda: (None, {}))
         return weights_sha256(self.schedule.buckets, self.collectives)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerotrain.files.remote_code import refusal, require_no_kernels
 from zerotrain.models.arguments import require_at_least, require_fraction, require_names
 from zerotrain.models.loss import mean_cross_entropy
 
@@ -161,13 +162,13 @@ def _pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
 
     transformers = _transformers()
     try:
-        config = transformers.AutoConfig.from_pretrained(name_or_path)
+        config = transformers.AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
+        require_no_kernels(config, "its config")
         files = find_weights(name_or_path)
-    except (OSError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # transformers raises all kinds for a config.json that it cannot read
         raise ValueError(
             f"model.name_or_path={name_or_path} is neither a folder with a model nor one that the Hugging Face hub can "
-            f"give: {reason}"
+            f"give: {refusal(name_or_path, error)}"
         ) from error
     _require_known(fields, config)
     for name, value in fields.items():
@@ -179,12 +180,15 @@ def _pretrained(name_or_path: str, fields: dict[str, Any]) -> Any:
     if torch.get_default_device().type == "meta" or (files is not None and load_weights(model, files)):
         return model
     # Files in another form than the model's own: transformers knows how to convert them, holding the model whole.
-    return transformers.AutoModelForCausalLM.from_pretrained(name_or_path, config=config, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        name_or_path, config=config, dtype=torch.float32, trust_remote_code=False, weights_only=True
+    )
 
 
 def _build(config: Any) -> Any:
+    require_no_kernels(config, "model.config")
     config.use_cache = False  # of keys and values, for generation
-    return _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 @contextmanager
@@ -230,6 +234,12 @@ def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _require_adapters(adapters: dict[str, Any]) -> None:
+    for name in adapters.keys() - NO_ADAPTERS.keys():
+        known = ", ".join(NO_ADAPTERS)
+        raise ValueError(
+            f"model.lora.{name}: there is no such setting; there are {known}; for others of peft's give "
+            "build_engine a model that peft has made"
+        )
     require_at_least(0, **{"lora.rank": adapters["rank"]})
     for name, value in adapters.items():
         if not adapters["rank"] and value != NO_ADAPTERS.get(name):

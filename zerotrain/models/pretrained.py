@@ -1,13 +1,31 @@
 """Weights of a pretrained model from safetensors files, one tensor in memory at a time. Needs the extra hf."""
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import cached_file
+
+from zerotrain.files.untrusted import Each, FileName, read_json, shown
+
+MAX_INDEX_NBYTES = 100_000_000
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    """A safetensors file.
+
+    Raises:
+        ValueError: it is none, is damaged, or has no tensor of the name that is asked for.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or damaged: {shown(str(error))}") from error
 
 
 @torch.library.custom_op("zerotrain::read_tensor", mutates_args=())
@@ -16,7 +34,7 @@ def read_tensor(path: str, name: str) -> torch.Tensor:
 
     An operation of torch, so that who notes the operations of a constructor can repeat it.
     """
-    with safe_open(path, framework="pt") as file:
+    with _opened(path) as file:
         return file.get_tensor(name).clone()
 
 
@@ -28,18 +46,20 @@ def find_weights(name_or_path: str) -> dict[str, str] | None:
 
     Raises:
         OSError: there are no weights at all.
+        ValueError: they are damaged.
     """
     index = _find(name_or_path, "model.safetensors.index.json")
     if index is not None:
-        parts = json.loads(Path(index).read_text())["weight_map"]
+        said = read_json(index, {"weight_map": Each(FileName())}, max_nbytes=MAX_INDEX_NBYTES)
+        parts = said["weight_map"]
         found = {part: _find(name_or_path, part) for part in sorted(set(parts.values()))}
         missing = [part for part, path in found.items() if path is None]
         if missing:
-            raise OSError(f"it lacks {', '.join(missing)}")
+            raise OSError(f"it lacks {', '.join(map(shown, missing))}")
         return {name: str(found[part]) for name, part in parts.items()}
     file = _find(name_or_path, "model.safetensors")
     if file is not None:
-        with safe_open(file, framework="pt") as opened:
+        with _opened(file) as opened:
             return dict.fromkeys(opened.keys(), file)
     if not any(_find(name_or_path, name) for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
         raise OSError("it holds neither model.safetensors nor pytorch_model.bin")
@@ -95,6 +115,6 @@ def load_weights(model: nn.Module, files: Mapping[str, str]) -> bool:
 def _shapes(files: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in set(files.values()):
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes

@@ -63,10 +63,10 @@ class _Stored:
         self.owner.ended.append((self.place, self.storing, self.arriving, still_arriving))
 
 
-class Call:
+class SavingCall:
     """One forward of a unit: what autograd saved in it."""
 
-    def __init__(self, owner: "SavedTensors", before: "Call | None") -> None:
+    def __init__(self, owner: "SavedTensors", before: "SavingCall | None") -> None:
         self._owner = owner
         self._before = _weak(before)
         self._stored: list[weakref.ref[_Stored]] = []
@@ -120,7 +120,7 @@ class _SavedHere:
 class _Saved:
     """A saved tensor that is a view of stored bytes."""
 
-    def __init__(self, call: Call, stored: _Stored, tensor: torch.Tensor) -> None:
+    def __init__(self, call: SavingCall, stored: _Stored, tensor: torch.Tensor) -> None:
         self._call, self._stored = call, stored
         self._offset, self._shape, self._stride = tensor.storage_offset(), tensor.shape, tensor.stride()
         # It shares the count of versions with the tensor, and no memory.
@@ -156,11 +156,11 @@ class SavedTensors:
     def __init__(self, windows: Windows) -> None:
         self.windows = windows
         self._device = torch.empty(0, device=windows.device).device  # cuda:0, where cuda was given
-        self.reached: Callable[[], Call | None] = _weak(None)
+        self.reached: Callable[[], SavingCall | None] = _weak(None)
         """The call that a backward has come to last, if its graph is there."""
         self.ended: deque[tuple[Place, Transfer, Transfer, torch.Tensor | None]] = deque()
         """Of what no graph needs any more, with what was last begun with it."""
-        self._newest: Callable[[], Call | None] = _weak(None)
+        self._newest: Callable[[], SavingCall | None] = _weak(None)
         self._stored: weakref.WeakValueDictionary[int, _Stored] = weakref.WeakValueDictionary()
         """By the identity of the memory that the bytes come from."""
         self._staying: frozenset[int] = frozenset()
@@ -181,7 +181,7 @@ class SavedTensors:
         newest = self._newest()
         if newest is not None:
             newest.drop()
-        call = Call(self, newest)
+        call = SavingCall(self, newest)
         self._newest = weakref.ref(call)
         with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
             yield
@@ -241,8 +241,8 @@ def _may_hook() -> bool:
     if not autograd._saved_tensors_hooks_is_enabled():
         return False
     hooks = autograd._top_saved_tensors_default_hooks(False)
-    return hooks is None or isinstance(getattr(hooks[0], "__self__", None), Call)
+    return hooks is None or isinstance(getattr(hooks[0], "__self__", None), SavingCall)
 
 
-def _weak(call: Call | None) -> Callable[[], Call | None]:
+def _weak(call: SavingCall | None) -> Callable[[], SavingCall | None]:
     return (lambda: None) if call is None else weakref.ref(call)

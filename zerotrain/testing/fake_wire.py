@@ -23,11 +23,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from zerotrain.comm.accounts.frames import OtherNamesError
+from zerotrain.comm.accounts.journal import Journal
 from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, ReductionSpec
-from zerotrain.comm.journal import Journal
 from zerotrain.comm.means import mean_by_tree
+from zerotrain.comm.ranks.world import Shards, World
 from zerotrain.comm.wire import Wire
-from zerotrain.comm.world import Shards, World
 
 T = TypeVar("T")
 TIMEOUT_S = 5.0
@@ -144,16 +145,20 @@ class FakeWire(Wire):
     ) -> Exchange:
         return _FakeExchange(self, name, journal, sent, received, sent_numels)
 
-    def gather_small(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.gather_objects(values.clone()))
+    def gather_small(self, values: torch.Tensor, name: str = "") -> torch.Tensor:
+        return torch.stack(self.gather_objects(values.clone(), name))
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, name: str = "") -> list[Any]:
         key = self.next_key("comparison")
-        self.board.leave(key, self.rank, value)
-        return self.board.parts(key)
+        self.board.leave(key, self.rank, (name, value))
+        parts = self.board.parts(key)
+        names = [each for each, _ in parts]
+        if len(set(names)) > 1:
+            raise OtherNamesError(names)
+        return [each for _, each in parts]
 
     def broadcast(self, values: torch.Tensor, source: int) -> None:
-        values.copy_(self.gather_objects(values.clone())[source])
+        values.copy_(self.gather_objects(values.clone(), "broadcast")[source])
 
     def store(self) -> dist.Store:
         return self.board.store

@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 
-from zerotrain.comm.world import World
-from zerotrain.data.batches import GlobalBatchSampler
-from zerotrain.data.device_copies import DeviceCopies
-from zerotrain.data.fetch import Collate, may_be_read_beside
-from zerotrain.data.fingerprint import fingerprint_of
-from zerotrain.data.inputs import as_inputs
-from zerotrain.data.loader import MicroBatchReader, StepLoader
+from zerotrain.comm.ranks.world import World
+from zerotrain.data.reading.batches import GlobalBatchSampler
+from zerotrain.data.reading.device_copies import DeviceCopies
+from zerotrain.data.reading.fetch import Collate, may_be_read_beside
+from zerotrain.data.reading.fingerprint import fingerprint_of
+from zerotrain.data.reading.inputs import as_inputs, tokens_known
+from zerotrain.data.reading.loader import MicroBatchReader, StepLoader
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError
-from zerotrain.training.same_data import require_same_data
+from zerotrain.training.sameness.same_data import require_same_data
 
 
 class TrainingFeed:
@@ -41,7 +41,7 @@ class TrainingFeed:
         collate: Collate | None,
     ) -> None:
         self._dataset, self._world, self._collectives = dataset, world, engine.collectives
-        self._num_workers, self._collate = num_workers, collate
+        self._num_workers, self._collate, self._vocab_size = num_workers, collate, tokens_known(engine.module)
         self.first_step = first_step
         """Steps done before."""
         self.tokens_per_sequence: int | None = getattr(dataset.train, "tokens_per_sequence", None)
@@ -97,6 +97,7 @@ class TrainingFeed:
             first_step=self.first_step,
             num_workers=self._num_workers,
             collate=self._collate,
+            vocab_size=self._vocab_size,
         )
 
     def next_step(
@@ -117,7 +118,7 @@ class TrainingFeed:
         numbers, position = range(self.sampler.num_virtual_ranks), self.sampler.rows_consumed
         if virtual_rank not in numbers:
             raise ValueError(f"virtual_rank={virtual_rank}: there are {len(numbers)}; give 0 to {numbers[-1]}")
-        reader = MicroBatchReader(self._dataset.train, self.sampler.seed, self._collate)
+        reader = MicroBatchReader(self._dataset.train, self.sampler.seed, self._collate, self._vocab_size)
         step = 1 + position // self.sampler.global_batch_size
         read = [reader((rows, step)) for rows in self.sampler.micro_batches(position, [virtual_rank])]
         copies = DeviceCopies(self._world.device)

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from zerotrain.comm.world import World
+from zerotrain.comm.ranks.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.training.feed import TrainingFeed
-from zerotrain.training.flops import ModelFlops
-from zerotrain.training.metrics import StepClock
-from zerotrain.training.report import RankUsage, print_report
-from zerotrain.training.result import RunResult
+from zerotrain.training.figures.flops import ModelFlops
+from zerotrain.training.figures.metrics import StepClock
+from zerotrain.training.figures.report import RankUsage, print_report
+from zerotrain.training.figures.result import RunResult
 
 DATA_WAIT_SHOWN = 0.05
 """Share of the steps' time that a run may wait for its data without a word."""

@@ -8,9 +8,9 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from zerotrain.data.batches import GlobalBatchSampler
+from zerotrain.data.reading.batches import GlobalBatchSampler
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.training.report import UNITS, in_unit
+from zerotrain.training.figures.report import UNITS, in_unit
 
 INDENT = 8
 

@@ -10,28 +10,29 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from zerotrain.comm.world import World
-from zerotrain.data.fetch import Collate
+from zerotrain.comm.ranks.world import World
+from zerotrain.data.reading.fetch import Collate
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.errors import ConfigError, TrainingError, printable
-from zerotrain.training.checkpoints import CheckpointPolicy, Resumed, RunCheckpoints
-from zerotrain.training.control import CONTROL_NAME, Control, stage_asked
-from zerotrain.training.evaluation import RunEvaluation
+from zerotrain.errors import ConfigError, TrainingError
+from zerotrain.files.printable import printable
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, Resumed, RunCheckpoints
+from zerotrain.training.callbacks.control import CONTROL_NAME, Control, stage_asked
+from zerotrain.training.callbacks.evaluation import RunEvaluation
+from zerotrain.training.callbacks.profile import recorded_steps
+from zerotrain.training.callbacks.progress import ProgressDisplay
+from zerotrain.training.callbacks.sample import show_sample
+from zerotrain.training.callbacks.stages import RunStages
+from zerotrain.training.callbacks.stop import StopRequest, name_of_stop, stop_requests
 from zerotrain.training.feed import TrainingFeed
-from zerotrain.training.flops import ModelFlops
+from zerotrain.training.figures.flops import ModelFlops
+from zerotrain.training.figures.report import RankUsage
+from zerotrain.training.figures.result import RunResult
+from zerotrain.training.figures.sinks import METRICS_NAME, MetricsFile, MetricSink, keep_lines, log_to
+from zerotrain.training.figures.tracking import restore_states, states_of
 from zerotrain.training.measuring import Measuring
-from zerotrain.training.profile import recorded_steps
-from zerotrain.training.progress import ProgressDisplay
-from zerotrain.training.report import RankUsage
-from zerotrain.training.result import RunResult
-from zerotrain.training.sample import show_sample
+from zerotrain.training.sameness.seeds import seed_leaf
 from zerotrain.training.schedule import set_rates
-from zerotrain.training.seeds import seed_leaf
-from zerotrain.training.sinks import METRICS_NAME, MetricsFile, MetricSink, keep_lines, log_to
-from zerotrain.training.stages import RunStages
 from zerotrain.training.start import print_start
-from zerotrain.training.stop import StopRequest, name_of_stop, stop_requests
-from zerotrain.training.tracking import restore_states, states_of
 
 
 @dataclass(kw_only=True)
@@ -79,7 +80,7 @@ class Trainer:
     collate_fn: Collate | None = None
     """Makes a batch of items; None: torch's default_collate."""
     data_checked: Mapping[str, Any] | None = None
-    """What the data was when it was checked, by `zerotrain.data.fingerprint`; None where nobody did."""
+    """What the data was when it was checked, by `zerotrain.data.reading.fingerprint`; None where nobody did."""
     data_state: Mapping[str, Any] | None = None
     """Where in the data the run is: {rows_consumed, seed, order_version, fingerprint}. As it is given, the run goes on
     there, with whatever ranks and batch size; None: behind `first_step` batches of this size. From the first step on
@@ -152,6 +153,8 @@ class Trainer:
                     self._go_on(resumed)
                 plan_name = self.run_stages.begin(self.first_step)
                 self.feed.agree(self.data_state, self.data_checked)
+                if resumed is not None and self.world.rank == 0:
+                    self._take_over(resumed)
                 self.data_state = self.feed.sampler.state_dict()
                 if self.world.rank == 0:
                     print_start(
@@ -198,8 +201,11 @@ class Trainer:
         self.measuring.clock.load_state_dict(state["clock"])
         restore_states(self.sinks, state["sinks"])
         self.run_stages.asked = state["asked_stages"]
-        if self.world.rank == 0:
-            keep_lines(resumed.path.parent.parent / METRICS_NAME, self.run_dir / METRICS_NAME, until=self.first_step)
+
+    def _take_over(self, resumed: Resumed) -> None:
+        """Have in the run's folder what belongs to the steps before, once nothing can be refused any more."""
+        self.checkpoints.agreed(resumed)
+        keep_lines(resumed.path.parent.parent / METRICS_NAME, self.run_dir / METRICS_NAME, until=self.first_step)
 
     def _state(self) -> dict[str, Any]:
         """Where the run is, for a checkpoint: what `_go_on` reads."""

@@ -2,15 +2,22 @@
 
 from tests.mutants.fault import Fault
 
-GROUPS, HANDLES, JOURNAL = "comm/process_groups.py", "comm/handles.py", "comm/journal.py"
+GROUPS, HANDLES, JOURNAL = "comm/process_groups.py", "comm/handles.py", "comm/accounts/journal.py"
 MEANS = "comm/means.py"
 REAL = ("unit/comm/test_process_groups.py",)
 ANY = ("unit/comm/test_handles.py",)
-ORDER = ("unit/comm/test_journal.py", "unit/engine/test_agreement.py")
+ORDER = ("unit/comm/accounts/test_journal.py", "unit/engine/test_agreement.py")
 
-POSTED, BACKEND = "comm/posted_handles.py", "comm/backend_handles.py"
+POSTED, BACKEND = "comm/wires/posted_handles.py", "comm/wires/backend_handles.py"
 
 FAULTS = {
+    "mean-over-ranks-and-not-leaves": Fault(
+        "comm/means.py",
+        "        _divide(total, num_leaves)\n",
+        "        _divide(total, len(parts))\n",
+        "with several virtual ranks on each rank gradients are too large",
+        ("unit/comm/test_means.py",),
+    ),
     "own-part-last": Fault(
         POSTED,
         "parts.insert(self._rank, own)",
@@ -186,18 +193,18 @@ FAULTS = {
         ORDER,
     ),
     "given-up-step-counts-in-the-next": Fault(
-        "comm/ledger.py",
+        "comm/accounts/ledger.py",
         "        self.outside_steps.nbytes += self._this_step.nbytes\n        self._this_step = Traffic()",
         "        self.outside_steps.nbytes += self._this_step.nbytes",
         "the next step shows the traffic of two",
-        ("unit/comm/test_ledger.py",),
+        ("unit/comm/accounts/test_ledger.py",),
     ),
     "step-does-not-end": Fault(
-        "comm/ledger.py",
+        "comm/accounts/ledger.py",
         "self._this_step, Traffic()\n        self.in_step = False",
         "self._this_step, Traffic()",
         "what comes between two steps counts in the next",
-        ("unit/comm/test_ledger.py",),
+        ("unit/comm/accounts/test_ledger.py",),
     ),
     "small-ones-counted-once": Fault(
         "comm/collectives.py",

@@ -2,8 +2,14 @@
 
 from tests.mutants.fault import Fault
 
-FETCH, ITEMS, MIX, EVALUATION = "data/fetch.py", "data/items.py", "data/mix.py", "training/evaluation.py"
-OF_FETCH, OF_MIX, OF_ITEMS = ((f"unit/data/test_{name}.py",) for name in ("fetch", "mix", "items"))
+FETCH, ITEMS, MIX, EVALUATION = (
+    "data/reading/fetch.py",
+    "data/reading/items.py",
+    "data/mix.py",
+    "training/callbacks/evaluation.py",
+)
+OF_FETCH, OF_MIX = ("unit/data/reading/test_fetch.py",), ("unit/data/test_mix.py",)
+OF_ITEMS = ("unit/data/reading/test_items.py",)
 
 FAULTS = {
     "row-drawn-alike-in-each-epoch": Fault(
@@ -60,6 +66,6 @@ FAULTS = {
         "            module.training = mode\n",
         "            module.training = True\n",
         "an evaluation turns on the batch norms of a frozen backbone",
-        ("unit/training/test_evaluation.py",),
+        ("unit/training/callbacks/test_evaluation.py",),
     ),
 }

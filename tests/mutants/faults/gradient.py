@@ -2,13 +2,13 @@
 
 from tests.mutants.fault import Fault
 
-FILE, NORM = "engine/buckets/gradient.py", "engine/buckets/norm.py"
-SEGMENTS = "engine/buckets/segments.py"
+FILE, NORM = "engine/buckets/gradient.py", "engine/buckets/parts/norm.py"
+SEGMENTS = "engine/buckets/parts/segments.py"
 OF_LEAVES = ("unit/engine/test_virtual_ranks.py",)
-SUBTREES = "engine/buckets/subtrees.py"
+SUBTREES = "engine/buckets/parts/subtrees.py"
 UNIT = ("unit/engine/buckets/test_gradient.py",)
 OF_SUMS = ("unit/engine/test_accumulate.py",)
-OF_NORM = ("unit/engine/buckets/test_norm.py",)
+OF_NORM = ("unit/engine/buckets/parts/test_norm.py",)
 
 FAULTS = {
     "squares-of-the-last-backward": Fault(

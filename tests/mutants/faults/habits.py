@@ -2,10 +2,10 @@
 
 from tests.mutants.fault import Fault
 
-LIVE, WRITES = "engine/buckets/live_parameter.py", "engine/buckets/writes.py"
+LIVE, WRITES = "engine/model/live_parameter.py", "engine/model/writes.py"
 WEIGHTS, UPDATE, LOAD = "engine/buckets/weights.py", "engine/buckets/update.py", "engine/state/load.py"
-NEWCOMERS, FORWARD = "engine/schedule/newcomers.py", "engine/unit_forward.py"
-OF_LIVE = ("unit/engine/buckets/test_live_parameter.py",)
+NEWCOMERS, FORWARD = "engine/model/newcomers.py", "engine/model/unit_forward.py"
+OF_LIVE = ("unit/engine/model/test_live_parameter.py",)
 OF_WEIGHTS = ("unit/engine/test_weight_habits.py",)
 OF_MODULES = ("unit/engine/test_module_habits.py",)
 OF_LOAD = ("unit/engine/state/test_load.py",)
@@ -104,7 +104,7 @@ FAULTS = {
     ),
     "loaded-on-rank-0-alone": Fault(
         LOAD,
-        "        collectives.broadcast(whole, name=bucket.spec.name)\n",
+        "            self._collectives.broadcast(whole, name=bucket.spec.name)\n",
         "",
         "each rank loads what it was given itself",
         OF_LOAD,

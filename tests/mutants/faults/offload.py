@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-HOME, UPDATE = "engine/buckets/home.py", "engine/buckets/update.py"
+HOME, UPDATE = "engine/buckets/places/home.py", "engine/buckets/update.py"
 DISK, FILE, WINDOWS = "offload/disk.py", "offload/scratch_file.py", "offload/windows.py"
 OF_ENGINE = ("unit/engine/test_offload.py",)
 OF_WRITES = ("unit/engine/test_offload.py::test_what_users_write_into_parameters_is_kept",)
@@ -11,6 +11,13 @@ OF_DISK = ("unit/offload/test_disk.py",)
 OF_WINDOWS = ("unit/offload/test_windows.py",)
 
 FAULTS = {
+    "outgrown-places-kept": Fault(
+        "engine/buckets/places/home.py",
+        "        self._point_to(place.memory)\n        self._windows.tier.free(self._place)\n",
+        "        self._point_to(place.memory)\n",
+        "state that outgrows its place keeps the old one",
+        ("unit/engine/test_offload.py::test_an_optimizer_may_replace_its_tensors_and_make_more_of_them",),
+    ),
     "offload-written-shards-not-fetched": Fault(
         UPDATE,
         "open(replaced=self.has_copy and not self._weights.writes.are_new)",
@@ -27,7 +34,7 @@ FAULTS = {
         ("unit/engine/test_offload.py::test_what_is_fetched_anew_has_left_before",),
     ),
     "offload-reads-the-mapping": Fault(
-        "engine/state/snapshot.py",
+        "engine/state/saving/snapshot.py",
         "return values if bucket is None else bucket.at_rest(values)",
         "return values",
         "a disk that fails while a save reads it ends the process by SIGBUS",
@@ -90,10 +97,10 @@ FAULTS = {
         OF_DISK,
     ),
     "offload-sample-not-counted": Fault(
-        "offload_room.py",
+        "run/preflight/room.py",
         "return round(needed + sample)",
         "return round(needed)",
         "a disk that is full by its measurement is found when the ranks have started",
-        ("unit/test_offload_room.py",),
+        ("unit/run/preflight/test_room.py",),
     ),
 }

@@ -3,12 +3,12 @@
 from tests.mutants.fault import Fault
 
 MEMORY, PEERS, COURIER, HANDLES = (
-    f"comm/{name}.py" for name in ("shared_memory", "local_peers", "courier", "shared_handles")
+    f"comm/wires/memory/{name}.py" for name in ("shared_memory", "local_peers", "courier", "shared_handles")
 )
 REAL = ("unit/comm/test_process_groups.py",)
-ACROSS = "comm/across_handles.py"
+ACROSS = "comm/wires/memory/across_handles.py"
 WHOLE = ("distributed/test_shared_memory.py",)
-OF_MEMORY = ("unit/comm/test_shared_memory.py",)
+OF_MEMORY = ("unit/comm/wires/memory/test_shared_memory.py",)
 
 FAULTS = {
     "part-of-another-read": Fault(
@@ -54,18 +54,18 @@ FAULTS = {
         WHOLE,
     ),
     "thread-stays": Fault(
-        "comm/local_ranks.py",
+        "comm/wires/memory/local_ranks.py",
         "        weakref.finalize(self, self.courier.leave)\n",
         "",
         "each engine leaves a thread and its connections behind",
-        (*WHOLE, "unit/comm/test_local_peers.py"),
+        (*WHOLE, "unit/comm/wires/memory/test_local_peers.py"),
     ),
     "strangers-taken-in": Fault(
         PEERS,
         "if not (knows and len(files) == 1):",
         "if not len(files) == 1:",
         "any process of the user that finds the address is taken for a rank",
-        ("unit/comm/test_local_peers.py",),
+        ("unit/comm/wires/memory/test_local_peers.py",),
     ),
     "child-writes-to-the-rank": Fault(
         MEMORY,
@@ -103,14 +103,14 @@ FAULTS = {
         ("distributed/test_hosts.py::test_on_three_hosts_the_bits_are_those_of_plain_pytorch_too",),
     ),
     "told-before-it-has-come": Fault(
-        "comm/arrivals.py",
+        "comm/wires/memory/arrivals.py",
         "                wait_for(passages)\n",
         "",
         "ranks of a host read what has not come from another host yet",
         REAL,
     ),
     "column-not-copied": Fault(
-        "comm/arrivals.py",
+        "comm/wires/memory/arrivals.py",
         "                    copied[0].copy_(copied[1])\n",
         "                    pass\n",
         "what is received beside a bucket that others cannot read stays there",
@@ -124,7 +124,7 @@ FAULTS = {
         ("distributed/test_hosts.py::test_on_two_hosts_every_stage_has_the_bits_of_plain_pytorch",),
     ),
     "host-keeps-a-loss-to-itself": Fault(
-        "comm/arrivals.py",
+        "comm/wires/memory/arrivals.py",
         '                fail(str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}")\n',
         "",
         "where what another host sends does not come, nobody is told before the timeout",

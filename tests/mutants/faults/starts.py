@@ -2,7 +2,11 @@
 
 from tests.mutants.fault import Fault
 
-TORCH, DCP, METADATA = "checkpoint/torch_file.py", "checkpoint/dcp_weights.py", "checkpoint/dcp_metadata.py"
+TORCH, DCP, METADATA = (
+    "checkpoint/others/torch_file.py",
+    "checkpoint/others/dcp_weights.py",
+    "checkpoint/others/dcp_metadata.py",
+)
 TESTS = ("unit/engine/state/test_start_torch.py",)
 
 FAULTS = {
@@ -50,7 +54,7 @@ FAULTS = {
     ),
     "start-leads-away": Fault(
         METADATA,
-        "    if leads_away(info.relative_path):\n        raise ValueError\n",
+        "    require_schema(info.relative_path, FileName())\n",
         "",
         "a folder has files elsewhere read",
         TESTS,

@@ -9,6 +9,27 @@ OF_TRANSFER = ("unit/engine/state/test_transfer.py",)
 OF_BUILD = ("unit/engine/test_build.py",)
 
 FAULTS = {
+    "memory-of-master-weights-kept": Fault(
+        SWITCH,
+        "current[_relative(wanted, held)].clone()",
+        "current[_relative(wanted, held)]",
+        "in bf16 a rank keeps all master weights behind its shard of them",
+        ("unit/engine/test_set_stage.py::test_a_rank_gives_back_the_memory_of_what_it_holds_no_more",),
+    ),
+    "engine-within-graphs": Fault(
+        "engine/model/engine_call.py",
+        "    outside: Callable[P, T] | None = None\n",
+        "    return method\n    outside: Callable[P, T] | None = None\n",
+        "torch's compiler dies in the midst of the engine",
+        ("unit/engine/test_compiled_calls.py",),
+    ),
+    "memory-made-for-inference": Fault(
+        "engine/model/engine_call.py",
+        "torch.inference_mode(False)(method)",
+        "method",
+        "an engine whose stage changed within torch.inference_mode() fails in its next step",
+        ("unit/engine/test_inference_mode.py",),
+    ),
     "state-of-this-rank-alone": Fault(
         TRANSFER,
         'collectives.gather_objects(mine, name="optimizer state")',
@@ -55,8 +76,8 @@ FAULTS = {
     ),
     "old-buckets-keep-parameters": Fault(
         "engine/sharded_model.py",
-        "                bucket.weights.let_go()\n",
-        "                pass\n",
+        "            bucket.weights.let_go()\n",
+        "            pass\n",
         "parameters stay marked as not ready when other buckets have them",
         OF_TRANSFER,
     ),

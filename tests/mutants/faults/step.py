@@ -7,6 +7,34 @@ OF_ENGINE = ("unit/engine/test_engine.py", "unit/engine/test_engine_between_step
 OF_UPDATE_ALL = ("unit/engine/update/test_optimizer_step.py",)
 
 FAULTS = {
+    "settings-not-compared": Fault(
+        AGREEMENT,
+        "    if not different:\n        return\n",
+        "    return\n",
+        "ranks with other settings train on",
+        ("unit/engine/test_set_stage.py::test_it_comes_between_steps_and_all_ranks_ask_for_the_same_stage",),
+    ),
+    "writes-not-compared": Fault(
+        AGREEMENT,
+        "self._collectives.order, self.written]",
+        "self._collectives.order, 0]",
+        "a weight that one rank alone has written is trained on",
+        ("unit/engine/test_weight_habits.py", "unit/engine/test_ranks_that_differ.py"),
+    ),
+    "backwards-not-compared": Fault(
+        AGREEMENT,
+        "numbers = [self.num_steps + 1, self.num_backwards,",
+        "numbers = [self.num_steps + 1, 0,",
+        "a rank that has left out a micro-batch trains on",
+        (*OF_ENGINE, "unit/engine/test_agreement.py"),
+    ),
+    "steps-not-compared": Fault(
+        AGREEMENT,
+        "numbers = [self.num_steps + 1,",
+        "numbers = [0,",
+        "a rank that has loaded another step trains on",
+        (*OF_ENGINE, "unit/engine/test_agreement.py"),
+    ),
     "clipped-by-the-local-norm": Fault(
         AGREEMENT,
         "norm_of_digit_sums(add_digit_sums(digits))",
@@ -138,6 +166,13 @@ FAULTS = {
         "            self.loss_scaler.update(overflowed=False)\n",
         "an overflow does not lower the loss scale",
         OF_ENGINE,
+    ),
+    "loss-summed-over-virtual-ranks": Fault(
+        ENGINE,
+        "loss=total / len(self.virtual_ranks)",
+        "loss=total",
+        "a step shows a loss that is too large by the number of virtual ranks",
+        ("unit/engine/test_losses.py",),
     ),
     "phase-not-put-back": Fault(
         ENGINE,

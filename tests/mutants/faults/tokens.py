@@ -2,10 +2,16 @@
 
 from tests.mutants.fault import Fault
 
-SHARDS, STORE, ROWS, SPLIT = "data/shards.py", "data/store.py", "data/rows.py", "data/split.py"
-WINDOWS, FORMATS, GUESS, SCAN = "data/windows.py", "data/formats.py", "data/guess.py", "data/scan.py"
-PATHS, TOKENS, FACTS = "data/token_paths.py", "data/tokens.py", "data/facts.py"
-OF_STORE, OF_WINDOWS, OF_TOKENS = ((f"unit/data/test_{name}.py",) for name in ("store", "windows", "tokens"))
+SHARDS, STORE, ROWS, SPLIT = "data/store/shards.py", "data/store/store.py", "data/store/rows.py", "data/store/split.py"
+WINDOWS, FORMATS, GUESS, SCAN = (
+    "data/store/windows.py",
+    "data/store/formats.py",
+    "data/store/guess.py",
+    "data/store/scan.py",
+)
+PATHS, TOKENS, FACTS = "data/store/token_paths.py", "data/tokens.py", "data/store/facts.py"
+OF_STORE, OF_WINDOWS = (f"unit/data/store/{test}.py" for test in ("test_store", "test_windows"))
+OF_STORE, OF_WINDOWS, OF_TOKENS = (OF_STORE,), (OF_WINDOWS,), ("unit/data/test_tokens.py",)
 
 FAULTS = {
     "tokens-of-a-changed-file": Fault(
@@ -42,6 +48,20 @@ FAULTS = {
         "    for name, tokens in shards:\n        _require_size(",
         "    for name, tokens in ():\n        _require_size(",
         "an index is written of shards that are not whole",
+        OF_STORE,
+    ),
+    "tokens-documents-of-any-size": Fault(
+        STORE,
+        '            num_documents = index.get("num_documents", _nbytes(file) // DOCUMENT_NBYTES)\n',
+        "            num_documents = _nbytes(file) // DOCUMENT_NBYTES\n",
+        "a list of documents that was cut short is another split",
+        OF_STORE,
+    ),
+    "tokens-documents-cut-since": Fault(
+        STORE,
+        '    _require_size(file, num_documents * DOCUMENT_NBYTES, f"{num_documents} documents")\n    documents = np',
+        "    documents = np",
+        "a list of documents that is cut short while it is used is another split",
         OF_STORE,
     ),
     "tokens-rows-too-far-apart": Fault(
@@ -123,9 +143,16 @@ FAULTS = {
     ),
     "tokens-known-of-another-file": Fault(
         SCAN,
-        "marks = (status.st_size, status.st_mtime_ns, ",
+        "marks = (status.st_size, *times, ",
         "marks = (status.st_size, ",
         "what was found in a file counts for the one written over it",
+        OF_TOKENS,
+    ),
+    "tokens-known-by-a-time-anybody-sets": Fault(
+        SCAN,
+        "times = status.st_mtime_ns, status.st_ctime_ns ",
+        "times = status.st_mtime_ns, 0 ",
+        "what was found in a file counts for the one written over it, where a copy sets its time",
         OF_TOKENS,
     ),
     "tokens-read-through-each-link": Fault(

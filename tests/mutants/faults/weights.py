@@ -2,11 +2,15 @@
 
 from tests.mutants.fault import Fault
 
-WEIGHTS, UPDATE, WHOLE = "engine/buckets/weights.py", "engine/buckets/update.py", "engine/buckets/whole_tensors.py"
-SPANS = "engine/buckets/spans.py"
+WEIGHTS, UPDATE, WHOLE = (
+    "engine/buckets/weights.py",
+    "engine/buckets/update.py",
+    "engine/buckets/parts/whole_tensors.py",
+)
+SPANS = "engine/buckets/parts/spans.py"
 OF_WEIGHTS = ("unit/engine/buckets/test_weights.py",)
 OF_UPDATE = ("unit/engine/buckets/test_update.py",)
-OF_WHOLE = ("unit/engine/buckets/test_whole_tensors.py",)
+OF_WHOLE = ("unit/engine/buckets/parts/test_whole_tensors.py",)
 
 FAULTS = {
     "class-not-given-back": Fault(
@@ -145,8 +149,8 @@ FAULTS = {
         OF_UPDATE,
     ),
     "gradients-left-at-the-optimizer": Fault(
-        UPDATE,
-        "        for target, _ in updates:\n            target.grad = None\n",
+        "engine/buckets/lent.py",
+        "            target.grad = None\n",
         "",
         "buffers that were given back are kept alive",
         OF_UPDATE,

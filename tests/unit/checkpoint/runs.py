@@ -139,6 +139,18 @@ def train(engine: zerotrain.ZeroEngine, *steps: int, of_rank: int = 0) -> None:
         engine.step()
 
 
+def saved_by_two_ranks(path: Path, kind: Kind) -> Path:
+    """A checkpoint of one step at stage 2, with `extra` of one number."""
+
+    def save(world: zerotrain.World) -> None:
+        engine = build(world, kind, 2)
+        train(engine, 0)
+        engine.save(path, extra={"rows": 9})
+
+    run_threads(save, 2)
+    return path
+
+
 def held(engine: zerotrain.ZeroEngine) -> list[tuple[str, str, int, torch.Tensor]]:
     """(name, role, first element, flat copy) of everything that this rank holds of parameters and optimizer state."""
     return [

@@ -32,8 +32,10 @@ from tests.unit.checkpoint.runs import (
 )
 from tests.unit.checkpoint.slow_disk import SlowDisk
 from zerotrain.checkpoint import verify
-from zerotrain.engine.state import snapshot
-from zerotrain.engine.state.owned import owned_pieces
+from zerotrain.checkpoint.tensor_file import Entry, flat_bytes
+from zerotrain.engine.state.owned import entries, owned_pieces
+from zerotrain.engine.state.saving import snapshot
+from zerotrain.engine.state.saving.chunks import ChunkReader
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.testing.fake_wire import run_threads
 
@@ -125,6 +127,26 @@ def test_copies_take_no_more_than_was_allowed_by_default_the_largest_bucket(
     found, _ = run_threads(on_a_rank, 2)
     for rank, (largest, total) in enumerate(found):
         assert 0 < max(seen[rank]) <= largest < total
+
+
+def test_what_was_copied_and_is_written_makes_room_for_the_next_bucket() -> None:
+    alone = zerotrain.World.current(torch.device("cpu"))
+    engine = build(alone, Kind(Matrices, MOMENTUM), 2)
+    train(engine, 0)
+    own: dict[Any, list[Entry]] = {}
+    for bucket, entry in entries(engine._holdings, 0):
+        own.setdefault(bucket, []).append(entry)
+    taken = snapshot.Snapshot(own, None, ChunkReader(alone.device))  # room for one bucket, the largest
+    assert len(own) > 2
+    for bucket, of_bucket in own.items():
+        keeping = threading.Thread(target=taken.keep, args=(bucket,), daemon=True)
+        keeping.start()
+        keeping.join(20.0)
+        assert not keeping.is_alive(), "there is no room"
+        for entry in of_bucket:
+            assert b"".join(bytes(chunk) for chunk in taken.chunks(entry)) == bytes(flat_bytes(entry.values).numpy())
+    assert taken.copied_nbytes == sum(entry.values.nbytes for each in own.values() for entry in each)
+    taken.close()
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -361,3 +383,27 @@ def test_what_each_rank_gives_of_its_own_comes_back_to_it_where_as_many_ask(tmp_
     run_threads(save, 2)
     assert run_threads(own, 2)[0] == [[{"generator": [0, 7]}, None], [{"generator": [1, 7]}, None]]
     assert run_threads(own, 3)[0] == [[None, None]] * 3
+
+
+@pytest.mark.parametrize("takes", ["load", "load_weights", "load_weights of the run"])
+def test_a_load_of_what_is_being_saved_waits_for_the_folder(
+    takes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "checkpoints" / "step-00000001"
+
+    def on_a_rank(world: zerotrain.World) -> tuple[str, str]:
+        engine = build(world, Kind(Matrices, MOMENTUM), 2)
+        train(engine, 0)
+        saved = engine.weights_sha256()
+        with_a_slow_disk.wait()
+        engine.begin_save(path)
+        train(engine, 1)
+        if takes == "load":
+            engine.load(path)
+        else:
+            engine.load_weights(path if takes == "load_weights" else tmp_path)
+        return saved, engine.weights_sha256()
+
+    with_a_slow_disk = threading.Barrier(2, lambda: SlowDisk(monkeypatch, 0.01))
+    for saved, loaded in run_threads(on_a_rank, 2, late_rank=0)[0]:
+        assert saved == loaded

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import zerotrain
-from tests.unit.checkpoint.runs import KINDS, Kind, build, train
+from tests.unit.checkpoint.runs import KINDS, Kind, build, saved_by_two_ranks, train
 from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.manifest import Manifest, pieces_of, read_manifest
 from zerotrain.engine.state import restore
@@ -23,16 +24,7 @@ MANIFEST, FIRST, SECOND = "manifest.json", "rank-00000.safetensors", "rank-00001
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two ranks."""
-    path = tmp_path_factory.mktemp("checkpoints") / "step"
-
-    def save(world: zerotrain.World) -> None:
-        engine = build(world, KIND, 2)
-        train(engine, 0)
-        engine.save(path, extra={"rows": 9})
-
-    run_threads(save, 2)
-    return path
+    return saved_by_two_ranks(tmp_path_factory.mktemp("checkpoints") / "step", KIND)
 
 
 @pytest.fixture
@@ -193,3 +185,10 @@ def test_a_file_that_changes_between_the_two_looks_is_found_by_the_second(
         train(engine, 0)
 
     run_threads(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("name", [FIRST, SECOND])
+def test_a_fifo_in_the_place_of_a_file_is_refused_and_nobody_waits(damaged: Path, name: str) -> None:
+    (damaged / name).unlink()
+    os.mkfifo(damaged / name)
+    refused(damaged, f"{name} cannot be read: it is a FIFO, and must be a regular file")

@@ -19,13 +19,15 @@ from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.kept import (
     candidates,
     checkpoints_in,
+    is_under_way,
     partial_in,
+    remove_all,
     remove_old,
     set_aside,
     step_name,
     step_of,
 )
-from zerotrain.comm.world import World
+from zerotrain.comm.ranks.world import World
 from zerotrain.errors import CheckpointError
 
 CALLS = ("open", "fsync", "rename", "unlink", "rmdir")
@@ -254,3 +256,31 @@ def test_one_that_is_broken_is_set_aside_and_its_step_can_be_saved_again(run: Ca
     PartialFolder(folder / step_name(2)).remove()
     with pytest.raises(CheckpointError, match="step-00000002: No such file or directory: it cannot be renamed"):
         set_aside(folder / step_name(2))
+
+
+def test_a_fifo_in_the_place_of_a_lock_holds_nobody(tmp_path: Path) -> None:
+    partial = tmp_path / ".step-00000003.partial-0123456789abcdef"
+    partial.mkdir()
+    os.mkfifo(partial / "lock")
+    os.utime(partial, (0, 0))
+    assert partial_in(tmp_path) == [partial]
+    assert not is_under_way(partial)
+    PartialFolder(tmp_path / step_name(4)).remove()
+    assert partial.is_dir()
+
+
+def test_what_saves_have_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "outside").mkdir()
+    folder = tmp_path / "checkpoints"
+    ours = ["step-00000003", "step-00000004.aside-0123456789abcdef", ".step-00000005.partial-0123456789abcdef"]
+    ours.append(".step-00000006.removed-0123456789abcdef")
+    others = ["best", "step-3", "step-00000007.old", ".step-00000005.partial-x"]
+    for name in ours + others:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "a").write_text("a")
+    (folder / "step-00000008").symlink_to(tmp_path / "outside")
+    remove_all(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(others)
+    assert (tmp_path / "outside").is_dir()
+    remove_all(tmp_path / "none")

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ledger import Ledger
-from zerotrain.comm.world import World
+from zerotrain.comm.ranks.world import World
 from zerotrain.errors import CommError
 from zerotrain.testing import fake_wire
 from zerotrain.testing.fake_wire import run_threads

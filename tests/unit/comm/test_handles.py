@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from zerotrain.comm.accounts.journal import Journal
+from zerotrain.comm.accounts.ledger import Ledger
+from zerotrain.comm.accounts.whereabouts import Whereabouts
 from zerotrain.comm.handles import Gather, Handle, Reduction, ReductionSpec
-from zerotrain.comm.journal import Journal
-from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.scratch import ScratchPool
-from zerotrain.comm.whereabouts import Whereabouts
 from zerotrain.errors import CommError
 
 

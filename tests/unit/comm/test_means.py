@@ -11,7 +11,7 @@ def parts_of(num_ranks: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def mean_one_by_one(parts: torch.Tensor) -> torch.Tensor:
-    level = [part.float() for part in parts]
+    level = [part if part.dtype == torch.float64 else part.float() for part in parts]
     while len(level) > 1:
         level = [sum(level[index : index + 2]) for index in range(0, len(level), 2)]
     return (level[0] / len(parts)).to(parts.dtype)
@@ -48,3 +48,17 @@ def test_parts_of_which_one_is_the_result_itself_are_added_in_rank_order(
     scattered.insert(rank, out)
     mean_by_tree(scattered, out, num_ranks)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_may_be_sums_of_several_leaves_each_and_the_mean_is_over_the_leaves(
+    num_ranks: int, leaves: int, dtype: torch.dtype
+) -> None:
+    parts = parts_of(num_ranks, dtype)
+    total = mean_one_by_one(parts.double()) * num_ranks
+    for given in (parts, list(parts)):
+        out = torch.empty(67, dtype=dtype)
+        mean_by_tree(given, out, num_ranks * leaves)
+        torch.testing.assert_close(out, (total / (num_ranks * leaves)).to(dtype))

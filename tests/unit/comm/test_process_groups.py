@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from zerotrain.comm import process_groups
+from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.means import BLOCK_NUMEL, CHUNK_NUMEL
+from zerotrain.comm.ranks.world import World
 from zerotrain.comm.scratch import ScratchPool
-from zerotrain.comm.world import World
-from zerotrain.errors import EngineStateError
+from zerotrain.errors import DisagreementError, EngineStateError
 from zerotrain.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -181,6 +181,23 @@ def small_ones(mine: OnARank) -> None:
     assert values.tolist() == [0, 7]
 
 
+def other_comparisons(mine: OnARank) -> None:
+    """gloo ended the process of a rank that got more than it expected (2026-11-23)."""
+    order = mine.collectives.order
+    for number in (3, 300):
+        name, numel = ("norm", 11) if mine.rank else ("engine.freeze", number)
+        with pytest.raises(DisagreementError, match=r"engine.freeze on rank 0, norm on ranks? 1") as error:
+            mine.collectives.gather_small(torch.zeros(numel, dtype=torch.float64), name=name)
+        assert f"rank {mine.rank}, " in str(error.value)
+        assert mine.collectives.order == order
+    with pytest.raises(DisagreementError, match=r"norm, 44 bytes, on rank 0, norm, 48 bytes, on ranks? 1"):
+        mine.collectives.gather_small(torch.zeros(11 + min(mine.rank, 1)), name="norm")  # others by the same name
+    large = torch.arange(100.0) + mine.rank
+    assert mine.collectives.gather_small(large, name="large").tolist() == [
+        (torch.arange(100.0) + rank).tolist() for rank in range(mine.size)
+    ]
+
+
 class RunsCode:
     """As a process that only pretends to be a rank might send."""
 
@@ -234,6 +251,7 @@ CHECKS: list[Callable[[OnARank], None]] = [
     withdrawn,
     exchanged,
     small_ones,
+    other_comparisons,
     what_runs_code,
     counted,
     without_overlap,

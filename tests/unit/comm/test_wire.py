@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.unit.engine.parts import CPU, alone
+from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.ledger import Ledger
 from zerotrain.comm.scratch import ScratchPool
 
 

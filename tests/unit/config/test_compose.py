@@ -33,6 +33,13 @@ def test_an_interpolation_that_leads_nowhere_is_refused(compose):
         to_config(compose(["model.num_layers=${data.depth}"]))
 
 
+def test_a_dataset_without_a_number_of_tokens_is_told_that_null_is_its_own(compose):
+    with pytest.raises(
+        ConfigError, match=r"there is no data.vocab_size; give model.vocab_size=..., or .*=null: as many"
+    ):
+        to_config(compose(["data=own", "data._target_=my.Data"]))
+
+
 def test_a_stray_key_is_refused_with_a_suggestion_and_left_out(compose):
     config, problems = to_config(compose(["+train.max_stpes=3", "+max_steps=4"]))
     assert problems == [

@@ -1,6 +1,6 @@
 """A value of another kind than a class takes is named, with what it takes."""
 
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 
@@ -63,6 +63,44 @@ def test_a_whole_number_may_come_as_a_float_and_no_other() -> None:
     assert problems(linear) == []
     [line] = problems(linear | {"out_features": 2.5})
     assert line == "optimizer.out_features: got 2.5; torch.nn.Linear takes a whole number"
+
+
+def takes_numbers(
+    whole: int,
+    maybe: int | None = None,
+    old: Optional[int] = None,  # noqa: UP045
+    either: int | float = 0,
+    some: list[int] = (),  # type: ignore[assignment]
+    each: tuple[int, ...] = (),
+    pair: tuple[int, float] = (0, 0.0),
+    real: float = 0.0,
+    counted=2,
+    weighed=0.5,
+) -> None:
+    """Numbers of each kind."""
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize(
+    "name", ["whole", "maybe", "old", "either", "some", "each", "pair", "real", "counted", "weighed"]
+)
+def test_true_and_false_are_no_numbers(monkeypatch: pytest.MonkeyPatch, name: str, value: bool) -> None:
+    """`model.num_layers=true` would be 1."""
+    monkeypatch.setattr("torch.nn.takes_numbers", takes_numbers, raising=False)
+    values = {"_target_": "torch.nn.takes_numbers", "whole": 3}
+    given = {"some": [value], "each": [1, value], "pair": [value, 0.5]}.get(name, value)
+    [line] = problems(values | {name: given})
+    assert line.startswith(f"optimizer.{name}: got ")
+    right = {"some": [1], "each": [1, 2], "pair": [1, 0.5]}.get(name, 1)
+    assert problems(values | {name: right}) == []
+
+
+@pytest.mark.parametrize("name", ["num_layers", "hidden_size", "max_seq_len", "num_heads"])
+def test_true_is_no_size_of_a_model(name: str) -> None:
+    target = "zerotrain.models.GPT"
+    values = {"vocab_size": 8, "max_seq_len": 8, "num_layers": 1, "num_heads": 1, "hidden_size": 8}
+    lines = list(target_problems({"_target_": target, **values, name: True}, name="model"))
+    assert f"model.{name}: got true; {target} takes a whole number" in [line.partition("; its")[0] for line in lines]
 
 
 def test_what_cannot_be_read_of_a_class_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.data.tokenizers_made import END, saved
 from zerotrain.data import HuggingFaceDataset
-from zerotrain.data.items import first_batches, require_next_tokens, require_taken
+from zerotrain.data.preparing.tokenizer import TextTokenizer
+from zerotrain.data.reading.items import first_batches, require_next_tokens, require_taken
 from zerotrain.models import GPT
 
 ROWS = [
@@ -86,3 +88,55 @@ def test_what_is_not_there_is_said_in_one_line(
 def test_text_without_a_tokenizer_says_what_makes_tokens_of_it(datasets: Any, file: str) -> None:
     with pytest.raises(ValueError, match=r"^data\.column=kind holds a str and not a list of tokens; data\.tokenizer"):
         HuggingFaceDataset(file, column="kind").train[0]
+
+
+TEXTS = ["The cat sat", None, "A dog ran and looked at the cat, and at the dog", "", "The dog\n", None]
+
+
+@pytest.mark.parametrize(
+    ("given", "before", "after"),
+    [(None, [], ["eos"]), ("eos", [], ["eos"]), ("bos", ["bos"], []), ("newline", [], ["\n"]), ("none", [], [])],
+)
+def test_text_ends_as_in_every_other_dataset_and_null_is_left_out(datasets: Any, tmp_path: Path, given, before, after):
+    """Nothing told the model where a text ends, and a row of null ended the run."""
+    folder = saved("bytes, GPT-2", tmp_path / "tokenizer", eos_token=END, bos_token="<|bos|>")
+    tokenizer = TextTokenizer(folder)
+    marks = {"eos": [tokenizer.end_of_text], "bos": [tokenizer.beginning_of_text], "\n": tokenizer.tokens_of("\n")}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    data = HuggingFaceDataset(str(path), column="text", tokenizer=folder, seq_len=12, document_end=given)
+    texts = [text for text in TEXTS if text is not None]
+    rows = [*data.train, *data.validation]
+    assert len(rows) == len(texts)
+    for (ids, labels), text in zip(rows, texts, strict=True):
+        ended = [] if after == ["\n"] and text.endswith("\n") else after
+        tokens = [*(each for mark in before for each in marks[mark]), *tokenizer.tokens_of(text)]
+        tokens = [*tokens, *(each for mark in ended for each in marks[mark])][:13]
+        assert ids[: max(0, len(tokens) - 1)].tolist() == tokens[:-1]
+        assert labels[labels != -100].tolist() == tokens[1:]
+    assert data.summary() == "3 rows, 1 to validate; cut at data.seq_len=12: 1 of 3 rows; left out, since null: 2"
+
+
+def test_how_many_rows_are_cut_is_said_of_a_part_where_there_are_many(datasets: Any, file: str, monkeypatch) -> None:
+    data = HuggingFaceDataset(file, column="tokens", seq_len=4, vocab_size=32)
+    assert data.summary() == "9 rows, 1 to validate; cut at data.seq_len=4: 3 of 9 rows"
+    monkeypatch.setattr("zerotrain.data.huggingface._LOOKED_AT_ROWS", 5)
+    assert data.summary() == "9 rows, 1 to validate; cut at data.seq_len=4: 1 of 5 rows looked at"
+    monkeypatch.setattr("zerotrain.data.huggingface._LOOKED_AT_TOKENS", 1)
+    assert data.summary() == "9 rows, 1 to validate"
+    assert HuggingFaceDataset(file, column="tokens", seq_len=9, vocab_size=32).summary() == "9 rows, 1 to validate"
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.json", '{"text'), ("a.parquet", "no"), ("a.jsonl", "[[[[")])
+def test_a_broken_file_is_said_in_one_line(datasets: Any, tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(
+        ValueError, match=rf"^data.path={tmp_path / name} cannot be read as a dataset: .*; write it"
+    ) as told:
+        HuggingFaceDataset(str(tmp_path / name))
+    assert "\n" not in str(told.value)
+
+
+def test_an_end_of_text_without_a_tokenizer_is_refused(datasets: Any, file: str) -> None:
+    with pytest.raises(ValueError, match=r"^data.document_end=eos ends texts, and data.tokenizer=null reads none"):
+        HuggingFaceDataset(file, column="tokens", document_end="eos")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from zerotrain.data import TokenFiles
-from zerotrain.data.formats import open_files
-from zerotrain.data.store import write_index
+from zerotrain.data.store.formats import open_files
+from zerotrain.data.store.store import write_index
 
 VOCAB_SIZE = 50257
 
@@ -368,7 +368,7 @@ def test_a_token_beyond_the_vocabulary_is_refused_with_its_place(tmp_path):
 
 def test_what_is_found_in_a_file_is_kept_and_found_anew_when_it_changes(tmp_path, cache_folder, monkeypatch, capsys):
     read = []
-    monkeypatch.setattr("zerotrain.data.scan._extremes_of_piece", counting(read))
+    monkeypatch.setattr("zerotrain.data.store.scan._extremes_of_piece", counting(read))
     path = Path(write_tokens(tmp_path / "a.bin", 1000))
     for _ in range(2):
         token_files(path)
@@ -396,8 +396,19 @@ def test_what_is_found_in_a_file_is_kept_and_found_anew_when_it_changes(tmp_path
     assert "cannot be kept in data.cache_dir=" in capsys.readouterr().err
 
 
+def test_what_is_found_in_a_file_does_not_count_for_another_of_the_same_size_and_time(tmp_path):
+    path = Path(write_tokens(tmp_path / "a.bin", 1000))
+    token_files(path)
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(np.array([60_000], "<u2").tobytes())
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ValueError, match=r"holds the token 60000 \(.*a.bin, token 0\)"):
+        token_files(path)
+
+
 def counting(read: list):
-    from zerotrain.data.scan import _extremes_of_piece
+    from zerotrain.data.store.scan import _extremes_of_piece
 
     def count(store, start):
         read.append(start)
@@ -407,7 +418,7 @@ def counting(read: list):
 
 
 def test_a_long_look_at_the_files_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("zerotrain.data.scan._SAY_AFTER_S", 0.0)
+    monkeypatch.setattr("zerotrain.data.store.scan._SAY_AFTER_S", 0.0)
     token_files(write_tokens(tmp_path / "a.bin", 1000))
     assert "a.bin: looks once for tokens beyond the vocabulary, 0.0 of 0.0 GB" in capsys.readouterr().err
 

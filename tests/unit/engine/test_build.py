@@ -9,8 +9,8 @@ from torch import nn
 
 import zerotrain
 from tests.unit.engine.parts import SGD, Linears, Plain, alone, assert_same, engine_on, inputs, seeded, train
-from zerotrain.comm.world import Shards, World
-from zerotrain.engine.model_checks import require_values
+from zerotrain.comm.ranks.world import Shards, World
+from zerotrain.engine.model.checks import require_values
 from zerotrain.errors import ConfigError
 from zerotrain.testing.fake_wire import run_threads
 

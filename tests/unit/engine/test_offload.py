@@ -220,6 +220,8 @@ def test_an_optimizer_may_replace_its_tensors_and_make_more_of_them(where: str, 
     def on_a_rank(world: zerotrain.World, offload: OffloadConfig | None) -> tuple[str, int]:
         engine = build(world, Kind(Matrices, lambda groups: Changing(groups, lr=0.01)), 2, offload=offload)
         train(engine, *range(6))
+        homes = [bucket.update.home for bucket in engine.schedule.trained]
+        assert engine._homes.placed_nbytes == sum(home.nbytes for home in homes)  # no place that is used no more
         return engine.weights_sha256(), engine.memory_bytes()["optimizer"]
 
     wanted, _ = run_threads(lambda world: on_a_rank(world, None), 2)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zerotrain.comm.world import World
+from zerotrain.comm.ranks.world import World
 from zerotrain.engine.options import EngineOptions
 from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig, settings_in
 

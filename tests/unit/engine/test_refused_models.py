@@ -19,6 +19,11 @@ def of_one_memory(change: Callable[[nn.Module], object]) -> Callable[[], nn.Modu
     return make
 
 
+def with_buffer(model: nn.Module, values: torch.Tensor) -> nn.Module:
+    model.register_buffer("seen", values)
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a whole model in fp64": (
         lambda: nn.Linear(2, 2).double(),
@@ -27,6 +32,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "one parameter in fp64, frozen": (
         lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False).double().requires_grad_(False)),
         r"^1\.weight is fp64, ",
+    ),
+    "parameters made for inference": (
+        torch.inference_mode()(lambda: nn.Linear(2, 2)),
+        r"^weight of model Linear was made within torch\.inference_mode\(\), and can never be trained; build ",
+    ),
+    "a buffer made for inference": (
+        lambda: with_buffer(nn.Linear(2, 2), torch.inference_mode()(torch.zeros)(2)),
+        r"^seen of model Linear was made within torch\.inference_mode\(\)",
     ),
     "embedding that renormalises": (
         lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.5)),

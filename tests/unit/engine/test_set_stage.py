@@ -95,6 +95,28 @@ def test_of_buckets_as_they_were_nothing_is_left(monkeypatch: pytest.MonkeyPatch
     assert run_threads(on_a_rank, 2)[0] == [0, 0]
 
 
+def held_storages(engine: zerotrain.ZeroEngine) -> int:
+    """Bytes of all memory behind master weights and optimizer state, also where no more than a part is in use."""
+    updates = [bucket.update for bucket in engine.schedule.trained]
+    tensors = [tensor for update in updates for tensor in (update.master_weight, *update.state_tensors())]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["hard parameters, AdamW", "hard parameters, bf16, momentum"])
+def test_a_rank_gives_back_the_memory_of_what_it_holds_no_more(kind: str, stage: int) -> None:
+    def on_a_rank(world: zerotrain.World, first: int) -> int:
+        engine = build(world, KINDS[kind], first)
+        train(engine, 0)
+        if first != stage:
+            engine.set_stage(stage)
+        return held_storages(engine)
+
+    changed, _ = run_threads(lambda world: on_a_rank(world, 0), 2)
+    assert changed == run_threads(lambda world: on_a_rank(world, stage), 2)[0]
+
+
 def test_what_users_hold_stays_theirs() -> None:
     """References to parameters, hooks and torch's schedulers from before the change."""
 

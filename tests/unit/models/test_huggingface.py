@@ -1,5 +1,6 @@
 """model=huggingface: from scratch, pretrained, frozen in parts, with adapters; and what it refuses."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,10 @@ def test_with_adapters_nothing_else_is_trained(targets: list[str] | None) -> Non
         ({"config": GPT2, "lora": {"rank": "x"}}, r"model\.lora\.rank=x is no whole number"),
         ({"config": GPT2, "lora": {"rank": 0, "alpha": 32}}, r"model\.lora\.alpha=32 has no effect without adapters"),
         ({"config": GPT2, "lora": {"rank": 2, "alpha": 0}}, r"model\.lora\.alpha=0 is out of range"),
+        (
+            {"config": GPT2, "lora": {"rank": 2, "use_rslora": True}},
+            r"lora\.use_rslora: there is no such .*dropout, targets",
+        ),
         ({"config": GPT2, "lora": {"rank": 2, "targets": "c_attn"}}, r"targets=c_attn is no list .*targets=\[c_attn\]"),
         ({"config": GPT2, "freeze": "*.wte.*"}, r"model\.freeze=\*\.wte\.\* is no list of names"),
         (
@@ -235,3 +240,23 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf"{package}, which is not installed; pip install 'zerotrain\[hf\]'"):
         HuggingFaceModel(config=GPT2, lora=lora)
+
+
+def test_code_of_a_model_is_not_run_and_nobody_is_asked(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    canary = tmp_path / "canary"
+    (tmp_path / "laid.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Laid: pass\n")
+    auto_map = {"AutoConfig": "laid.Laid", "AutoModelForCausalLM": "laid.Laid"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "laid", "auto_map": auto_map}))
+    with pytest.raises(ValueError, match=r"it has code of its own \(laid\.Laid\), which zerotrain does not run"):
+        HuggingFaceModel(name_or_path=str(tmp_path))
+    assert not canary.exists()
+
+
+def test_code_of_the_hub_is_not_fetched_whether_a_field_or_a_file_names_it(tmp_path: Path) -> None:
+    fields = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "_attn_implementation": "laid/kernel"}
+    with pytest.raises(ValueError, match=r"^model\.config asks for code of the hub \(laid/kernel\)"):
+        HuggingFaceModel(config=fields)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"its config asks for code of the hub \(laid/kernel\)"):
+        HuggingFaceModel(name_or_path=str(tmp_path))

@@ -11,11 +11,12 @@ from torch.utils.data import Dataset
 
 import zerotrain
 from zerotrain import ConfigError
-from zerotrain.comm.world import World
-from zerotrain.data.fingerprint import fingerprint_of
+from zerotrain.comm.ranks.world import World
+from zerotrain.data.reading.fetch import RowError
+from zerotrain.data.reading.fingerprint import fingerprint_of
 from zerotrain.models import GPT
 from zerotrain.testing.fake_wire import run_threads
-from zerotrain.training.same_data import require_same_data
+from zerotrain.training.sameness.same_data import require_same_data
 
 
 class Recorded(Dataset):
@@ -184,7 +185,7 @@ def test_data_that_has_changed_since_it_was_checked_is_told():
     assert compared([{"rows": 7}, {"rows": 7}], checked={"rows": 7}) == ["", ""]
     [said, _] = compared([{"rows": 9}, {"rows": 9}], checked={"rows": 7})
     assert said.startswith(
-        "data: it has changed since it was checked: rows: 7 when it was checked, 9 on all ranks; nothing"
+        "data: it is not what was checked: rows: 7 when it was checked, 9 on all ranks; nothing may write to the data"
     )
 
 
@@ -205,3 +206,35 @@ def test_validation_reads_the_same_rows_at_any_batch_size(make_trainer, dataset,
     size, accumulation = shape
     make_trainer(dataset=dataset, micro_batch_size=size, gradient_accumulation_steps=accumulation, eval_batches=3).run()
     assert sorted(set(dataset.validation.read[4:])) == [row * 200 // 24 for row in range(24)]
+
+
+class Late:
+    """Rows of tokens, of which one late one has a token that no model knows."""
+
+    draws = False
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.arange(16)
+        ids[3] = 999 if row == self.row else 3
+        return ids, torch.arange(16)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_token_that_is_not_known_is_told_with_its_row_whoever_reads(make_trainer, dataset, num_workers):
+    dataset.train = Late(29)
+    with pytest.raises(
+        RowError, match=r"data.train: row 29 \(epoch 0, step \d+\) .* the token 999 is not among .* 0 to 31"
+    ):
+        make_trainer(engine=fresh_engine(), dataset=dataset, max_steps=10, num_workers=num_workers).run()
+
+
+def test_a_token_of_validation_that_is_not_known_is_told_with_its_row(make_trainer, dataset):
+    dataset.validation = Late(0)
+    with pytest.raises(RowError, match=r"data.validation: row 0 \(.* the token 999 is not among the model's, 0 to 31"):
+        make_trainer(engine=fresh_engine(), dataset=dataset).run()

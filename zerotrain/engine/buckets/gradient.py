@@ -5,13 +5,13 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import Scratch, ScratchPool
 from zerotrain.engine.buckets.backward import Backward
-from zerotrain.engine.buckets.cuts import cut
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, GradientState, Life
-from zerotrain.engine.buckets.norm import BlockSquares
-from zerotrain.engine.buckets.segments import Segment, cut_segments
-from zerotrain.engine.buckets.subtrees import Subtrees
+from zerotrain.engine.buckets.parts.cuts import cut
+from zerotrain.engine.buckets.parts.norm import BlockSquares
+from zerotrain.engine.buckets.parts.segments import Segment, cut_segments
+from zerotrain.engine.buckets.parts.subtrees import Subtrees
+from zerotrain.engine.model.ranges import named_range
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.ranges import named_range
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout

@@ -10,15 +10,17 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import ScratchPool
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.home import Home
-from zerotrain.engine.buckets.homes import Homes
-from zerotrain.engine.buckets.kept import Kept
-from zerotrain.engine.buckets.spans import Span, cut_spans, update_range
+from zerotrain.engine.buckets.lent import step_on_lent
+from zerotrain.engine.buckets.parts.kept import Kept
+from zerotrain.engine.buckets.parts.spans import Span, cut_spans, update_range
+from zerotrain.engine.buckets.parts.whole_tensors import Updates, WholeTensors
+from zerotrain.engine.buckets.places.home import Home
+from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.buckets.weights import BucketWeights
-from zerotrain.engine.buckets.whole_tensors import Updates, WholeTensors
 from zerotrain.engine.groups.optimizer_factory import tensors_of_state
+from zerotrain.engine.groups.own_numbers import own_numbers
 from zerotrain.engine.groups.param_groups import ParamGroups
-from zerotrain.engine.ranges import named_range
+from zerotrain.engine.model.ranges import named_range
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
 
@@ -168,12 +170,8 @@ class BucketUpdate:
     def _run(self, optimizer: torch.optim.Optimizer | None, updates: Updates) -> None:
         if optimizer is None:
             return
-        self._groups.show_hyperparameters(optimizer)
-        for target, gradient in updates:
-            target.grad = gradient
-        optimizer.step()
-        for target, _ in updates:
-            target.grad = None
+        with own_numbers(optimizer, self._groups.show_hyperparameters(optimizer)):
+            step_on_lent(optimizer, updates)
 
     def _refresh(self) -> None:
         """The master weight changed: bring what this rank holds of the model weight up to date."""

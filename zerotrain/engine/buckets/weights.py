@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.engine.buckets.homes import Homes
 from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
-from zerotrain.engine.buckets.live_parameter import (
+from zerotrain.engine.buckets.places.homes import Homes
+from zerotrain.engine.model.live_parameter import (
     ENGINE_IS_GONE,
     LiveParameter,
     UnreadyParameter,
@@ -17,8 +17,8 @@ from zerotrain.engine.buckets.live_parameter import (
     set_grad,
     settle,
 )
-from zerotrain.engine.buckets.writes import Writes
-from zerotrain.engine.ranges import named_range
+from zerotrain.engine.model.ranges import named_range
+from zerotrain.engine.model.writes import Writes
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.flat_buffer import FlatBuffer

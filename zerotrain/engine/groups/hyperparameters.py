@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zerotrain.checkpoint.manifest import dtype_of
 from zerotrain.errors import EngineStateError
 
 _TOLD_AS_IT_IS = frozenset({float, int, bool, str, type(None)})
@@ -103,6 +104,25 @@ def without_objects(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in saved.items() if not (isinstance(value, dict) and "object" in value)}
 
 
+def misfits(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """The names of saved values of which `restored` can make none of the form that the group's own has."""
+    values = without_objects(saved)
+    common = (name for name in values if name in group and name not in OF_THIS_MACHINE)
+    return [name for name in common if not _fits(values[name], group[name])]
+
+
+def _fits(saved: Any, own: Any) -> bool:
+    if saved is None or own is None:
+        return True
+    if isinstance(own, list | tuple):
+        return isinstance(saved, list) and all(map(_fits, saved, own))
+    shape = torch.tensor(saved["value"]).shape if isinstance(saved, dict) else torch.Size()
+    is_number = isinstance(saved, dict | Real)
+    if isinstance(own, torch.Tensor):
+        return is_number and shape in (own.shape, torch.Size())
+    return is_number and not shape if isinstance(own, Real) else isinstance(saved, str) or not isinstance(own, str)
+
+
 def _saved(value: Any) -> Any:
     if type(value) in _TOLD_AS_IT_IS:
         return value
@@ -116,7 +136,7 @@ def _saved(value: Any) -> Any:
 def restored(saved: Any, own: Any) -> Any:
     """A saved value in the form that `own`, the value it replaces, has."""
     if isinstance(saved, dict):
-        saved = torch.tensor(saved["value"], dtype=getattr(torch, saved["dtype"]))
+        saved = torch.tensor(saved["value"], dtype=dtype_of(saved))
         return own.copy_(saved) if isinstance(own, torch.Tensor) else saved
     if isinstance(own, torch.Tensor):
         return own.fill_(saved)

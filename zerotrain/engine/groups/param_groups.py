@@ -1,7 +1,10 @@
 """Parameter groups: which parameters are updated with which hyperparameters, and which train at all."""
 
+import hashlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -9,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerotrain.engine.groups.hyperparameters import Hyperparameters
+from zerotrain.engine.groups.hyperparameters import Hyperparameters, shown_groups, told
 from zerotrain.engine.groups.optimizer_factory import (
     SAMPLE_SHAPE,
     OptimizerFactory,
@@ -196,11 +199,13 @@ class ParamGroups:
         described = [{"params": tensors, **self.hyperparameters[group]} for group, tensors in members.items()]
         return build_optimizer(self.factory, described) if described else None
 
-    def show_hyperparameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give one of those optimizers the hyperparameters as they are now."""
+    def show_hyperparameters(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """Give one of those optimizers the hyperparameters as they are now; returns those of each of its groups."""
         by_name = {group["name"]: group for group in self.hyperparameters}
-        for group in optimizer.param_groups:
-            group.update(by_name[group["name"]])
+        shown = [by_name[group["name"]] for group in optimizer.param_groups]
+        for group, settings in zip(optimizer.param_groups, shown, strict=True):
+            group.update(settings)
+        return shown
 
     def state_nbytes(self, numels: Sequence[int], *, is_whole: bool) -> int:
         """Bytes that the optimizer will keep of tensors of so many elements, each on a border of 256 bytes."""
@@ -210,6 +215,39 @@ class ParamGroups:
         return sum(round_up(numel * self._sampled_nbytes[is_whole] // sample_numel, 256) + 256 for numel in numels)
 
     # ---- changes of what trains
+
+    @contextmanager
+    def undone_if_refused(self) -> Iterator[None]:
+        """What is changed in here is as it was if that ends with an exception."""
+        trained, num_groups = set(self.trainable), len(self.hyperparameters)
+        kept: dict[str, Any] = {
+            name: copy(vars(self)[name])
+            for name in ("_group", "_generation", "_num_changes", "_updates_whole", "kinds", "defaults")
+            if name in vars(self)
+        }
+        try:
+            yield
+        except BaseException:
+            vars(self).update(kept)
+            del self.hyperparameters[num_groups:]  # the list itself is the user's `engine.param_groups`
+            for parameter in self._names:
+                parameter.requires_grad_(parameter in trained)
+            raise
+
+    def change(self, change: Callable[[], bool]) -> tuple[bool, dict[str, object]]:
+        """Make a change. Returns whether it changed anything, and of that what must be the same on all ranks."""
+        before, num_groups = self.places, len(self.hyperparameters)
+        is_change = change()
+        changed = [name for name, place in self.places.items() if place != before[name]]
+        shown = shown_groups(self.hyperparameters)
+        digest = hashlib.sha256(repr([self.places, shown]).encode()).hexdigest()[:8]
+        return is_change, {
+            "what it changes": ", ".join(changed) or "nothing",
+            "the new group": ", ".join(
+                f"{name}={told(value)}" for group in self.hyperparameters[num_groups:] for name, value in group.items()
+            ),
+            "what trains then": f"{len(self.trainable)} of {len(self._names)} parameters, hash {digest}",
+        }
 
     def freeze(self, named: Any) -> bool:
         """Let parameters train no more, but not all; returns whether any did. They keep their group."""

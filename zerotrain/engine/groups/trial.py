@@ -4,24 +4,30 @@ What a rank updates as one tensor is a flat piece of many, with an optimizer of 
 a mean or any other number over more than one element gives other weights then, and no name of a class tells. So it is
 watched: some steps on whole tensors, as in plain PyTorch, and the same steps on flat pieces of them. The results are
 compared up to rounding, since a vectorised kernel may round the last elements of a tensor in another way than the rest;
-numbers over several elements differ by far more, as the gradients of the pieces differ a hundredfold. What an optimizer
-begins to do after these steps stays unseen. torch's own are known (a test tries each): they make one step.
+numbers over several elements differ by far more, as the gradients of the pieces differ a hundredfold. Then the steps
+are made once more, on whole tensors, with an optimizer that is made anew in their midst from the state of the first: so
+is seen what it keeps elsewhere. What an optimizer begins to do after these steps stays unseen. torch's own are known (a
+test tries each): they make one step.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerotrain.engine.groups.hyperparameters import told
+from zerotrain.engine.groups.made_anew import differing, kept_elsewhere, made_anew, tensors_alone, unfit_in_state
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
+from zerotrain.engine.groups.own_numbers import own_numbers
 from zerotrain.errors import ConfigError
 
 NUM_STEPS = 11
 """Some optimizers look at more than one element in every tenth step only."""
+STEPS_BEFORE_ANEW = 5
+"""Odd, and followed by a tenth step."""
 SHAPES = ((16, 12), (64,), (2, 8, 2, 2), (48, 96))
 """The last is above 4096 elements: optimizers with state in 8 bits leave smaller tensors alone."""
 BORDERS = (128, 704)
@@ -56,10 +62,20 @@ EVERYTHING = (
     "tried on small tensors, what it does to one depends on the others (a norm or a number over all of them), which no "
     "rank has; use one that updates each tensor by itself, such as AdamW (max_grad_norm clips over the whole model)"
 )
+FORM = "its step makes a weight one of another shape or dtype; let it keep both"
+ELSEWHERE = (
+    "tried on small tensors, it goes on in another way where it is made anew from its state, as engine.set_stage, "
+    "freeze and checkpoints do it: {} is kept elsewhere; let it keep what later steps need in self.state[parameter], "
+    "as tensors and numbers"
+)
+UNFIT = (
+    "it keeps {}, which is neither a tensor nor a number of one parameter, so that no shard can have its part of it; "
+    "let it keep each by a name of its own in self.state[parameter]"
+)
 
 
-class _RandomNumbersError(Exception):
-    """An optimizer is about to."""
+class _ProblemError(Exception):
+    """An optimizer does what it must not."""
 
 
 class _NoRandomNumbers(TorchDispatchMode):
@@ -71,8 +87,17 @@ class _NoRandomNumbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in op.tags:
-            raise _RandomNumbersError
+            raise _ProblemError(RANDOM)
         return op(*args, **(kwargs or {}))
+
+
+class _Watched(NamedTuple):
+    """What some steps have done."""
+
+    rows: torch.Tensor
+    """(num_steps + 1, numel) fp32: the elements before and after each step."""
+    optimizer: torch.optim.Optimizer
+    """In the end, the first if there are several."""
 
 
 class Trials:
@@ -113,9 +138,9 @@ class _Trial:
 
     def problem(self) -> str | None:
         """What is wrong with the optimizer; None for nothing."""
-        if _wants_an_argument(self._sample.step):
+        if _wants_an_argument(type(self._sample).step):
             return CLOSURE
-        if f"{type(self._sample).__module__}.".startswith("torch.optim."):
+        if _is_torchs_own(self._sample):
             return _failure(self._step_of_torch)
         choices = (_all, _matrices) if self._is_whole else (_all, _matrices, _flat)
         failures = []
@@ -123,8 +148,8 @@ class _Trial:
             try:
                 with _NoRandomNumbers():
                     failures.append(_failure(partial(self._watch, chosen, _together, num_steps=2)))
-            except _RandomNumbersError:
-                return RANDOM
+            except _ProblemError as problem:
+                return str(problem)
             if failures[-1] is None:
                 return self._problem_in_parts(chosen)
         if _failure(lambda: self._step_sample(lambda: torch.zeros(()))) is None:
@@ -144,43 +169,71 @@ class _Trial:
             inspect.unwrap(type(self._sample).step)(self._sample)
 
     def _problem_in_parts(self, chosen: Choice) -> str | None:
-        plain, shown = self._watch(chosen, _together)
+        plain = self._watch(chosen, _together)
+        (shown,) = plain.optimizer.param_groups
         changed = [name for name, value in self._settings.items() if told(shown.get(name)) != told(value)]
         if changed:
             return OWN_NUMBERS.format(", ".join(changed))
-        if not self._is_whole and self._gives(plain, chosen, _pieces):
-            return None
-        if self._gives(plain, chosen, _apart):
-            return None if self._is_whole else WHOLE
-        return EVERYTHING if self._gives(plain, chosen, _together) else RANDOM
+        if not self._is_whole and self._gives(plain.rows, chosen, _pieces):
+            return self._problem_made_anew(plain, chosen)
+        if self._gives(plain.rows, chosen, _apart):
+            return self._problem_made_anew(plain, chosen) if self._is_whole else WHOLE
+        return EVERYTHING if self._gives(plain.rows, chosen, _together) else RANDOM
+
+    def _problem_made_anew(self, plain: _Watched, chosen: Choice) -> str | None:
+        """What the optimizer keeps that does not go along when it is made anew, if any."""
+        if unfit := unfit_in_state(plain.optimizer, is_whole=self._is_whole):
+            return UNFIT.format(" and ".join(unfit))
+        before = kept_elsewhere(plain.optimizer)
+        try:
+            renewed = self._watch(chosen, _together, anew_after=STEPS_BEFORE_ANEW)
+            after = kept_elsewhere(renewed.optimizer)
+            if _agree(plain.rows, renewed.rows) and not differing(tensors_alone(before), tensors_alone(after)):
+                return None
+            names = differing(before, after)
+        except Exception:
+            names = []
+        names = names or [name for name, kept in tensors_alone(before).items() if kept]
+        return ELSEWHERE.format(" and ".join(f"self.{name}" for name in names) or "what it needs")
 
     def _gives(self, plain: torch.Tensor, chosen: Choice, split: Split) -> bool:
         """Whether tensors split over several optimizers become what they do with one. What fails does not."""
         try:
-            return _agree(plain, self._watch(chosen, split)[0])
+            return _agree(plain, self._watch(chosen, split).rows)
         except Exception:
             return False
 
-    def _watch(self, chosen: Choice, split: Split, num_steps: int = NUM_STEPS) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _watch(
+        self, chosen: Choice, split: Split, num_steps: int = NUM_STEPS, anew_after: int | None = None
+    ) -> _Watched:
         """Let some steps be made.
 
         Args:
             split: which of the tensors, or which pieces of them, have an optimizer of their own.
-
-        Returns:
-            (num_steps + 1, numel) fp32, the elements before and after each step; and a group as it is in the end.
+            anew_after: steps after which all is made anew.
         """
         parts = split(chosen([tensor.to(self._device, copy=True) for tensor in _weights()]))
         optimizers = [self._optimizer(part) for part in parts]
-        rows = [_row(parts)]
+        rows, former = [_row(parts)], []
         for step in range(num_steps):
+            if step == anew_after:
+                former.append((parts, optimizers))  # or others would get the same places in memory
+                renewed = [made_anew(*each, self._optimizer) for each in zip(optimizers, parts, strict=True)]
+                parts, optimizers = [part for part, _ in renewed], [optimizer for _, optimizer in renewed]
             gradients = split(chosen([tensor.to(self._device, copy=True) for tensor in _gradients(step)]))
             for optimizer, part, theirs in zip(optimizers, parts, gradients, strict=True):
-                for tensor, gradient in zip(part, theirs, strict=True):
-                    tensor.grad = gradient
-                optimizer.step()
+                self._step(optimizer, part, theirs)
             rows.append(_row(parts))
-        return torch.stack(rows), optimizers[0].param_groups[0]
+        return _Watched(torch.stack(rows), optimizers[0])
+
+    def _step(self, optimizer: torch.optim.Optimizer, tensors: Tensors, gradients: Tensors) -> None:
+        forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient
+        with own_numbers(optimizer, [self._settings]):
+            optimizer.step()
+        if [(tensor.shape, tensor.dtype) for tensor in tensors] != forms:
+            raise _ProblemError(FORM)
 
     def _optimizer(self, tensors: Tensors) -> torch.optim.Optimizer:
         return self._factory([{"params": tensors, **self._settings}])
@@ -190,7 +243,7 @@ def _failure(attempt: Callable[[], object]) -> str | None:
     """What an attempt of steps fails with; None if it does not."""
     try:
         attempt()
-    except _RandomNumbersError:
+    except _ProblemError:
         raise
     except Exception as error:
         return FAILS.format(type(error).__name__, (str(error).splitlines() or [""])[0])
@@ -259,6 +312,13 @@ def _agree(plain: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(same.all())
 
 
+def _is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's, as torch made it: nobody has hung anything on its step."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    return is_torchs and not any(hooks) and "step" not in vars(optimizer)
+
+
 def _rate_like(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.full_like(value, RATE)
@@ -266,5 +326,6 @@ def _rate_like(value: Any) -> Any:
 
 
 def _wants_an_argument(step: Callable[..., Any]) -> bool:
-    arguments = inspect.signature(step).parameters.values()
+    """Beside the optimizer itself."""
+    _, *arguments = inspect.signature(step).parameters.values()
     return any(each.default is each.empty and not each.kind.name.startswith("VAR_") for each in arguments)

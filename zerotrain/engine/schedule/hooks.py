@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerotrain.engine.buckets.live_parameter import get_grad, register_last_hook
+from zerotrain.engine.model.live_parameter import get_grad, register_last_hook
+from zerotrain.engine.model.module_hook import ModuleHook
+from zerotrain.engine.model.newcomers import Watch
+from zerotrain.engine.model.ranges import named_range, profiler_runs
 from zerotrain.engine.precision.structures import tensors_in
-from zerotrain.engine.ranges import named_range, profiler_runs
-from zerotrain.engine.schedule.live_unit import Call, LiveUnit
-from zerotrain.engine.schedule.module_hook import ModuleHook
-from zerotrain.engine.schedule.newcomers import Watch
+from zerotrain.engine.schedule.live_unit import LiveUnit, UnitCall
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.errors import EngineStateError
 
@@ -169,7 +169,7 @@ def _announce_backward(unit: LiveUnit, schedule: Schedule, output: Any, first_no
     runs before all others of the unit, also before those of a tensor that leaves it by another way (a loss kept in an
     attribute), if that node made an output. If it made none, or an output is a parameter itself, the unit is kept.
     """
-    call = Call(first_node)
+    call = UnitCall(first_node)
     last_node = first_node - 1
     for tensor in tensors_in(output):
         if not tensor.requires_grad:
@@ -185,7 +185,7 @@ def _announce_backward(unit: LiveUnit, schedule: Schedule, output: Any, first_no
         unit.add_call(call, is_held=last_node >= first_node)
 
 
-def _announced(schedule: Schedule, unit: LiveUnit, call: Call, node: int, _: torch.Tensor) -> None:
+def _announced(schedule: Schedule, unit: LiveUnit, call: UnitCall, node: int, _: torch.Tensor) -> None:
     schedule.before_backward(unit, call, node)
 
 

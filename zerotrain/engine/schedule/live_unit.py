@@ -17,7 +17,7 @@ from zerotrain.engine.buckets.bucket import Bucket
 
 
 @dataclass(eq=False)
-class Call:
+class UnitCall:
     """One forward of a unit. Hooks on its outputs hold it, so it lives as long as the graph that it made."""
 
     first_node: int
@@ -49,14 +49,14 @@ class LiveUnit:
     num_silent_calls: int = 0
     """Forwards since the last step that made no graph yet: a reentrant checkpoint makes it in the backward."""
     reached_in: int | None = None
-    """Number of the last backward that came through a forward of it. Its `Call` may be gone: the graph that a reentrant
-    checkpoint makes ends with the checkpoint's own backward (seen: a linear unused on one rank in a checkpoint; its
-    bucket was never closed there, and the ranks hung)."""
-    _calls: "weakref.WeakSet[Call]" = field(default_factory=weakref.WeakSet)
-    _unseen_calls: list[Call] = field(default_factory=list)
+    """Number of the last backward that came through a forward of it. Its `UnitCall` may be gone: the graph that a
+    reentrant checkpoint makes ends with the checkpoint's own backward (seen: a linear unused on one rank in a
+    checkpoint; its bucket was never closed there, and the ranks hung)."""
+    _calls: "weakref.WeakSet[UnitCall]" = field(default_factory=weakref.WeakSet)
+    _unseen_calls: list[UnitCall] = field(default_factory=list)
     """Those whose outputs cannot be seen, so that no graph keeps them alive."""
 
-    def add_call(self, call: Call, *, is_held: bool) -> None:
+    def add_call(self, call: UnitCall, *, is_held: bool) -> None:
         """A forward made a graph, of which hooks hold `call` if `is_held`."""
         self._calls.add(call)
         if not is_held:
@@ -84,7 +84,7 @@ class LiveUnit:
         entered = [call for call in self._open_calls(backward) if position >= call.first_node]
         return len(entered) == 1 and entered[0].reached_in == backward and not self.calls_units
 
-    def _open_calls(self, backward: int) -> list[Call]:
+    def _open_calls(self, backward: int) -> list[UnitCall]:
         """The forwards that this backward may come through."""
         return [call for call in self._calls if not call.is_used_up or call.reached_in == backward]
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import TrainedBucket, require_unchanged
-from zerotrain.engine.buckets.live_parameter import LEFT_ITS_UNIT, get_grad
-from zerotrain.engine.buckets.norm import StepSquares
-from zerotrain.engine.buckets.segments import Segment
+from zerotrain.engine.buckets.parts.norm import StepSquares
+from zerotrain.engine.buckets.parts.segments import Segment
+from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT, get_grad
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.errors import EngineStateError
 

@@ -8,12 +8,12 @@ from torch import nn
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.life import Phase
-from zerotrain.engine.buckets.live_parameter import LEFT_ITS_UNIT
-from zerotrain.engine.buckets.segments import Segment
+from zerotrain.engine.buckets.parts.segments import Segment
 from zerotrain.engine.heap import reuse_what_is_freed
+from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.gathers import Gathers
-from zerotrain.engine.schedule.live_unit import Call, LiveUnit
+from zerotrain.engine.schedule.live_unit import LiveUnit, UnitCall
 from zerotrain.engine.schedule.reductions import Reductions
 from zerotrain.errors import EngineStateError
 
@@ -46,6 +46,8 @@ class Schedule:
         """Number of the backward under way, or of the last."""
         self._frees_graph = True
         """Whether the backward under way frees the graph it comes through."""
+        self._root_task, self._first_new_node = -1, 0
+        """Autograd's number of the backward under way, and the first node that is made within it."""
         self._makes_graphs = False
         """Whether the forward under way is one that a backward may follow."""
 
@@ -109,16 +111,23 @@ class Schedule:
 
     # ---- backward
 
+    def require_unchanged(self) -> None:
+        """Before a backward: nobody has told parameters to train, or to train no more, behind the engine's back."""
+        with torch._C.DisableTorchFunctionSubclass():  # which would be a call into Python for each
+            require_unchanged(self._frozen, trains=False)
+            for bucket in self.trained:
+                require_unchanged(bucket.spec.parameters, trains=True)
+
     def begin_backward(self, backward: Backward) -> None:
         """A backward starts."""
-        require_unchanged(self._frozen, trains=False)
         self._frees_graph = backward.frees_graph
+        self._first_new_node = 0
         self.gathers.begin_backward()
         self._backward = self.reductions.begin(backward)
 
-    def before_backward(self, unit: LiveUnit, call: Call, position: int) -> None:
+    def before_backward(self, unit: LiveUnit, call: UnitCall, position: int) -> None:
         """A backward has come to node `position`, the first of what a call of the unit has made."""
-        if self.phase is not Phase.BACKWARD:
+        if self.phase is not Phase.BACKWARD or self._is_aside(position):
             self._refuse_idle(unit.name, "was reached by a backward")
             # torch.autograd.grad within a forward. A backward through its result reads the weights without a hook.
             self.keep(unit)
@@ -132,6 +141,16 @@ class Schedule:
         self.reductions.close_passed(position)
         self.gathers.before_backward(unit)
         self.reductions.reached(unit, position)
+
+    def root_reached(self, _: torch.Tensor) -> None:
+        """A backward is at its loss."""
+        self._first_new_node, self._root_task = torch.autograd._get_sequence_nr(), torch._C._current_graph_task_id()
+
+    def _is_aside(self, position: int) -> bool:
+        """Whether node `position` is reached by a torch.autograd.grad within the backward, which comes there itself
+        later. (Seen: a forward that is computed again takes the gradient by its input, the output of the unit before.)
+        The backward that a reentrant checkpoint makes is none: it runs over nodes made meanwhile."""
+        return position < self._first_new_node and torch._C._current_graph_task_id() != self._root_task
 
     def _skipped_before(self, unit: LiveUnit) -> Iterator[tuple[LiveUnit, set[LiveUnit]]]:
         """The units that the backward has just jumped over, since this rank did not call them; each with those behind.

@@ -4,8 +4,10 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from zerotrain.checkpoint.manifest import EXTRA_STATE, Manifest
+from zerotrain.engine.groups import hyperparameters
 from zerotrain.engine.state.extra_state import modules_with_extra_state
 from zerotrain.engine.state.owned import Holdings, buffers
+from zerotrain.files.untrusted import shown
 from zerotrain.sharding.units import ManagedParameter, ModelParameter
 
 MAX_NAMES_SHOWN = 3
@@ -90,6 +92,10 @@ def _groups(manifest: Manifest, holdings: Holdings) -> Iterator[str]:
     elif saved_kinds[: len(kinds)] != kinds:
         yield f"its optimizer is {', '.join(saved_kinds)}, and the engine's {', '.join(kinds)}"
     else:
+        for group, settings in zip(groups.hyperparameters, (each["hyperparameters"] for each in saved), strict=False):
+            for name in hyperparameters.misfits(group, settings):
+                value = shown(settings[name])
+                yield f"{name} of group {group['name']!r} is {value}, of another kind than the engine's {group[name]}"
         for name, own in holdings.parameters.items():
             parameter = manifest.parameters[name]
             if parameter["is_updated_whole"] != own.is_updated_whole:

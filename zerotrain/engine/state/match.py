@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from zerotrain.checkpoint.given import GivenTensor
+from zerotrain.checkpoint.others.given import GivenTensor
 from zerotrain.engine.results import LoadedWeights
 
 MAX_NAMES_SHOWN = 10

@@ -21,7 +21,7 @@ GRADIENT = "gradient"
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class NamedPiece:
     """What this rank holds of one parameter in one role."""
 
     managed: ManagedParameter
@@ -35,7 +35,7 @@ class Piece:
     """Where the same elements lie in the bucket."""
 
 
-def pieces(bucket: Bucket, role: str) -> Iterator[Piece]:
+def pieces(bucket: Bucket, role: str) -> Iterator[NamedPiece]:
     """What this rank holds of the parameters of a bucket in one role, in place, without what is empty."""
     if role == WEIGHT:
         yield from _cut(bucket, role, _current_weight(bucket), _weight_range(bucket))
@@ -52,10 +52,10 @@ def pieces(bucket: Bucket, role: str) -> Iterator[Piece]:
                 yield from _cut(bucket, role, values, slice(start, start + values.numel()))
         for slot in update.whole.targets if update.whole is not None else ():
             if isinstance(kept := update.whole_state(slot).get(role), torch.Tensor) and kept.ndim > 0:
-                yield Piece(bucket.spec.parameters[slot], role, kept, None, None)
+                yield NamedPiece(bucket.spec.parameters[slot], role, kept, None, None)
 
 
-def replaced_weights(bucket: Bucket) -> Iterator[Piece]:
+def replaced_weights(bucket: Bucket) -> Iterator[NamedPiece]:
     """What this rank fills where weights are replaced, between `begin_refill` and `end_refill`. Of frozen ones that is
     its own range: the other ranks' parts come by a gather, and where all hold all, each reads a part all the same."""
     if isinstance(bucket, TrainedBucket):
@@ -136,10 +136,12 @@ def _weight_range(bucket: Bucket) -> slice:
     return bucket.weights.own if bucket.weights.plan.shards_parameters else slice(0, bucket.layout.padded_numel)
 
 
-def _cut(bucket: Bucket, role: str, values: torch.Tensor, where: slice) -> Iterator[Piece]:
+def _cut(bucket: Bucket, role: str, values: torch.Tensor, where: slice) -> Iterator[NamedPiece]:
     """The pieces of `values`, which lie at `where` in the bucket."""
     for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True):
         start, end = max(slot.offset, where.start), min(slot.end, where.stop)
         if start < end:
             in_tensor = slice(start - slot.offset, end - slot.offset)
-            yield Piece(managed, role, values[start - where.start : end - where.start], in_tensor, slice(start, end))
+            yield NamedPiece(
+                managed, role, values[start - where.start : end - where.start], in_tensor, slice(start, end)
+            )

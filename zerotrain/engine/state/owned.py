@@ -13,7 +13,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.state.named import Piece, per_element, pieces, roles
+from zerotrain.engine.state.named import NamedPiece, per_element, pieces, roles
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.units import ManagedParameter
 
@@ -38,7 +38,7 @@ class Holdings:
         return {managed.names[0]: managed for bucket in self.buckets for managed in bucket.spec.parameters}
 
 
-def owned_pieces(bucket: Bucket, rank: int) -> Iterator[Piece]:
+def owned_pieces(bucket: Bucket, rank: int) -> Iterator[NamedPiece]:
     """What of a bucket is this rank's to save: the elements in its own range, which at stages that replicate is a part
     of what it holds, and what is kept of the whole tensors that it owns."""
     own = bucket.weights.own
@@ -53,7 +53,7 @@ def owned_pieces(bucket: Bucket, rank: int) -> Iterator[Piece]:
             if start < stop:
                 skipped, ahead = start - piece.in_bucket.start, piece.in_bucket.start - piece.in_tensor.start
                 values = piece.values[skipped : skipped + stop - start]
-                yield Piece(piece.managed, role, values, slice(start - ahead, stop - ahead), slice(start, stop))
+                yield NamedPiece(piece.managed, role, values, slice(start - ahead, stop - ahead), slice(start, stop))
 
 
 def entries(holdings: Holdings, rank: int) -> Iterator[tuple[Bucket, Entry]]:

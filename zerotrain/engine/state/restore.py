@@ -50,6 +50,8 @@ def verified_manifest(path: str | os.PathLike[str], holdings: Holdings) -> tuple
     manifest = parse_manifest(text, folder / MANIFEST)
 
     def check() -> None:
+        if read_manifest(folder).text() != text:
+            raise CheckpointError(f"{folder} is another on this rank than on rank 0: all ranks must reach one folder")
         if problems := misfits(manifest, holdings):
             raise CheckpointError("\n".join(f"{folder} does not fit the engine: {each}" for each in problems))
         if problems := problems_in(folder, manifest, collectives.shards.rank, collectives.shards.size):
@@ -72,6 +74,28 @@ def added_groups(manifest: Manifest, groups: ParamGroups) -> list[dict[str, Any]
         {name: restored(value, deepcopy(groups.defaults.get(name))) for name, value in settings.items()}
         for settings in (without_objects(group["hyperparameters"]) for group in added)
     ]
+
+
+def require_alike(folder: Path, manifest: Manifest, holdings: Holdings) -> None:
+    """Make sure that what the engine updates as one has the same kinds of state in a checkpoint. Collective.
+
+    Raises:
+        CheckpointError: on every rank; it has not.
+    """
+
+    def check() -> None:
+        for bucket in holdings.trained:
+            kinds: dict[Any, tuple[str, Any]] = {}
+            for each in bucket.spec.parameters:
+                if not each.is_updated_whole and each.parameter.numel() > 0:
+                    mine = manifest.parameters[each.names[0]]["tensors"].keys()
+                    first, theirs = kinds.setdefault(each.span, (each.names[0], mine))
+                    if mine != theirs:
+                        said = f"{each.names[0]} has {', '.join(mine)} in it"
+                        raise CheckpointError(f"{said}, and {first}, which is updated with it, {', '.join(theirs)}")
+
+    _, error = attempt(check)
+    raise_first(holdings.collectives, error, doing=f"loading {folder}", left="no number of the engine has changed")
 
 
 def fill(folder: Path, manifest: Manifest, holdings: Holdings) -> None:

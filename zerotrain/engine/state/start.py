@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zerotrain.checkpoint.given import GivenTensor, Weights
-from zerotrain.checkpoint.weights import find_weights, resolved
+from zerotrain.checkpoint.others.given import GivenTensor, Weights
+from zerotrain.checkpoint.others.weights import find_weights, resolved
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import TrainedBucket
 from zerotrain.engine.results import LoadedWeights
@@ -20,7 +20,7 @@ from zerotrain.engine.state.named import replaced_weights
 from zerotrain.engine.state.owned import Holdings, buffers
 from zerotrain.engine.state.restore import HALF, NOTHING_CHANGED
 from zerotrain.engine.state.together import attempt, raise_first
-from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.errors import CheckpointError
 from zerotrain.sharding.units import ModelParameter, model_parameters
 
 NAME = "weights to start from"
@@ -46,11 +46,6 @@ def checked_weights(path: str | os.PathLike[str], holdings: Holdings, *, strict:
     """
     collectives = holdings.collectives
     named = Path(os.path.abspath(path))
-    everyone = collectives.gather_objects(str(named), name=NAME)
-    if different := [rank for rank, each in enumerate(everyone) if each != everyone[0]]:
-        raise ConfigError(
-            f"engine.load_weights: path is another on rank {different[0]} than on rank 0; give all ranks the same"
-        )
     doing = f"loading weights from {named}"
     # Rank 0's newest: the run it is of may save another meanwhile.
     source, error = attempt(lambda: str(resolved(named)) if collectives.shards.rank == 0 else None)
@@ -69,13 +64,13 @@ def checked_weights(path: str | os.PathLike[str], holdings: Holdings, *, strict:
 
 def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> Checked:
     collectives = holdings.collectives
-    rest = buffers(holdings.model, holdings.buckets)
-    wanted = list(_wanted(holdings.model, holdings.parameters.values(), rest))
-    part, *others = fitting_parts(weights.tensors, wanted)
-    loaded = match(weights.path, weights.tensors, wanted, part)
     fingerprints = collectives.gather_objects(weights.fingerprint, name=NAME)
 
-    def check() -> None:
+    def check() -> Checked:
+        rest = buffers(holdings.model, holdings.buckets)
+        wanted = list(_wanted(holdings.model, holdings.parameters.values(), rest))
+        part, *others = fitting_parts(weights.tensors, wanted)
+        loaded = match(weights.path, weights.tensors, wanted, part)
         if different := [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]:
             raise CheckpointError(f"{weights.path} is another on rank {different[0]} than on rank 0")
         if others:
@@ -86,10 +81,12 @@ def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> 
         taken = [given for each in wanted for _, given in each.given]
         if problems := [*weights.problems(taken, rank, size), *_two_in_one(weights, wanted, collectives)]:
             raise CheckpointError("\n".join(problems))
+        return Checked(weights, wanted, loaded)
 
-    _, error = attempt(check)
+    checked, error = attempt(check)
     raise_first(collectives, error, doing=doing, left=NOTHING_CHANGED)
-    return Checked(weights, wanted, loaded)
+    assert checked is not None
+    return checked
 
 
 def take(checked: Checked, holdings: Holdings) -> None:

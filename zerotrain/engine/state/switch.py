@@ -15,11 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
-from zerotrain.engine.buckets.spans import Span, update_range
+from zerotrain.engine.buckets.parts.spans import Span, update_range
 from zerotrain.engine.buckets.update import BucketUpdate
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.state.named import capture, per_element
-from zerotrain.engine.state.transfer import described_state, placed
+from zerotrain.engine.state.transfer import described_state, placed, shared_state
 from zerotrain.sharding.flat_buffer import FlatBuffer
 from zerotrain.sharding.plan import Plan
 
@@ -40,7 +40,7 @@ class Switch:
         # A rank whose shards hold nothing of some parameters learns from the others what is kept of them.
         self._given_up: dict[str, StorageWeakRef] = {}
         """Memory that parameters had and have no more, by the name of the bucket."""
-        self._by_span = described_state(buckets, collectives) if self._is_gathered else {}
+        self._by_span = shared_state(described_state(buckets), collectives) if self._is_gathered else {}
         self._whole = self._described_whole(buckets) if self._is_gathered else {}
 
     def _described_whole(self, buckets: Sequence[Bucket]) -> dict[tuple[str, int], dict[str, Any]]:

@@ -1,14 +1,27 @@
-"""What one rank alone fails in, and all ranks tell alike."""
+"""What one rank alone fails in, and all ranks tell alike; and calls that begin on all ranks, or on none."""
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from zerotrain.comm.accounts.whereabouts import by_rank
 from zerotrain.comm.collectives import Collectives
-from zerotrain.errors import CheckpointError, CommError, ConfigError, EngineStateError, ZeroTrainError
+from zerotrain.errors import (
+    CheckpointError,
+    CommError,
+    ConfigError,
+    DisagreementError,
+    EngineStateError,
+    ZeroTrainError,
+)
 
 T = TypeVar("T")
+LEFT = "nothing of the engine has changed"
+SAME_CALLS = "all ranks must make the same calls in the same order"
+MAX_NUM_SHOWN = 160
+"""Characters of what a rank was given."""
 _KINDS: dict[str, type[ZeroTrainError]] = {
     kind.__name__: kind for kind in (CheckpointError, ConfigError, EngineStateError)
 }
@@ -44,6 +57,69 @@ def attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
+def agreed(
+    collectives: Collectives, call: str, plan: Callable[[], tuple[T, Mapping[str, object]]], given: str = ""
+) -> T:
+    """Let a call go on on all ranks, or on none: nothing has changed when this raises, the order of collectives
+    neither. Collective: one small exchange, and one more where the call is refused.
+
+    Args:
+        call: such as "engine.freeze".
+        plan: looks at what this rank was given and at the state it is in, and changes nothing that is not undone where
+            this raises. Returns what the call goes on with, and what must be the same on all ranks, by name.
+        given: what must be so too, and is told first: that of another rank may be what `plan` refuses.
+
+    Raises:
+        ConfigError: on every rank; it was given other things by rank. Or the error of `plan`, if it is one of ours.
+        DisagreementError: on every rank; they have made different calls.
+    """
+    if collectives.shards.size == 1:
+        return plan()[0]
+    planned, error = attempt(plan)
+    facts = {} if planned is None else {name: str(value) for name, value in planned[1].items()}
+    numbers = [_hash(call), int(error is not None), _hash(repr([given, facts]))]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=collectives.world.device)
+    everyone = collectives.gather_small(mine, name=call, in_order=False)
+    if planned is not None and bool((everyone == everyone[0]).all()):
+        return planned[0]
+    said = [call, given, None if error is None else list(told(error)), facts]
+    ranks = collectives.gather_objects(said, name="refused calls", in_order=False)
+    calls, all_given, errors, all_facts = zip(*ranks, strict=True)
+    refused = [(rank, Told(*each)) for rank, each in enumerate(errors) if each is not None]
+    if len(set(calls)) > 1:
+        raise DisagreementError(f"the ranks have come to different calls: {by_rank(calls)}; {SAME_CALLS}")
+    if len(set(all_given)) > 1:
+        raise ConfigError(_difference(call, all_given))
+    if error is not None and len({(each.kind, each.text) for _, each in refused}) == 1 and len(refused) == len(ranks):
+        raise error
+    if refused:
+        raise joint(refused, len(ranks), doing=call, left=LEFT, otherwise=ConfigError).error() from error
+    by_name = {name: [each[name] for each in all_facts] for name in facts}
+    raise ConfigError(
+        *(_difference(f"{call}: {name}", values) for name, values in by_name.items() if len(set(values)) > 1)
+    )
+
+
+def _difference(of: str, values: Sequence[str]) -> str:
+    colon = "" if ":" in of else ":"
+    return f"{of}{colon} differs between the ranks: {by_rank(_told_apart(values))}; give all ranks the same"
+
+
+def _told_apart(values: Sequence[str]) -> list[str]:
+    """Long ones cut around the place where they begin to differ."""
+    shortest, longest = min(map(len, values)), max(map(len, values))
+    differ = (place for place, characters in enumerate(zip(*values, strict=False)) if len(set(characters)) > 1)
+    start = 0 if longest <= MAX_NUM_SHOWN else max(0, next(differ, shortest) - MAX_NUM_SHOWN // 2)
+    return [
+        "..." * (start > 0) + each[start : start + MAX_NUM_SHOWN] + "..." * (start + MAX_NUM_SHOWN < len(each))
+        for each in values
+    ]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:7])
+
+
 def raise_first(collectives: Collectives, error: Exception | None, *, doing: str, left: str) -> None:
     """Raise on all ranks what any of them failed in, the first rank's. Collective.
 
@@ -69,15 +145,24 @@ def exchange(collectives: Collectives, said: Any, error: Exception | None, *, do
     return [each for _, each in everyone]
 
 
-def joint(failed: Sequence[tuple[int, Told]], num_ranks: int, *, doing: str, left: str) -> Told:
+def joint(
+    failed: Sequence[tuple[int, Told]],
+    num_ranks: int,
+    *,
+    doing: str,
+    left: str,
+    otherwise: type[ZeroTrainError] = CheckpointError,
+) -> Told:
     """What all ranks tell where some have failed: the first rank's error.
 
     Args:
         failed: (rank, its error), in rank order.
         doing, left: as for `raise_first`.
+        otherwise: what an error becomes that is none of ours.
     """
     rank, first = failed[0]
     if first.kind in _KINDS and len({each.text for _, each in failed}) == 1 and len(failed) == num_ranks:
         return first
     where = f"rank {rank}: " if num_ranks > 1 else ""
-    return Told(first.kind, f"{doing} failed, {where}{first.text}; {left}")
+    kind = first.kind if first.kind in _KINDS else otherwise.__name__
+    return Told(kind, f"{doing} failed, {where}{first.text}; {left}")

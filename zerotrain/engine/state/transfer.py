@@ -14,8 +14,8 @@ from torch import nn
 from zerotrain.checkpoint.manifest import WEIGHT
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
-from zerotrain.engine.buckets.live_parameter import set_data
-from zerotrain.engine.buckets.spans import Span
+from zerotrain.engine.buckets.parts.spans import Span
+from zerotrain.engine.model.live_parameter import set_data
 from zerotrain.engine.state.named import capture, per_element, restore
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
@@ -24,19 +24,24 @@ from zerotrain.sharding.layout import Slot
 from zerotrain.sharding.units import ManagedParameter
 
 SpanKey = tuple[int, int]
+Described = dict[SpanKey, dict[str, Any]]
 
 
-class Transfer:
-    """Takes values and optimizer state out of old buckets and puts them into new ones. All ranks take part."""
+class StateTransfer:
+    """Takes values and optimizer state out of old buckets and puts them into new ones. All ranks take part.
 
-    def __init__(self, buckets: Sequence[Bucket], collectives: Collectives) -> None:
+    Args:
+        kept: what `described_state` gave of them.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], kept: Described, collectives: Collectives) -> None:
         self._collectives = collectives
         self._homes: dict[nn.Parameter, tuple[Bucket, Slot]] = {
             managed.parameter: (bucket, slot)
             for bucket in buckets
             for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True)
         }
-        self._state = described_state(buckets, collectives)
+        self._state = shared_state(kept, collectives)
 
     def fill(self, spec: BucketSpec) -> None:
         """Give the parameters of a new bucket their whole values."""
@@ -85,17 +90,24 @@ class Transfer:
         return whole
 
 
-def described_state(buckets: Sequence[Bucket], collectives: Collectives) -> dict[SpanKey, dict[str, Any]]:
-    """What the optimizer keeps for parameters of each span key, by name: a dtype for a number per element, and for what
-    is kept once the value, and whether it lies on the device. A rank whose shards hold nothing of a key learns of it
-    from the others.
+def described_state(buckets: Sequence[Bucket]) -> Described:
+    """What the optimizer keeps on this rank for parameters of each span key, by name: a dtype for a number per element,
+    and for what is kept once the value, and whether it lies on the device.
+
+    Raises:
+        EngineStateError: it keeps something else.
     """
-    mine: dict[SpanKey, dict[str, Any]] = {}
+    mine: Described = {}
     for bucket in (each for each in buckets if isinstance(each, TrainedBucket)):
         for span in bucket.update.spans:
             for name, value in bucket.update.span_state(span).items():
                 mine.setdefault(span.key, {})[name] = _described(name, value, span)
-    everyone: dict[SpanKey, dict[str, Any]] = {}
+    return mine
+
+
+def shared_state(mine: Described, collectives: Collectives) -> Described:
+    """The same of all ranks together: one whose shards hold nothing of a key learns of it from the others."""
+    everyone: Described = {}
     for of_rank in collectives.gather_objects(mine, name="optimizer state"):
         everyone |= of_rank
     return everyone

@@ -10,10 +10,10 @@ from torch import nn
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.agreement import StepStamps
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
-from zerotrain.engine.buckets.norm import StepSquares, clip_coefficient
+from zerotrain.engine.buckets.parts.norm import StepSquares, clip_coefficient
+from zerotrain.engine.model.ranges import named_range
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.loss_scale import LossScaler
-from zerotrain.engine.ranges import named_range
 from zerotrain.engine.results import StepResult
 from zerotrain.engine.schedule.gathers import Gathers
 from zerotrain.engine.schedule.schedule import Schedule
@@ -61,7 +61,7 @@ class OptimizerStep:
         """
         fetch_next(schedule.trained, 0)
         schedule.reductions.finish()
-        self._stamps.written, self._stamps.signal = take_writes(schedule.buckets), signal
+        self._stamps.written, self._stamps.signal = written_to(schedule.buckets), signal
         squares = schedule.reductions.squares
         norm_value, coefficient_value, signals, coefficient, stamps = self._norm(squares, param_groups)
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
@@ -83,6 +83,8 @@ class OptimizerStep:
             is_scaled = self._max_grad_norm is not None or self._loss_scaler is not None
             update_all(schedule.trained, schedule.gathers, coefficient / loss_scale if is_scaled else None)
             schedule.end_update()
+        for each in schedule.buckets:
+            each.weights.writes.forget_digest()
         return StepResult(norm_value, coefficient_value, skipped, loss_scale, tuple(map(int, signals))), reason
 
     def _norm(
@@ -98,12 +100,12 @@ class OptimizerStep:
         return norm_value, coefficient_value, told, coefficient, stamps
 
 
-def take_writes(buckets: Sequence[Bucket]) -> int:
+def written_to(buckets: Sequence[Bucket]) -> int:
     """Look for what others than the engine have written into the weights since the last step: a number made of it."""
     written = 0
     for bucket in buckets:
         bucket.weights.take_writes()
-        written ^= bucket.weights.writes.take_digest()
+        written ^= bucket.weights.writes.digest
     return written
 
 

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from tests.unit.engine.parts import OneBucket, alone
-from zerotrain.comm.world import World
+from zerotrain.comm.ranks.world import World
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.norm import digit_sums, norm_of_digit_sums
-from zerotrain.engine.buckets.segments import SEGMENT_NBYTES
+from zerotrain.engine.buckets.parts.norm import digit_sums, norm_of_digit_sums
+from zerotrain.engine.buckets.parts.segments import SEGMENT_NBYTES
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from tests.unit.engine.parts import CPU, OneBucket, alone
-from zerotrain.comm.world import Shards, World
-from zerotrain.engine.buckets.live_parameter import UnreadyParameter, live_class
+from zerotrain.comm.ranks.world import Shards, World
 from zerotrain.engine.buckets.weights import BucketWeights
+from zerotrain.engine.model.live_parameter import UnreadyParameter, live_class
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 

@@ -16,9 +16,10 @@ class Own(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        self.begin([weight for group in self.param_groups for weight in group["params"]])
-        for group in self.param_groups:
-            for weight in group["params"]:
+        trained = [[each for each in group["params"] if each.grad is not None] for group in self.param_groups]
+        self.begin([weight for weights in trained for weight in weights])
+        for group, weights in zip(self.param_groups, trained, strict=True):
+            for weight in weights:
                 weight.sub_(group["lr"] * self.change(weight, weight.grad, group, self.state[weight]))
 
     def begin(self, weights: list[torch.Tensor]) -> None:

@@ -5,7 +5,14 @@ import struct
 import pytest
 import torch
 
-from zerotrain.engine.groups.hyperparameters import Hyperparameters, mixed, shown_groups, told_values
+from zerotrain.engine.groups.hyperparameters import (
+    Hyperparameters,
+    mixed,
+    restore_group,
+    saved_group,
+    shown_groups,
+    told_values,
+)
 
 
 def test_values_are_told_alike_on_ranks_that_have_the_same() -> None:
@@ -56,3 +63,12 @@ def test_the_first_rate_can_be_read_but_is_not_stored() -> None:
     assert group["initial_lr"] == 0.25
     with pytest.raises(KeyError):
         group["momentum"]
+
+
+def test_how_an_update_is_computed_is_this_machines_and_what_it_computes_is_the_files() -> None:
+    how = {"foreach": None, "fused": False, "capturable": False, "differentiable": False}
+    own = Hyperparameters({"lr": 0.5, "betas": (0.9, 0.99), "amsgrad": False} | how)
+    others = dict.fromkeys(how, True)
+    restore_group(own, saved_group({"lr": 0.25, "betas": (0.8, 0.9), "amsgrad": True} | others), 0.125)
+    assert own == {"lr": 0.25, "betas": (0.8, 0.9), "amsgrad": True} | how
+    assert own["initial_lr"] == 0.125

@@ -10,7 +10,7 @@ import zerotrain
 from tests.unit.engine.groups import own_optimizers as own
 from tests.unit.engine.groups.own_optimizers import Own
 from tests.unit.engine.parts import Linears, Plain, alone, assert_same, engine_on, train
-from zerotrain.comm.world import World
+from zerotrain.comm.ranks.world import World
 from zerotrain.engine.groups import trial
 from zerotrain.errors import ConfigError
 from zerotrain.testing.fake_wire import run_threads

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from zerotrain.comm.world import World
+from zerotrain.comm.ranks.world import World
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.options import EngineOptions
@@ -46,12 +46,22 @@ class Weights:
         self.told.append(f"prepare {self.spec.name}")
 
 
+class FetchedWeights(Weights):
+    """Whose shards lie off the device."""
+
+    def fetch_shard(self) -> None:
+        if self.state == "rest":
+            self.told.append(f"fetch {self.spec.name}")
+
+
 class Model:
     """A root and three blocks a, b and c with a bucket each, which may share more."""
 
-    def __init__(self, world: World, *, shared: dict[str, str] | None = None, **zero: Any) -> None:
+    def __init__(
+        self, world: World, *, shared: dict[str, str] | None = None, kind: type[Weights] = Weights, **zero: Any
+    ) -> None:
         self.told: list[str] = []
-        self.buckets = {name: Bucket(Weights(name, self.told)) for name in ("root", "a", "b", "c")}  # type: ignore[arg-type]
+        self.buckets = {name: Bucket(kind(name, self.told)) for name in ("root", "a", "b", "c")}  # type: ignore[arg-type]
         of_unit = {name: [name] for name in self.buckets}
         for name, units in (shared or {}).items():
             self.buckets[name] = Bucket(Weights(name, self.told))  # type: ignore[arg-type]
@@ -285,3 +295,16 @@ def test_updated_weights_are_gathered_at_once_where_only_the_optimizer_is_sharde
     model.gathers.prepare_updated([model.buckets["a"], model.buckets["b"]])
     model.gathers.gather_updated(model.buckets["a"])
     assert model.says() == ("prepare a prepare b gather a" if gathers else "")
+
+
+def test_shards_off_the_device_are_fetched_one_unit_before_they_are_gathered(world: World) -> None:
+    model = Model(world, kind=FetchedWeights, prefetch=1)
+    forward = "gather root gather a fetch b wait root gather b fetch c wait a free a gather c wait b free b wait c"
+    assert model.forward() == forward
+    assert model.backward() == "gather b fetch a free c gather a wait b free b wait a free a free root"
+    model = Model(world, kind=FetchedWeights, prefetch=0)
+    forward = (
+        "gather root fetch a wait root gather a fetch b wait a free a gather b fetch c wait b free b gather c wait c"
+    )
+    assert model.forward() == forward
+    assert model.backward() == ("fetch b free c gather b fetch a wait b free b gather a wait a free a free root")

@@ -11,7 +11,7 @@ from torch import nn
 import zerotrain
 from tests.unit.engine.parts import Linears, Plain, assert_same, engine_on, train
 from zerotrain.checkpoint.manifest import WEIGHT
-from zerotrain.comm.world import World
+from zerotrain.comm.ranks.world import World
 from zerotrain.engine.buckets.bucket import Bucket
 from zerotrain.engine.state.named import GRADIENT, capture, full_weights, pieces, restore, roles
 from zerotrain.sharding.flat_buffer import slot_view

@@ -1,0 +1,113 @@
+"""Which file is damaged how, and who reads it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.attack.fuzz import data, runs, tensors
+from tests.attack.fuzz.mutations import damaged_bytes, damaged_json, text_of
+from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.training.callbacks import control
+from zerotrain.training.figures import result
+
+Refusals = tuple[type[BaseException], ...]
+Reader = Callable[[Path], Any]
+"""Gives what it has read, to be compared by its `repr`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A file of a folder."""
+
+    make: Callable[[Path], None]
+    """Writes the folder."""
+    file: str
+    read: Reader
+    json: bool = False
+    """Every second damage is to its values."""
+    reseal: Callable[[bytes], bytes] | None = None
+    """All damage is to values, and the hash is made to fit: the schema is all there is to find it."""
+    others: tuple[str, ...] = ()
+    """Files it may be swapped with."""
+    hot: int = 0
+    """Bytes of its header, which is damaged in every second case."""
+    refusals: Refusals = (CheckpointError, ConfigError)
+    """What the command turns into one line."""
+    is_the_word: bool = False
+    """It has no hash, and nothing says the same again: what can be read of it counts."""
+    says: Reader | None = None
+    """What the library of its format reads of it."""
+
+    def damaged(self, original: bytes, others: tuple[bytes, ...], seed: int) -> tuple[bytes, bool]:
+        """The damaged file, and whether its hash fits."""
+        if self.reseal is not None:
+            return _resealed(self.reseal, text_of(damaged_json(original, seed))), True
+        if self.json and seed % 2:
+            return text_of(damaged_json(original, seed)), False
+        return damaged_bytes(original, seed, others, self.hot), False
+
+
+def _resealed(reseal: Callable[[bytes], bytes], text: bytes) -> bytes:
+    try:
+        return reseal(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+OF_DATA = (ValueError, OSError)
+"""`preflight_data` turns them into a ConfigError."""
+RANK_0, RANK_1, INDEX = "rank-00000.safetensors", "rank-00001.safetensors", "model.safetensors.index.json"
+
+
+def _of_checkpoint(file: str, **how: Any) -> Target:
+    return Target(make=tensors.make_checkpoint, read=tensors.read_checkpoint, file=file, **how)
+
+
+def _of_weights(make: Callable[[Path], None], file: str, **how: Any) -> Target:
+    return Target(**{"make": make, "read": tensors.read_weights, "file": file, **how})
+
+
+def _of_data(make: Callable[[Path], None], file: str, read: Reader, **how: Any) -> Target:
+    return Target(make=make, read=read, file=file, refusals=OF_DATA, is_the_word=True, **how)
+
+
+def _of_run(make: Callable[[Path], None], file: str, read: Reader, **how: Any) -> Target:
+    return Target(make=make, read=read, file=file, is_the_word=True, **how)
+
+
+TARGETS: dict[str, Target] = {
+    "manifest.json": _of_checkpoint("manifest.json", json=True, others=(RANK_0,)),
+    "manifest.json, its hash made to fit": _of_checkpoint("manifest.json", reseal=tensors.resealed),
+    "rank file of a checkpoint": _of_checkpoint(RANK_0, others=(RANK_1, "manifest.json"), hot=1500),
+    "safetensors": _of_weights(tensors.make_safetensors, "model.safetensors", hot=500, says=tensors.safetensors_says),
+    "torch.save": _of_weights(tensors.make_pt, "pytorch_model.bin", hot=800, says=tensors.pt_says),
+    "torch.save before 1.6": _of_weights(tensors.make_legacy, "pytorch_model.bin"),
+    "DCP .metadata": _of_weights(tensors.make_dcp, ".metadata", others=("__0_0.distcp",)),
+    "DCP .distcp": _of_weights(tensors.make_dcp, "__0_0.distcp", others=(".metadata",), says=tensors.dcp_says),
+    "index of Hugging Face": _of_weights(tensors.make_parts, INDEX, json=True),
+    "index of Hugging Face, by transformers": _of_weights(
+        tensors.make_parts, INDEX, json=True, read=tensors.read_pretrained, refusals=(ConfigError, *OF_DATA)
+    ),
+    "export json": _of_run(tensors.make_export, tensors.ABOUT, tensors.read_export, json=True),
+    "index.json of a store": _of_data(data.make_store, "index.json", data.read_store, json=True),
+    "documents.bin": _of_data(data.make_store, "documents.bin", data.read_store),
+    "shard": _of_data(data.make_store, "000001.bin", data.read_store),
+    "seal.json": Target(make=data.make_kept, file="kept/seal.json", read=data.read_kept, json=True),
+    "sealed shard": Target(make=data.make_kept, file="kept/000000.bin", read=data.read_kept),
+    "sealed documents.bin": Target(make=data.make_kept, file="kept/documents.bin", read=data.read_kept),
+    "preparing.json": Target(make=data.make_begun, file="preparing.json", read=data.read_begun, json=True),
+    "scan.json": _of_data(data.make_scan, "scan.json", data.read_scan, json=True),
+    "tokenizer.json": _of_data(data.make_tokenizer, "tokenizer.json", data.read_tokenizer, json=True),
+    "jsonl": _of_data(data.make_jsonl, "texts.jsonl", data.read_jsonl),
+    "job.json": _of_run(runs.make_job, "job.json", runs.read_job, json=True),
+    "error of a rank": _of_run(runs.make_ranks, "1.error.json", runs.read_ranks, json=True),
+    "state of a rank": _of_run(runs.make_ranks, "0.state", runs.read_ranks),
+    ".lock": _of_run(runs.make_lock, ".lock", runs.read_lock, json=True),
+    "lock of a store": _of_run(runs.make_lock, "lock", runs.read_lock, json=True),
+    "metrics.jsonl": _of_run(runs.make_metrics, "metrics.jsonl", runs.read_metrics),
+}
+if hasattr(result, "read_result"):
+    TARGETS["result.json"] = _of_run(runs.make_result, "0/result.json", runs.read_result, json=True)
+if hasattr(control, "MAX_NBYTES"):
+    TARGETS["control.yaml"] = _of_run(runs.make_control, "control.yaml", runs.read_control)

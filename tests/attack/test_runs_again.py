@@ -1,0 +1,215 @@
+"""A completed run is never trained anew: what would go on with it leaves it as it is, and unfinished ones go on."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from attacks import Ending, Zygote
+from commands import TINY, by_hand, by_torchrun, result_of
+
+AUTO = "checkpoint.resume=auto"
+LEFT = "holds this run, completed before; it is left as it is"
+
+
+def state_of(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """All files but the lock, and Hydra's note of the newest sweep; what they hold and when they were written."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", "multirun.yaml"))
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+
+def rows_of(ending: Ending) -> list[list[str]]:
+    """(job, override, status) of the table of a sweep."""
+    return [line.split()[:3] for line in ending.out.splitlines() if line.strip()[:1].isdigit() and "seed=" in line]
+
+
+@pytest.fixture(scope="module")
+def swept(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a sweep of two jobs lies, in `sweep`; a third was cut off before it had a result."""
+    folder = tmp_path_factory.mktemp("swept")
+    ending = zygote.run(["-m", *TINY, "seed=0,1", "hydra.sweep.dir=sweep"], folder, {})
+    assert ending.code == 0, ending.err
+    shutil.copytree(folder / "sweep/1", folder / "sweep/2")
+    (folder / "sweep/2/result.json").unlink()
+    return folder
+
+
+def sweep(zygote: Zygote, folder: Path, *more: str, seeds: str = "0,1,2") -> Ending:
+    return zygote.run(["-m", *TINY, f"seed={seeds}", "hydra.sweep.dir=sweep", *more], folder, {})
+
+
+def test_a_sweep_again_leaves_completed_jobs_and_goes_on_with_the_others(zygote, swept: Path, tmp_path: Path):
+    shutil.copytree(swept / "sweep", tmp_path / "sweep")
+    before = [state_of(tmp_path / "sweep" / str(job)) for job in range(2)]
+    for num_left in (2, 3):
+        ending = sweep(zygote, tmp_path, AUTO)
+        assert (ending.code, ending.err) == (0, "")
+        assert ending.out.count(LEFT) == num_left
+        assert [state_of(tmp_path / "sweep" / str(job)) for job in range(2)] == before
+        assert result_of(tmp_path / "sweep/2")["status"] == "completed"
+        assert rows_of(ending) == [[str(job), f"seed={job}", "completed"] for job in range(3)]
+        assert "in 3 jobs" in ending.out
+
+
+def test_what_the_refusal_of_a_sweep_recommends_is_what_works(zygote, swept: Path, tmp_path: Path):
+    shutil.copytree(swept / "sweep", tmp_path / "sweep")
+    before = state_of(tmp_path / "sweep")
+    ending = sweep(zygote, tmp_path, seeds="0,1")
+    assert ending.code == 1
+    assert "or checkpoint.resume=auto, which leaves completed jobs as they are" in ending.err.splitlines()[0]
+    assert state_of(tmp_path / "sweep") == before
+    assert rows_of(ending) == []
+    assert sweep(zygote, tmp_path, AUTO, seeds="0,1").code == 0
+    assert state_of(tmp_path / "sweep") == before
+
+
+def test_completed_jobs_of_another_sweep_are_neither_taken_nor_erased(zygote, swept: Path, tmp_path: Path):
+    shutil.copytree(swept / "sweep", tmp_path / "sweep")
+    before = state_of(tmp_path / "sweep")
+    ending = sweep(zygote, tmp_path, AUTO, seeds="1,0")
+    assert ending.code == 1
+    first, *_ = ending.err.splitlines()
+    assert first.startswith(
+        f"job 0: checkpoint.resume: got auto, but {tmp_path}/sweep/0 holds a completed run of other settings "
+        "(seed: 0 there, 1 here), and no checkpoint to go on from; "
+    )
+    assert rows_of(ending) == []
+    assert state_of(tmp_path / "sweep") == before
+
+
+@pytest.mark.parametrize("damage", ["damaged", "FIFO", "folder"])
+def test_a_result_that_cannot_be_read_is_not_replaced_and_the_other_jobs_are_done(
+    zygote, swept: Path, tmp_path: Path, damage: str
+):
+    make = {"damaged": lambda path: path.write_text('{"status": '), "FIFO": os.mkfifo, "folder": Path.mkdir}
+    shutil.copytree(swept / "sweep", tmp_path / "sweep")
+    result = tmp_path / "sweep/1/result.json"
+    result.unlink()
+    make[damage](result)
+    before = state_of(tmp_path / "sweep")
+    ending = sweep(zygote, tmp_path, AUTO, seeds="0,1")
+    assert ending.code == 1
+    assert ending.err.splitlines()[0].startswith(f"job 1: hydra.run.dir: got {tmp_path}/sweep/1, wh")
+    assert "Traceback" not in ending.err
+    assert "in 1 jobs" in ending.out or "1 of 1 jobs" in ending.out
+    assert state_of(tmp_path / "sweep") == before
+
+
+@pytest.fixture(scope="module")
+def completed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a completed run lies, in `run`, with its last checkpoint."""
+    folder = tmp_path_factory.mktemp("completed")
+    ending = zygote.run([*TINY, "hydra.run.dir=run"], folder, {})
+    assert ending.code == 0, ending.err
+    return folder
+
+
+@pytest.mark.parametrize("checkpoints", ["with", "without"])
+def test_a_completed_run_is_left_as_it_is_also_where_its_checkpoints_are_gone(
+    zygote, completed: Path, tmp_path: Path, checkpoints: str
+):
+    shutil.copytree(completed / "run", tmp_path / "run")
+    if checkpoints == "without":
+        shutil.rmtree(tmp_path / "run/checkpoints")
+    before = state_of(tmp_path / "run")
+    for more in ((), ("launch.nproc_per_node=2",), ("checkpoint.keep=7",)):
+        ending = zygote.run([*TINY, "hydra.run.dir=run", AUTO, *more], tmp_path, {})
+        assert (ending.code, ending.err) == (0, "")
+        assert ending.out.splitlines()[0] == f"run {LEFT}"
+        assert ("to go on: " in ending.out) == (checkpoints == "with")
+    ending = zygote.run([*TINY, "hydra.run.dir=run", AUTO, "optimizer.lr=0.1"], tmp_path, {})
+    assert ending.code == 2
+    assert "a completed run of other settings (optimizer.lr: " in ending.err
+    assert state_of(tmp_path / "run") == before
+
+
+def test_a_completed_run_is_trained_longer_by_what_its_refusal_says(zygote, completed: Path, tmp_path: Path):
+    shutil.copytree(completed / "run", tmp_path / "run")
+    refused = zygote.run([*TINY, "hydra.run.dir=run"], tmp_path, {})
+    assert "checkpoint.resume=auto with train.max_steps above 3 to train that run longer" in refused.err
+    ending = zygote.run([*TINY, "hydra.run.dir=run", AUTO, "train.max_steps=4"], tmp_path, {})
+    assert ending.code == 0, ending.err
+    assert result_of(tmp_path / "run")["steps"] == 4
+
+
+def test_under_torchrun_a_completed_run_is_left_by_all_ranks(completed: Path, tmp_path: Path):
+    shutil.copytree(completed / "run", tmp_path / "run")
+    before = state_of(tmp_path / "run")
+    for settings in (("hydra.run.dir=run",), ("-m", "hydra.sweep.dir=.", "hydra.sweep.subdir=run")):
+        command = by_torchrun(*TINY, *settings, AUTO, folder=tmp_path)
+        assert command.wait() == 0, command.stderr
+        assert command.stdout.splitlines()[0] == f"run {LEFT}"
+        assert state_of(tmp_path / "run") == before
+
+
+def test_a_run_of_text_is_known_again(completed: Path, tmp_path: Path, zygote):
+    """Its vocabulary, and with it a setting, comes of the data."""
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 100)
+    small = [each for each in TINY if not each.startswith("data")]
+    given = [*small, "data=text", "data.path=text.txt", "data.seq_len=16", "hydra.run.dir=run", "zero.schedule={2:3}"]
+    assert zygote.run(given, tmp_path, {}).code == 0
+    before = state_of(tmp_path / "run")
+    ending = zygote.run([*given, AUTO], tmp_path, {})
+    assert (ending.code, ending.err) == (0, "")
+    assert LEFT in ending.out
+    assert state_of(tmp_path / "run") == before
+
+
+def test_a_sweep_by_processes_takes_completed_jobs_into_its_table(swept: Path, tmp_path: Path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    shutil.copytree(swept / "sweep", tmp_path / "sweep")
+    settings = ("seed=0,1,2", "hydra.sweep.dir=sweep", "hydra/launcher=joblib", AUTO)
+    command = by_hand("-m", *TINY, *settings, folder=tmp_path)
+    assert command.wait() == 0, command.stderr
+    assert "in 3 jobs" in command.stdout
+
+
+def test_a_file_named_checkpoints_is_found_before_any_rank_starts(zygote, tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").write_text("mine")
+    for more in ((), (AUTO,), ("launch.overwrite=true",)):
+        ending = zygote.run([*TINY, "hydra.run.dir=run", *more], tmp_path, {})
+        assert ending.code == 2
+        [line] = ending.err.splitlines()
+        assert line == (
+            f"hydra.run.dir: got {tmp_path}/run, where checkpoints is a file, and must be a folder; move that away, or "
+            "give another hydra.run.dir"
+        )
+        assert not (tmp_path / "run/ranks").exists()
+    assert (tmp_path / "run/checkpoints").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", [".lock", "config.yaml", "metrics.jsonl", ".hydra/hydra.yaml", "ranks/0.error.json"])
+def test_a_fifo_in_the_place_of_a_file_stops_nobody(zygote, tmp_path: Path, name: str):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    ending = zygote.run([*TINY, "hydra.run.dir=run"], tmp_path, {})
+    assert ending.code == 2
+    [line] = ending.err.splitlines()
+    assert line.startswith(f"hydra.run.dir: got {tmp_path}/run, whe" if name != ".lock" else "hydra.run.dir: got ")
+    assert f"{name} " in line
+    assert "a FIFO, and must be a" in line
+    assert path.is_fifo()
+
+
+def test_a_lock_that_is_a_link_empties_no_other_file(zygote, tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "mine").write_text(json.dumps({"mine": 1}))
+    (tmp_path / "run/.lock").symlink_to(tmp_path / "mine")
+    ending = zygote.run([*TINY, "hydra.run.dir=run"], tmp_path, {})
+    assert ending.code == 2
+    assert len(ending.err.splitlines()) == 1
+    assert (tmp_path / "mine").read_text() == json.dumps({"mine": 1})
+
+
+def test_a_fifo_named_control_yaml_is_answered_and_no_rank_waits(zygote, tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run/control.yaml")
+    ending = zygote.run([*TINY, "hydra.run.dir=run", "launch.nproc_per_node=2"], tmp_path, {})
+    assert ending.code == 0, ending.err
+    assert (
+        "control.yaml: it cannot be read: it is a FIFO, and must be a regular file; write stage: 0 to 3" in ending.out
+    )
+    assert "answer:" in (tmp_path / "run/control.yaml").read_text()

@@ -1,0 +1,163 @@
+"""A refusal changes nothing: each public call refused, and then the bits of a run that never was."""
+
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import refusals
+import torch
+import torch.distributed as dist
+from cases import place, run_over
+
+import zerotrain
+from zerotrain.checkpoint.compare import differences
+from zerotrain.checkpoint.manifest import read_manifest
+from zerotrain.comm.accounts import whereabouts
+from zerotrain.comm.ranks.world import Shards
+from zerotrain.testing.ranks import run_ranks
+
+TIMEOUT_S = 2.0
+NUM_STEPS_BEHIND = 10
+
+
+def trained(world: zerotrain.World, stage: int, num_micro_batches: int, num_steps: int) -> tuple[Any, list[str]]:
+    """An engine that was never refused, and the hash of its weights after each step."""
+    engine = refusals.build(stage, world, num_micro_batches)
+    hashes = []
+    for _ in range(num_steps):
+        refusals.one_step(engine)
+        hashes.append(engine.weights_sha256())
+    return engine, hashes
+
+
+def cases_at(stage: int) -> dict[str, refusals.Case]:
+    return refusals.CASES | (refusals.ONE_RANK_IN_NO_SYNC if stage < 3 else {})
+
+
+def wrong_after(stage: int, num_micro_batches: int, folder: Path) -> list[str]:
+    """On each rank: the cases after which the next step has not the bits it should have, or that do not work at all."""
+    rank, _ = place()
+    world = zerotrain.World.current(torch.device("cpu"))
+    cases = cases_at(stage)
+    never, hashes = trained(world, stage, num_micro_batches, len(cases) + NUM_STEPS_BEHIND)
+    engine = refusals.build(stage, world, num_micro_batches)
+    engine.save(folder / "good")
+    engine.save(folder / "half")
+    never.save(folder / "other")
+    if rank == 0:
+        for number, name in enumerate(("good", "other")):
+            (folder / f"rank-{number}").mkdir()
+            (folder / f"rank-{number}" / "here").symlink_to(folder / name)
+        (folder / "rank-0" / "of-rank-0").symlink_to(folder / "good")
+        (folder / "half" / "rank-00001.safetensors").unlink()
+    world.barrier()
+    wrong = []
+    for step, (name, case) in enumerate(cases.items()):
+        try:
+            if not case(engine, folder):
+                refusals.one_step(engine)
+            if engine.weights_sha256() != hashes[step]:
+                return [*wrong, f"{name}: the weights of its step are others"]
+        except BaseException:
+            return [*wrong, f"{name}: {traceback.format_exc()}"]
+    for _ in range(NUM_STEPS_BEHIND):
+        refusals.one_step(engine)
+    if engine.weights_sha256() != hashes[-1]:
+        wrong.append("the weights at the end")
+    return wrong + behind(engine, never, folder)
+
+
+def behind(engine: Any, never: Any, folder: Path) -> list[str]:
+    """What the two differ in, and the engine that was refused from one made of its checkpoint: as they are, and after
+    changes that were refused before they were made."""
+    refusals.ARGUMENTS["freeze, other names"](engine, folder)
+    refusals.ARGUMENTS["add_param_group, other settings"](engine, folder)
+    for each in (engine, never):
+        each.freeze("blocks.1.*")
+        each.add_param_group({"params": "spare.*", "lr": 0.5})
+        refusals.one_step(each)
+        each.unfreeze("blocks.1.*")
+        refusals.one_step(each)
+    saved = [(path, read_manifest(path)) for path in (engine.save(folder / "a"), never.save(folder / "b"))]
+    wrong = [str(each) for each in differences(*saved)]
+    engine.load(folder / "a")
+    for each in (engine, never):
+        refusals.one_step(each)
+    return wrong + ["after a load"] * (engine.weights_sha256() != never.weights_sha256())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_after_each_refusal_training_goes_on_with_the_bits_of_a_run_that_was_never_refused(
+    stage: int, tmp_path: Path
+) -> None:
+    assert run_ranks(wrong_after, 2, stage, 1 + stage % 2, tmp_path) == [[], []]
+
+
+def test_three_ranks_with_micro_batches_go_on_likewise(tmp_path: Path) -> None:
+    assert run_ranks(wrong_after, 3, 2, 2, tmp_path) == [[]] * 3
+
+
+# ---- the list of what is public
+
+READS = {
+    *("eval", "train"),  # PyTorch's own
+    *("each_virtual_rank", "zero_grad"),  # they take nothing
+    *("group_sizes", "memory_bytes", "num_parameters", "offloaded", "planned_nbytes", "sums_nbytes"),
+    *("theoretical_sent_nbytes", "loss_scale", "param_groups", "virtual_ranks"),
+    *("module", "world", "options", "plan", "precision", "max_grad_norm", "ledger", "collectives", "schedule"),
+    *("stamps", "loss_scaler"),
+}
+"""Names of public attributes that refuse nothing."""
+WITHIN_OTHERS = {"forward_scope": "within forward_scope", "no_sync": "within no_sync", "optimizer": "optimizer."}
+"""Names that are refused within the cases of others."""
+
+
+def test_each_public_call_of_an_engine_is_refused_here_or_refuses_nothing() -> None:
+    engine = zerotrain.build_engine(torch.nn.Linear(3, 3), optimizer=torch.optim.SGD)
+    public = {name for name in {*dir(type(engine)), *vars(engine)} if not name.startswith("_")}
+    cases = refusals.CASES
+    tried = {name for name in public if any(case.startswith((f"{name},", f"{name}.")) for case in cases)}
+    tried |= {name for name, part in WITHIN_OTHERS.items() if any(part in case for case in cases)}
+    tried |= {"weights_sha256"} & {name for case in cases for name in case.replace(",", "").split()}
+    assert public - READS == tried
+    assert public >= READS
+    assert set(refusals.RIGHT) <= {case.split(",")[0] for case in refusals.STATES}
+
+
+# ---- a call that one rank makes alone
+
+
+def alone(name: str) -> tuple[str, float]:
+    """On each rank: what it is told, and after how many seconds, where rank 0 makes a call and the others train on."""
+    whereabouts.GRACE_S = 0.5
+    rank, size = place()
+    gathers, reductions = (dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)) for _ in range(2))
+    shards = Shards(rank, size, gathers, reductions)
+    world = zerotrain.World(rank, size, rank, torch.device("cpu"), shards=shards, group=gathers)
+    engine = refusals.build(2, world, 1)
+    refusals.one_step(engine)
+    started_s = time.monotonic()
+    with pytest.raises(zerotrain.CommError) as error:
+        getattr(engine, name)(*ALONE[name]) if rank == 0 else refusals.one_step(engine)
+    return str(error.value), time.monotonic() - started_s
+
+
+ALONE: dict[str, tuple[Any, ...]] = {
+    "freeze": ("blocks.0.*",),
+    "set_stage": (3,),
+    "load_state_dict": ({},),
+    "load": ("/no",),
+    "save": ("/no",),
+    "weights_sha256": (),
+}
+
+
+def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence_on_all() -> None:
+    for name, ((lone, lone_s), (other, other_s)) in zip(ALONE, run_over(list(ALONE), alone, 2), strict=True):
+        assert f"rank 0 failed in comparison of engine.{name} (step 2, idle)" in lone
+        assert "rank 1 failed in reduction of" in other
+        assert "All ranks must make the same calls in the same order" in lone
+        assert max(lone_s, other_s) < 10 * TIMEOUT_S

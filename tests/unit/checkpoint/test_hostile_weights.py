@@ -1,0 +1,185 @@
+"""Weights that somebody made to take a program's memory, time or place: one line each."""
+
+import collections
+import json
+import os
+import pickle
+import resource
+import struct
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from zerotrain.checkpoint.others.given import row_by_row
+from zerotrain.checkpoint.others.weights import find_weights
+from zerotrain.engine.state.start import weight_misfits
+from zerotrain.errors import CheckpointError
+
+MANY = 10**30
+
+
+def safetensors(folder: Path, header: Any, nbytes: int = 4) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(nbytes))
+    return folder
+
+
+def entry(**fields: Any) -> dict[str, Any]:
+    return {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | fields}
+
+
+HEADERS: dict[str, tuple[Any, str]] = {
+    "a length that torch cannot have": (entry(shape=[MANY, 0], data_offsets=[0, 0]), "x.shape is .1000000.*lengths"),
+    "lengths too long together": (entry(shape=[2**40, 2**40, 0]), "x.shape is .*lengths"),
+    "a length below 0": (entry(shape=[-1]), "x.shape is .-1., and must be a list of lengths"),
+    "a length that is true": (entry(shape=[True]), "x.shape is .True., and must be a list of lengths"),
+    "no shape": ({"x": {"dtype": "F32", "data_offsets": [0, 4]}}, "x.shape is missing"),
+    "backwards": (entry(data_offsets=[4, 0]), "x.data_offsets is .4, 0., and must be two whole numbers, rising"),
+    "far behind": (entry(data_offsets=[MANY, MANY]), "x.data_offsets is"),
+    "a dtype that is a list": (entry(dtype=["F32"]), "x.dtype is .'F32'., and must be a text"),
+    "a tensor that is a number": ({"x": 3}, "x is 3, and must be an object"),
+    "no JSON": (b"{" * 2 + b"}", "it is no JSON"),
+    "lists in lists": (b'{"x":' + b"[" * 9999 + b"]" * 9999 + b"}", "more than 64 deep"),
+    "a number of 5,000 digits": (b'{"x":{"dtype":"F32","shape":[' + b"9" * 5000 + b"]}}", "it is no JSON"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_header_that_says_what_cannot_be_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    header, says = HEADERS[case]
+    refused(safetensors(tmp_path, header), says)
+
+
+def refused(path: Path, says: str) -> None:
+    with pytest.raises(CheckpointError, match=says) as caught:
+        find_weights(path).close()
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 600
+
+
+def test_strides_are_those_of_torch_whatever_the_lengths() -> None:
+    for shape in ((), (0,), (3,), (2, 3), (4, 0, 5), (0, 0), (1, 1, 7), (2, 3, 4, 5)):
+        assert row_by_row(shape) == torch.empty(shape).stride()
+    assert row_by_row((2**62, 0)) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["../model-0.safetensors", "/etc/passwd", "a/b", "..", "", "x\0", "\x1b[2J", 3, None])
+def test_an_index_names_files_of_its_own_folder_alone(name: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    safetensors(tmp_path, entry()).joinpath("model.safetensors").rename(tmp_path / "model-0.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    refused(folder, "weight_map.x is .* the name of a file in this folder")
+    transformers = pytest.importorskip("zerotrain.models.pretrained")
+    with pytest.raises(ValueError, match="the name of a file in this folder"):
+        transformers.find_weights(str(folder))
+
+
+def doubled(depth: int) -> Any:
+    """A list that holds one twice, and so on: as many tensors as 2**depth, of some bytes of a file."""
+    content: Any = {"x": torch.ones(1)}
+    for _ in range(depth):
+        content = [content, content]
+    return content
+
+
+def in_itself() -> Any:
+    content: list[Any] = [torch.ones(1)]
+    content.append(content)
+    return content
+
+
+def beyond() -> Any:
+    return {"x": torch.ones(4).as_strided((2,), (1,), 2)}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [(lambda: {"x": doubled(60)}, "holds more than 1,000,000 tensors, or lists in themselves")],
+)
+def test_lists_that_double_take_no_time(make: Callable[[], Any], says: str, tmp_path: Path) -> None:
+    torch.save(make(), tmp_path / "pytorch_model.bin")
+    refused(tmp_path, says)
+
+
+def test_a_list_that_holds_itself_is_read_once_around(tmp_path: Path) -> None:
+    torch.save({"x": in_itself()}, tmp_path / "pytorch_model.bin")
+    with closing(find_weights(tmp_path)) as weights:
+        assert weights.tensors
+
+
+def test_a_view_beyond_its_numbers_is_refused(tmp_path: Path) -> None:
+    torch.save(beyond(), tmp_path / "pytorch_model.bin")
+    content = (tmp_path / "pytorch_model.bin").read_bytes()
+    at = content.index(b"K\x02K\x02\x85")  # the offset 2, and the shape (2,)
+    (tmp_path / "pytorch_model.bin").write_bytes(content[: at + 1] + b"\x63" + content[at + 2 :])
+    refused(tmp_path, "is damaged: a tensor lies at byte .*, where none can")
+
+
+def test_a_pickle_takes_no_memory_by_a_number_in_it(tmp_path: Path) -> None:
+    """LONG_BINPUT with 2**25: the unpickler in C makes a table of 512 MB, and with 2**31 - 1 one of 32 GB."""
+    tmp_path.joinpath(".metadata").write_bytes(b"\x80\x02}r\x00\x00\x00\x02.")
+    assert growth_of(lambda: refused(tmp_path, "no .metadata of torch.distributed.checkpoint, or damaged")) < 10**8
+
+
+def growth_of(call: Callable[[], object]) -> int:
+    """Bytes of memory that a call takes at most beside what a process has."""
+    reads, writes = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            call()
+            os.write(writes, str(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)).encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    os.waitpid(pid, 0)
+    with os.fdopen(reads) as file:
+        return int(file.read())
+
+
+@pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
+def test_a_folder_of_dcp_whose_numbers_cannot_be_is_refused(tmp_path: Path) -> None:
+    dcp.save({"x": torch.ones(4, 4)}, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / ".metadata"
+    for change, says in (
+        (lambda each: setattr(each, "offset", -1), "no .metadata"),
+        (lambda each: setattr(each, "length", True), "no .metadata"),
+        (lambda each: setattr(each, "length", 10**15), "is cut: .* and .metadata tells of 1"),
+        (lambda each: setattr(each, "relative_path", "a/b"), "no .metadata"),
+        (lambda each: setattr(each, "relative_path", 3), "no .metadata"),
+    ):
+        content = path.read_bytes()
+        metadata = pickle.loads(content)
+        for each in metadata.storage_data.values():
+            change(each)
+        path.write_bytes(pickle.dumps(metadata))
+        refused(tmp_path, says)
+        path.write_bytes(content)
+    metadata = pickle.loads(content)
+    metadata.state_dict_metadata["x"].size = (MANY, 0)
+    metadata.state_dict_metadata["x"].chunks = []
+    path.write_bytes(pickle.dumps(metadata))
+    refused(tmp_path, "no .metadata")
+
+
+def test_names_out_of_a_file_are_escaped(tmp_path: Path) -> None:
+    """In what is told of weights that do not fit."""
+    safetensors(tmp_path, {"\x1b[31m\u202egnp\nx": entry()["x"]})
+    model = nn.Linear(1, 1)
+    with pytest.raises(CheckpointError) as caught:
+        raise CheckpointError("\n".join(weight_misfits(tmp_path, model)))
+    assert all(line.isprintable() for line in str(caught.value).splitlines())
+
+
+def test_what_is_allowed_in_a_file_of_torch_is_read(tmp_path: Path) -> None:
+    model = collections.OrderedDict(x=torch.ones(3), y=torch.zeros(0))
+    torch.save({"model": model, "losses": [0.5] * 1000, 7: ("a", None)}, tmp_path / "pytorch_model.bin")
+    with closing(find_weights(tmp_path)) as weights:
+        assert [(each.part, each.names) for each in weights.tensors] == [("model", ["x"]), ("model", ["y"])]

@@ -1,0 +1,194 @@
+"""`python -m zerotrain evaluate`, in one process: what counts, and what is told."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zerotrain.checkpoint.kept import remove_old
+from zerotrain.commands import evaluate, generate
+from zerotrain.commands.export.arguments import main as export
+from zerotrain.config.schema import Config
+from zerotrain.run import factory
+from zerotrain.run.exported import ABOUT
+
+ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3}
+COSINE = {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 2, "final_fraction": 0.1}
+SYNTHETIC = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 8, "vocab_size": 16, "num_sequences": 64}
+
+
+class Drawn(nn.Module):
+    """Looks through features that are drawn when it is built, and saved nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("features", torch.randn(16, 8), persistent=False)
+        self.output = nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self.output(self.features[ids])
+        return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Wider(Drawn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Linear(8, 32)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A run, and its last validation loss."""
+    folder = tmp_path_factory.mktemp("run")
+    config = Config(model={"_target_": f"{__name__}.Drawn"}, data=SYNTHETIC, optimizer=ADAMW, scheduler=COSINE)
+    config.train.max_steps, config.train.eval_batches, config.seed = 2, 1, 5
+    result = factory.run(config, folder, overrides=[], config_hash="abc")
+    return folder, result["final_val_loss"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
+    assert evaluate.main([*map(str, arguments), "--trust-code"]) == 2
+    return capsys.readouterr().err.splitlines()
+
+
+def test_what_the_model_draws_when_it_is_built_is_what_the_run_drew(run: tuple[Path, float]) -> None:
+    """Buffers that are not saved were others, and so was the loss (2026-11-22)."""
+    torch.manual_seed(99)
+    assert evaluate.evaluate(run[0], trust_code=True) == (2, run[1], {})
+
+
+def test_a_setting_without_an_effect_is_told_and_so_are_groups(run: tuple[Path, float], capsys) -> None:
+    for setting in ("train.max_steps=3", "zero.schedule={0: 1}", "optimizer.lr=1", "checkpoint.init_from=x"):
+        assert refused(capsys, run[0], setting) == [f"{setting}: has no effect on an evaluation; leave it out"]
+    [line] = refused(capsys, run[0], "precision=bf16")
+    assert line.startswith("precision=bf16: precision is a group; give one of its settings: precision.")
+    assert refused(capsys, run[0], "zero.stage=7") == ["zero.stage: got 7; it must be 0, 1, 2 or 3; the default is 2"]
+
+
+def test_what_a_file_says_is_never_resolved_and_what_the_user_says_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "of the environment")
+    config = Config(
+        model={"_target_": "torch.nn.Linear", "own": "${oc.env:MINE}"}, data={"path": None, "cache_dir": None}
+    )
+    changed = evaluate.with_settings(config, ["data.path=${model.own}", "data.cache_dir=${oc.env:MINE}"])
+    assert changed.model["own"] == changed.data["path"] == "${oc.env:MINE}"
+    assert changed.data["cache_dir"] == "of the environment"
+
+
+def test_a_class_of_the_user_is_built_where_he_trusts_it_or_names_it(run: tuple[Path, float], capsys) -> None:
+    assert evaluate.main([str(run[0])]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"names model._target_={__name__}.Drawn, and a file may name " in line
+    assert evaluate.evaluate(run[0], [f"model._target_={__name__}.Drawn"]) == (2, run[1], {})
+    assert evaluate.evaluate(run[0], trust_code=True) == (2, run[1], {})
+
+
+def test_other_data_than_the_runs_is_told_unless_it_was_asked_for(
+    run: tuple[Path, float], tmp_path: Path, capsys
+) -> None:
+    path = tmp_path / "exported"
+    assert export([str(run[0]), "--out", str(path)]) == 0
+    said = json.loads((path / ABOUT).read_text())
+    said["data_fingerprint"]["rows"] += 1
+    (path / ABOUT).write_text(json.dumps(said))
+    for settings, is_told in (((), True), (("data.num_sequences=48",), False)):
+        assert evaluate.main([str(path), "--trust-code", *settings]) == 0
+        assert ("warning: the data is not what the run has seen" in capsys.readouterr().err) == is_told
+
+
+def test_an_exported_folder_that_does_not_say_what_it_is_of_is_told(run: tuple[Path, float], tmp_path, capsys) -> None:
+    path = tmp_path / "exported"
+    assert export([str(run[0]), "--out", str(path)]) == 0
+    whole = (path / ABOUT).read_text()
+    (path / ABOUT).write_text(whole[:-9])
+    [line] = refused(capsys, path)
+    assert line == f"{path}/{ABOUT} does not say what run the folder is of; export it again"
+    (path / ABOUT).write_text(json.dumps(json.loads(whole) | {"config": None}))
+    assert "was not saved by a run of launch.py" in refused(capsys, path)[0]
+    assert generate.main([str(path), "--prompt", "a"]) == 2
+    assert "was not saved by a run of launch.py" in capsys.readouterr().err
+    (path / ABOUT).unlink()  # an export that was cut off: it is written last
+    assert "has no checkpoint in it" in refused(capsys, path)[0]
+
+
+def test_weights_of_another_model_are_told_before_any_rank_starts(run: tuple[Path, float], tmp_path, capsys) -> None:
+    for line in refused(capsys, run[0], f"model._target_={__name__}.Wider", "launch.nproc_per_node=2"):
+        assert "does not fit the engine: output." in line
+
+
+def test_a_run_that_goes_on_does_not_remove_what_is_evaluated(run: tuple[Path, float], tmp_path, monkeypatch) -> None:
+    folder = Path(shutil.copytree(run[0], tmp_path / "run")) / "checkpoints"
+    check = evaluate._checked
+
+    def beside_saves(*given: Any) -> Any:
+        for step in range(5, 50, 5):
+            shutil.copytree(folder / "step-00000002", folder / f"step-{step:08d}")
+            remove_old(folder, keep=1, keep_every=None)
+        return check(*given)
+
+    monkeypatch.setattr(evaluate, "_checked", beside_saves)
+    assert evaluate.evaluate(tmp_path / "run", trust_code=True) == (2, run[1], {})
+    assert sorted(each.name for each in folder.iterdir()) == ["step-00000002", "step-00000045"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            "zero.units=[a",
+            "zero.units=[a: cannot be read as a value; close its quotes and brackets, or quote it as a text",
+        ),
+        ("zero.units={a: ]", "zero.units={a: ]: cannot be read as a value"),
+        ("seed='", "seed=': cannot be read as a value"),
+        ("seed=!!python/name:os.system x", "seed=!!python/name:os.system x: cannot be read as a value"),
+        ("seed=&a *b", "seed=&a *b: cannot be read as a value"),
+        ("seed=\t", "seed=\\t: cannot be read as a value"),
+        (f"zero.units={'[' * 3000}", "zero.units=[[["),
+        ("model.hidden.deep.er=1", "model.hidden: tests.unit.commands.test_evaluate.Drawn takes no such argument"),
+        ("data.seq_len.x=1", "data.seq_len: got {'x': 1}; zerotrain.data.SyntheticTokens takes a whole number"),
+        ("data.=1", "data.: zerotrain.data.SyntheticTokens takes no such argument"),
+        ("data[=1", "data[=1: is no setting"),
+        ("data.[0]=1", "data."),
+        ("=1", "=1: is no setting with a value of this run"),
+        (
+            "~data.path",
+            "~data.path: an evaluation can only change settings; give data.path=VALUE, such as data.path=null",
+        ),
+        ("+data.seq_len=4", "+data.seq_len=4: an evaluation can only change settings; give data.seq_len=VALUE"),
+        ("data.sql_len", "data.sql_len: is no setting with a value of this run; did you mean data.seq_len?"),
+        ("path=x", "path=x: is no setting with a value of this run"),
+    ],
+)
+def test_a_setting_that_cannot_be_read_is_one_line(run: tuple[Path, float], setting: str, said: str, capsys) -> None:
+    [line] = refused(capsys, run[0], setting)
+    assert line.startswith(said)
+    assert "offload" not in line
+    assert len(line) < 2100
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_told(run: tuple[Path, float], tmp_path, capsys, monkeypatch):
+    [checkpoint] = (run[0] / "checkpoints").iterdir()
+
+    def removed(config: Any, weights: str, *num_ranks: int) -> Any:
+        checkpoint.rename(tmp_path / "gone")
+        return {}
+
+    monkeypatch.setattr(evaluate, "_checked", removed)
+    [*_, line] = refused(capsys, run[0])
+    (tmp_path / "gone").rename(checkpoint)
+    assert line == f"{checkpoint} was removed while it was read, by its run, which goes on; try again for a newer one"
+
+
+def test_a_rank_of_torchrun_that_was_started_among_others_than_asked_for_is_told(
+    run: tuple[Path, float], capsys, monkeypatch
+) -> None:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    [line] = refused(capsys, run[0], "launch.nproc_per_node=3")
+    assert line == "launch.nproc_per_node: got 3; torchrun has started 2; leave it out"

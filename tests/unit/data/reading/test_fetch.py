@@ -1,0 +1,182 @@
+"""Rows read by number: the same random numbers whoever reads them, and errors that say which row."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from zerotrain.data.reading.fetch import RowError, draws, fetch_rows, may_be_read_beside, seeded
+
+
+class Noisy:
+    """Each item holds its number and what torch, Python and numpy draw."""
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = [torch.rand(()).item(), random.random(), np.random.rand(), torch.rand(()).item()]
+        return torch.tensor(row), torch.tensor(drawn, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return 100
+
+
+class Bad(Noisy):
+    def __getitem__(self, row: int) -> Any:
+        if row == 7:
+            raise FileNotFoundError("shard_7.png")
+        return torch.zeros(row)
+
+
+class Whole:
+    """Gives whole batches, as our own datasets do."""
+
+    def rows(self, rows: list[int]) -> torch.Tensor:
+        if max(rows) > 99:
+            raise IndexError(f"row {max(rows)} of 100")
+        return torch.tensor(rows)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.tensor(row)
+
+
+def drawn_by(rows: list[int], *, seed: int = 3, epoch: int = 0) -> dict[int, list[float]]:
+    numbers, values = fetch_rows(Noisy(), rows, seed=seed, epochs=[epoch] * len(rows), step=1)
+    return dict(zip(numbers.tolist(), values.tolist(), strict=True))
+
+
+def test_what_a_row_draws_depends_on_seed_epoch_and_row_alone() -> None:
+    together = drawn_by([4, 8, 15, 16])
+    torch.manual_seed(99)
+    random.seed(99)
+    assert drawn_by([16, 4]) | drawn_by([15]) | drawn_by([8]) == together
+    drawn = [*together.values(), *drawn_by([4], epoch=1).values(), *drawn_by([4], seed=4).values()]
+    assert len({number for values in drawn for number in values}) == 6 * 4
+
+
+def test_the_generators_are_as_before_also_after_an_exception() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    expected = torch.rand(1).item(), random.random(), np.random.rand()
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    drawn_by([1, 2])
+    with pytest.raises(RowError):
+        fetch_rows(Bad(), [1, 7], seed=0, epochs=[0, 0], step=1)
+    assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
+
+
+def test_what_collate_draws_depends_on_the_rows_of_its_batch() -> None:
+    def masked(items: list[Any]) -> torch.Tensor:
+        return torch.rand(len(items))
+
+    first = fetch_rows([0] * 9, [1, 2], seed=0, epochs=[0, 0], step=1, collate=masked)
+    again = fetch_rows([0] * 9, [1, 2], seed=0, epochs=[0, 0], step=5, collate=masked)
+    other = fetch_rows([0] * 9, [2, 1], seed=0, epochs=[0, 0], step=1, collate=masked)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "rows", "collate", "message", "cause"),
+    [
+        (
+            Bad(),
+            [3, 7],
+            None,
+            "data.train: row 7 (epoch 3, step 5) cannot be read: FileNotFoundError: shard_7.png",
+            FileNotFoundError,
+        ),
+        (
+            Bad(),
+            [1, 2],
+            None,
+            "data.train: rows 1, 2 (epochs 2, 3, step 5) cannot be put together to a batch: RuntimeError: stack",
+            RuntimeError,
+        ),
+        (
+            Noisy(),
+            [4],
+            lambda items: items[1],
+            "data.train: row 4 (epoch 2, step 5) cannot be put together to a batch: IndexError: list index",
+            IndexError,
+        ),
+        (Whole(), [1, 200], None, "data.train: rows 1, 200 (epochs 2, 3, step 5) cannot be read: Index", IndexError),
+    ],
+    ids=["item", "shapes", "collate", "whole batch"],
+)
+def test_an_exception_says_row_epoch_and_step_and_keeps_its_cause(
+    dataset: Any, rows: list[int], collate: Callable[..., Any] | None, message: str, cause: type
+) -> None:
+    with pytest.raises(RowError) as failed:
+        fetch_rows(dataset, rows, seed=0, epochs=[2, 3][: len(rows)], step=5, collate=collate)
+    assert str(failed.value).startswith(message)
+    assert isinstance(failed.value.__cause__, cause)
+
+
+def test_a_dataset_that_gives_whole_batches_is_asked_once_unless_there_is_a_collate() -> None:
+    assert fetch_rows(Whole(), [5, 3], seed=0, epochs=[0, 0], step=1).tolist() == [5, 3]
+    assert fetch_rows(Whole(), [5, 3], seed=0, epochs=[0, 0], step=1, collate=lambda items: items[::-1]) == [3, 5]
+
+
+def test_only_what_draws_nothing_may_be_read_beside_the_model() -> None:
+    silent = Noisy()
+    silent.draws = False  # type: ignore[attr-defined]
+    tensors = TensorDataset(torch.zeros(3, 2))
+    assert all(may_be_read_beside(dataset) for dataset in (Whole(), [(0, 1)], tensors, silent))
+    assert draws(Noisy())
+    assert draws([0], collate=lambda items: items)
+
+
+class OneBad:
+    """A token, or a label, of 300 in row 5."""
+
+    def __init__(self, of: str, given: type, token: int = 300) -> None:
+        self._of, self._given, self._token = of, given, token
+
+    def __getitem__(self, row: int) -> Any:
+        ids, labels = torch.zeros(4, dtype=torch.int64), torch.full((4,), -100)
+        {"ids": ids, "labels": labels}[self._of][2] = self._token if row == 5 else 0
+        return {"input_ids": ids, "labels": labels} if self._given is dict else (ids, labels)
+
+
+@pytest.mark.parametrize("of", ["ids", "labels"])
+@pytest.mark.parametrize("given", [tuple, dict])
+@pytest.mark.parametrize("token", [300, 256, -1])
+def test_a_token_that_the_model_does_not_know_is_told_with_its_row(of: str, given: type, token: int) -> None:
+    """It was "index out of range in self", hours into a run."""
+    dataset, place = OneBad(of, given, token), {"seed": 0, "epochs": [2, 2, 3], "step": 9, "vocab_size": 256}
+    with pytest.raises(RowError) as told:
+        fetch_rows(dataset, [1, 5, 0], **place)
+    assert str(told.value) == (
+        "data.train: row 5 (epoch 2, step 9) cannot be learnt: ValueError: the token "
+        f"{token} is not among the model's, 0 to 255"
+    )
+    fetch_rows(dataset, [1, 4, 0], **place)
+    fetch_rows(dataset, [1, 5, 0], **place | {"vocab_size": None})
+
+
+def test_what_is_no_row_of_tokens_is_not_looked_at() -> None:
+    items = [(torch.rand(3) * 1000, torch.tensor(True)), (torch.rand(3), torch.tensor(False))]
+    fetch_rows(items, [0, 1], seed=0, epochs=[0, 0], step=1, vocab_size=5)
+    with pytest.raises(RowError, match=r"rows 0, 1 .* the token 7 is not among the model's, 0 to 4"):
+        fetch_rows(
+            items, [0, 1], seed=0, epochs=[0, 0], step=1, vocab_size=5, collate=lambda _: torch.tensor([0, 1, 7])
+        )
+
+
+def test_what_is_drawn_inside_follows_from_the_place_and_nothing_outside_changes() -> None:
+    torch.manual_seed(1)
+    wanted = torch.rand(3).tolist()
+    torch.manual_seed(1)
+    drawn = []
+    for place in (("data", 3), ("data", 3), ("data", 4)):
+        with seeded(*place):
+            drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))
+    assert drawn[0] == drawn[1]
+    assert not set(drawn[0]) & set(drawn[2])
+    assert torch.rand(3).tolist() == wanted

@@ -1,0 +1,284 @@
+"""What a rank trains on in each step is the same however it is read, and nothing is left of who reads it."""
+
+import hashlib
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zerotrain.data.reading import workers
+from zerotrain.data.reading.batches import GlobalBatchSampler
+from zerotrain.data.reading.fetch import RowError
+from zerotrain.data.reading.loader import NUM_STEPS_AHEAD, ReadAhead, StepLoader
+from zerotrain.data.reading.workers import read_in_workers
+
+CPU = torch.device("cpu")
+
+
+class Items:
+    """Row i is two tensors of i, the second with labels that do not count."""
+
+    draws = False
+
+    def __init__(self, prepare: Callable[[int], object] = lambda row: None) -> None:
+        self.prepare = prepare
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.prepare(row)
+        return torch.full((3,), row), torch.tensor([row, -100, row % 3 * 100 - 100])
+
+
+class Drawing(Items):
+    """Each item is drawn."""
+
+    draws = True
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.rand(3), torch.randint(0, 9, (3,))
+
+
+class Whole(Items):
+    """Gives a whole micro-batch at once."""
+
+    def rows(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, labels = zip(*(self[row] for row in rows), strict=True)
+        return torch.stack(ids), torch.stack(labels)
+
+
+def sampler(**changes: int) -> GlobalBatchSampler:
+    settings: dict[str, Any] = {
+        "num_sequences": 50,
+        "micro_batch_size": 3,
+        "num_micro_batches": 2,
+        "rank": 0,
+        "num_ranks": 1,
+    }
+    return GlobalBatchSampler(**settings | {"seed": 5} | changes)
+
+
+def loader(dataset: Any, *, num_steps: int = 12, **how: Any) -> StepLoader:
+    return StepLoader(dataset, how.pop("sampler", sampler()), device=CPU, num_steps=num_steps, **how)
+
+
+def sha256_of_steps(dataset: Any, **how: Any) -> str:
+    """Of all that 12 steps give, over two epochs."""
+    digest = hashlib.sha256()
+    with loader(dataset, **how) as steps:
+        for _ in range(12):
+            micro_batches, num_labels = steps.next_step()
+            assert num_labels == [int((labels != -100).sum()) for _, labels in micro_batches]
+            for part in itertools.chain(*micro_batches):
+                digest.update(part.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_each_way_to_read_gives_the_same_bits() -> None:
+    one_by_one = sha256_of_steps(Items(), num_steps_ahead=0)
+    ways: list[dict[str, Any]] = [{}, {"num_steps_ahead": 1}, {"num_workers": 1}, {"num_workers": 3}]
+    assert {sha256_of_steps(Items(), **way) for way in ways} == {one_by_one}
+    assert sha256_of_steps(Whole()) == one_by_one
+    drawn = {sha256_of_steps(Drawing(), **way) for way in ({"num_steps_ahead": 0}, {}, {"num_workers": 2})}
+    assert len(drawn) == 1
+    assert drawn != {one_by_one}
+
+
+def test_the_rows_are_those_of_the_sampler_from_its_position_on() -> None:
+    of_rank = sampler(rank=1, num_ranks=2, leaves_per_rank=2, rows_consumed=17)
+    expected = list(itertools.islice(of_rank, 4))
+    with loader(Items(), num_steps=4, sampler=of_rank) as steps:
+        read = [[int(ids[0]) for batch, _ in steps.next_step().micro_batches for ids in batch] for _ in range(4)]
+        assert read == expected
+        with pytest.raises(StopIteration):
+            steps.next_step()
+
+
+def test_a_thread_reads_two_steps_ahead_and_no_more() -> None:
+    read: list[int] = []
+    with loader(Items(read.append)) as steps:
+        for num_taken in (0, 1, 2):
+            expected = 6 * (num_taken + NUM_STEPS_AHEAD)
+            deadline_s = time.monotonic() + 10
+            while len(read) < expected and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+            time.sleep(0.05)
+            assert len(read) == expected
+            steps.next_step()
+    assert not any(thread.name == "zerotrain-data" for thread in threading.enumerate())
+
+
+def test_what_draws_random_numbers_is_read_by_the_main_thread_between_two_steps() -> None:
+    """A thread that seeded torch's generator would change what the model draws beside it."""
+    readers: list[threading.Thread] = []
+    items = Items(lambda row: readers.append(threading.current_thread()))
+    items.draws = True
+    with loader(items) as steps:
+        steps.next_step()
+        assert readers == [threading.main_thread()] * 6
+        assert not steps.reads_ahead
+
+
+def test_reading_in_a_thread_overlaps_with_computing_and_what_was_waited_for_is_told() -> None:
+    """By events, not by the clock: the third step's rows are read while the first one is trained."""
+    third_read = threading.Event()
+    third = sampler().rank_rows(2)[-1]
+    with loader(Items(lambda row: third_read.set() if row == third else None)) as steps:
+        steps.next_step()
+        assert third_read.wait(10)  # while the "model" of this test computes
+        steps.next_step()
+    slow = Items(lambda row: time.sleep(0.01))
+    with loader(slow, num_steps_ahead=0) as steps:
+        steps.next_step()
+        assert steps.wait_s > 0.06
+
+
+# ---- exceptions
+
+
+def fail_at(wanted: int) -> Callable[[int], None]:
+    def prepare(row: int) -> None:
+        if row == wanted:
+            raise FileNotFoundError(f"image_{row}.png")
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    "how", [{"num_steps_ahead": 0}, {}, {"num_workers": 2}], ids=["main thread", "thread", "workers"]
+)
+def test_an_exception_comes_in_its_step_with_row_epoch_and_step_and_its_traceback(how: dict[str, Any]) -> None:
+    row = sampler().rank_rows(4)[2]
+    with loader(Items(fail_at(row)), first_step=10, **how) as steps:
+        for _ in range(4):
+            steps.next_step()
+        for _ in range(2):  # it stays
+            with pytest.raises(RowError) as failed:
+                steps.next_step()
+            if not steps.reads_ahead:
+                break
+    said = f"data.train: row {row} (epoch 0, step 15) cannot be read: FileNotFoundError: image_{row}.png"
+    assert str(failed.value) == said
+    assert "image" in str(failed.value.__cause__)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_worker_that_is_killed_is_told() -> None:
+    items = Items(lambda row: os.kill(os.getpid(), signal.SIGKILL) if row == 7 else None)
+    with pytest.raises(RuntimeError, match=r"worker.*(killed by signal|exited unexpectedly)"):
+        sha256_of_steps(items, num_workers=1)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOFError(), FileNotFoundError()])
+def test_a_worker_that_is_killed_while_its_memory_is_asked_for_is_told_as_such(error: Exception) -> None:
+    """Seen on a busy machine: torch noticed the dead worker in the wait for a value, but not in the one behind it."""
+
+    def values() -> Any:
+        yield 1
+        raise error
+
+    received = workers._received(values())
+    assert next(received) == 1
+    with pytest.raises(RuntimeError, match="worker process that reads the data exited unexpectedly"):
+        next(received)
+
+
+def test_what_a_thread_reads_ahead_ends_where_the_values_end_or_fail() -> None:
+    def values() -> Any:
+        yield from (1, 2)
+        raise KeyError("three")
+
+    with ReadAhead(values(), 5) as ahead:
+        assert [next(ahead), next(ahead)] == [1, 2]
+        with pytest.raises(KeyError, match="three"):
+            next(ahead)
+    with ReadAhead(iter([1, 2, 3]), 1) as ahead:
+        assert list(ahead) == [1, 2, 3]
+
+
+# ---- ends
+
+
+def sleep_for_ever(wanted: int) -> int:
+    time.sleep(1000 if wanted else 0)
+    return wanted
+
+
+def test_workers_in_the_middle_of_an_item_are_gone_in_bounded_time() -> None:
+    started_s = time.monotonic()
+    with read_in_workers(sleep_for_ever, iter(range(20)), num_workers=3, num_ahead=6) as values:
+        assert next(values) == 0
+        assert len(multiprocessing.active_children()) == 3
+    assert multiprocessing.active_children() == []
+    assert time.monotonic() - started_s < 20
+
+
+def test_a_run_that_ends_early_leaves_no_thread_that_reads_on() -> None:
+    read: list[int] = []
+    with suppress(ZeroDivisionError), loader(Items(read.append), num_steps=10**9) as steps:
+        steps.next_step()
+        raise ZeroDivisionError
+    num_read = len(read)
+    time.sleep(0.1)
+    assert len(read) == num_read
+
+
+PROGRAM = """
+import os, sys, time, torch
+from zerotrain.data.reading.workers import read_in_workers
+
+def read(wanted):
+    print("worker", os.getpid(), flush=True)
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    with read_in_workers(read, iter(range(9)), num_workers=2, num_ahead=2) as values:
+        next(values)
+"""
+
+
+def test_workers_ignore_the_signals_that_stop_a_group_and_none_outlives_a_rank_killed_by_minus_9(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    rank = subprocess.Popen(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with rank:
+        assert rank.stdout is not None
+        workers = [int(rank.stdout.readline().split()[1]) for _ in range(2)]
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            for pid in workers:
+                os.kill(pid, signum)
+        time.sleep(0.2)
+        assert all(Path(f"/proc/{pid}").exists() for pid in workers)
+        rank.kill()
+        deadline_s = time.monotonic() + 10
+        while any(_is_running(pid) for pid in workers) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        assert not any(_is_running(pid) for pid in workers)
+
+
+def _is_running(pid: int) -> bool:
+    """Zombies, whose parent has not asked yet, are not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

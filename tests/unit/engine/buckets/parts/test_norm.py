@@ -1,0 +1,142 @@
+import math
+
+import pytest
+import torch
+
+from zerotrain.engine.buckets.parts.norm import (
+    CHUNK_NUMEL,
+    MAX_SQUARES,
+    BlockSquares,
+    StepSquares,
+    add_digit_sums,
+    clip_coefficient,
+    digit_sums,
+    norm_of_digit_sums,
+)
+
+
+def block_squares(shard: torch.Tensor, *, exact: bool) -> torch.Tensor:
+    blocks = BlockSquares(shard, exact=exact)
+    blocks.take(0, shard)
+    return blocks.squares()
+
+
+def norm_over(shards: list[torch.Tensor], *, exact: bool = True) -> torch.Tensor:
+    rows = torch.stack([digit_sums(block_squares(shard, exact=exact)) for shard in shards])
+    return norm_of_digit_sums(add_digit_sums(rows))
+
+
+def test_sums_of_sums_are_those_of_all() -> None:
+    """As buckets are added on each rank, and ranks then."""
+    spread = torch.exp2(torch.arange(-40, 40, 4).double())
+    rows = torch.stack([digit_sums(torch.rand(100, dtype=torch.float64) * scale) for scale in spread])
+    whole = add_digit_sums(rows)
+    for num_first in (1, 7, 19):
+        parts = torch.stack([add_digit_sums(rows[:num_first]), add_digit_sums(rows[num_first:])])
+        assert torch.equal(add_digit_sums(parts), whole)
+
+
+@pytest.mark.parametrize("max_squares", [1, 300, MAX_SQUARES])
+def test_the_squares_of_a_step_are_those_of_its_buckets_however_many_are_kept(
+    monkeypatch: pytest.MonkeyPatch, max_squares: int
+) -> None:
+    monkeypatch.setattr("zerotrain.engine.buckets.parts.norm.MAX_SQUARES", max_squares)
+    generator = torch.Generator().manual_seed(0)
+    buckets = [torch.rand(100, dtype=torch.float64, generator=generator) * 2.0**e for e in range(-30, 30, 5)]
+    rows = torch.stack([digit_sums(squares.clone()) for squares in buckets])
+    step = StepSquares()
+    for squares in buckets:
+        step.add(squares.clone())
+    for _ in range(2):  # a step that was broken off may come again
+        assert torch.equal(step.digit_sums(), add_digit_sums(rows))
+    step.add(torch.ones(max_squares, dtype=torch.float64))
+    step.add(torch.ones(1, dtype=torch.float64))
+    step.clear()
+    step.add(buckets[0].clone())
+    assert torch.equal(step.digit_sums(), rows[0])
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1.0, 1e8])
+def test_no_cut_into_shards_and_no_order_of_them_changes_a_bit(scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Blocks of very different size, so that a sum in another order would round differently.
+    spread = torch.exp2(torch.randint(-30, 10, (5000, 1), generator=generator).float())
+    values = (torch.randn(5000, 64, generator=generator) * spread * scale).flatten()
+    whole = norm_over([values])
+    for num_shards in (2, 3, 7, 100):
+        shards = list(values.view(-1, 64).tensor_split(num_shards))
+        assert torch.equal(norm_over([shard.flatten() for shard in shards]), whole)
+        assert torch.equal(norm_over([shard.flatten() for shard in reversed(shards)]), whole)
+    assert whole.item() == pytest.approx(math.sqrt(math.fsum((values.double() ** 2).tolist())), rel=1e-12)
+
+
+def test_a_norm_that_is_only_shown_is_as_independent_of_the_cut_and_close() -> None:
+    values = torch.randn(1000 * 64, generator=torch.Generator().manual_seed(0))
+    whole = norm_over([values], exact=False)
+    assert torch.equal(norm_over(list(values.split(64 * 10)), exact=False), whole)
+    assert whole.item() == pytest.approx(values.double().norm().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squares_are_the_same_in_whatever_pieces_they_are_taken(dtype: torch.dtype, exact: bool) -> None:
+    values = torch.randn(2 * CHUNK_NUMEL + 640, generator=torch.Generator().manual_seed(0)).to(dtype)
+    pieces = BlockSquares(values, exact=exact)
+    for start, stop in ((640, len(values)), (0, 64), (64, 640)):
+        pieces.take(start, values[start:stop])
+    expected = values.double().view(-1, 64).square().sum(1)
+    squares = pieces.squares()
+    assert torch.equal(squares, block_squares(values, exact=exact))
+    torch.testing.assert_close(squares, expected, rtol=1e-14 if exact else 1e-6, atol=0)
+
+
+def test_a_plain_sum_in_fp64_would_depend_on_the_cut() -> None:
+    """What the digits are for: without them these two orders differ."""
+    squares = torch.rand(10_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) ** 20
+    assert sum(squares.tolist()) != sum(reversed(squares.tolist()))
+    assert torch.equal(digit_sums(squares.clone()), digit_sums(squares.flip(0)))
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-8, 1.0, 1e8])
+def test_padding_with_zeros_changes_nothing(scale: float) -> None:
+    """Of small gradients the highest digit lies far below that of 1."""
+    values = torch.randn(640, generator=torch.Generator().manual_seed(0)) * scale
+    zeros = torch.zeros(64)
+    assert torch.equal(norm_over([values, zeros]), norm_over([values]))
+    assert torch.equal(norm_over([torch.cat([zeros, values, zeros])]), norm_over([values]))
+
+
+def test_shards_of_very_different_size_add_up() -> None:
+    large, small = torch.full((64,), 1e6), torch.full((64,), 1e-6)
+    assert norm_over([large, small]).item() == pytest.approx(8e6, rel=1e-12)
+    assert norm_over([small, large]).item() == pytest.approx(8e6, rel=1e-12)
+    assert norm_over([small, small]).item() == pytest.approx(math.sqrt(128) * 1e-6, rel=1e-6)
+
+
+def test_the_norm_of_nothing_but_zeros_is_zero() -> None:
+    assert norm_over([torch.zeros(128), torch.zeros(64)]).item() == 0.0
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_one_element_that_is_not_finite_makes_the_norm_nan(value: float) -> None:
+    shard = torch.ones(128)
+    shard[77] = value
+    assert math.isnan(norm_over([torch.ones(64), shard]).item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_gradients_are_squared_in_fp64(dtype: torch.dtype) -> None:
+    values = torch.full((64,), 60000.0, dtype=dtype)
+    assert norm_over([values]).item() == pytest.approx(8 * values[0].item(), rel=1e-12)
+
+
+def test_the_clip_coefficient_is_that_of_torch() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(64))
+    parameter.grad = torch.full((64,), 3.0)
+    norm = norm_over([parameter.grad.clone()])
+    coefficient = clip_coefficient(norm, max_norm=2.0)
+    expected = parameter.grad * coefficient.float()
+    torch.nn.utils.clip_grad_norm_([parameter], 2.0)
+    torch.testing.assert_close(parameter.grad, expected)
+    assert clip_coefficient(norm, max_norm=100.0).item() == 1.0
+    assert clip_coefficient(norm, max_norm=None).item() == 1.0

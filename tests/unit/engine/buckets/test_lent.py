@@ -1,0 +1,193 @@
+"""Optimizers that put other memory under a weight, or keep what they were given: as in plain PyTorch, bit for bit."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.engine.groups.own_optimizers import Own
+from tests.unit.engine.parts import Plain, alone, assert_same, engine_on, inputs
+from zerotrain.comm.ranks.world import World
+from zerotrain.engine.buckets.lent import step_on_lent
+from zerotrain.errors import ConfigError, EngineStateError
+from zerotrain.testing.fake_wire import run_threads
+
+
+class Habit(Own):
+    """Updates each weight by itself, by `update`."""
+
+    update: Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], object]
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    type(self).update(weight, 0.05 * weight.grad, self.state[weight])
+
+
+def assigned(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
+    weight.data = weight.data - change
+
+
+def set_to(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
+    weight.set_(weight - change)
+
+
+def swapped(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
+    new = weight - change
+    torch.utils.swap_tensors(weight, torch.nn.Parameter(new) if isinstance(weight, torch.nn.Parameter) else new)
+
+
+def assigned_late(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
+    """Later than anybody has tried it."""
+    state["count"] = state.get("count", 0) + 1
+    (assigned if state["count"] > 15 else weight.sub_)(*((weight, change, state) if state["count"] > 15 else (change,)))
+
+
+def mirrored(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
+    """The same memory, read in another order."""
+    weight.data = (weight - change).flip(0)
+    weight.data = weight.data.flip(0)
+
+
+def old_weight_kept(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
+    before, state["before"] = state.get("before", weight.data), weight.data
+    weight.data = weight.data - change + 0.5 * (weight.data - before)
+
+
+def gradient_kept(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
+    before, state["before"] = state.get("before", weight.grad), weight.grad
+    weight.sub_(change + 0.01 * before)
+
+
+def gradient_replaced(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
+    weight.grad = weight.grad.clamp(-0.01, 0.01)
+    weight.sub_(change + weight.grad)
+
+
+UPDATES = [assigned, set_to, swapped, mirrored, old_weight_kept, gradient_kept, gradient_replaced]
+CASES = [(update, (place + more) % 4, 1 + more % 3) for place, update in enumerate(UPDATES) for more in (1, 3)]
+CASES += [(assigned_late, 2, 1)]
+
+
+def optimizer_of(update: Any, *, whole: bool = False) -> type[Habit]:
+    return type(update.__name__, (Habit,), {"update": update, "whole_tensor": whole})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("whole", [False, True], ids=["in parts", "whole"])
+@pytest.mark.parametrize(("update", "stage", "size"), CASES)
+def test_what_replaces_weights_or_keeps_gradients_trains_as_in_plain_pytorch(
+    update: Any, stage: int, size: int, whole: bool, precision: str
+) -> None:
+    steps = range(20 if update is assigned_late else 3)
+
+    def on_a_rank(world: World, kind: Any) -> dict[str, torch.Tensor]:
+        zero = {"stage": stage, "reduction": "ordered"}
+        engine = engine_on(world, optimizer=kind, zero=zero, precision=precision)
+        for step in steps:
+            engine.train_step([(inputs(step, world.rank),)])
+            if step == 1:
+                engine.set_stage((stage + 1) % 4)
+        return engine.full_state_dict()
+
+    kind = optimizer_of(update, whole=whole)
+    got = run_threads(functools.partial(on_a_rank, kind=kind), size, late_rank=size - 1)[0][0]
+    if precision == "fp32":
+        assert_same(got, Plain(size, optimizer=kind).train(*steps))
+    else:
+        in_place = run_threads(functools.partial(on_a_rank, kind=optimizer_of(IN_PLACE[update])), size)[0][0]
+        assert_same(got, in_place)
+
+
+def subtracted(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
+    weight.sub_(change)
+
+
+def old_weight_copied(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
+    before, state["before"] = state.get("before", weight.clone()), weight.clone()
+    weight.copy_(weight - change + 0.5 * (weight - before))
+
+
+def gradient_copied(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
+    before, state["before"] = state.get("before", weight.grad.clone()), weight.grad.clone()
+    weight.sub_(change + 0.01 * before)
+
+
+def gradient_clamped(weight: torch.Tensor, change: torch.Tensor, _: Any) -> None:
+    weight.sub_(change + weight.grad.clamp(-0.01, 0.01))
+
+
+IN_PLACE = dict.fromkeys([assigned, set_to, swapped, mirrored, assigned_late], subtracted)
+IN_PLACE |= {old_weight_kept: old_weight_copied, gradient_kept: gradient_copied, gradient_replaced: gradient_clamped}
+"""What does the same, and writes into the memory that it was given."""
+
+
+# ---- a step by itself
+
+
+def test_two_weights_that_exchange_memory_have_each_others_values_in_their_own() -> None:
+    memory = torch.arange(8.0)
+    left, right = memory[:4].detach(), memory[4:].detach()
+
+    class Exchanges(Habit):
+        def step(self, closure: Any = None) -> None:
+            left.data, right.data = right.data, left.data
+
+    step_on_lent(Exchanges([left, right]), [(left, torch.zeros(4)), (right, torch.zeros(4))])
+    assert memory.tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert (left.data_ptr(), right.data_ptr()) == (memory.data_ptr(), memory[4:].data_ptr())
+
+
+def test_a_square_weight_that_is_transposed_where_it_lies_becomes_its_transpose() -> None:
+    memory = torch.arange(9.0)
+    weight = memory.view(3, 3).detach()
+
+    class Transposes(Habit):
+        def step(self, closure: Any = None) -> None:
+            weight.data = weight.data.t()
+
+    step_on_lent(Transposes([weight]), [(weight, torch.zeros(3, 3))])
+    assert memory.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+    assert weight.stride() == (3, 1)
+
+
+def test_after_a_step_that_fails_weights_are_where_they_were_with_what_they_had_become() -> None:
+    memory = torch.zeros(4)
+    weight = memory.detach()
+
+    class Fails(Habit):
+        def step(self, closure: Any = None) -> None:
+            weight.data = weight.data + 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        step_on_lent(Fails([weight]), [(weight, torch.zeros(4))])
+    assert memory.tolist() == [1, 1, 1, 1]
+    assert weight.data_ptr() == memory.data_ptr()
+    assert weight.grad is None
+
+
+# ---- another form
+
+
+def narrowed(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
+    state["count"] = state.get("count", 0) + 1
+    weight.data = (weight - change).to(torch.float64 if state["count"] > state.get("until", 0) else torch.float32)
+
+
+def narrowed_late(weight: torch.Tensor, change: torch.Tensor, state: dict[str, Any]) -> None:
+    state["until"] = 12
+    narrowed(weight, change, state)
+
+
+def test_a_step_that_makes_a_weight_one_of_another_dtype_is_refused_at_the_build_or_in_that_step() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer=narrowed: .*makes a weight one of another shape or dtype"):
+        engine_on(alone(), optimizer=optimizer_of(narrowed))
+    engine = engine_on(alone(), optimizer=optimizer_of(narrowed_late))
+    for step in range(12):
+        engine.train_step([(inputs(step, 0),)])
+    with pytest.raises(EngineStateError, match=r"optimizer=narrowed_late: .*torch\.float32 one of .*torch\.float64"):
+        engine.train_step([(inputs(12, 0),)])

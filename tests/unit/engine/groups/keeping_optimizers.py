@@ -1,0 +1,224 @@
+"""Optimizers as users write them, by where they keep what later steps need."""
+
+import functools
+import logging
+import types
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.unit.engine.groups.own_optimizers import Own
+
+AdamW = torch.optim.AdamW
+
+# ---- elsewhere than in their state
+
+
+class ByParameter(Own):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.momenta: dict[Any, torch.Tensor] = {}
+
+    def key(self, weight: torch.Tensor) -> Any:
+        return weight
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return self.momenta.setdefault(self.key(weight), torch.zeros_like(weight)).lerp_(gradient, 0.1)
+
+
+class ById(ByParameter):
+    def key(self, weight: torch.Tensor) -> Any:
+        return id(weight)
+
+
+class MadeWithIt(Own):
+    """A list beside the parameters, made before the first step."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.momenta = [torch.zeros_like(weight) for group in self.param_groups for weight in group["params"]]
+
+    def begin(self, weights: list[torch.Tensor]) -> None:
+        for momentum, weight in zip(self.momenta, weights, strict=True):
+            momentum.lerp_(weight.grad, 0.1)
+            weight.grad.copy_(momentum)
+
+
+class Average(Own):
+    """Trains as if it were not there, and would begin anew after a change of stage."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.average = [weight.clone() for group in self.param_groups for weight in group["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for average, weight in zip(self.average, self.param_groups[0]["params"], strict=True):
+            average.lerp_(weight, 0.1)
+
+
+class Counts(Own):
+    """Adam's correction of its bias, by a number for all."""
+
+    num_steps = 0
+
+    def begin(self, weights: list[torch.Tensor]) -> None:
+        self.num_steps += 1
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        mean = state.setdefault("mean", torch.zeros_like(weight)).lerp_(gradient, 0.1)
+        return mean / (1 - 0.9**self.num_steps)
+
+
+class Around(torch.optim.Optimizer):
+    """One optimizer around another, as Lookahead is."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        self.inner = AdamW(params, lr=lr)
+        super().__init__(self.inner.param_groups, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.param_groups = self.param_groups
+        self.inner.step()
+
+
+class AroundItsState(Around):
+    """All that is in there is its own, too."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.state = self.inner.state
+
+
+class Lookahead(AroundItsState):
+    """Its slow weights are not."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.slow = [weight.clone() for group in self.param_groups for weight in group["params"]]
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.num_steps += 1
+        if self.num_steps % 20 == 0:
+            for slow, weight in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                weight.copy_(slow.lerp_(weight, 0.5))
+
+
+class _Keeper:
+    __slots__ = ("history",)
+
+    def __init__(self) -> None:
+        self.history: deque[torch.Tensor] = deque(maxlen=3)
+
+
+class InAnObject(Own):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.keeper = _Keeper()
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        self.keeper.history.append(gradient.clone())
+        return gradient + 0.1 * self.keeper.history[0]
+
+
+class OnTheParameter(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        weight.momentum = getattr(weight, "momentum", 0) * 0.9 + gradient
+        return weight.momentum
+
+
+_MOMENTA: dict[Any, torch.Tensor] = {}
+
+
+class InAGlobal(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return _MOMENTA.setdefault(weight, torch.zeros_like(weight)).lerp_(gradient, 0.1)
+
+
+class ADictInItsGroup(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return group.setdefault("momenta", {}).setdefault(weight, torch.zeros_like(weight)).lerp_(gradient, 0.1)
+
+
+class AViewOfItsWeight(Own):
+    """Follows the weight, as long as that lies where it is."""
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        return gradient + 0.1 * state.setdefault("seen", weight.detach())
+
+
+class InStateOfNoParameter(Own):
+    def begin(self, weights: list[torch.Tensor]) -> None:
+        self.state["all"]["count"] = self.state["all"].get("count", 0) + 1
+
+
+class Nested(Own):
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        kept = state.setdefault("moments", {"first": torch.zeros_like(weight)})
+        return kept["first"].lerp_(gradient, 0.1)
+
+
+# ---- in their state, with what else users hang on an optimizer
+
+
+_MODEL = nn.Linear(2, 2)
+
+
+class Busy(AdamW):
+    """Counts, times, looks and logs, and computes in a buffer of its own."""
+
+    def __init__(self, params: Any, lr: Any = 0.01) -> None:
+        super().__init__(params, lr=lr)
+        self.num_calls, self.norms = 0, [0.0]
+        self.last_norm = torch.zeros(())
+        self.buffers: dict[torch.Size, torch.Tensor] = {}
+        self.log, self.model = logging.getLogger("busy"), _MODEL
+        self.itself = self
+
+    def step(self, closure: Any = None) -> None:
+        self.num_calls += 1
+        for group in self.param_groups:
+            for weight in (each for each in group["params"] if each.grad is not None):
+                buffer = self.buffers.setdefault(weight.shape, torch.empty_like(weight))
+                self.last_norm = torch.mul(weight.grad, weight.grad, out=buffer).sum().sqrt()
+                self.norms.append(float(self.last_norm))
+        super().step()
+
+
+def hooked(params: Any) -> torch.optim.Optimizer:
+    optimizer = AdamW(params, lr=0.01)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def patched(params: Any) -> torch.optim.Optimizer:
+    """As schedulers and profilers patch a step."""
+    optimizer = AdamW(params, lr=0.01)
+    own = type(optimizer).step
+
+    @functools.wraps(own)
+    def counted(self: Any, *given: Any) -> None:
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        own(self, *given)
+
+    optimizer.step = types.MethodType(counted, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def with_a_tensor_rate(params: Any) -> torch.optim.Optimizer:
+    return Busy(params, lr=torch.tensor(0.01))
+
+
+def clipping_all(params: Any) -> torch.optim.Optimizer:
+    """One of torch's own, with a hook that no shard can run."""
+    optimizer = AdamW(params, lr=0.01)
+
+    def clip(the: torch.optim.Optimizer, *_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_([weight for group in the.param_groups for weight in group["params"]], 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer

@@ -1,0 +1,103 @@
+"""What a machine without a compiler and a model without units are told. Bits and memory: tests/distributed."""
+
+import functools
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config as inductor_config
+from torch.utils.checkpoint import checkpoint
+
+import zerotrain
+from tests.unit.engine.parts import Plain, assert_same, engine_on, train
+from zerotrain.engine.model.unit_forward import require_compiler
+from zerotrain.testing.fake_wire import run_threads
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def test_a_machine_without_a_compiler_gets_a_sentence() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    refused = pytest.raises(zerotrain.ConfigError, match=r"^compile=True: .* a C\+\+ compiler such as g\+\+, ")
+    with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}), refused:
+        zerotrain.build_engine(model, optimizer=SGD, compile=True)
+
+
+def test_a_python_without_headers_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(zerotrain.ConfigError, match=r"Python\.h, the headers of this Python"):
+        require_compiler()
+
+
+def test_a_model_without_units_is_not_silently_left_as_it_is() -> None:
+    with pytest.raises(zerotrain.ConfigError, match=r"Linear has no repeated blocks; name its units with zero\.units"):
+        zerotrain.build_engine(nn.Linear(4, 4), optimizer=SGD, activation_checkpointing=True)
+
+
+def test_units_that_are_named_are_checkpointed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    num_forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_forwards
+        num_forwards += 1
+
+    model[1][1].register_forward_pre_hook(count)
+    zero = zerotrain.ZeroConfig(units=["1"])
+    engine = zerotrain.build_engine(model, optimizer=SGD, zero=zero, activation_checkpointing=True)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    assert num_forwards == 2
+    with torch.no_grad():
+        engine(torch.ones(2, 4))
+    assert num_forwards == 3
+
+
+class TakesGradients(nn.Module):
+    """Of its input, which is the output of the block before, as models of energies do; and of two functions of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy = self.first(x).tanh()
+        (force,) = torch.autograd.grad(energy.square().sum(), x, create_graph=True)
+        (stress,) = torch.autograd.grad((self.second(x).tanh() * force).sum(), x, create_graph=True)
+        return x + 0.1 * energy + 0.01 * (force + stress)
+
+
+class Energies(nn.Module):
+    checkpoints = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = nn.Linear(3, 8)
+        self.blocks = nn.ModuleList(TakesGradients() for _ in range(3))
+        self.output = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.input(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return self.output(x).square().mean()
+
+
+class CheckpointsItself(Energies):
+    checkpoints = True
+
+
+@pytest.mark.parametrize("zero", [{}, {"prefetch": 0}, {"prefetch": 2}, {"overlap": False}, {"stage": 2}], ids=str)
+@pytest.mark.parametrize(("model", "by_engine"), [(Energies, True), (CheckpointsItself, False), (Energies, False)])
+def test_gradients_taken_in_a_forward_that_is_computed_again_are_those_of_plain_pytorch(
+    model: type[nn.Module], by_engine: bool, zero: dict[str, Any]
+) -> None:
+    def on_a_rank(world: zerotrain.World) -> dict[str, torch.Tensor]:
+        given = {"stage": 3, "reduction": "ordered"} | zero
+        engine = engine_on(world, model, zero=given, activation_checkpointing=by_engine)
+        train(engine, 0, 1, 2)
+        return engine.full_state_dict()
+
+    assert_same(run_threads(on_a_rank, 2, late_rank=1)[0][0], Plain(2, Energies).train(0, 1, 2))

@@ -1,0 +1,257 @@
+"""Of several failures the first cause is told."""
+
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from zerotrain.errors import CommError, ConfigError, DisagreementError
+from zerotrain.launching.end.failures import Failure, RunError, first_failure
+from zerotrain.launching.end.presence import Presence, RankState, read_states
+
+LOST_PEER = RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9614")
+
+
+def ended(rank: int, exitcode: int) -> ProcessFailure:
+    return ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="")
+
+
+def test_a_cause_fits_on_a_terminal_and_in_a_file(tmp_path: Path):
+    Failure.of(ValueError("\x1b[2Jhalf \ud800 " + "x" * 5_000_000), 0).write(tmp_path)
+    cause = first_failure(tmp_path).cause
+    assert cause.startswith(r"failed: ValueError: \x1b[2Jhalf \ud800 xxx")
+    assert len(cause) < 2200
+
+
+def test_no_failure_has_no_first_cause(tmp_path: Path):
+    assert first_failure(tmp_path) is None
+
+
+def test_the_earliest_error_is_the_first_cause(tmp_path: Path):
+    for rank in (2, 0, 1):
+        Failure.of(ValueError(f"rank {rank}"), rank).write(tmp_path)
+    failure = first_failure(tmp_path)
+    assert failure is not None
+    assert (failure.rank, failure.cause) == (2, "failed: ValueError: rank 2")
+
+
+@pytest.mark.parametrize("loss", [LOST_PEER, CommError("timed out"), dist.DistBackendError("NCCL error")], ids=repr)
+def test_losing_a_rank_is_not_the_first_cause_even_if_it_was_noticed_first(tmp_path: Path, loss):
+    Failure.of(loss, 0).write(tmp_path)
+    Failure.of(ValueError("mine"), 1).write(tmp_path)
+    assert first_failure(tmp_path).rank == 1
+
+
+def test_ranks_that_disagree_are_a_cause_and_not_the_loss_of_a_rank(tmp_path: Path):
+    Failure.of(CommError("timed out"), 0).write(tmp_path)
+    Failure.of(DisagreementError("2 on rank 0, 1 on rank 1"), 1).write(tmp_path)
+    assert first_failure(tmp_path).cause == "failed: DisagreementError: 2 on rank 0, 1 on rank 1"
+
+
+def test_an_error_of_the_users_own_that_mentions_gloo_is_not_the_loss_of_a_rank(tmp_path: Path):
+    Failure.of(ValueError("no path /gloo/ here"), 1).write(tmp_path)
+    assert first_failure(tmp_path).cause.startswith("failed: ValueError")
+
+
+def test_a_killed_rank_comes_before_what_the_others_noticed_of_it(tmp_path: Path):
+    Failure.of(LOST_PEER, 0).write(tmp_path)
+    failure = first_failure(tmp_path, {0: ended(0, 1), 1: ended(1, -signal.SIGKILL), 2: ended(2, -signal.SIGTERM)})
+    assert failure.rank == 1
+    assert "was killed by SIGKILL" in failure.cause
+
+
+def test_an_error_comes_before_ranks_that_were_ended_because_of_it(tmp_path: Path):
+    Failure.of(ValueError("mine"), 1).write(tmp_path)
+    assert first_failure(tmp_path, {0: ended(0, -signal.SIGKILL), 1: ended(1, 1)}).rank == 1
+
+
+@pytest.mark.parametrize("exitcode", [-signal.SIGTERM, 130])
+def test_a_rank_that_was_told_to_stop_is_not_the_first_cause(tmp_path: Path, exitcode):
+    Failure.of(LOST_PEER, 1).write(tmp_path)
+    assert first_failure(tmp_path, {0: ended(0, exitcode), 1: ended(1, 1)}).rank == 1
+
+
+def test_a_rank_that_just_exits_is_told_with_its_exit_code(tmp_path: Path):
+    assert first_failure(tmp_path, {3: ended(3, 7)}).cause == "ended with exit code 7"
+
+
+def test_the_user_reads_the_cause_and_the_path_of_the_log(tmp_path: Path):
+    error = Failure.of(ValueError("mine"), 1).as_error(tmp_path)
+    assert isinstance(error, RunError)
+    assert str(error).splitlines() == ["rank 1 failed: ValueError: mine", f"  its log: {tmp_path / '1.log'}"]
+
+
+def test_a_config_problem_found_by_a_rank_stays_a_config_problem(tmp_path: Path):
+    Failure.of(ConfigError("a: wrong", "b: wrong"), 1).write(tmp_path)
+    error = first_failure(tmp_path).as_error(tmp_path)
+    assert isinstance(error, ConfigError)
+    assert error.problems == ("a: wrong", "b: wrong")
+
+
+def test_a_cause_is_read_whole_or_not_at_all_while_it_is_written(tmp_path: Path):
+    """Under torchrun each rank that fails reads what the others have left."""
+    cause = Failure.of(ValueError("mine " * 2000), 1)
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(lambda: [cause.write(tmp_path) for _ in range(100)])
+        while not writing.done():
+            assert first_failure(tmp_path) in (None, cause)
+        writing.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["1.error.json"]
+
+
+def leave_state(ranks_dir: Path, rank: int, **said: object) -> None:
+    """What a rank that is gone has left."""
+    said = asdict(RankState(rank, "training")) | said
+    (ranks_dir / f"{rank}.state").write_text(f"{0:<16}" + json.dumps(said))
+
+
+def test_a_rank_that_is_gone_without_a_word_comes_before_the_stop_of_the_others(tmp_path: Path):
+    leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.0, gone=[1])
+    leave_state(tmp_path, 1)
+    assert first_failure(tmp_path).rank == 1
+
+
+def test_a_stop_that_all_ranks_have_heard_of_is_no_failure_though_one_missed_the_other(tmp_path: Path):
+    leave_state(tmp_path, 0, stopped_by="SIGINT", stopped_s=2.0)
+    leave_state(tmp_path, 1, stopped_by="SIGINT", stopped_s=2.1)
+    Failure.of(LOST_PEER, 0).write(tmp_path)
+    assert first_failure(tmp_path) is None
+
+
+@pytest.mark.parametrize("told_in_time", [True, False])
+def test_a_signal_to_one_rank_is_the_cause_of_what_the_others_noticed(tmp_path: Path, told_in_time: bool):
+    leave_state(tmp_path, 1, stopped_by="SIGINT", stopped_s=2.0)
+    if told_in_time:
+        leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.5, gone=[1])
+    else:
+        Failure.of(LOST_PEER, 0).write(tmp_path)
+    failure = first_failure(tmp_path)
+    assert (failure.rank, failure.cause) == (1, "was stopped by SIGINT, sent to it alone, in training")
+
+
+@pytest.mark.parametrize("ends", [None, {1: ended(1, -signal.SIGKILL)}], ids=["torchrun", "by hand"])
+def test_a_rank_that_dies_while_all_stop_in_order_is_the_cause(tmp_path: Path, ends):
+    leave_state(tmp_path, 1, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
+    Failure.of(LOST_PEER, 0).write(tmp_path)
+    leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
+    failure = first_failure(tmp_path, ends, by_user=True)
+    assert failure.rank == 1
+    assert "was killed" in failure.cause
+
+
+def test_a_rank_that_waits_in_vain_while_all_stop_in_order_is_told_of(tmp_path: Path):
+    leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
+    Failure.of(CommError("rank 1 did not answer"), 0).write(tmp_path)
+    assert first_failure(tmp_path, {0: ended(0, 1)}, by_user=True).cause.endswith("rank 1 did not answer")
+
+
+@pytest.mark.parametrize("exitcode", [143, 130, 138, -signal.SIGUSR1])
+def test_ranks_that_the_user_has_stopped_before_their_training_have_not_failed(tmp_path: Path, exitcode: int):
+    for rank in (0, 1):
+        leave_state(tmp_path, rank, stopped_by="SIGTERM", stopped_s=2.0)
+    assert first_failure(tmp_path, {0: ended(0, exitcode), 1: ended(1, exitcode)}, by_user=True) is None
+    assert first_failure(tmp_path, {0: ended(0, exitcode), 1: ended(1, exitcode)}) is not None
+
+
+def test_a_stop_is_in_order_while_all_ranks_are_there_and_until_a_second_one(tmp_path: Path):
+    presence = Presence(tmp_path, 0)
+    assert presence.note_stop(signal.SIGTERM, in_order=True)
+    assert [state.in_order for state, _ in read_states(tmp_path)] == [True]
+    assert presence.note_stop(signal.SIGINT, in_order=True)
+    leave_state(tmp_path, 1)  # it is gone: torch's agent is about to end the others
+    assert not presence.note_stop(signal.SIGTERM, in_order=True)
+    [state] = [state for state, _ in read_states(tmp_path) if state.rank == 0]
+    assert (state.stopped_by, state.in_order, state.gone) == ("SIGTERM", False, ())
+    (tmp_path / "1.state").unlink()
+    assert presence.note_stop(signal.SIGTERM, in_order=True)
+    (tmp_path / "0.state").unlink()  # the run's folder was deleted
+    assert not presence.note_stop(signal.SIGTERM, in_order=True)
+
+
+def test_a_rank_that_another_saw_alive_when_it_failed_was_ended_because_of_that(tmp_path: Path):
+    Failure.of(CommError("timed out"), 0, saw_alive={1: "training"}).write(tmp_path)
+    leave_state(tmp_path, 1)
+    assert first_failure(tmp_path, {1: ended(1, -signal.SIGKILL)}).rank == 0
+
+
+def test_a_rank_that_is_there_and_does_not_answer_is_named_however_it_was_ended(tmp_path: Path):
+    asleep = {1: "training, step 3", 3: "training, step 2"}
+    waits = {0: (1, 3), 2: (0, 1)}  # rank 3 spoke late
+    for rank, unheard in waits.items():
+        error = CommError("timed out", unheard=unheard, where="gather of blocks.0 (step 3, forward)", waited_s=12.04)
+        Failure.of(error, rank, asleep).write(tmp_path)
+    Failure.of(LOST_PEER, 1).write(tmp_path)
+    leave_state(tmp_path, 1)
+    cause = (
+        "did not answer for 12 s, last seen in training, step 3; rank 0 waited in gather of blocks.0 (step 3, forward)"
+    )
+    for end in (None, {0: ended(0, 1), 1: ended(1, -signal.SIGKILL)}):
+        failure = first_failure(tmp_path, end)
+        assert (failure.rank, failure.cause) == (1, cause)
+    Failure.of(ValueError("mine"), 2).write(tmp_path)
+    assert first_failure(tmp_path).rank == 2
+
+
+def test_the_clock_of_a_machine_does_not_decide_what_came_first(tmp_path: Path, monkeypatch):
+    Failure.of(ValueError("first"), 1).write(tmp_path)
+    late = time.time() - 3600.0
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: late)
+        Failure.of(ValueError("second"), 0).write(tmp_path)
+        stopped = Presence(tmp_path, 2)
+        stopped.note_stop(signal.SIGTERM)
+    assert first_failure(tmp_path).cause == "failed: ValueError: first"
+    [state] = [state for state, _ in read_states(tmp_path)]
+    assert abs(state.stopped_s - time.time()) < 600.0
+
+
+def test_a_rank_at_work_is_seen_alive_until_it_is_done(tmp_path: Path):
+    presence = Presence(tmp_path, 0)
+    presence.enter("training")
+    assert first_failure(tmp_path) is None
+    assert [(state.phase, alive) for state, alive in read_states(tmp_path)] == [("training", True)]
+    presence.begin(12)
+    assert [state.last_seen for state, _ in read_states(tmp_path)] == ["training, step 12"]
+    presence.leave()
+    assert read_states(tmp_path) == []
+
+
+@pytest.mark.parametrize("ends", [None, {0: ended(0, 1), 1: ended(1, 130)}], ids=["torchrun", "by hand"])
+def test_a_rank_that_was_told_to_stop_since_another_missed_it_is_not_the_cause(tmp_path: Path, ends):
+    Failure.of(CommError("timed out"), 0, saw_alive={1: "training"}).write(tmp_path)
+    leave_state(tmp_path, 1, stopped_by="SIGTERM", stopped_s=time.time() + 1.0, gone=[0])
+    assert first_failure(tmp_path, ends).rank == 0
+
+
+def foreign(ranks_dir: Path, *names: str) -> None:
+    """What nobody may wait for, or believe."""
+    for name in names:
+        os.mkfifo(ranks_dir / f"7.{name}")
+        (ranks_dir / f"8.{name}").symlink_to("/dev/zero")
+        (ranks_dir / f"9.{name}").mkdir()
+        (ranks_dir / f"10.{name}").write_text("[" * 5000)
+        (ranks_dir / f"11.{name}").write_text(f"{'3':<16}[1]")
+        (ranks_dir / f"x.{name}").write_bytes(b"\xff\xfe")
+
+
+def test_what_is_none_of_the_ranks_is_neither_waited_for_nor_believed(tmp_path: Path):
+    foreign(tmp_path, "error.json", "state")
+    assert read_states(tmp_path) == []
+    assert first_failure(tmp_path) is None
+    os.mkfifo(tmp_path / "1.error.tmp")
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "2.error.tmp").symlink_to("mine")
+    for rank in (1, 2):
+        Failure.of(ValueError(f"rank {rank}"), rank).write(tmp_path)
+    assert first_failure(tmp_path).rank == 1
+    assert (tmp_path / "mine").read_text() == "kept"
+    presence = Presence(tmp_path, 7)
+    assert [state.rank for state, alive in read_states(tmp_path) if alive] == [7]
+    presence.leave()

@@ -1,0 +1,34 @@
+"""What signals do once the ranks of a job have ended."""
+
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from zerotrain.config.schema import Config
+from zerotrain.launching.end.failures import RunError
+from zerotrain.launching.end.signals import STOP_SIGNALS
+from zerotrain.launching.job.job import Job
+from zerotrain.launching.job.restarts import Attempts
+from zerotrain.launching.start import spawn
+
+
+@pytest.fixture
+def before():
+    """The handlers before a job, which later tests get back whatever it leaves."""
+    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    yield handlers
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize(("module", "fails"), [("platform", False), ("no_such_module", True)])
+def test_signals_are_handled_after_a_job_as_before_it(tmp_path: Path, monkeypatch, before, module: str, fails: bool):
+    """torch's agent leaves handlers of its own, after which Ctrl-C between two jobs of a sweep would not end it."""
+    monkeypatch.setattr(spawn, "RANK_MODULE", module)  # what a rank runs: a second less than a training
+    job = Job(config=Config(), run_dir=tmp_path, overrides=[])
+    job.open_folder()
+    with pytest.raises(RunError, match="ended with exit code 1") if fails else nullcontext():
+        spawn.run_ranks(Attempts(job), 1)
+    assert {signum: signal.getsignal(signum) for signum in STOP_SIGNALS} == before

@@ -1,0 +1,76 @@
+import json
+import subprocess
+import sys
+from typing import Any
+
+PROGRAM = """
+import sys
+from zerotrain.launching.start.imports import importing
+with importing():
+    import torch
+weights, hooked = {}, []
+for name, make in vars(torch.optim).items():
+    if not isinstance(make, type) or name in ("Optimizer", "LBFGS", "SparseAdam"):
+        continue
+    weight = torch.nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8))
+    optimizer = make([weight], lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: hooked.append(torch.is_grad_enabled()))
+    for step in range(3):
+        weight.grad = torch.full_like(weight, 0.5 + step)
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights[name] = weight.tolist()
+"""
+TOLD = """
+import json
+print(json.dumps([weights, hooked, "torch._dynamo" in sys.modules]))
+"""
+
+
+def told(program: str) -> list[Any]:
+    done = subprocess.run([sys.executable, "-c", program + TOLD], capture_output=True, text=True, check=True)
+    return list(json.loads(done.stdout))
+
+
+def test_no_optimizer_of_torch_imports_its_compiler_and_each_does_what_it_did() -> None:
+    weights, hooked, compiler = told(PROGRAM)
+    plain, plain_hooked, plain_compiler = told(
+        PROGRAM.replace("from zerotrain.launching.start.imports import", "from contextlib import nullcontext as")
+    )
+    assert (compiler, plain_compiler) == (False, True)
+    assert weights == plain
+    assert len(plain) > 10
+    assert hooked == plain_hooked
+
+
+COMPILED_LATE = """
+import os, sys
+os.environ["MASTER_ADDR"] = "127.0.0.1"
+from zerotrain.launching.start.imports import importing
+with importing():
+    import torch
+    import zerotrain
+weights, hooked = [], []
+for compiles in (False, True):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU()) for _ in range(4)))
+    optimizer = lambda groups: torch.optim.AdamW(groups, lr=0.01)
+    engine = zerotrain.build_engine(model, optimizer=optimizer, zero=zerotrain.ZeroConfig(stage=3, bucket_mb=0.001))
+    for step in range(3):
+        if compiles and step == 1:
+            hooked.append("torch._dynamo" in sys.modules)
+            engine.module.compile(backend="eager")
+        inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(inputs).square().mean())
+        engine.step()
+    weights.append(engine.weights_sha256())
+"""
+
+
+def test_a_model_that_is_compiled_after_some_steps_keeps_its_bits() -> None:
+    """The engine's hooks, which stay between the graphs, were made when there was no compiler to tell so."""
+    weights, before, compiler = told(COMPILED_LATE)
+    assert (before, compiler) == ([False], True)
+    assert len(set(weights)) == 1

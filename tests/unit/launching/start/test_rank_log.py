@@ -1,0 +1,54 @@
+"""What rank 0 prints reaches the terminal and its log; what is drawn for a terminal only stays there."""
+
+import io
+
+from rich.console import Console
+from rich.progress import Progress
+
+from zerotrain.launching.start.rank_log import TerminalAndFile
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_goes_to_both():
+    terminal, file = io.StringIO(), io.StringIO()
+    print("hello", file=TerminalAndFile(terminal, file))
+    assert terminal.getvalue() == file.getvalue() == "hello\n"
+
+
+def test_a_line_printed_in_pieces_arrives_whole():
+    file = io.StringIO()
+    both = TerminalAndFile(io.StringIO(), file)
+    print("loss", end=" ", file=both)
+    print(2.5, file=both)
+    assert file.getvalue() == "loss 2.5\n"
+
+
+def test_a_terminal_stays_a_terminal_and_a_pipe_a_pipe():
+    assert TerminalAndFile(Terminal(), io.StringIO()).isatty()
+    assert not TerminalAndFile(io.StringIO(), io.StringIO()).isatty()
+
+
+def test_colours_stay_on_the_terminal():
+    terminal, file = Terminal(), io.StringIO()
+    console = Console(file=TerminalAndFile(terminal, file), force_terminal=True, color_system="standard")
+    console.print("[red]loss[/red] 2.5")
+    assert "\x1b[31m" in terminal.getvalue()
+    assert file.getvalue() == "loss 2.5\n"
+
+
+def test_a_progress_bar_is_drawn_on_the_terminal_and_leaves_the_log_alone():
+    terminal, file = Terminal(), io.StringIO()
+    console = Console(file=TerminalAndFile(terminal, file), force_terminal=True, width=80)
+    with Progress(console=console) as progress:
+        task = progress.add_task("training", total=2)
+        progress.advance(task)
+        progress.refresh()
+    console.print("done")
+    assert "training" in terminal.getvalue()
+    assert file.getvalue() == "done\n"

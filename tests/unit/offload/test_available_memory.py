@@ -1,0 +1,68 @@
+"""How much memory new processes can have, as the kernel tells of the machine and of control groups."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerotrain.offload.memory import available_nbytes, most_of_process
+
+KB = 1024
+VERSION_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file 30\nactive_file 20\nanon 1")
+VERSION_1 = (
+    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+    "total_inactive_file 30\ntotal_active_file 20",
+)  # fmt: skip
+
+
+def tell(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    tell(tmp_path, "proc/meminfo", "MemTotal: 99 kB\nMemAvailable:  7 kB\nSwapTotal: 9 kB\nSwapFree: 2 kB\nHuge: 0")
+    return tmp_path
+
+
+def test_without_limits_it_is_what_is_available_with_swap(machine: Path) -> None:
+    assert available_nbytes(machine) == 9 * KB
+
+
+@pytest.mark.parametrize(("line", "files"), [("0::/a/b", VERSION_2), ("8:cpu,memory:/a/b", VERSION_1)])
+@pytest.mark.parametrize("group", ["a/b", "a", "."])
+def test_a_limit_of_the_group_or_of_one_around_it_counts(
+    machine: Path, line: str, files: tuple[str, ...], group: str
+) -> None:
+    """At "." a container sees its own limit, whatever its name outside is."""
+    top, limit, used, stat = files
+    tell(machine, "proc/self/cgroup", line)
+    for name, text in ((limit, "1000"), (used, "400"), ("memory.stat", stat)):
+        tell(machine, f"{top}/{group}/{name}", text)
+    assert available_nbytes(machine) == 650
+    tell(machine, f"{top}/{group}/{limit}", "max" if limit == "memory.max" else str(2**63 - 4096))
+    assert available_nbytes(machine) == 9 * KB
+
+
+def test_where_nothing_is_known_it_is_what_the_machine_has(tmp_path: Path) -> None:
+    assert available_nbytes(tmp_path) > 2**20
+    tell(tmp_path, "proc/self/cgroup", "8:memory:/")
+    tell(tmp_path, "proc/meminfo", "nothing")
+    assert available_nbytes(tmp_path) > 2**20
+
+
+def test_of_this_machine() -> None:
+    assert 2**20 < available_nbytes() < 2**60
+
+
+def test_the_limit_of_a_process_is_that_of_its_addresses() -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    assert most_of_process() == (float("inf") if soft == resource.RLIM_INFINITY else soft)
+    program = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36)); "
+    program += "from zerotrain.offload.memory import most_of_process; print(most_of_process())"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout == f"{2**36}\n"

@@ -1,0 +1,290 @@
+"""What is refused before any rank starts."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.run.test_factory import ADAMW, COSINE, GPT
+from zerotrain.checkpoint.manifest import Manifest
+from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, PrecisionConfig, TrainConfig, ZeroGroup
+from zerotrain.data import SyntheticTokens
+from zerotrain.errors import ConfigError
+from zerotrain.models import GPT as GPT_CLASS
+from zerotrain.run import factory
+from zerotrain.run.preflight import check as preflight
+from zerotrain.settings import OffloadConfig
+
+MLP = {"_target_": "zerotrain.models.MLP", "vocab_size": 256, "context": 2, "hidden_size": 8, "num_layers": 2}
+MUON = {"_target_": "zerotrain.MuonWithAdamW", "lr": 0.02, "adamw_lr": 1e-3}
+SYNTHETIC = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 16, "vocab_size": 256, "num_sequences": 64}
+
+
+def config(**groups: Any) -> Config:
+    return Config(**({"model": GPT, "data": SYNTHETIC, "optimizer": ADAMW, "scheduler": COSINE} | groups))
+
+
+def test_a_config_that_can_run_passes() -> None:
+    preflight.check(config())
+
+
+@pytest.mark.parametrize(
+    ("groups", "problem"),
+    [
+        ({"model": GPT | {"num_heads": 3}}, "model.num_heads=3 does not divide model.hidden_size=8"),
+        ({"optimizer": ADAMW | {"lr": -1.0}}, "optimizer.lr: got -1.0; Invalid learning rate: -1.0"),
+        ({"optimizer": ADAMW | {"_target_": "torch.optim.Muon"}}, "optimizer=Muon: takes matrices alone"),
+        ({"optimizer": MUON | {"matrices": ["no"]}}, "optimizer.matrices: no trainable two-dimensional parameter"),
+        ({"optimizer": MUON | {"matrices": "blocks.*"}}, "optimizer.matrices=blocks.*: must be auto, or a list"),
+        ({"optimizer": ADAMW | {"betas": [0.9]}}, "optimizer.betas: got [0.9]; list index out of range"),
+        ({"optimizer": ADAMW | {"eps": [1]}}, "optimizer.eps: got [1]; '<=' not supported between instances of"),
+        (
+            {"optimizer": ADAMW | {"_target_": "builtins.dict"}},
+            "optimizer._target_: got builtins.dict, which makes a dict",
+        ),
+        (
+            {"optimizer": ADAMW | {"capturable": True}},
+            "optimizer=AdamW: its step fails on small tensors (Asser",
+        ),
+        ({"model": GPT | {"num_layers": "x"}}, "model.num_layers=x is no whole number"),
+        (
+            {"model": GPT | {"max_seq_len": 8}},
+            "data.seq_len=16, but GPT knows 8 positions; choose data.seq_len=8 or less or a model with more",
+        ),
+        (
+            {"precision": PrecisionConfig("bf16", ["rms*"])},
+            "precision.keep_fp32: no module or parameter matches 'rms*'; there are wte, wpe, blocks.*.ln_1,",
+        ),
+        ({"precision": PrecisionConfig("bf16", ["*"])}, "precision.keep_fp32: keeps every parameter"),
+        (
+            {"model": {"_target_": "torch.nn.Embedding", "num_embeddings": 256, "embedding_dim": 4, "max_norm": 1.0}},
+            "model: the model is a Embedding with max_norm=1.0, which changes its weight in the forward",
+        ),
+        ({"scheduler": COSINE | {"warmup_steps": "abc"}}, "scheduler.warmup_steps: got abc; '<' not supported"),
+        (
+            {"scheduler": {"_target_": "builtins.divmod", "_partial_": True}},
+            "scheduler._target_: got builtins.divmod, which gives a tuple for (0, max_steps); it must give a number",
+        ),
+        ({"model": GPT | {"vocab_size": 100}}, "data.vocab_size=256, but GPT knows 100 tokens"),
+        ({"model": MLP | {"vocab_size": 100}}, "data.vocab_size=256, but MLP knows 100 tokens"),
+        (
+            {"model": {"_target_": "builtins.dict"}},
+            "model._target_: got builtins.dict, which makes a dict; it must make a",
+        ),
+        (
+            {"data": {"_target_": "builtins.dict"}},
+            "data._target_: got builtins.dict, which makes a dict with no dataset called train; it must make an object",
+        ),
+        ({"data": SYNTHETIC | {"seq_len": 10**12}}, "data: needs more memory than there is: "),
+        (
+            {"train": TrainConfig(micro_batch_size=10**9)},
+            "train.micro_batch_size: got 1000000000; a rank would read 1000000000 sequences in a step, and the data",
+        ),
+        (
+            {"train": TrainConfig(gradient_accumulation_steps=10**9)},
+            "train.gradient_accumulation_steps: got 1000000000; ",
+        ),
+        (
+            {"data": {"_target_": "zerotrain.data.TextDataset", "path": "a\nb", "seq_len": 8}},
+            "data.path=a\\nb does not",
+        ),
+        ({"data": {"_target_": "zerotrain.data.TextDataset", "path": "no/such", "seq_len": 8}}, "data.path=no/such"),
+    ],
+)
+def test_what_a_class_refuses_is_one_line_with_its_group(groups: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(**groups))
+    assert len(refused.value.problems) == 1
+    assert refused.value.problems[0].startswith(problem)
+    assert "\n" not in refused.value.problems[0]
+
+
+def test_data_with_more_tokens_than_the_model_knows_is_refused() -> None:
+    small = {"_target_": "zerotrain.models.HuggingFaceModel", "config": {"model_type": "gpt2", "n_layer": 1}}
+    pytest.importorskip("transformers")
+    preflight.check(config(model=small | {"vocab_size": 256}))
+    with pytest.raises(ConfigError, match=r"data\.vocab_size=256, but HuggingFaceModel knows 100 tokens"):
+        preflight.check(config(model=small | {"vocab_size": 100}))
+
+
+def test_positions_are_compared_and_frozen_models_refused_also_of_hugging_face() -> None:
+    pytest.importorskip("transformers")
+    fields = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}
+    small = {"_target_": "zerotrain.models.HuggingFaceModel", "config": fields, "vocab_size": 256}
+    with pytest.raises(ConfigError, match=r"data\.seq_len=16, but HuggingFaceModel knows 8 positions"):
+        preflight.check(config(model=small | {"config": fields | {"n_positions": 8}}))
+    preflight.check(config(model=small | {"config": fields | {"max_position_embeddings": 16}}))
+    with pytest.raises(ConfigError, match="has no trainable floating-point parameter"):
+        preflight.check(config(model=small | {"freeze": ["*"]}))
+
+
+def test_a_model_that_cannot_be_found_is_one_line() -> None:
+    pytest.importorskip("transformers")
+    model = {"_target_": "zerotrain.models.HuggingFaceModel", "name_or_path": "nowhere"}
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(model=model))
+    [problem] = refused.value.problems
+    assert problem.startswith("model.name_or_path=nowhere is neither a folder with a model nor one that the Hugging")
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(model=GPT | {"num_heads": 3}, optimizer=ADAMW | {"lr": -1.0}))
+    assert len(refused.value.problems) == 2
+
+
+@pytest.mark.parametrize("switch", ["compile", "activation_checkpointing"])
+def test_what_works_unit_by_unit_is_refused_for_a_model_without_units(switch: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.{switch}=true: works unit by unit, and GPT has no repeated blocks"):
+        preflight.check(config(model=GPT | {switch: True}))  # one block repeats nothing
+
+
+def test_offloaded_activations_are_refused_for_a_model_without_units() -> None:
+    with pytest.raises(ConfigError, match=r"offload\.activations=cpu: works unit by unit, and GPT has no repeated"):
+        preflight.check(config(offload=OffloadConfig(activations="cpu")))
+
+
+def test_asking_for_gpus_that_are_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        few = torch.cuda.device_count()
+        with pytest.raises(ConfigError, match="has no GPU"):
+            preflight.check(config(launch=LaunchConfig(device="cuda")), num_local_ranks=few + 1)
+    else:
+        with pytest.raises(ConfigError, match=r"launch\.device=cuda, but torch sees no GPU here"):
+            preflight.check(config(launch=LaunchConfig(device="cuda")))
+
+
+def test_a_problem_that_model_and_optimizer_both_have_is_told_once() -> None:
+    two_blocks = GPT | {"num_layers": 2, "activation_checkpointing": True}
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(model=two_blocks, zero=ZeroGroup(units=["layers.*"])))
+    assert refused.value.problems == (
+        "zero.units: no module with parameters matches 'layers.*'; the model's children are: wte, wpe, dropout, "
+        "blocks, ln_f",
+    )
+
+
+def test_the_model_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    instantiate = factory.instantiate
+
+    def noted(values: dict[str, Any], **options: Any) -> Any:
+        built.append(values["_target_"])
+        return instantiate(values, **options)
+
+    monkeypatch.setattr(factory, "instantiate", noted)
+    preflight.check(config(optimizer=MUON, model=GPT | {"num_layers": 2}))
+    assert sorted(built) == sorted(each["_target_"] for each in (GPT, SYNTHETIC, MUON, COSINE))
+
+
+def test_the_compiler_which_takes_a_second_to_import_is_left_out_where_nothing_is_compiled(tmp_path: Path) -> None:
+    launch = Path(__file__).resolve().parents[4] / "launch.py"
+    program = (
+        "import atexit, runpy, sys\n"
+        "atexit.register(lambda: print(*[name for name in sys.modules if name.startswith('torch._dynamo')]))\n"
+        f"sys.argv = [{str(launch)!r}, 'data=synthetic', 'data.num_sequences=0', 'optimizer=muon']\n"
+        f"runpy.run_path({str(launch)!r}, run_name='__main__')\n"
+    )
+    process = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (2, "\n")
+    # The model and the optimizer were tried too.
+    assert process.stderr == "data.num_sequences=0 is too small; it must be at least 1\n"
+
+
+class Unshifted(SyntheticTokens):
+    """Labels as transformers takes them, equal to the ids."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.train = self.validation = [(ids, ids) for ids, _ in (self.train[row] for row in range(3))]
+
+
+class Shifting(GPT_CLASS):
+    """A model that shifts labels itself."""
+
+    next_token_labels = False
+
+
+def test_labels_that_are_not_shifted_are_refused_for_models_that_do_not_shift_them_and_taken_for_others() -> None:
+    data = SYNTHETIC | {"_target_": f"{__name__}.Unshifted"}
+    with pytest.raises(ConfigError, match=r"^data: the labels of the first items of data\.train equal their ids; GPT "):
+        preflight.check(config(data=data))
+    preflight.check(config(data=data, model=GPT | {"_target_": f"{__name__}.Shifting"}))
+
+
+def test_a_vocabulary_that_is_left_open_is_that_of_the_data_and_one_that_is_given_stays() -> None:
+    def checked(vocab_size: int | None) -> Any:
+        tried = config(model=GPT | {"vocab_size": vocab_size})
+        preflight.check(tried)
+        return tried.model["vocab_size"]
+
+    assert checked(None) == 256
+    assert checked(300) == 300
+    with pytest.raises(ConfigError, match=r"data\.vocab_size=256, but GPT knows 100 tokens"):
+        checked(100)
+
+
+def test_of_data_that_cannot_be_built_nothing_is_said_of_a_vocabulary_that_it_would_have_told() -> None:
+    data = {"_target_": "zerotrain.data.TextDataset", "path": "no/such", "seq_len": 8}
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(data=data, model=GPT | {"vocab_size": None}))
+    assert [problem.split()[0] for problem in refused.value.problems] == ["data.path=no/such"]
+
+
+def test_a_hugging_face_model_from_scratch_knows_the_tokens_of_the_tokenizer() -> None:
+    pytest.importorskip("transformers")
+    model = {"_target_": "zerotrain.models.HuggingFaceModel", "config": {"model_type": "llama", "num_hidden_layers": 1}}
+    tried = config(model=model | {"vocab_size": None})
+    preflight.check(tried)
+    assert factory.build_on_meta(tried).model.get_input_embeddings().weight.shape[0] == 256
+    preflight.check(own := config(model=model | {"config": model["config"] | {"vocab_size": 320}, "vocab_size": None}))
+    assert factory.build_on_meta(own).vocab_size == 320
+
+
+def test_virtual_ranks_that_the_ranks_cannot_share_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^train\.virtual_ranks=3: 2 ranks cannot share them; .* such as 2 or 4$"):
+        preflight.check(config(train=TrainConfig(virtual_ranks=3)), 2, 2)
+    preflight.check(config(train=TrainConfig(virtual_ranks=4)), 1, 2)
+
+
+def saved_by(model: torch.nn.Module) -> Manifest:
+    shapes = {name: {"shape": list(parameter.shape)} for name, parameter in model.named_parameters()}
+    return Manifest({"files": [], "parameters": shapes, "buffers": {}, "step": 0, "extra": {}})
+
+
+def test_weights_to_start_from_that_do_not_fit_are_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    model = factory.build("model", config().model_target)
+    state = model.state_dict()
+    path = str(tmp_path / "weights.pt")
+    torch.save({"model": state}, path)
+    preflight.check(config(checkpoint=CheckpointConfig(init_from=path)))
+    name = next(iter(state))
+    torch.save({"model": {each: value for each, value in state.items() if each != name} | {"head": state[name]}}, path)
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(checkpoint=CheckpointConfig(init_from=path)))
+    begin = f"checkpoint.init_from: {path} does not fit the engine: "
+    assert refused.value.problems == (
+        f"{begin}it lacks {name}; or say checkpoint.strict=false",
+        f"{begin}the model has no head; or say checkpoint.strict=false",
+        f"checkpoint.init_from: {path}: its 'model' was read",
+    )
+    preflight.check(config(checkpoint=CheckpointConfig(init_from=path, strict=False)))
+    preflight.check(config(checkpoint=CheckpointConfig(init_from=path)), goes_on_from=saved_by(model))
+
+
+def test_the_checkpoint_of_another_model_is_refused() -> None:
+    model = factory.build("model", config().model_target)
+    preflight.check(config(), goes_on_from=saved_by(model))
+    wider = factory.build("model", GPT | {"hidden_size": 16, "num_layers": 2})
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(), goes_on_from=saved_by(wider))
+    surplus, *shapes, more = refused.value.problems
+    assert re.fullmatch(r"checkpoint.resume: it has parameters blocks\.1\S+, .* that the model has not", surplus)
+    assert len(shapes) == 3
+    of_shape = re.compile(r"checkpoint.resume: \S+ is of shape .*, and the model's of shape .*")
+    assert all(of_shape.fullmatch(each) for each in shapes)
+    assert re.fullmatch(r"checkpoint.resume: and \d+ more are of other shapes", more)

@@ -1,0 +1,104 @@
+"""Users' datasets: what is refused before any rank starts, each in one line, and what is taken."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from tests.unit.run.test_factory import ADAMW, GPT
+from zerotrain.config.schema import Config
+from zerotrain.errors import ConfigError
+from zerotrain.run.preflight import check as preflight
+
+CONSTANT = {"_target_": "zerotrain.training.constant", "_partial_": True}
+
+
+class Items:
+    """A dataset of the same items on both sides."""
+
+    def __init__(self, kind: str = "pairs", seq_len: int = 16) -> None:
+        tokens = torch.arange(seq_len + 1)
+        pair = (tokens[:-1], tokens[1:])
+        kinds: dict[str, Any] = {
+            "pairs": [pair] * 4,
+            "dicts": [{"labels": pair[1], "ids": pair[0]}] * 4,
+            "stream": Stream(),
+            "no length": NoLength(),
+            "empty": [],
+            "strings": ["text"],
+            "lists": [(pair[0].tolist(), pair[1].tolist())],
+            "triples": [(*pair, pair[0])],
+            "single": [pair[0]],
+            "int32": [(pair[0], pair[1].int())],
+            "unequal": [(pair[0], pair[1][:-1])],
+            "unknown": [(pair[0], pair[1] + 1000)],
+            "unknown in the second": [pair, (pair[0], pair[1] + 1000)],
+            "ragged": [pair, (pair[0][:8], pair[1][:8])],
+            "failing": Failing(),
+        }
+        self.train = kinds[kind]
+        self.validation = kinds["pairs"]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class NoLength(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return torch.arange(16), torch.arange(1, 17)
+
+
+class Failing(Dataset[Any]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return {}["image"]
+
+
+def padded(items: list[Any]) -> dict[str, torch.Tensor]:
+    """Pads to the longest item; the labels that are added do not count."""
+    ids, labels = zip(*items, strict=True)
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {"ids": pad(ids, batch_first=True), "labels": pad(labels, batch_first=True, padding_value=-100)}
+
+
+def check(kind: str, **settings: Any) -> None:
+    data = {"_target_": f"{__name__}.Items", "kind": kind, **settings}
+    preflight.check(Config(model=GPT, data=data, optimizer=ADAMW, scheduler=CONSTANT))
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("stream", "data.train is of type Stream, which cannot be read by number; it must be map-style"),
+        ("no length", "data.train is of type NoLength, which cannot be read by number"),
+        ("empty", "data.train is empty"),
+        ("strings", "data.train[0] is of type str; a batch is made of tensors and numbers"),
+        ("lists", "data.train[0][0] is a list of numbers; give torch.tensor"),
+        ("triples", "data.train[0] gives 3 parts without names, but GPT.forward takes (ids, labels): "),
+        ("single", "data.train[0] gives 1 part without names and no labels, but GPT.forward takes (ids, labels)"),
+        ("int32", "data.train[0] has int64 (16,) for ids and int32 (16,) for labels; GPT takes int64"),
+        ("unequal", "data.train[0] has int64 (16,) for ids and int64 (15,) for labels"),
+        ("unknown", "data.train[0] has the token 1001, but GPT knows the tokens from 0 to 255"),
+        ("unknown in the second", "data.train[1] has the token 1001, but GPT knows the tokens from 0 to 255"),
+        ("ragged", "data.train[1] has shapes [0] (8,), [1] (8,) and data.train[0] shapes [0] (16,), [1] (16,)"),
+        ("failing", f"data.train: row 0 (epoch 0, step 1) cannot be read: KeyError: 'image' ({__file__}, line "),
+    ],
+)
+def test_items_that_cannot_be_trained_on_are_refused_in_one_line(kind: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(kind)
+    [line] = refused.value.problems
+    assert line.startswith(problem)
+    assert "\n" not in line
+
+
+def test_items_that_are_named_or_that_a_collate_function_pads_are_taken() -> None:
+    check("dicts")
+    check("ragged", collate_fn={"_target_": f"{__name__}.padded", "_partial_": True})
+    with pytest.raises(ConfigError, match=r"^data\.train: row 0 .* cannot be put together to a batch: ValueError: too"):
+        check("triples", collate_fn={"_target_": f"{__name__}.padded", "_partial_": True})

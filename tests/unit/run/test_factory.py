@@ -1,0 +1,184 @@
+"""One rank of a run, in a process of its own: from a config to result.json."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zerotrain.comm.ranks.world import World
+from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
+from zerotrain.errors import ConfigError, TrainingError
+from zerotrain.run import factory
+from zerotrain.run.preflight import check as preflight
+
+GPT = {
+    "_target_": "zerotrain.models.GPT",
+    "vocab_size": 256,
+    "max_seq_len": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "hidden_size": 8,
+}
+ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3}
+COSINE = {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 2, "final_fraction": 0.1}
+SYNTHETIC = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 16, "vocab_size": 256, "num_sequences": 64}
+
+
+def config(**groups: Any) -> Config:
+    return Config(**({"model": GPT, "data": SYNTHETIC, "optimizer": ADAMW, "scheduler": COSINE} | groups))
+
+
+def run(folder: Path, **groups: Any) -> dict[str, Any]:
+    settings = config(**groups)
+    settings.train.max_steps = 2
+    settings.train.eval_batches = 1
+    folder.mkdir(exist_ok=True)
+    return factory.run(settings, folder, overrides=["train.max_steps=2"], config_hash="abc")
+
+
+def test_mfu_counts_no_operation_that_is_made_twice_to_save_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factory, "device_peak_flops", lambda device, dtype: 1e12)
+    model = GPT | {"num_layers": 2}
+    plain = run(tmp_path / "plain", model=model)
+    recomputed = run(tmp_path / "recomputed", model=model | {"activation_checkpointing": True})
+    assert plain["weights_sha256"] == recomputed["weights_sha256"]
+    assert plain["mfu"] / plain["tokens_per_s"] == pytest.approx(recomputed["mfu"] / recomputed["tokens_per_s"])
+
+
+def test_an_engine_is_built_at_the_stage_that_it_goes_on_at(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """It was built at the first stage of the schedule and then changed (2026-11-22)."""
+    settings = config(
+        zero=ZeroGroup(schedule={0: 0, 2: 3}), checkpoint=CheckpointConfig(every="3", save_at_end=False, keep=None)
+    )
+    settings.train.max_steps, settings.train.eval_batches = 4, 1
+    whole = factory.run(settings, tmp_path, overrides=[], config_hash="abc")
+    path = str(tmp_path / "checkpoints/step-00000003")
+    for stage, is_changed in ((3, False), (1, True)):
+        capsys.readouterr()
+        again = factory.run(settings, tmp_path, overrides=[], config_hash="abc", resume_from=[path], stage=stage)
+        assert again["weights_sha256"] == whole["weights_sha256"]
+        assert again["stage"] == 3
+        assert (f"stage {stage} -> 3 after step 3: sent" in capsys.readouterr().out) == is_changed
+
+
+def test_where_the_peak_of_the_device_is_not_known_there_is_no_mfu(tmp_path: Path) -> None:
+    assert run(tmp_path)["mfu"] is None
+
+
+def test_one_process_without_a_group_trains_and_writes_its_result(tmp_path: Path) -> None:
+    result = run(tmp_path)
+    assert result["status"] == "completed"
+    assert result["overrides"] == ["train.max_steps=2"]
+    assert (tmp_path / "result.json").exists()
+
+
+def test_what_the_engine_refuses_is_said_in_words_of_the_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.compile=true: works unit by unit, and GPT has no repeated blocks"):
+        run(tmp_path, model=GPT | {"compile": True})
+
+
+def test_the_config_decays_matrices_alone_and_the_start_of_a_run_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    decaying = ADAMW | {"weight_decay": 0.1}
+    engine = factory.build_engine_of(config(optimizer=decaying), world)
+    assert {group["name"]: group["weight_decay"] for group in engine.param_groups} == {"matrices": 0.1, "others": 0.0}
+    run(tmp_path, optimizer=decaying)
+    assert re.search(r"decay +0\.1 on \d+ matrices \([\d,]+\), 0 on \d+ others", capsys.readouterr().out)
+
+
+def test_data_that_is_not_what_was_checked_is_refused_by_the_ranks(tmp_path: Path) -> None:
+    """Seen: the run's own config.yaml came into the corpus between the check and the ranks."""
+    checked = preflight.check(config())
+    settings = config(data=SYNTHETIC | {"num_sequences": 65})
+    with pytest.raises(ConfigError, match="rows: 64 when it was checked, 65 on all ranks"):
+        factory.run(settings, tmp_path, overrides=[], config_hash="abc", data_checked=checked)
+
+
+class Poisoned(torch.nn.Module):
+    """A model whose loss is nan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return self.weight.sum() * float("nan")
+
+
+def test_what_training_ends_with_is_said_in_words_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zerotrain.models.Poisoned", Poisoned, raising=False)
+    settings = config(model={"_target_": "zerotrain.models.Poisoned"})
+    settings.train.max_skipped_steps, settings.train.eval_batches = 2, 1
+    with pytest.raises(TrainingError, match=r"train\.on_nonfinite=skip, train\.max_skipped_steps"):
+        factory.run(settings, tmp_path, overrides=[], config_hash="abc")
+
+
+class Unordered(Poisoned):
+    """A model with an operation that has no deterministic variant."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        torch.zeros(4).put_(ids.flatten() % 4, torch.arange(float(ids.numel())))
+        return self.weight.sum()
+
+
+def test_what_has_no_deterministic_variant_stops_a_deterministic_run_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zerotrain.models.Unordered", Unordered, raising=False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    model = {"_target_": "zerotrain.models.Unordered"}
+    assert run(tmp_path / "any", model=model)["status"] == "completed"
+    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    settings = config(model=model)
+    settings.train.deterministic = True
+    try:
+        with pytest.raises(RuntimeError, match="put_"):
+            factory.run(settings, tmp_path, overrides=[], config_hash="abc")
+        assert not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "seconds"),
+    [("100", 100, None), ("600s", None, 600.0), ("15m", None, 900.0), ("2h", None, 7200.0), (None, None, None)],
+)
+def test_what_is_kept_of_a_run_is_as_the_config_says(every: str | None, steps: int | None, seconds: float | None):
+    given = CheckpointConfig(every=every, keep=None, keep_every=7, asynchronous=False, init_from="llama", strict=False)
+    policy = factory._policy(Config(checkpoint=given), ["run/checkpoints/step-00000100"])
+    assert (policy.every_steps, policy.every_s) == (steps, seconds)
+    assert (policy.keep, policy.keep_every, policy.asynchronous, policy.strict) == (None, 7, False, False)
+    assert (policy.resume, policy.init_from) == ([Path("run/checkpoints/step-00000100")], Path("llama"))
+    assert policy.at_end
+    assert not factory._policy(Config(checkpoint=CheckpointConfig(save_at_end=False)), []).at_end
+
+
+class Random:
+    """Draws what it holds, as many a first dataset does."""
+
+    def __init__(self) -> None:
+        self.train = self.validation = [(torch.randn(4), torch.rand(1)) for _ in range(3)]
+
+
+def test_a_dataset_that_draws_what_it_holds_is_the_same_in_every_process() -> None:
+    """It was refused: "it has changed since it was checked"."""
+    made = []
+    for rank in range(3):
+        torch.manual_seed(rank)
+        before = torch.get_rng_state()
+        settings = config(data={"_target_": f"{__name__}.Random"})
+        settings.seed = 0 if rank < 2 else 1
+        made.append(torch.stack([part for part, _ in factory.build_data(settings).train]))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])

@@ -1,0 +1,87 @@
+import math
+import time
+
+import pytest
+import torch
+
+from zerotrain.training.figures.metrics import NUM_WARMUP_STEPS, StepClock, device_peak_flops
+
+
+def clock_of(durations_s: list[float], monkeypatch: pytest.MonkeyPatch) -> StepClock:
+    """A clock that has timed steps of 100 tokens each."""
+    now_s = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    clock = StepClock()
+    for duration_s in durations_s:
+        with clock:
+            now_s += duration_s
+        clock.count(100)
+        now_s += 1000  # an evaluation, which is not training
+    return clock
+
+
+def test_the_first_steps_and_what_lies_between_steps_are_left_out_of_the_speed(monkeypatch):
+    clock = clock_of([50.0] * NUM_WARMUP_STEPS + [1.0, 2.0, 9.0], monkeypatch)
+    assert clock.tokens_per_s() == pytest.approx(300 / 12)
+    assert clock.step_ms_median() == pytest.approx(2000)
+    assert clock.steps_per_s() == pytest.approx(3 / 12)
+
+
+def test_the_speed_of_the_last_steps_is_theirs_alone(monkeypatch):
+    clock = clock_of([50.0] * 10 + [1.0, 3.0], monkeypatch)
+    assert clock.tokens_per_s(last_steps=2) == pytest.approx(200 / 4)
+    assert clock.step_ms_median(last_steps=2) == pytest.approx(2000)
+    assert clock.steps_per_s(last_steps=2) == pytest.approx(2 / 4)
+
+
+def test_a_run_shorter_than_its_warmup_counts_all_its_steps(monkeypatch):
+    assert clock_of([2.0, 4.0], monkeypatch).tokens_per_s() == pytest.approx(200 / 6)
+
+
+def test_a_clock_goes_on_with_the_sums_of_one_before_it(monkeypatch):
+    first = clock_of([50.0] * NUM_WARMUP_STEPS + [1.0, 2.0], monkeypatch)
+    second = clock_of([40.0] * NUM_WARMUP_STEPS + [9.0], monkeypatch)
+    second.load_state_dict(first.state_dict())
+    assert second.tokens_per_s() == pytest.approx(300 / 12)
+    assert second.train_s == pytest.approx(90 * NUM_WARMUP_STEPS + 12)
+    assert second.tokens_per_s(last_steps=1) == pytest.approx(100 / 9)
+    third = StepClock()
+    third.load_state_dict(second.state_dict())
+    assert (third.tokens_per_s(), third.train_s) == (pytest.approx(300 / 12), pytest.approx(90 * NUM_WARMUP_STEPS + 12))
+
+
+def test_before_any_step_there_is_no_speed():
+    assert math.isnan(StepClock().tokens_per_s())
+    assert math.isnan(StepClock().step_ms_median())
+    assert math.isnan(StepClock().steps_per_s())
+
+
+def test_a_step_that_failed_is_not_counted():
+    clock = StepClock()
+    with pytest.raises(RuntimeError), clock:
+        raise RuntimeError
+    assert math.isnan(clock.step_ms_median())
+
+
+@pytest.mark.parametrize(
+    ("device_name", "dtype", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4e12),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756.0e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float16, 312e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float64, None),
+        ("NVIDIA B200", torch.bfloat16, 2250e12),
+        ("NVIDIA L4", torch.bfloat16, 121e12),
+        ("NVIDIA L40S", torch.bfloat16, 362e12),
+        ("NVIDIA GeForce RTX 4090", torch.float32, 82.6e12),
+        ("Some GPU of tomorrow", torch.bfloat16, None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_its_name_and_dtype(device_name, dtype, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: device_name)
+    assert device_peak_flops(torch.device("cuda", 0), dtype) == (None if peak is None else pytest.approx(peak))
+
+
+def test_the_peak_of_a_cpu_is_not_known():
+    assert device_peak_flops(torch.device("cpu"), torch.float32) is None

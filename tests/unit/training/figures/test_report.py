@@ -1,0 +1,85 @@
+import io
+import re
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from zerotrain.training import RunResult
+from zerotrain.training.figures.report import RankUsage, gather_usages, peak_memory_nbytes, print_report
+
+USAGE = RankUsage(
+    parameters_nbytes=248_879_616,
+    gradients_nbytes=31_109_952,
+    optimizer_nbytes=186_659_712,
+    sent_nbytes=435_539_329,
+    theory_parameters_nbytes=248_879_616,
+    theory_gradients_nbytes=31_109_952,
+    theory_optimizer_nbytes=186_659_712,
+    theory_sent_nbytes=435_539_328,
+    peak_nbytes=12_345_678_901,
+)
+RESULT = RunResult(world_size=8, steps=200, final_train_loss=2.3, final_val_loss=2.2185, tokens_per_s=10799.5)
+
+
+def printed(usages: list[RankUsage], result: RunResult = RESULT, device: str = "cuda") -> list[str]:
+    file = io.StringIO()
+    print_report(Console(file=file, width=80), result=result, usages=usages, device=torch.device(device))
+    return file.getvalue().splitlines()
+
+
+def test_each_rank_has_a_line_with_every_measured_value_beside_its_theory():
+    lines = printed([USAGE, replace(USAGE, gradients_nbytes=31_209_952)])
+    first, second = (re.sub(r" +", " ", line).strip() for line in lines[-4:-2])
+    assert first == "0 248.9 / 248.9 31.11 / 31.11 186.7 / 186.7 435.5 / 435.5 12.35"
+    assert second == "1 248.9 / 248.9 31.21 / 31.11 186.7 / 186.7 435.5 / 435.5 12.35"
+
+
+def test_the_table_names_its_units_and_is_readable_at_80_columns():
+    lines = printed([USAGE])
+    assert max(len(line) for line in lines) <= 80
+    assert "…" not in "".join(lines)
+    assert any(line.split() == ["rank", "MB", "MB", "MB", "MB", "GB"] for line in lines)
+
+
+def test_where_the_stage_has_changed_each_has_its_rows_and_80_columns_are_enough():
+    shards = asdict(replace(USAGE, parameters_nbytes=31_109_952, theory_parameters_nbytes=31_109_952))
+    stages = [
+        {"stage": 3, "from_step": 0, "ranks": [shards, shards]},
+        {"stage": 1, "from_step": 20, "ranks": None},  # its run was stopped
+        {"stage": 2, "from_step": 150, "ranks": None},
+    ]
+    lines = [" ".join(line.split()) for line in printed([USAGE, USAGE], replace(RESULT, stages=stages))]
+    rest = "31.11 / 31.11 186.7 / 186.7 435.5 / 435.5 12.35"
+    rows = [line for line in lines if line.count("/") == 4]
+    assert rows == [f"3, {rank} 31.11 / 31.11 {rest}" for rank in range(2)] + [
+        f"2, {rank} 248.9 / 248.9 {rest}" for rank in range(2)
+    ]
+    assert "stage 3 from step 0, 2 from step 150" in lines
+
+
+def test_the_summary_tells_loss_and_speed():
+    assert "200 steps, train loss 2.3000, validation loss 2.2185, 10,800 tokens/s" in " ".join(printed([USAGE]))
+
+
+def test_one_rank_that_sends_nothing_can_be_shown():
+    alone = replace(USAGE, sent_nbytes=0, theory_sent_nbytes=0)
+    assert "0 / 0" in printed([alone], RunResult(world_size=1), device="cpu")[-3]
+
+
+def test_gathering_in_one_process_gives_its_own_usage(world):
+    assert gather_usages(USAGE, world) == [USAGE]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_peak_of_a_cpu_process_is_that_of_its_resident_memory():
+    block = torch.ones(2**24)  # 64 MiB, touched
+    assert peak_memory_nbytes(torch.device("cpu")) > block.nbytes
+    assert peak_memory_nbytes(torch.device("cpu")) == pytest.approx(resident_high_water_nbytes(), rel=0.05)
+
+
+def resident_high_water_nbytes() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))

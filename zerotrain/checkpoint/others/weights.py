@@ -1,0 +1,160 @@
+"""Weights to start from, wherever they lie: a file of safetensors or of torch.save, a folder of Hugging Face or of
+torch's DCP, the weights of a checkpoint.
+
+`find_weights` opens them; names, dtypes and shapes are known from headers alone, and `read` gives elements by number.
+"""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerotrain.checkpoint.blocks import hash_of
+from zerotrain.checkpoint.kept import candidates, entries
+from zerotrain.checkpoint.manifest import BUFFER, MANIFEST, WEIGHT, dtype_of, of_rank_0, read_manifest
+from zerotrain.checkpoint.others.dcp_metadata import METADATA
+from zerotrain.checkpoint.others.dcp_weights import DcpWeights
+from zerotrain.checkpoint.others.given import GivenTensor, Weights, row_by_row
+from zerotrain.checkpoint.others.open_file import OpenFile
+from zerotrain.checkpoint.others.safetensors_file import safetensors_in
+from zerotrain.checkpoint.others.torch_file import is_of_torch, torch_tensors_in
+from zerotrain.checkpoint.reading import Reader
+from zerotrain.checkpoint.verify import problems_in
+from zerotrain.errors import CheckpointError
+from zerotrain.files.untrusted import Each, FileName, UntrustedFileError, read_json, shown
+
+INDEX_END = ".index.json"
+IN_FOLDERS = tuple(name + end for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX_END))
+"""What of a folder of Hugging Face is read: the first of these that is there."""
+OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""Ends of names of files that may hold weights."""
+MAX_INDEX_NBYTES = 100_000_000
+MAX_NAMES_SHOWN = 3
+ALLOWED = (
+    f"give a file of safetensors or torch.save, a folder with {IN_FOLDERS[0]} or {IN_FOLDERS[2]} (or an index of "
+    f"several), a folder of torch.distributed.checkpoint (it has {METADATA}), a checkpoint of zerotrain (it has "
+    f"{MANIFEST}), or the folder of a run"
+)
+
+
+def resolved(path: str | os.PathLike[str]) -> Path:
+    """What of a named path is read, absolute: itself, or of a run's folder its newest checkpoint.
+
+    Raises:
+        CheckpointError: there are no weights that can be read.
+    """
+    named = Path(os.path.abspath(path))
+    if named.name == METADATA:
+        return named.parent
+    if any(os.path.isfile(named / name) for name in (*IN_FOLDERS, METADATA)):
+        return named
+    if os.path.lexists(named) and not os.path.isdir(named):
+        return named
+    try:
+        return candidates(named, allowed=ALLOWED)[0]
+    except CheckpointError:
+        if others := [each for each in entries(named) if each.suffix in OTHERS]:
+            raise CheckpointError(
+                f"{named} has no {IN_FOLDERS[0]}: name the file itself, such as {others[0]}"
+            ) from None
+        raise
+
+
+def find_weights(path: str | os.PathLike[str]) -> Weights:
+    """Open what `path` names; headers alone are read.
+
+    Raises:
+        CheckpointError: there are no weights that can be read, or a file is cut off, damaged or missing.
+    """
+    source = resolved(path)
+    if os.path.isfile(source / MANIFEST):
+        return CheckpointWeights(source)
+    if os.path.isfile(source / METADATA):
+        return DcpWeights(source)
+    file = next((source / name for name in IN_FOLDERS if os.path.isfile(source / name)), source)
+    return FileWeights(source, _files_of(file) if file.name.endswith(INDEX_END) else {file: None})
+
+
+def _files_of(index: Path) -> dict[Path, list[str] | None]:
+    """The names that lie in each file that an index tells of."""
+    files: dict[Path, list[str] | None] = {}
+    try:
+        said = read_json(index, {"weight_map": Each(FileName())}, max_nbytes=MAX_INDEX_NBYTES)
+        for name, file in said["weight_map"].items():
+            names = files.setdefault(index.parent / file, [])
+            assert names is not None
+            names.append(name)
+    except OSError as error:
+        raise CheckpointError(f"{index} cannot be read: {error.strerror}") from error
+    except UntrustedFileError as error:
+        raise CheckpointError(f"{index} is no index of files with weights, or damaged: {error}") from None
+    if absent := [file.name for file in files if not os.path.isfile(file)]:
+        more = f" and {len(absent) - MAX_NAMES_SHOWN} more" if len(absent) > MAX_NAMES_SHOWN else ""
+        named = ", ".join(map(shown, absent[:MAX_NAMES_SHOWN])) + more
+        raise CheckpointError(f"{index.parent} lacks {named} of the {len(files)} files that {index.name} tells of")
+    return files
+
+
+class FileWeights(Weights):
+    """Of one file of safetensors or torch.save, or of several.
+
+    Args:
+        files: the names that are read of each; None: all.
+    """
+
+    def __init__(self, path: Path, files: dict[Path, list[str] | None]) -> None:
+        self.path, self.tensors = path, []
+        with ExitStack() as opened:
+            for each, names in files.items():
+                file = OpenFile(each)
+                opened.callback(file.close)
+                tensors = torch_tensors_in(file) if is_of_torch(file) else safetensors_in(file)
+                known = {tensor.names[0]: tensor for tensor in tensors}
+                if absent := [name for name in names or () if name not in known]:
+                    raise CheckpointError(f"{each} has no {absent[0]}, which its index tells of")
+                self.tensors += tensors if names is None else [known[name] for name in names]
+            self._opened = opened.pop_all()
+        told = [(each.part, each.names, each.kind, each.shape, each.stride) for each in self.tensors]
+        self.fingerprint = hash_of(repr(told).encode())
+
+    def problems(self, taken: Sequence[GivenTensor], part: int, num_parts: int) -> list[str]:
+        return []  # all that the formats let one know is known since they were opened
+
+    def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:
+        file, byte = tensor.place
+        assert tensor.dtype is not None
+        file.read(byte + start * tensor.dtype.itemsize, tensor.dtype, target)
+
+
+class CheckpointWeights(Weights):
+    """Of a checkpoint of ours: master weights, and the buffers of rank 0."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._manifest = read_manifest(path)
+        self._opened = ExitStack()
+        self._reader = self._opened.enter_context(Reader(path, self._manifest))
+        self.fingerprint = hash_of(self._manifest.text().encode())
+        self.tensors = []
+        for parameter in self._manifest.parameters.values():
+            tensor = parameter["tensors"].get(WEIGHT)
+            self._add(parameter["names"], tensor, parameter["shape"], parameter["stride"])
+        for name, buffer in self._manifest.buffers.items():
+            self._add([name], of_rank_0(buffer), buffer["shape"], row_by_row(buffer["shape"]))
+
+    def _add(self, names: list[str], tensor: Any, shape: Sequence[int], stride: Sequence[int]) -> None:
+        assert tensor is not None or prod(shape) == 0
+        dtype = None if tensor is None else dtype_of(tensor)
+        kind = "" if tensor is None else tensor["dtype"]
+        self.tensors.append(GivenTensor(names, kind, dtype, tuple(shape), tuple(stride), tensor))
+
+    def problems(self, taken: Sequence[GivenTensor], part: int, num_parts: int) -> list[str]:
+        return problems_in(self.path, self._manifest, part, num_parts, roles=(WEIGHT, BUFFER))
+
+    def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:
+        if target.numel() > 0:
+            self._reader.read(tensor.place, start, target)

@@ -1,0 +1,1 @@
+"""What was sent, in which order, and who waits where."""

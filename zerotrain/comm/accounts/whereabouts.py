@@ -1,0 +1,108 @@
+"""What a rank says when a collective fails: which one, how long it waited, and where the other ranks failed.
+
+A step that succeeds pays nothing for this. A rank whose collective fails writes where it is into the store that all
+ranks have met in, and reads there for a short while what the others write.
+"""
+
+import re
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from zerotrain.errors import CommError
+
+GRACE_S = 2.0
+"""How long a rank whose collective has failed waits for the other ranks' words. Ranks that wait for each other in
+different places time out almost together."""
+_POLL_S = 0.05
+_TIME_IS_UP = re.compile(r"time[d -]*out", re.IGNORECASE)
+"""In what backends raise when they have waited, and not lost a connection."""
+_WHERE_IN_GLOO = re.compile(r"^\[[^\]]*\] ?")
+
+
+def by_rank(values: Sequence[object]) -> str:
+    """Each value and the ranks that have it, such as "2 on ranks 0, 2, 1 on rank 1"."""
+    ranks: dict[object, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return ", ".join(f"{_short(value)} on rank{'s' * (len(on) > 1)} {', '.join(on)}" for value, on in ranks.items())
+
+
+def _short(value: object) -> str:
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def _outside() -> str:
+    return "outside the engine's calls"
+
+
+@dataclass
+class Whereabouts:
+    """Who this rank is and where in the training."""
+
+    rank: int
+    size: int
+    group_name: str = ""
+    """Of the process group, to tell apart what ranks leave in the store."""
+    describe: Callable[[], str] = _outside
+    """Such as "step 3, forward". Called when something has failed."""
+    _lost: CommError | None = field(default=None, init=False)
+
+    def ask(self, describe: Callable[[], str]) -> None:
+        """Describe this rank by a method from now on, as long as its object lives.
+
+        Weak: the object knows this rank's process groups. In a circle with them it would keep the groups alive until
+        the interpreter shuts down, when gloo's threads still run: a rank that had finished died of SIGABRT.
+        """
+        method = weakref.WeakMethod(describe)
+
+        def ask_if_alive() -> str:
+            alive = method()
+            return _outside() if alive is None else alive()
+
+        self.describe = ask_if_alive
+
+    def lost_others(self, error: RuntimeError, collective: str, waited_s: float) -> CommError:
+        """What to raise where the backend has given up waiting, or has lost its connection.
+
+        A group that has failed once fails again at each call, such as those of a clean-up: what is raised then is what
+        was raised first. `collective` is such as "gather of blocks.0".
+        """
+        if self._lost is not None:
+            return self._lost
+        here = f"{collective} ({self.describe()})"
+        heard = self._exchange_words(here)
+        lines = [f"rank {rank} failed in {where}" for rank, where in sorted(heard.items())]
+        silent = [rank for rank in range(self.size) if rank != self.rank and rank not in heard]
+        if silent:
+            ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+            lines.append(f"nothing is known of {ranks}, which may compute, sleep or be gone")
+        reason = _WHERE_IN_GLOO.sub("", str(error).split("\n")[0])
+        self._lost = CommError(
+            f"rank {self.rank} failed in {here} after {waited_s:.1f} s: {reason}; {'; '.join(lines)}. All ranks must "
+            "make the same calls in the same order",
+            unheard=tuple(silent) if _TIME_IS_UP.search(reason) else (),
+            where=here,
+            waited_s=waited_s,
+        )
+        return self._lost
+
+    def _exchange_words(self, here: str) -> dict[int, str]:
+        """Leave `here` for the other ranks; return what they have left, or leave within the grace."""
+        heard: dict[int, str] = {}
+        try:
+            store = dist.PrefixStore(f"zerotrain/failed/{self.group_name}", _get_default_store())
+            store.set(str(self.rank), here)
+            deadline = time.monotonic() + GRACE_S
+            while len(heard) < self.size - 1 and time.monotonic() < deadline:
+                for rank in set(range(self.size)) - {self.rank} - set(heard):
+                    if store.check([str(rank)]):
+                        heard[rank] = store.get(str(rank)).decode()
+                time.sleep(_POLL_S)
+        except (RuntimeError, ValueError):  # the store has gone with the rank that kept it
+            pass
+        return heard

@@ -1,0 +1,1 @@
+"""Who the ranks are and how they meet."""

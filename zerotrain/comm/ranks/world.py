@@ -1,0 +1,198 @@
+"""The ranks of a run: who this process is, which device it drives and which groups it talks in."""
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from zerotrain.comm.accounts.whereabouts import Whereabouts
+from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.ranks.meeting import meet
+from zerotrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zerotrain.comm.wire import Wire
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The ranks that parameters, gradients and optimizer state are cut over, and this one's place among them. Today
+    these are all ranks of the world."""
+
+    rank: int = 0
+    size: int = 1
+    gather_group: dist.ProcessGroup | None = None
+    """Carries parameters, and small collectives. None for one rank."""
+    reduce_group: dist.ProcessGroup | None = None
+    """Carries gradients. A group of its own: one NCCL communicator runs its collectives one after the other."""
+    tags: Iterator[int] = field(default_factory=itertools.count, compare=False)
+    """Numbers that keep sends and receives apart; taken in the same order on every rank."""
+    shared_memory: bool = True
+    """CPU ranks of one host read each other's memory; False: they send through sockets."""
+    make_wire: "Callable[[bool], Wire] | None" = field(default=None, compare=False)
+    """What carries the collectives of an engine (with an ordered reduction or not), in place of the groups."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among `size`, each with a part of every batch. At size 1 there is no process group."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    shards: Shards = field(default_factory=Shards)
+    """The ranks among which the model's state is sharded."""
+    group: dist.ProcessGroup | None = None
+    """All ranks; None for one. The caller's own group where there was one."""
+    started_here: bool = False
+    """Whether `close` ends torch.distributed as a whole."""
+    whereabouts: Whereabouts = field(init=False, compare=False)
+    """What this rank says of itself when a collective fails."""
+
+    def __post_init__(self) -> None:
+        group_name = "" if self.group is None else self.group.group_name
+        object.__setattr__(self, "whereabouts", Whereabouts(self.rank, self.size, group_name))
+
+    @classmethod
+    def from_environment(cls, device: str = "auto", timeout_s: float = 300.0, *, shared_memory: bool = True) -> "World":
+        """Join the ranks that RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT describe; without them, be alone.
+
+        Args:
+            device: cpu, cuda, or auto (cuda where there is one).
+            timeout_s: seconds to wait for the other ranks, when they meet and in each collective.
+            shared_memory: CPU ranks of one host read each other's memory; False: they send through sockets.
+
+        Raises:
+            ConfigError: cuda was asked for and is not there; the variables are incomplete or contradict each other.
+            CommError: the other ranks have not come.
+        """
+        ranks = RankEnvironment.read(whole=False)
+        local_rank = 0 if ranks is None else ranks.local_rank
+        chosen = choose_device(device, local_rank)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        if ranks is None or ranks.world_size == 1:
+            return cls(rank=0, size=1, local_rank=0, device=chosen)
+        dist.init_process_group(
+            backend="nccl" if chosen.type == "cuda" else "gloo",
+            store=meet(ranks, timeout_s),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=chosen if chosen.type == "cuda" else None,
+        )
+        return cls._around(chosen, local_rank, started_here=True, shared_memory=shared_memory)
+
+    @classmethod
+    def current(cls, device: torch.device) -> "World":
+        """The world of the process group the caller has initialised, or one process where there is none.
+
+        Raises:
+            ConfigError: the group is NCCL's and `device` the CPU.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(rank=0, size=1, local_rank=0, device=device)
+        if device.type == "cpu" and "gloo" not in dist.get_backend():
+            raise ConfigError(
+                f"the process group is {dist.get_backend()} and the model is on the CPU; move the model to this rank's "
+                "GPU before build_engine, or initialise the group with gloo"
+            )
+        return cls._around(device, int(os.environ.get("LOCAL_RANK", dist.get_rank())), started_here=False)
+
+    @classmethod
+    def _around(cls, device: torch.device, local_rank: int, started_here: bool, shared_memory: bool = True) -> "World":
+        rank, size, everyone = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+        # Without a timeout of its own the new group would wait by torch's default, half an hour on gloo.
+        reductions = dist.new_group(timeout=_timeout_of(device))
+        shards = Shards(rank, size, everyone, reductions, shared_memory=shared_memory)
+        return cls(rank, size, local_rank, device, shards=shards, group=everyone, started_here=started_here)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The element-wise sum of a small tensor over all ranks, in place; CommError if they do not come. For metrics,
+        not for gradients."""
+        if self.size > 1:
+            self._together("sum of metrics", lambda: dist.all_reduce(values, group=self.group))
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks; CommError if they do not come."""
+        if self.size > 1:
+            self._together("barrier", lambda: dist.barrier(group=self.group))
+
+    def _together(self, collective: str, call: Callable[[], object]) -> None:
+        started_s = time.monotonic()
+        try:
+            call()
+        except RuntimeError as error:
+            raise self.whereabouts.lost_others(error, collective, time.monotonic() - started_s) from error
+
+    def close(self) -> None:
+        """Leave the groups. Safe to call twice; a group the caller made is left to the caller."""
+        if self.size == 1 or not dist.is_initialized():
+            return
+        if self.started_here:
+            dist.destroy_process_group()
+        else:
+            with suppress(ValueError):  # what torch says of a group that is gone
+                dist.destroy_process_group(self.shards.reduce_group)
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the other ranks may be gone, and leaving a group waits for them.
+        if error is None:
+            self.close()
+
+
+def _timeout_of(device: torch.device) -> timedelta | None:
+    """How long the first group waits; None where its backend does not say."""
+    group = dist.group.WORLD
+    options = getattr(group._get_backend(device), "options", None) if group is not None else None
+    return getattr(options, "_timeout", None)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What carries tensors of `device` in a group: gloo, nccl, ...; of torch's fake group, in which benchmarks measure
+    one rank of many alone, what would carry them in earnest."""
+    name = group._get_backend(device).name().lower()
+    if name == "fake":
+        return "gloo" if device.type == "cpu" else "nccl"
+    return name
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """The device of a rank: its own GPU, or the CPU.
+
+    Args:
+        wanted: cpu, cuda, or auto (cuda where there is one).
+
+    Raises:
+        ConfigError: there is no GPU, or none left for this local rank.
+    """
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "World.from_environment(device='cuda'), but torch sees no GPU here; use "
+            "World.from_environment(device='cpu') or auto"
+        )
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; use "
+            f"torchrun --nproc-per-node={torch.cuda.device_count()} or less, or World.from_environment(device='cpu')"
+        )
+    return torch.device("cuda", local_rank)

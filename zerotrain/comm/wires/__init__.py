@@ -1,0 +1,1 @@
+"""How each backend sends."""

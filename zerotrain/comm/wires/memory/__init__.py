@@ -1,0 +1,1 @@
+"""Ranks of one host read each other's memory."""

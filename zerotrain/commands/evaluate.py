@@ -1,0 +1,324 @@
+"""`python -m zerotrain evaluate RUN [SETTING=VALUE ...]`: the validation loss of a checkpoint, as the run had it."""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.config.checks import OPEN_GROUPS as CHECKED_GROUPS
+from zerotrain.config.checks import class_problems, value_problems
+from zerotrain.config.compose import first_line, from_values, known_keys, literal
+from zerotrain.config.schema import CheckpointConfig, Config
+from zerotrain.config.suggest import did_you_mean
+from zerotrain.config.words import in_words_of_config, words_of_config
+from zerotrain.engine.state.start import weight_misfits
+from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
+from zerotrain.files.kept_out import nothing_imported_from
+from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import Each, read_json
+from zerotrain.launching.command.task import device_for
+from zerotrain.launching.end import exits
+from zerotrain.launching.end.failures import Failure, RunError
+from zerotrain.launching.job.job import Job, num_threads_per_rank
+from zerotrain.launching.job.restarts import Attempts
+from zerotrain.launching.start.spawn import run_ranks
+from zerotrain.launching.start.worker import exit_now
+from zerotrain.run import evaluating
+from zerotrain.run.exported import ADAPTERS, MERGED, opened_or_exported
+from zerotrain.run.factory import build_on_meta
+from zerotrain.run.preflight import check as preflight
+from zerotrain.run.saved import OfRun
+from zerotrain.run.trust import names_others, require_trusted
+from zerotrain.settings import OffloadConfig
+from zerotrain.training.callbacks.stages import stage_at
+
+EXAMPLES = """\
+A run, of which the newest checkpoint is taken, a checkpoint, or an exported folder. Settings are those of the run but
+for what is given, each by its whole name. With none, or others of zero and launch alone, the loss is that of the run at
+this step, to the bit, on a CPU: its launch.threads_per_rank is taken too. One process, unless launch.nproc_per_node or
+torchrun asks for more. Nothing is written into the run's folder, which may be under way.
+
+  python -m zerotrain evaluate outputs/2026-11-22/10-00-00
+  python -m zerotrain evaluate outputs/2026-11-22/10-00-00 zero.stage=3 launch.nproc_per_node=4
+  python -m zerotrain evaluate exported data.path=other_texts train.eval_batches=100
+
+Exit code 0; 1: a rank failed; 2: an argument, or weights that are not what was written, one line a problem.
+"""
+
+
+GROUPS = tuple(each.name for each in fields(Config) if each.name != "seed")
+OPEN_GROUPS = ("model", "data")
+"""Those whose settings their classes decide."""
+AT_WORK: tuple[str, ...] = ("seed", "zero.", "precision.", "model.", "data.", "train.eval_batches")
+AT_WORK += ("train.micro_batch_size", "train.deterministic", "launch.device", "launch.nproc_per_node")
+AT_WORK += ("launch.threads_per_rank", "launch.timeout_s", "launch.shared_memory")
+"""How names of settings begin that an evaluation has a use for, but for those of `IDLE`."""
+IDLE = ("zero.schedule", "data.num_workers")
+_LOSS = {"loss": float, "by_source": Each(float)}
+MAX_LOSS_NBYTES = 1 << 20
+OTHER_DATA = "the data is not what the run has seen: its files or their split have changed, and so may the loss"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zerotrain evaluate",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", type=Path, metavar="RUN", help="or a checkpoint, or an exported folder")
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="other than the run's")
+    parser.add_argument("--trust-code", action="store_true", help="build classes of others too, whose code runs")
+    given = parser.parse_intermixed_args(arguments)
+    try:
+        ranks = RankEnvironment.read()
+        with words_of_config():
+            step, loss, by_source = evaluate(given.path, given.settings, trust_code=given.trust_code)
+    except (ConfigError, CheckpointError) as error:
+        if not _is_one_of_others():
+            print(error, file=sys.stderr)
+        return exits.CONFIG_PROBLEM
+    except KeyboardInterrupt:
+        return exits.of_signal(2)
+    except Exception as error:
+        _tell(error, 0 if ranks is None else ranks.rank)
+        if ranks is not None:
+            exit_now(exits.FAILED)
+        return exits.FAILED
+    if not _is_one_of_others():
+        print(f"step {step}: validation loss {loss!r}")
+        for name, of_source in by_source.items():
+            print(f"  {printable(name, keep='')}: {of_source!r}")
+    return exits.COMPLETED
+
+
+def _is_one_of_others() -> bool:
+    """Whether this is one of several ranks of torchrun, and another one tells what all know."""
+    return os.environ.get("RANK", "0") != "0"
+
+
+def _tell(error: Exception, rank: int) -> None:
+    if isinstance(error, RunError):
+        print(error, file=sys.stderr)
+        return
+    if not isinstance(error, ZeroTrainError):  # of a user's class: the user needs to see where
+        traceback.print_exc()
+    print(f"rank {rank} {Failure.of(error, rank).cause}", file=sys.stderr)
+
+
+def evaluate(
+    path: str | os.PathLike[str], settings: Sequence[str] = (), *, trust_code: bool = False
+) -> tuple[int, float, dict[str, float]]:
+    """(step, validation loss, loss of each source of a mix) of a checkpoint: in this process, as one of torchrun's
+    ranks, or by ranks that are started for it.
+
+    Args:
+        path: of a checkpoint, of a run, of which the newest is taken, or of an exported folder.
+        settings: such as train.eval_batches=100, in place of those of the run.
+        trust_code: see `OfRun.trusts_code`. A class that one of `settings` names is trusted.
+
+    Raises:
+        ConfigError: a setting is wrong, a class is not trusted, the weights are of no run from a config, or not what
+            was written.
+        CheckpointError: there is none, or its manifest is damaged.
+        RunError: a rank that was started failed.
+    """
+    ranks = RankEnvironment.read()
+    with nothing_imported_from(path):
+        return _evaluate(path, settings, trust_code, ranks)
+
+
+def _evaluate(
+    path: str | os.PathLike[str], settings: Sequence[str], trust_code: bool, ranks: RankEnvironment | None
+) -> tuple[int, float, dict[str, float]]:
+    with opened_or_exported(path) as run:
+        told: dict[str, Any] = {"weights": str(run.path), "step": run.step}
+        config = with_settings(_of_evaluation(run), settings)
+        if not trust_code:
+            require_trusted(config, CHECKED_GROUPS, run.path, given=_values(settings))
+        if problems := class_problems(config):
+            raise ConfigError(*problems)
+        num_local, num_ranks = _num_ranks(config, ranks)
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        config.launch.device, why = device_for(config.launch.device, num_local, num_gpus)
+        try:
+            with _known_in_one_line(config, run.path):
+                data = _checked(config, told["weights"], num_local, num_ranks)
+            for warning in _warnings(why, run.data_fingerprint not in (None, data), settings):
+                print(f"warning: {warning}", file=sys.stderr)
+            if ranks is None and num_ranks > 1:
+                result = _by_ranks(config, told, num_ranks)
+            else:
+                torch.set_num_threads(num_threads_per_rank(config, num_local))
+                with _known_in_one_line(config, run.path):
+                    result = evaluating.run(config, **told)
+        except ZeroTrainError as error:
+            if run.path.exists():
+                raise
+            raise CheckpointError(
+                f"{run.path} was removed while it was read, by its run, which goes on; try again for a newer one"
+            ) from error
+    return told["step"], result["loss"], result["by_source"]
+
+
+@contextmanager
+def _known_in_one_line(config: Config, path: Path) -> Iterator[None]:
+    """What classes of ours or torch's make of arguments that a file gives is a line about the file. Whoever has written
+    another class needs to see where in it."""
+    try:
+        yield
+    except ZeroTrainError:
+        raise
+    except Exception as error:
+        if names_others(config, CHECKED_GROUPS):
+            raise
+        raise ConfigError(f"{path} cannot be evaluated: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _warnings(why: str | None, is_other_data: bool, settings: Sequence[str]) -> list[str]:
+    """What is told, by one rank, before the loss is known."""
+    if _is_one_of_others():
+        return []
+    is_meant = any(each.startswith(("data.", "seed=")) for each in settings)
+    return ([why] if why else []) + ([OTHER_DATA] if is_other_data and not is_meant else [])
+
+
+def _of_evaluation(run: OfRun) -> Config:
+    """The run's config, without what is of training alone.
+
+    Raises:
+        ConfigError: there is none, or the weights are not whole.
+    """
+    config, form = run.require_config(), run.form
+    if form == ADAPTERS:
+        raise ConfigError(f"{run.path} has adapters alone; give the run, or what `--merge` of the export has written")
+    if form == MERGED:
+        config.model["lora"] = None
+    config.zero.stage, config.zero.schedule = stage_at(config.zero.stages, run.step), None
+    config.train.virtual_ranks, config.train.gradient_accumulation_steps = None, 1
+    config.offload, config.checkpoint = OffloadConfig(), CheckpointConfig()
+    config.launch.nproc_per_node, config.launch.max_restarts = 1, 0
+    return config
+
+
+def with_settings(config: Config, settings: Sequence[str]) -> Config:
+    """A config with some settings changed.
+
+    Raises:
+        ConfigError: a line for each that is none, has a value that it cannot have, or changes no evaluation.
+    """
+    values = OmegaConf.create(literal(asdict(config)))
+    known = known_keys(values)
+    problems = []
+    for each in settings:
+        name, is_setting, _ = each.partition("=")
+        plain = name.lstrip("+~")
+        group = name.partition(".")[0]
+        if plain != name:
+            problems.append(f"{each}: an evaluation can only change settings; give {plain}=VALUE, such as {plain}=null")
+        elif name in GROUPS:
+            settings_of = [each for each in known if each.startswith(f"{name}.")]
+            problems.append(f"{each}: {name} is a group; give one of its settings: {', '.join(settings_of)}")
+        elif not is_setting or (name not in known and group not in OPEN_GROUPS):
+            at_work = [each for each in known if _is_at_work(each)]
+            problems.append(f"{each}: is no setting with a value of this run{did_you_mean(name, at_work)}")
+        elif not _is_at_work(name):
+            problems.append(f"{each}: has no effect on an evaluation; leave it out")
+        else:
+            try:
+                values.merge_with_dotlist([each])
+                from_values(OmegaConf.to_container(values, resolve=True))
+            except (OmegaConfBaseException, ValueError) as error:
+                problems.append(f"{each}: {first_line(error)}")
+            except (YAMLError, RecursionError, TypeError, AttributeError, LookupError):
+                problems.append(
+                    f"{each}: cannot be read as a value; close its quotes and brackets, or quote it as a text"
+                )
+    if problems:
+        raise ConfigError(*problems)
+    changed = from_values(OmegaConf.to_container(values, resolve=True))
+    if wrong := value_problems(changed):
+        raise ConfigError(*wrong)
+    return changed
+
+
+def _values(settings: Sequence[str]) -> Any:
+    """What the settings say, in the form of a config."""
+    return OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
+
+
+def _is_at_work(name: str) -> bool:
+    """Whether an evaluation has a use for a setting."""
+    return name not in IDLE and name.startswith(AT_WORK)
+
+
+def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]:
+    """Ranks of this machine, and of all.
+
+    Raises:
+        ConfigError: torchrun has started others than asked for.
+    """
+    wanted = config.launch.nproc_per_node
+    if ranks is None:
+        num_ranks = wanted or max(1, 0 if config.launch.device == "cpu" else torch.cuda.device_count())
+        return num_ranks, num_ranks
+    if wanted not in (None, 1, ranks.local_world_size):
+        raise ConfigError(
+            f"launch.nproc_per_node: got {wanted}; torchrun has started {ranks.local_world_size}; leave it out"
+        )
+    return ranks.local_world_size, ranks.world_size
+
+
+def _checked(config: Config, weights: str, num_local: int, num_ranks: int) -> dict[str, Any]:
+    """What the data is, after all that can be checked without ranks.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    data = preflight.check(config, num_local, num_ranks)
+    model = build_on_meta(config)
+    if model is not None and (misfits := weight_misfits(weights, model)):
+        raise ConfigError(*(in_words_of_config(line) for line in misfits))
+    return data
+
+
+def _by_ranks(config: Config, told: dict[str, Any], num_ranks: int) -> dict[str, Any]:
+    """What ranks come to that are started here.
+
+    Raises:
+        ConfigError, RunError: the first cause of the failure of a rank.
+    """
+    with _folder_of_ranks() as folder:
+        job = Job(config=config, run_dir=folder, overrides=[], evaluates=told)
+        job.ranks_dir.mkdir()
+        run_ranks(Attempts(job), num_ranks)
+        result: dict[str, Any] = read_json(folder / evaluating.LOSS_NAME, _LOSS, max_nbytes=MAX_LOSS_NBYTES)
+        return result
+
+
+@contextmanager
+def _folder_of_ranks() -> Iterator[Path]:
+    """A folder for the logs of ranks, which stays where one has failed: what is told of it names its log."""
+    folder, stays = Path(tempfile.mkdtemp(prefix="zerotrain_evaluate_")), False
+    try:
+        yield folder
+    except RunError:
+        stays = True
+        raise
+    finally:
+        if not stays:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,132 @@
+"""What the command does."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerotrain.checkpoint.others.safetensors_out import OutTensor, write_safetensors
+from zerotrain.commands.export import hugging_face, weights
+from zerotrain.commands.export.destination import made, require_apart, require_free
+from zerotrain.commands.export.optimizer import require_optimizer, write_optimizer
+from zerotrain.errors import ConfigError
+from zerotrain.files.kept_out import nothing_imported_from
+from zerotrain.run import exported
+from zerotrain.run.saved import SavedRun, opened_run
+
+MB = 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options of the command."""
+
+    out: Path
+    dtype: str | None = None
+    merge: bool = False
+    optimizer: bool = False
+    dcp: bool = False
+    shard_mb: float = 5000.0
+    overwrite: bool = False
+    trust_code: bool = False
+
+
+def export(path: str | os.PathLike[str], asked: Asked) -> Iterator[str]:
+    """Write what was asked for; lines to show.
+
+    Raises:
+        ConfigError: an option is wrong.
+        CheckpointError: there is no such checkpoint, it is not what was written, or the disk fails.
+    """
+    dtype = weights.parse_dtype(asked.dtype)
+    if not (math.isfinite(asked.shard_mb) and asked.shard_mb > 0):
+        raise ConfigError(f"--shard-mb: got {asked.shard_mb}; it must be a number of megabytes above 0")
+    if asked.dcp and (asked.merge or asked.optimizer or asked.dtype):
+        raise ConfigError(
+            "--dcp: writes weights and optimizer state as they are; leave out --merge, --optimizer, --dtype"
+        )
+    out = Path(os.path.realpath(asked.out)) if asked.out.name in ("", "..") else asked.out.absolute()
+    require_free(out, overwrite=asked.overwrite)
+    with nothing_imported_from(path), opened_run(path, trust_code=asked.trust_code) as run:
+        require_apart(out, run.path, _read_beside(run))
+        if asked.optimizer or asked.dcp:
+            require_optimizer(run.saved)
+        model = hugging_face.causal_lm(run) if run.is_hugging_face and not asked.dcp else None
+        if asked.merge and (model is None or hugging_face.lora_of(model) is None):
+            raise ConfigError(f"--merge: {run.path} has no adapters to merge; leave it out")
+        if asked.merge and asked.optimizer:
+            raise ConfigError("--optimizer: is of the adapters, which a merged model does not have; leave it out")
+        with made(out, _about(run, asked), overwrite=asked.overwrite) as folder:
+            if asked.dcp:
+                from zerotrain.commands.export.dcp import write_dcp  # what it imports takes a second
+
+                write_dcp(folder, run.saved)
+            else:
+                yield from _write_weights(folder, run, asked, dtype, model)
+            if asked.optimizer:
+                name_of = str if model is None else weights.name_of_hugging_face
+                write_optimizer(folder / "optimizer.pt", run.saved, name_of)
+    nbytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    yield f"{out}: step {run.step} of {run.path}, {nbytes / MB:.1f} MB"
+
+
+def _read_beside(run: SavedRun) -> list[Path]:
+    """The folders that an export reads beside a checkpoint: of a model of Hugging Face, and of a tokenizer."""
+    of_model = run.require_config().model.get("name_or_path") if run.is_hugging_face else None
+    return [
+        Path(name).absolute() for name in (of_model, run.tokenizer_name) if name is not None and Path(name).is_dir()
+    ]
+
+
+def _write_weights(folder: Path, run: SavedRun, asked: Asked, dtype: torch.dtype | None, model: Any) -> Iterator[str]:
+    tensors = weights.plain(run.saved, dtype)
+    stem = "model"
+    if model is not None:
+        lora = hugging_face.lora_of(model)
+        if lora is None:
+            tensors = weights.hugging_face(run.saved, dtype)
+        elif asked.merge:
+            scaled = {"scaling": lora.lora_alpha / lora.r, "fan_in_fan_out": lora.fan_in_fan_out}
+            tensors = weights.merged(run.saved, dtype, scaled)
+            model = model.get_base_model()
+        else:
+            tensors, stem = weights.adapters(run.saved, dtype), "adapter_model"
+            hugging_face.write_adapter_config(folder, run, lora)
+        if stem == "model":
+            hugging_face.write_config(folder, model, _common_dtype(tensors))
+        if (warning := hugging_face.write_tokenizer(folder, run)) is not None:
+            yield warning
+    write_safetensors(folder, tensors, max_nbytes=int(asked.shard_mb * MB), stem=stem)
+
+
+def _common_dtype(tensors: Mapping[str, OutTensor]) -> torch.dtype:
+    """That in which transformers is to open the model: the widest of its weights."""
+    found = {tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point}
+    return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
+def _about(run: SavedRun, asked: Asked) -> dict[str, Any]:
+    return {
+        "checkpoint": str(run.path),
+        "step": run.step,
+        "form": _form(run, asked),
+        "dtype": asked.dtype,
+        "config_sha256": run.saved.manifest.content["config_sha256"],
+        "config": run.saved.manifest.content["config"],
+        "data_fingerprint": run.data_fingerprint,
+    }
+
+
+def _form(run: SavedRun, asked: Asked) -> str:
+    if asked.dcp:
+        return exported.DCP
+    if not run.is_hugging_face:
+        return exported.MODEL
+    if asked.merge:
+        return exported.MERGED
+    has_adapters = any(weights.is_of_adapter(name) for name in run.saved.names)
+    return exported.ADAPTERS if has_adapters else exported.HUGGING_FACE

@@ -1,0 +1,91 @@
+"""The weights under the names that others know, as tensors to be written."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zerotrain.checkpoint.others.safetensors_out import OutTensor
+from zerotrain.checkpoint.whole import CheckpointTensors
+from zerotrain.errors import ConfigError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+IN_MODEL = "model."
+"""What `HuggingFaceModel` has before the names of transformers."""
+IN_PEFT = "base_model.model."
+"""What peft has before them, and in its files too."""
+ADAPTER = ".default."
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a parameter is one of an adapter."""
+    return ".lora_" in name
+
+
+def name_of_hugging_face(name: str) -> str:
+    """What transformers calls a parameter of `HuggingFaceModel`, and peft one of an adapter."""
+    return name.removeprefix(IN_MODEL)
+
+
+def plain(saved: CheckpointTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:
+    """All parameters and buffers by their names in the model; of a tied one the first."""
+    return {name: _tensor(saved, name, dtype) for name in saved.names}
+
+
+def hugging_face(saved: CheckpointTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:
+    """Likewise by the names of transformers."""
+    return {name_of_hugging_face(name): _tensor(saved, name, dtype) for name in saved.names}
+
+
+def adapters(saved: CheckpointTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:
+    """The matrices of the adapters alone, as peft's files have them."""
+    names = [name for name in saved.names if is_of_adapter(name)]
+    return {".".join(name_of_hugging_face(name).rsplit(ADAPTER, 1)): _tensor(saved, name, dtype) for name in names}
+
+
+def merged(saved: CheckpointTensors, dtype: torch.dtype | None, lora: Mapping[str, Any]) -> dict[str, OutTensor]:
+    """The weights with what the adapters add to them, by the names of transformers without peft.
+
+    Args:
+        lora: `scaling` of what they add, and `fan_in_fan_out`: whether weights lie the other way round, as GPT-2's.
+    """
+    found = {}
+    for name in saved.names:
+        if is_of_adapter(name):
+            continue
+        layer, is_layer, rest = name.partition(".base_layer.")
+        known = f"{layer}.{rest}" if is_layer else name
+        pair = [f"{layer}.lora_{which}{ADAPTER}weight" for which in "AB"]
+        has_adapter = bool(is_layer) and rest == "weight" and pair[0] in saved.names
+        tensor = _merged(saved, name, pair, dtype, lora) if has_adapter else _tensor(saved, name, dtype)
+        found[name_of_hugging_face(known).removeprefix(IN_PEFT)] = tensor
+    return found
+
+
+def _merged(
+    saved: CheckpointTensors, name: str, pair: list[str], dtype: torch.dtype | None, lora: Mapping[str, Any]
+) -> OutTensor:
+    own, shape = saved.names[name]
+
+    def read() -> torch.Tensor:
+        down, up = (saved.read(each).float() for each in pair)  # (rank, in), (out, rank)
+        added = up @ down * lora["scaling"]  # (out, in)
+        return saved.read(name).float() + (added.t() if lora["fan_in_fan_out"] else added)
+
+    return OutTensor(dtype or own, shape, read)
+
+
+def _tensor(saved: CheckpointTensors, name: str, dtype: torch.dtype | None) -> OutTensor:
+    own, shape = saved.names[name]
+    return OutTensor(dtype if dtype is not None and own.is_floating_point else own, shape, lambda: saved.read(name))
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """What `--dtype` says.
+
+    Raises:
+        ConfigError: there is no such dtype.
+    """
+    if name is None or name in DTYPES:
+        return None if name is None else DTYPES[name]
+    raise ConfigError(f"--dtype: got {name}; it must be one of {', '.join(DTYPES)}; without it, as it was saved")

@@ -1,0 +1,149 @@
+"""`python -m zerotrain generate RUN --prompt "def main"`: text from a checkpoint or an exported folder."""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.files.kept_out import nothing_imported_from
+from zerotrain.launching.end import exits
+from zerotrain.run.text_model import TextModel, text_model
+from zerotrain.training.callbacks.generate import next_token
+
+EXAMPLES = """\
+A run, a checkpoint, an exported folder, or one of Hugging Face. One process, on a GPU if there is one. Without --prompt
+each line of the input is continued, until Ctrl-D.
+
+  python -m zerotrain generate outputs/2026-11-22/10-00-00 --prompt "def main" --max-tokens 200
+  python -m zerotrain generate exported --temperature 0 < prompts.txt
+
+Exit code 0; 2: an argument, or nothing that can be read, one line; 130: Ctrl-C.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen."""
+
+    max_tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("max-tokens", self.max_tokens, 0),
+            ("top-k", self.top_k, 1),
+            ("seed", self.seed, 0),
+        ):
+            if value < least or value >= 1 << 63:
+                raise ConfigError(f"--{name}: got {value}; it must be {least} or more")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"--temperature: got {self.temperature}; it must be 0 (the likeliest token) or above")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zerotrain generate",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", type=Path, metavar="RUN", help="or a checkpoint, or an exported folder")
+    parser.add_argument("--prompt", metavar="TEXT", help="what is continued; without it, lines of the input")
+    parser.add_argument("--max-tokens", type=int, default=200, help="default 200")
+    parser.add_argument("--temperature", type=float, default=0.8, help="default 0.8; 0: the likeliest token")
+    parser.add_argument("--top-k", type=int, default=50, help="choose among so many, default 50")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text, default 0")
+    parser.add_argument("--trust-code", action="store_true", help="build classes of others too, whose code runs")
+    given = vars(parser.parse_args(arguments))
+    path, prompt, trust_code = given.pop("path"), given.pop("prompt"), given.pop("trust_code")
+    for stream in (sys.stdin, sys.stdout):  # bytes that are no text, characters that a terminal has not
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        sampling = Sampling(**given)
+        with nothing_imported_from(path):
+            model = text_model(path, trust_code=trust_code)
+            for each in _lines() if prompt is None else [prompt]:
+                print(each, end="", flush=True)
+                for text in continuation(model, each, sampling):
+                    print(text, end="", flush=True)
+                print(flush=True)
+    except (ConfigError, CheckpointError) as error:
+        print(error, file=sys.stderr)
+        return exits.CONFIG_PROBLEM
+    except KeyboardInterrupt:
+        print(flush=True)
+        return exits.of_signal(2)
+    except BrokenPipeError:  # such as of `| head`; Python would complain once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exits.of_signal(13)
+    return exits.COMPLETED
+
+
+def _lines() -> Iterator[str]:
+    while sys.stdin is not None:  # which it is where it was closed
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+@torch.no_grad()
+def continuation(model: TextModel, prompt: str, sampling: Sampling) -> Iterator[str]:
+    """What follows a prompt, in pieces of whole characters as they come.
+
+    Raises:
+        ConfigError: the prompt has no token, or one that the model does not know.
+    """
+    ids = model.encode(prompt)
+    if not ids:
+        raise ConfigError("--prompt: got an empty text; it must have at least one token, such as a newline")
+    if max(ids) >= model.vocab_size:
+        raise ConfigError(f"--prompt: has token {max(ids)}, and the model knows {model.vocab_size}")
+    generator = torch.Generator().manual_seed(sampling.seed)
+
+    def tokens() -> Iterator[int]:
+        for _ in range(sampling.max_tokens):
+            seen = torch.tensor([ids[-model.max_seq_len :]], device=model.device)
+            logits = model.logits(seen)[0, -1].float().cpu()
+            drawn = next_token(logits, temperature=sampling.temperature, top_k=sampling.top_k, generator=generator)
+            ids.append(int(drawn))
+            if ids[-1] == model.stop_token:
+                return
+            yield ids[-1]
+
+    yield from characters(model.decode, list(ids), tokens())
+
+
+def characters(decode: Callable[[list[int]], str], before: list[int], tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens that come one by one, without what may still be a part of a character.
+
+    A tokenizer may write a token otherwise behind others, so a few of those before are decoded too.
+    """
+    ids, start = list(before), max(0, len(before) - CONTEXT)
+    shown = len(ids)
+    for token in tokens:
+        ids.append(token)
+        known, whole = decode(ids[start:shown]), decode(ids[start:])
+        if not whole.endswith("\ufffd") or len(ids) - shown >= MAX_TOKENS_OF_CHARACTER:
+            yield whole[len(known) :]
+            start, shown = max(start, shown - CONTEXT), len(ids)
+    if shown < len(ids):
+        yield decode(ids[start:])[len(decode(ids[start:shown])) :]
+
+
+CONTEXT = 8
+MAX_TOKENS_OF_CHARACTER = 4
+"""A character of UTF-8 has as many bytes at most: what is none by then will never be one."""

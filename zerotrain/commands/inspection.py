@@ -1,0 +1,200 @@
+"""`python -m zerotrain inspect PATH`: what a checkpoint holds, or which a run has, and whether they are what was
+written; `--diff A B` compares two.
+
+One process, no ranks. Exit code 0; 1 for a checkpoint that is damaged or, with --diff, two that differ; 2 for none.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from math import prod
+from pathlib import Path
+
+from zerotrain.checkpoint.compare import differences
+from zerotrain.checkpoint.kept import (
+    CHECKPOINTS,
+    candidates,
+    checkpoints_in,
+    entries,
+    is_under_way,
+    partial_in,
+    removed_in,
+    set_aside_in,
+)
+from zerotrain.checkpoint.manifest import MANIFEST, Manifest, dtype_of, pieces_of, read_manifest
+from zerotrain.checkpoint.verify import problems_in
+from zerotrain.errors import CheckpointError
+from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import shown
+
+MIB = 2**20
+MAX_LINE = 100_000
+"""Characters: a tensor is one of a hundred roles."""
+FILES_OF_RUNS = ("config.yaml", "result.json")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what was asked for; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m zerotrain inspect", description="What lies in checkpoints of zerotrain."
+    )
+    parser.add_argument("path", nargs="*", metavar="PATH", help="the folder of a checkpoint, or of a run")
+    parser.add_argument(
+        "--diff", nargs=2, metavar=("A", "B"), help="which tensors differ between two checkpoints or runs"
+    )
+    asked = parser.parse_args(arguments)
+    if not asked.path and asked.diff is None:
+        parser.error("give the PATH of a checkpoint or of a run, or --diff A B")
+    try:
+        codes = [show_run(path) if _is_run(path) else show(path) for path in map(Path, asked.path)]
+        if asked.diff is not None:
+            codes.append(compare(*(candidates(Path(path))[0] for path in asked.diff)))
+        return max(codes)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def show(folder: Path) -> int:
+    """Print what one holds, and what is broken in it."""
+    manifest = read_manifest(folder)
+    for line in _lines(folder, manifest):
+        _say(line)
+    if problems := problems_in(folder, manifest):
+        print("BROKEN: do not load it")
+        for problem in problems:
+            _say(f"  {problem}")
+        return 1
+    num_blocks = sum(len(file["hashes"]) for file in manifest.files)
+    _say(f"verified: the manifest and {num_blocks} blocks in {len(manifest.files)} files are what was written")
+    return 0
+
+
+def _is_run(path: Path) -> bool:
+    """Whether it has checkpoints or may come to have some.
+
+    Raises:
+        CheckpointError: it is neither that nor a checkpoint.
+    """
+    if os.path.isfile(path / MANIFEST):
+        return False
+    if any(os.path.lexists(path / name) for name in (CHECKPOINTS, *FILES_OF_RUNS)) or checkpoints_in(path):
+        return True
+    if os.path.isdir(path):
+        raise CheckpointError(
+            f"{path} is no checkpoint and no run: it has no {MANIFEST}, and none of {CHECKPOINTS}/, "
+            f"{', '.join(FILES_OF_RUNS)}"
+        )
+    raise CheckpointError(
+        f"{path} is {'a file, and no' if os.path.lexists(path) else 'not there: give the'} folder of "
+        "a checkpoint or of a run"
+    )
+
+
+def show_run(run: Path) -> int:
+    """Print which checkpoints a run has, each as it is verified, and what else lies beside them."""
+    folder = run if checkpoints_in(run) else run / CHECKPOINTS
+    found = checkpoints_in(folder)
+    _say(f"{run}: {len(found) or 'no'} checkpoint{'s' * (len(found) != 1)}")
+    whole, num_broken = [], 0
+    for path in found:
+        problems = _line(path)
+        if not problems:
+            whole.append(path)
+        elif path.exists():
+            num_broken += 1
+            print("BROKEN: do not load it", *problems, sep="\n  ")
+        else:
+            print("removed meanwhile")
+    for path in partial_in(folder):
+        if is_under_way(path):
+            _say(f"{path.name}: a save under way, {_nbytes_in(path) / MIB:.1f} MiB so far")
+        else:
+            _say(f"{path.name}: a save that was cut off; the next one removes it")
+    for path in removed_in(folder):
+        _say(f"{path.name}: a removal under way or cut off; the next one removes it")
+    for path in set_aside_in(folder):
+        _say(f"{path.name}: set aside when the run went on from an earlier one")
+    if whole:
+        _say(f"to go on from {whole[-1].name}: checkpoint.resume={run if whole[-1] == found[-1] else whole[-1]}")
+    return 1 if num_broken else 0 if found else 2
+
+
+def _line(path: Path) -> list[str]:
+    """Print what one of a run is, and verify it; returns what is wrong with it."""
+    began = time.monotonic()
+    _say(path.name, end="  ")
+    try:
+        manifest = read_manifest(path)
+        saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
+        nbytes, ranks = sum(file["nbytes"] for file in manifest.files), manifest.num_ranks
+        placement = f"stage {manifest.content['stage']}, {ranks} rank{'s' * (ranks > 1)}"
+        _say(f"{saved:%Y-%m-%d %H:%M:%S}  {nbytes / MIB:.1f} MiB  {placement}", end="  ")
+        problems = problems_in(path, manifest)
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    if not problems:
+        _say(f"verified in {time.monotonic() - began:.1f} s")
+    return problems
+
+
+def _nbytes_in(folder: Path) -> int:
+    total = 0
+    for path in entries(folder):
+        with suppress(OSError):  # published meanwhile
+            total += path.stat().st_size
+    return total
+
+
+def compare(left: Path, right: Path) -> int:
+    """Print what differs between two."""
+    manifests = read_manifest(left), read_manifest(right)
+    found = 0
+    for each in differences((left, manifests[0]), (right, manifests[1])):
+        _say(f"{each.label}: {each.what}")
+        found += 1
+    num_tensors = len({(name, role) for manifest in manifests for name, role, _ in manifest.tensors()})
+    _say(f"{found} of {num_tensors} tensors differ (step {manifests[0].step} against step {manifests[1].step})")
+    return 1 if found else 0
+
+
+def _lines(folder: Path, manifest: Manifest) -> list[str]:
+    said, told = manifest.content, manifest.content["versions"]
+    nbytes = sum(file["nbytes"] for file in manifest.files)
+    numel = sum(prod(each["shape"]) for each in manifest.parameters.values())
+    trained = sum(prod(each["shape"]) for each in manifest.parameters.values() if each["trains"])
+    lines = [
+        f"{folder}: step {manifest.step}, saved by {manifest.num_ranks} ranks ({said['virtual_ranks']} virtual) at "
+        f"stage {said['stage']} in {said['precision']}",
+        f"written by zerotrain {told.get('zerotrain')}, torch {told.get('torch')}, Python {told.get('python')}",
+        f"{len(manifest.parameters)} parameters of {numel:,} elements, {trained:,} of them trained; "
+        f"{len(manifest.buffers)} buffers; {nbytes / MIB:.1f} MiB in {len(manifest.files)} files",
+    ]
+    for group in said["groups"]:
+        settings = group["hyperparameters"]
+        lines.append(f"group {settings['name']!r}: {group['optimizer']}, lr {settings.get('lr')}")
+    width = max((len(name) for name in (*manifest.parameters, *manifest.buffers)), default=0)
+    for name, parameter in manifest.parameters.items():
+        kept = ", ".join(f"{role} {tensor['dtype']}" for role, tensor in parameter["tensors"].items())
+        counts = "".join(f", {count} {_number(value)}" for count, value in parameter["counts"].items())
+        frozen = "" if parameter["trains"] else ", frozen"
+        lines.append(f"  {name:{width}}  {'x'.join(map(str, parameter['shape'])) or '()'}  {kept}{counts}{frozen}")
+    for name, buffer in manifest.buffers.items():
+        of_ranks = f", of {len(pieces_of(buffer))} ranks each its own" if len(pieces_of(buffer)) > 1 else ""
+        dtype = str(dtype_of(buffer)).removeprefix("torch.")
+        lines.append(f"  {name:{width}}  {'x'.join(map(str, buffer['shape'])) or '()'}  buffer {dtype}{of_ranks}")
+    return lines
+
+
+def _number(value: object) -> str:
+    number = value["value"] if isinstance(value, dict) else value
+    return f"{number:g}" if isinstance(number, float) else shown(number)
+
+
+def _say(line: str, end: str = "\n") -> None:
+    """Names and texts come out of files."""
+    print(printable(line, MAX_LINE, keep=""), end=end, flush=True)

@@ -1,0 +1,121 @@
+"""Make the tokens of a text once, before a run or for many: `python -m zerotrain prepare`, settings as for a run."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from zerotrain.commands.train import CONF
+from zerotrain.config.checks import checked_config
+from zerotrain.config.explain import composition_problems
+from zerotrain.errors import ConfigError
+from zerotrain.launching.end import exits
+
+TARGET = "zerotrain.data.TextDataset"
+EXAMPLES = """\
+Settings are those of a run, `python launch.py ...`; what matters is data.path, data.tokenizer, data.document_end,
+data.text_field and data.cache_dir. Without --out the tokens go into the cache, where a run with the same settings
+finds them. A run makes them itself where they are not there: this does it beforehand, on a machine without a GPU.
+
+  python -m zerotrain prepare data.path=texts data.tokenizer=path/to/tokenizer --out tokens
+  python launch.py data=tokens data.path=tokens ...
+  python -m zerotrain prepare data=tokenized model=huggingface model.name_or_path=path/to/model data.path=texts
+
+Reads plain text, .jsonl, .parquet, and .gz and .zst of them. The tokens of one text may be made by one process at a
+time: others wait. One that was ended, or found the disk full, goes on where it was when the command is given again.
+Exit code 0: the tokens are there; 2: a setting, one line each; 130: Ctrl-C.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zerotrain prepare",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="as for launch.py")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="a folder for the tokens; it is made, or goes on")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="yamls of your own, as for launch.py")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        print(prepare(_data(options.settings, options.config_dir), options.out), flush=True)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return exits.CONFIG_PROBLEM
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; the same command goes on", file=sys.stderr)
+        return exits.of_signal(2)
+    return exits.COMPLETED
+
+
+def prepare(data: dict[str, Any], out: Path | None) -> str:
+    """Make the tokens of a text.
+
+    Args:
+        data: the settings of `zerotrain.data.TextDataset`.
+        out: the folder they are to lie in; None for the cache.
+
+    Returns:
+        A line about what was made, and one on how to train on it.
+
+    Raises:
+        ConfigError: a setting is wrong, the text cannot be read, or there is no room for it.
+    """
+    from zerotrain.data.preparing.prepared import prepared, prepared_in, recipe_of  # imports torch
+
+    try:
+        recipe, cache = recipe_of(
+            data.get("path"),
+            tokenizer=data.get("tokenizer"),
+            document_end=data.get("document_end"),
+            text_field=data.get("text_field", "text"),
+            cache_dir=data.get("cache_dir"),
+            out=out,
+        )
+        store = prepared(recipe, cache) if out is None else prepared_in(recipe, out)
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError((str(error).splitlines() or [type(error).__name__])[0]) from error
+    documents = store.documents
+    made = (
+        f"{store.tokens:,} tokens of {store.dtype.name}, vocab_size {store.vocab_size}, in "
+        f"{1 if documents is None else len(documents):,} documents: {store.shards[0].path.parent}"
+    )
+    if out is None:
+        return made
+    return f"{made}\ntrain on them: python launch.py data=tokens data.path={out} data.vocab_size={store.vocab_size}"
+
+
+def _data(settings: list[str], config_dir: Path | None) -> dict[str, Any]:
+    """The `data` that a run with these settings would have.
+
+    Raises:
+        ConfigError: a setting is wrong, or the data is no text.
+    """
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError(f"--config-dir: got {config_dir}; there is no such folder in {Path.cwd()}")
+    searched = [] if config_dir is None else [f"hydra.searchpath=['file://{config_dir.absolute()}']"]
+    folders = [folder for folder in (config_dir, CONF) if folder is not None]
+
+    def compose(overrides: list[str]) -> DictConfig:
+        return hydra.compose("train", [*overrides, *searched])
+
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        try:
+            config, problems = checked_config(compose(settings))
+        except Exception as error:
+            found = composition_problems(settings, compose, is_sweep=False, folders=folders)
+            raise ConfigError(*(found or [str(error).splitlines()[0]])) from error
+    if problems:
+        raise ConfigError(*problems)
+    if config.data.get("_target_") != TARGET:
+        raise ConfigError(
+            f"data._target_: got {config.data.get('_target_')}, for which there is nothing to prepare; choose "
+            "data=text or data=tokenized"
+        )
+    return config.data

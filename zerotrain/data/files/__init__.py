@@ -1,0 +1,1 @@
+"""Text in files, found and read."""

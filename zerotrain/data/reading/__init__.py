@@ -1,0 +1,1 @@
+"""Rows by number, from the order of an epoch to a batch on the device."""

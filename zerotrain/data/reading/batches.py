@@ -1,0 +1,184 @@
+"""Which sequences each rank reads in each step.
+
+The row at position k of a run is a function of the seed and k alone (`zerotrain.data.reading.order`). A step reads
+the next `global_batch_size` positions. How many ranks and micro-batches share them changes who reads a row, never which
+rows are read:
+
+    global batch, 8 rows          0   1 | 2   3 | 4   5 | 6   7      micro_batch_size 2
+    1 rank,  4 micro-batches      r0 m0 | r0 m1 | r0 m2 | r0 m3
+    2 ranks, 2 micro-batches      r0 m0 | r1 m0 | r0 m1 | r1 m1
+    4 ranks, 1 micro-batch        r0 m0 | r1 m0 | r2 m0 | r3 m0
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from zerotrain.data.reading.order import ORDER_VERSION, rows_at
+
+IGNORED_LABEL = -100
+"""A label that stands for "nothing to learn here"; torch's cross entropy skips it by default."""
+MAX_POSITION = 1 << 63
+_ORDER = "order of the data"
+"""A hash, of a dataset that has an order of its own."""
+_OTHER_ORDER = "its data came in another order, as that of a mix with other weights (data.sources.*.weight) does"
+Order = Callable[..., tuple[NDArray[np.int64], NDArray[np.int64]]]
+
+
+class RowsToRead(NamedTuple):
+    """One micro-batch."""
+
+    rows: list[int]
+    epochs: list[int]
+    """In which pass over the dataset each of them is read, from 0."""
+
+
+class GlobalBatchSampler(Sampler[list[int]]):
+    """Batch sampler that yields, for each step, the rows of one rank: its virtual ranks one after another, and of each
+    the micro-batches.
+
+    The batches run through one permutation of the dataset after another, so every sequence is read once before any is
+    read again. Endless.
+
+    `rows_consumed`, the sequences that all ranks have been trained on, is where the training is, and all that a resumed
+    run must know of it. Who trains sets it when a step is done. Iterating begins there and leaves it as it is, since
+    what iterates may read ahead.
+
+    Args:
+        num_sequences: items of the dataset.
+        micro_batch_size: sequences of one rank's forward.
+        num_micro_batches: forwards of one virtual rank in a step.
+        rank: which rank's rows to yield.
+        num_ranks: ranks that share each global batch.
+        leaves_per_rank: virtual ranks of each.
+        seed: 0 to 2**63 - 1; another seed is another order.
+        rows_consumed: sequences that all ranks have been trained on before.
+        order: (positions, seed=...) -> (rows, epochs), of a dataset that has an order of its own, such as a mix; None:
+            one permutation of all rows after another.
+        fingerprint: what else must be the same for a row to be the same, such as {"tokens": 1000000}.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_sequences: int,
+        micro_batch_size: int,
+        num_micro_batches: int,
+        rank: int,
+        num_ranks: int,
+        seed: int,
+        leaves_per_rank: int = 1,
+        rows_consumed: int = 0,
+        order: Order | None = None,
+        fingerprint: Mapping[str, Any] | None = None,
+    ) -> None:
+        if min(num_sequences, micro_batch_size, num_micro_batches, num_ranks) < 1:
+            raise ValueError(
+                f"num_sequences={num_sequences}, micro_batch_size={micro_batch_size}, "
+                f"num_micro_batches={num_micro_batches} and num_ranks={num_ranks} must all be at least 1"
+            )
+        if not 0 <= rank < num_ranks or not 0 <= seed < 1 << 63:
+            raise ValueError(f"rank={rank} must be in 0..{num_ranks - 1} and seed={seed} in 0..2**63 - 1")
+        if not 0 <= rows_consumed < MAX_POSITION:
+            raise ValueError(f"rows_consumed={rows_consumed} must be in 0..2**63 - 1")
+        self.num_sequences = num_sequences
+        self.micro_batch_size = micro_batch_size
+        self.num_micro_batches = num_micro_batches
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.leaves_per_rank = leaves_per_rank
+        self.seed = seed
+        self.rows_consumed = rows_consumed
+        self._order = order
+        self.fingerprint = {"rows": num_sequences} | dict(fingerprint or {})
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of one step over all ranks."""
+        return self.num_virtual_ranks * self.num_micro_batches * self.micro_batch_size
+
+    @property
+    def num_virtual_ranks(self) -> int:
+        """Of all ranks."""
+        return self.num_ranks * self.leaves_per_rank
+
+    def global_batch(self, step: int) -> list[int]:
+        """The sequences of global batch number `step`, where all are of this size, in row order. It may reach over the
+        end of an epoch."""
+        positions = step * self.global_batch_size + np.arange(self.global_batch_size)
+        rows: list[int] = self._rows_and_epochs(positions)[0].tolist()
+        return rows
+
+    def rank_rows(self, step: int) -> list[int]:
+        """This rank's sequences of that batch, micro-batch by micro-batch, as it runs them."""
+        return [row for each in self.micro_batches(step * self.global_batch_size) for row in each.rows]
+
+    def micro_batches(self, position: int, virtual_ranks: Sequence[int] | None = None) -> list[RowsToRead]:
+        """What is read in the step before which `position` sequences were read by all ranks: the micro-batches of some
+        virtual ranks, by default of those that this rank runs, in that order.
+
+        Only these are computed: a thousand ranks would each list a thousand times what they read.
+        """
+        if virtual_ranks is None:
+            virtual_ranks = range(self.rank * self.leaves_per_rank, (self.rank + 1) * self.leaves_per_rank)
+        blocks = np.arange(self.num_micro_batches) * self.num_virtual_ranks + np.array(virtual_ranks)[:, None]
+        places = blocks.reshape(-1, 1) * self.micro_batch_size + np.arange(self.micro_batch_size)
+        rows, epochs = self._rows_and_epochs(position + places)
+        return [RowsToRead(*each) for each in zip(rows.tolist(), epochs.tolist(), strict=True)]
+
+    def _rows_and_epochs(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if self._order is not None:
+            return self._order(positions, seed=self.seed)
+        return rows_at(positions, seed=self.seed, num_rows=self.num_sequences), positions // self.num_sequences
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for position in itertools.count(self.rows_consumed, self.global_batch_size):
+            yield [row for each in self.micro_batches(position) for row in each.rows]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on at the same row, with whatever ranks and batch size."""
+        return {
+            "rows_consumed": self.rows_consumed,
+            "seed": self.seed,
+            "order_version": ORDER_VERSION,
+            "fingerprint": dict(self.fingerprint),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the run was that gave `state`.
+
+        Raises:
+            ValueError: its rows would not be those of this one: of another seed, order or dataset. Or it is no state.
+        """
+        try:
+            rows_consumed, theirs = int(state["rows_consumed"]), _compared(state)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the position in the data lacks {error}; give what state_dict() has given") from error
+        if not 0 <= rows_consumed < MAX_POSITION:
+            raise ValueError(f"rows_consumed={rows_consumed} must be in 0..2**63 - 1")
+        mine = _compared(self.state_dict())
+        different = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
+        if different:
+            said = "; ".join(
+                _OTHER_ORDER if name == _ORDER else f"{name}: {theirs.get(name)} there, {mine.get(name)} here"
+                for name in different
+            )
+            raise ValueError(
+                f"the saved run read other rows, so this one cannot go on at its row {rows_consumed}: {said}; keep the "
+                "data and the seed, or start from the first row"
+            )
+        self.rows_consumed = rows_consumed
+
+
+def _compared(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be equal."""
+    return {"seed": state["seed"], "version of the order": state["order_version"]} | {
+        f"{name.replace('_', ' ')} of the data": value for name, value in state["fingerprint"].items()
+    }

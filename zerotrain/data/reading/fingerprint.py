@@ -1,0 +1,78 @@
+"""What a dataset is, in a few numbers and texts that can be compared: over the ranks, and with a run that goes on."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from zerotrain.data.reading.fetch import fetch_rows
+from zerotrain.data.reading.inputs import as_inputs
+
+Fingerprint = dict[str, int | str]
+_NUM_ORDERED = 1000
+"""First rows of an order of the dataset's own, such as that of a mix, which its weights change."""
+
+
+def fingerprint_of(data: Any, *, seed: int = 0) -> Fingerprint:
+    """Equal where the rows of `data.train` and `data.validation` are equal, as far as can be told without reading all.
+
+    Args:
+        data: its own `fingerprint()` is taken where it has one. Else some items are read: the first, the middle and the
+            last of each dataset.
+        seed: of the run, which what is drawn for an item follows from.
+
+    Raises:
+        RowError: an item could not be read.
+    """
+    known: Fingerprint = {"rows": len(data.train), "validation_rows": len(data.validation)}
+    if hasattr(data.train, "order"):
+        first_rows, _ = data.train.order(np.arange(_NUM_ORDERED), seed=seed)
+        known["order"] = hashlib.sha256(first_rows.astype("<i8").tobytes()).hexdigest()[:16]
+    if callable(getattr(data, "fingerprint", None)):
+        # What was wrapped since may have other rows than the dataset itself knows of.
+        return {str(name): value for name, value in data.fingerprint().items()} | known
+    for name in ("train", "validation"):
+        rows = sorted({0, len(dataset := getattr(data, name)) // 2, len(dataset) - 1})
+        if not len(dataset):
+            continue
+        hashes = [_hash_of_item(dataset, row, seed, name) for row in [*rows, rows[0]]]
+        same_again = hashes[0] == hashes.pop()
+        said = hashlib.sha256("".join(hashes).encode()).hexdigest()[:16] if same_again else "never the same"
+        known[f"items_of_{name}"] = said
+    return known
+
+
+def _hash_of_item(dataset: Any, row: int, seed: int, name: str) -> str:
+    item = fetch_rows(dataset, [row], seed=seed, epochs=[0], step=1, collate=_only_one, name=f"data.{name}")
+    digest = hashlib.sha256()
+    _add(digest, item)
+    return digest.hexdigest()
+
+
+def _only_one(items: list[Any]) -> Any:
+    return items[0]
+
+
+def _add(digest: Any, value: Any) -> None:
+    """Hash numbers, texts, tensors and arrays in whatever structure; of other objects the type alone."""
+    if isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        digest.update(f"{value.dtype} {value.shape} ".encode() + value.tobytes())
+    elif isinstance(value, str | bytes | int | float | complex | np.generic | None):
+        digest.update(f"{type(value).__name__} {value!r} ".encode())
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            digest.update(f"{key!r}: ".encode())
+            _add(digest, each)
+    elif isinstance(value, tuple | list):
+        digest.update(f"{len(value)} ".encode())
+        for each in value:
+            _add(digest, each)
+    elif isinstance(fields := as_inputs(value), Mapping):
+        _add(digest, fields)
+    else:
+        digest.update(type(value).__name__.encode())

@@ -1,0 +1,96 @@
+"""What a micro-batch is to a model: any structure of tensors, of which some may be labels."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerotrain.data.reading.batches import IGNORED_LABEL
+
+LABELS = "labels"
+IDS = ("ids", "input_ids")
+"""What the inputs of a language model are called, where they have a name; else they stand first."""
+
+
+def as_inputs(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
+    """What the model is called with, as `ZeroEngine.train_step` takes it: a dict or a dataclass gives named arguments,
+    a tuple or list positional ones, a named tuple too, and anything else is the only one."""
+    if (fields := _fields(batch)) is not None:
+        return fields
+    return batch if isinstance(batch, Mapping | tuple | list) else (batch,)
+
+
+def ids_of(batch: Any) -> torch.Tensor | None:
+    """The tokens a language model is given: what is called `ids` or `input_ids`, or else what stands first."""
+    inputs = as_inputs(batch)
+    if isinstance(inputs, Mapping):
+        found = next((inputs[name] for name in IDS if name in inputs), None)
+    else:
+        found = inputs[0] if inputs else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def tokens_known(model: Any) -> int | None:
+    """How many tokens a language model knows; None of a model that is none, or does not say."""
+    known = getattr(model, "vocab_size", None)
+    return known if getattr(model, "next_token_labels", False) and isinstance(known, int) else None
+
+
+def unknown_token(batch: Any, vocab_size: int) -> tuple[int, int] | None:
+    """(the number of its item, the token) of one that a language model does not know, of a batch of rows of tokens;
+    None where it knows all."""
+    for part, may_be_ignored in ((ids_of(batch), False), (labels_of(batch), True)):
+        if part is None or part.dtype not in (torch.int32, torch.int64) or not part.ndim or not part.numel():
+            continue
+        outside = (part < 0) | (part >= vocab_size)
+        places = (outside & (part != IGNORED_LABEL) if may_be_ignored else outside).nonzero()
+        if len(places):
+            return int(places[0][0]), int(part[tuple(places[0])])
+    return None
+
+
+def labels_of(batch: Any) -> torch.Tensor | None:
+    """The labels of a micro-batch: what is called `labels`, or else what stands in the second place; None where there
+    is no tensor."""
+    inputs = as_inputs(batch)
+    if isinstance(inputs, Mapping):
+        found = inputs.get(LABELS)
+    else:
+        found = getattr(inputs, LABELS, inputs[1] if len(inputs) > 1 else None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def num_labels(batch: Any, num_rows: int) -> int:
+    """What a micro-batch weighs in the loss of a step: its labels that count; its rows, where there are no labels.
+
+    Call it where the batch is made: on a GPU it would wait for the device.
+    """
+    labels = labels_of(batch)
+    return num_rows if labels is None else int((labels != IGNORED_LABEL).sum())
+
+
+def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+    """The same batch with its tensors on a device. A mapping of whatever class comes out as a dict."""
+    return with_tensors(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+
+def with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same batch with another tensor in the place of each. A mapping of whatever class comes out as a dict."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: with_tensors(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        parts = [with_tensors(part, change) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if (fields := _fields(batch)) is not None:
+        return dataclasses.replace(batch, **with_tensors(fields, change))
+    return batch
+
+
+def _fields(batch: Any) -> dict[str, Any] | None:
+    """Those of a dataclass."""
+    if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
+        return None
+    return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}

@@ -1,0 +1,235 @@
+"""What a dataset must give, looked at in its first items: found before any rank starts, and not in the first step."""
+
+import inspect
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from zerotrain.data.reading.batches import IGNORED_LABEL
+from zerotrain.data.reading.fetch import Collate, draws, fetch_rows
+from zerotrain.data.reading.inputs import LABELS, as_inputs, ids_of, labels_of, num_labels
+
+NUM_ITEMS = 8
+"""Items looked at of each dataset."""
+OTHERWISE = "make a tensor of it, leave it out, or give data.collate_fn, which makes a batch of a list of items"
+
+
+def first_batches(dataset: Any, name: str, *, seed: int = 0, collate: Collate | None = None) -> list[Any]:
+    """The first items of a dataset, each as a batch of one: read and put together as they will be in a run.
+
+    Args:
+        name: of the dataset, such as "data.train".
+        seed, collate: as `fetch_rows` takes them.
+
+    Raises:
+        ValueError: it is no map-style dataset or is empty, an item has parts that no batch can be made of, the items
+            cannot stand in one batch, or what the dataset says of itself is not so.
+        RowError: the dataset or collate raised an exception.
+    """
+    if sources := getattr(dataset, "sources", {}):
+        return _of_sources(sources, name, seed, collate)
+    _require_map_style(dataset, name)
+    rows = range(min(NUM_ITEMS, len(dataset)))
+    if collate is None and not hasattr(dataset, "rows"):
+        for row in rows[:2]:
+            _require_parts(
+                fetch_rows(dataset, [row], **_first(seed, 1, name), collate=lambda items: items[0]), name, row
+            )
+    before = torch.get_rng_state()
+    batches = [fetch_rows(dataset, [row], **_first(seed, 1, name), collate=collate) for row in rows]
+    if not draws(dataset, collate) and not torch.equal(before, torch.get_rng_state()):
+        raise ValueError(
+            f"{name} draws random numbers though it has draws = False; leave that out, or draw from a generator that "
+            "is made in __getitem__"
+        )
+    if collate is None:
+        _require_one_shape(batches, [f"{name}[{row}]" for row in rows])
+    fetch_rows(dataset, rows, **_first(seed, len(rows), name), collate=collate)
+    _require_as_many_labels(dataset, batches, name)
+    return batches
+
+
+def _of_sources(sources: Mapping[str, Any], name: str, seed: int, collate: Collate | None) -> list[Any]:
+    """The first items of each source of a mix, which must stand in one batch too."""
+    names = [source_name(name, source) for source in sources]
+    batches = [first_batches(each, names[at], seed=seed, collate=collate) for at, each in enumerate(sources.values())]
+    if collate is None:
+        _require_one_shape([each[0] for each in batches], [f"{each}[0]" for each in names])
+    return [batch for each in batches for batch in each]
+
+
+def source_name(name: str, source: str) -> str:
+    """What a source of a mix is called: "data.sources.code.data.train" of "data.train"."""
+    return name.replace("data.", f"data.sources.{source}.data.", 1)
+
+
+def _first(seed: int, num_rows: int, name: str) -> dict[str, Any]:
+    return {"seed": seed, "epochs": [0] * num_rows, "step": 1, "name": name}
+
+
+def _require_map_style(dataset: Any, name: str) -> None:
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not all(hasattr(dataset, each) for each in ("__getitem__", "__len__")):
+        raise ValueError(
+            f"{name} is of type {kind}, which cannot be read by number; it must be map-style, with len() and [index]: "
+            "each rank reads items of its own, and a run that goes on the next ones. A stream can be written to files "
+            "first"
+        )
+    if len(dataset) == 0:
+        raise ValueError(f"{name} is empty; it must have at least one item")
+
+
+def _require_parts(item: Any, name: str, row: int) -> None:
+    """Check that torch's `default_collate` makes tensors of an item's parts, and not lists."""
+    for path, part in _parts(item, f"{name}[{row}]"):
+        if isinstance(part, list):
+            raise ValueError(f"{path} is a list of numbers; give torch.tensor(...) of it, or data.collate_fn")
+        if not isinstance(part, torch.Tensor | np.ndarray | np.number | numbers.Number):
+            raise ValueError(
+                f"{path} is of type {type(part).__name__}; a batch is made of tensors and numbers: {OTHERWISE}"
+            )
+        if isinstance(part, np.ndarray) and part.dtype.kind not in "biufc":
+            raise ValueError(f"{path} is an array of {part.dtype}; it must be one of numbers: {OTHERWISE}")
+
+
+def _parts(value: Any, path: str) -> list[tuple[str, Any]]:
+    """(where it stands, part) of each part of an item; a list of numbers is one part."""
+    if isinstance(value, Mapping):
+        return [found for key, part in value.items() for found in _parts(part, f"{path}[{key!r}]")]
+    is_list = isinstance(value, list) and bool(value) and all(isinstance(part, numbers.Number) for part in value)
+    if isinstance(value, list | tuple) and not is_list:
+        names = getattr(value, "_fields", range(len(value)))
+        return [
+            found
+            for key, part in zip(names, value, strict=True)
+            for found in _parts(part, f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]")
+        ]
+    return [(path, value)]
+
+
+def _require_one_shape(batches: Sequence[Any], names: Sequence[str]) -> None:
+    shapes = [_shapes(batch) for batch in batches]
+    for name, each in zip(names, shapes, strict=True):
+        if each != shapes[0]:
+            raise ValueError(
+                f"{name} has {_said(each)} and {names[0]} {_said(shapes[0])}; all items must have the same: pad them, "
+                f"with {IGNORED_LABEL} for labels, or give data.collate_fn, which pads each micro-batch"
+            )
+
+
+def _shapes(batch: Any) -> dict[str, tuple[int, ...]]:
+    return {path: tuple(part.shape[1:]) for path, part in _parts(batch, "") if isinstance(part, torch.Tensor)}
+
+
+def _said(shapes: dict[str, tuple[int, ...]]) -> str:
+    return "shapes " + ", ".join(f"{path} {shape}".strip() for path, shape in shapes.items())
+
+
+def _require_as_many_labels(dataset: Any, batches: Sequence[Any], name: str) -> None:
+    """Check that `tokens_per_sequence` is right, by which the ranks weigh their losses without asking each other."""
+    told = getattr(dataset, "tokens_per_sequence", None)
+    for row, batch in enumerate(batches):
+        if told is not None and num_labels(batch, num_rows=1) != told:
+            raise ValueError(
+                f"{name}.tokens_per_sequence is {told}, but {name}[{row}] has {num_labels(batch, num_rows=1)} labels "
+                "that count; give the number that all items have, or leave it out where they differ"
+            )
+
+
+def require_taken(batches: Sequence[Any], name: str, model: nn.Module) -> None:
+    """Check that a model's forward can be called with items.
+
+    Args:
+        batches: from `first_batches`.
+        name: of the dataset they are from.
+        model: on any device; nothing is computed.
+
+    Raises:
+        ValueError: it takes other arguments, or would give no loss.
+    """
+    kind = type(model).__name__
+    signature = inspect.signature(model.forward)
+    taken = f"{kind}.forward takes ({', '.join(signature.parameters)})"
+    for row, batch in enumerate(batches[:2]):
+        inputs, whole = as_inputs(batch), f"{name}[{row}]"
+        given = _named_parts(inputs)
+        try:
+            bound = signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
+        except TypeError as error:
+            raise ValueError(f"{whole} gives {given}, but {taken}: {error}") from error
+        if LABELS in signature.parameters and bound.arguments.get(LABELS) is None:
+            raise ValueError(
+                f"{whole} gives {given} and no labels, but {taken}: it returns the loss where it is given labels, such "
+                "as by items that are pairs of tensors (ids, labels) or have the name labels"
+            )
+
+
+def _named_parts(inputs: Sequence[Any] | Mapping[str, Any]) -> str:
+    if isinstance(inputs, Mapping):
+        return ", ".join(str(key) for key in inputs) or "nothing"
+    return f"{len(inputs)} part{'s' if len(inputs) != 1 else ''} without names"
+
+
+def require_next_tokens(batches: Sequence[Any], name: str, *, model: str, vocab_size: int | None) -> None:
+    """Check that items are what a model learns whose labels[t] is the token after ids[t].
+
+    Args:
+        batches: from `first_batches`.
+        name: of the dataset they are from.
+        model: what the model is called.
+        vocab_size: tokens it knows; None where it does not say.
+
+    Raises:
+        ValueError: they are not.
+    """
+    pairs = [_ids_and_labels(batch, f"{name}[{index}]", model) for index, batch in enumerate(batches)]
+    for index, (ids, labels) in enumerate(pairs):
+        tokens = torch.cat([ids.flatten().long(), labels[labels != IGNORED_LABEL]]).tolist()
+        unknown = [token for token in tokens if token < 0 or (vocab_size is not None and token >= vocab_size)]
+        if unknown:
+            known = "from 0 on" if vocab_size is None else f"from 0 to {vocab_size - 1}"
+            raise ValueError(
+                f"{name}[{index}] has the token {unknown[0]}, but {model} knows the tokens {known}; labels that do not "
+                f"count are {IGNORED_LABEL}"
+            )
+    if pairs and pairs[0][0].ndim == 2 and _are_repeated(pairs):
+        raise ValueError(
+            f"the labels of the first items of {name} equal their ids; {model} learns labels[t] as the token after "
+            "ids[t], and would learn to copy: give tokens[:-1] as ids and tokens[1:] as labels"
+        )
+
+
+def _ids_and_labels(batch: Any, name: str, model: str) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, labels = ids_of(batch), labels_of(batch)
+    if (
+        ids is None
+        or labels is None
+        or ids.shape != labels.shape
+        or ids.dtype not in (torch.int32, torch.int64)
+        or labels.dtype != torch.int64
+    ):
+        raise ValueError(
+            f"{name} has {_described(ids)} for ids and {_described(labels)} for labels; {model} takes int64 tensors of "
+            "one shape"
+        )
+    return ids, labels
+
+
+def _are_repeated(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether all labels that count equal the ids beside them, and some not the ids after them: a row of one token
+    does both."""
+    counts = [labels != IGNORED_LABEL for _, labels in items]
+    repeated = all((ids == labels)[count].all() for (ids, labels), count in zip(items, counts, strict=True))
+    next_ones = [
+        (ids[:, 1:] == labels[:, :-1])[count[:, :-1]] for (ids, labels), count in zip(items, counts, strict=True)
+    ]
+    return repeated and not all(each.all() for each in next_ones)
+
+
+def _described(part: torch.Tensor | None) -> str:
+    return "nothing" if part is None else f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape[1:])}"

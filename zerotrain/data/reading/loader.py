@@ -1,0 +1,199 @@
+"""What a rank trains on in each step, read before it is needed.
+
+Three ways to read, chosen by what the dataset allows; the rows are the same, to the bit:
+
+    a thread            two steps ahead, of datasets that draw no random numbers (`zerotrain.data.reading.fetch`)
+    worker processes    two steps ahead, of all datasets, with `num_workers`
+    between two steps   the others, since a thread that draws would change what the model draws beside it
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from zerotrain.data.reading.batches import GlobalBatchSampler, RowsToRead
+from zerotrain.data.reading.device_copies import Copied, DeviceCopies
+from zerotrain.data.reading.fetch import Collate, fetch_rows, may_be_read_beside
+from zerotrain.data.reading.inputs import num_labels
+from zerotrain.data.reading.workers import read_in_workers
+
+NUM_STEPS_AHEAD = 2
+_JOIN_S = 1.0
+"""How long an ending run waits for a row that is just being read."""
+
+
+class LoadedStep(NamedTuple):
+    """What a rank trains on in one step."""
+
+    micro_batches: list[Any]
+    """On the device, as collate has made them; in the order in which the rank runs them."""
+    num_labels: list[int]
+    """In each of them, those that count."""
+
+
+@dataclass(frozen=True)
+class MicroBatchReader:
+    """Reads micro-batches of a dataset; can be pickled if the dataset can."""
+
+    dataset: Any
+    seed: int
+    collate: Collate | None
+    vocab_size: int | None = None
+    """Tokens that the model knows, see `fetch_rows`."""
+
+    def __call__(self, wanted: tuple[RowsToRead, int]) -> tuple[Any, int]:
+        """(a micro-batch, its labels that count) of (rows, number of the step from 1)."""
+        (rows, epochs), step = wanted
+        with torch.profiler.record_function("zerotrain data: read rows"):
+            batch = fetch_rows(
+                self.dataset,
+                rows,
+                seed=self.seed,
+                epochs=epochs,
+                step=step,
+                collate=self.collate,
+                vocab_size=self.vocab_size,
+            )
+            return batch, num_labels(batch, len(rows))
+
+
+class StepLoader:
+    """Gives a rank the micro-batches of one step after the other. Use as a context manager: at its end nothing is left
+    of the thread and the processes.
+
+    Args:
+        dataset: map-style.
+        sampler: says which rows; the first step is the one at its `rows_consumed`.
+        device: where the micro-batches are to lie.
+        num_steps: how many there are to read.
+        first_step: number of the step before the first, for messages.
+        num_workers: processes that read; 0 for none.
+        collate: makes a batch of items; None: torch's `default_collate`.
+        num_steps_ahead: 0 reads each step when it is asked for.
+        vocab_size: tokens that the model knows, see `fetch_rows`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: GlobalBatchSampler,
+        *,
+        device: torch.device,
+        num_steps: int,
+        first_step: int = 0,
+        num_workers: int = 0,
+        collate: Collate | None = None,
+        num_steps_ahead: int = NUM_STEPS_AHEAD,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.wait_s = 0.0
+        """How long the last step was waited for."""
+        self.reads_ahead = num_steps_ahead > 0 and (num_workers > 0 or may_be_read_beside(dataset, collate))
+        self._copies = DeviceCopies(device)
+        self._open = ExitStack()
+        self._num_micro_batches = sampler.num_micro_batches * sampler.leaves_per_rank
+        reader = MicroBatchReader(dataset, sampler.seed, collate, vocab_size)
+        size, start = sampler.global_batch_size, sampler.rows_consumed
+        wanted = (
+            (rows, first_step + step + 1)
+            for step in range(num_steps)
+            for rows in sampler.micro_batches(start + step * size)
+        )
+        if num_workers > 0:
+            num_ahead = max(num_steps_ahead, 1) * self._num_micro_batches
+            read = self._open.enter_context(read_in_workers(reader, wanted, num_workers, num_ahead))
+        else:
+            read = map(reader, wanted)
+        self._steps = self._copied_steps(read)
+        if self.reads_ahead:
+            self._steps = self._open.enter_context(ReadAhead(self._steps, num_steps_ahead))
+
+    def _copied_steps(self, read: Iterator[tuple[Any, int]]) -> Iterator[tuple[Copied, list[int]]]:
+        while step := list(islice(read, self._num_micro_batches)):
+            yield self._copies.start([batch for batch, _ in step]), [number for _, number in step]
+
+    def next_step(self) -> LoadedStep:
+        """The micro-batches of the next step. Those of the one before must no longer be used.
+
+        Raises:
+            RowError: a row could not be read.
+            StopIteration: there was none left.
+            RuntimeError: a worker process has died.
+        """
+        started_s = time.perf_counter()
+        copied, numbers = next(self._steps)
+        micro_batches = self._copies.finish(copied)
+        self.wait_s = time.perf_counter() - started_s
+        return LoadedStep(micro_batches, numbers)
+
+    def __enter__(self) -> "StepLoader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+
+class ReadAhead(Iterator[Any]):
+    """An iterator that a thread runs ahead of who asks for its values, by so many at most. An exception comes where
+    its value would have."""
+
+    def __init__(self, values: Iterator[Any], num_ahead: int) -> None:
+        self._values, self._num_ahead = values, num_ahead
+        self._ready: deque[Any] = deque()
+        self._error: BaseException | None = None
+        """What came in place of a value; StopIteration behind the last."""
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="zerotrain-data", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> Any:
+        with self._changed:
+            # Signals are handled while this waits: the main thread may be told to stop.
+            self._changed.wait_for(lambda: self._ready or self._error)
+            if not self._ready and self._error is not None:
+                raise self._error
+            value = self._ready.popleft()
+            self._changed.notify_all()
+            return value
+
+    def __enter__(self) -> "ReadAhead":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Read no more. What is being read just now is waited for, unless it takes long."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        while self._wait_for_room():
+            try:
+                value = next(self._values)
+            except BaseException as error:  # whatever it is, who asks for the value is to see it
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._ready.append(value)
+                self._changed.notify_all()
+
+    def _wait_for_room(self) -> bool:
+        """False where no more is to be read."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._num_ahead)
+            return not self._closed

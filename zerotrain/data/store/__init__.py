@@ -1,0 +1,1 @@
+"""Tokens in files, cut into windows."""

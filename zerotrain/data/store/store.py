@@ -1,0 +1,313 @@
+"""TokenStore: one long row of tokens in one file or many, and the folder in which zerotrain keeps such a row.
+
+A store's folder holds shards, which are tokens and nothing else, and what describes them:
+
+    index.json      {"format": 1, "dtype": "uint16", "vocab_size": 50257, "tokenizer": null,
+                     "shards": [{"name": "000000.bin", "tokens": 100000000}, ...],
+                     "documents": "documents.bin", "num_documents": 81000}
+    000000.bin      little-endian tokens of dtype (uint8, uint16 or uint32); the row goes on in the next shard
+    documents.bin   little-endian uint64: where in the row each document starts, rising, the first at 0
+
+`tokenizer` is a hash of the tokenizer, or null; `documents` is null where nobody knows where documents start. The index
+is written last, so a folder with an index is complete. An index from before 2026-11-23 has no `num_documents`.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zerotrain.data.store.shards import Shard, ShardReader
+from zerotrain.files.untrusted import UntrustedFileError, read_json, shown
+
+FORMAT = 1
+INDEX_NAME = "index.json"
+MAX_INDEX_NBYTES = 1 << 28
+DOCUMENTS_NAME = "documents.bin"
+DOCUMENT_NBYTES = 8
+STORE_DTYPES = ("uint8", "uint16", "uint32")
+MAX_VOCAB_SIZE = 1 << 32
+"""As many as the widest of the dtypes has values."""
+_PIECE = 1 << 20
+
+
+class TokenStore:
+    """A row of tokens over the shards it lies in, read by number.
+
+    Holds no token in memory, and a few open files. May be read by several threads, and pickled.
+
+    Args:
+        shards: the files, in order.
+        dtype: of a token in all of them: integers of one to eight bytes.
+        vocab_size: tokens are below this; None where nobody has said so.
+        tokenizer: a hash of the tokenizer the tokens are of; None where it is not known.
+        documents: reads where each document starts, (num_documents,) int64; None where there are no documents.
+
+    Raises:
+        OSError: a file is not there.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        dtype: np.dtype,
+        *,
+        vocab_size: int | None = None,
+        tokenizer: str | None = None,
+        documents: Callable[[], np.ndarray] | None = None,
+    ) -> None:
+        self.shards = tuple(shards)
+        self.dtype = np.dtype(dtype)
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self.tokens = sum(shard.tokens for shard in self.shards)
+        """Of all shards."""
+        self._read_documents = documents
+        self._reader = ShardReader(self.shards, self.dtype)
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> "TokenStore":
+        """The store in a folder.
+
+        Raises:
+            FileNotFoundError: the folder has no index, or a file that the index names is not there.
+            ValueError: the index is of another format or cannot be understood, or a file has another size than it says.
+        """
+        folder = Path(folder)
+        index = _read_index(folder / INDEX_NAME)
+        dtype = np.dtype(index["dtype"]).newbyteorder("<")
+        shards = [Shard(folder / each["name"], each["tokens"]) for each in index["shards"]]
+        for shard in shards:
+            _require_size(shard.path, shard.tokens * dtype.itemsize, f"{shard.tokens} tokens of {dtype.name}")
+        tokens = sum(shard.tokens for shard in shards)
+        documents = None
+        if index["documents"] is not None:
+            file = folder / index["documents"]
+            num_documents = index.get("num_documents", _nbytes(file) // DOCUMENT_NBYTES)
+            _require_size(file, num_documents * DOCUMENT_NBYTES, f"{num_documents} documents")
+            documents = partial(_read_documents, file, tokens, num_documents)
+        return cls(shards, dtype, vocab_size=index["vocab_size"], tokenizer=index["tokenizer"], documents=documents)
+
+    @property
+    def documents(self) -> np.ndarray | None:
+        """Where in the row each document starts, (num_documents,) int64, rising, the first 0; None where nobody knows.
+
+        Read from its file each time and not kept: of 1e8 documents it has 800 MB.
+
+        Raises:
+            FileNotFoundError, ValueError: it cannot be read, or is no such list.
+        """
+        return None if self._read_documents is None else self._read_documents()
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether it is known where documents start."""
+        return self._read_documents is not None
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens from number `start` up to but not `stop`, (stop - start,) of `dtype`.
+
+        Raises:
+            IndexError: the row has no such tokens.
+            OSError: a file cannot be read, or was changed, cut short or removed since the store was opened.
+        """
+        return self.read_parts(np.array([start]), np.array([stop - start]))
+
+    def read_parts(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Parts of the row, one behind the other: part i is the `lengths[i]` tokens from number `starts[i]` on.
+
+        Returns:
+            (lengths.sum(),) of `dtype`.
+
+        Raises: as `read`.
+        """
+        if len(starts) and (starts.min() < 0 or lengths.min() < 0 or (starts + lengths).max() > self.tokens):
+            raise IndexError(f"the tokens up to {(starts + lengths).max()} of {self.tokens}")
+        return self._reader.read_parts(starts, lengths)
+
+    def where(self, position: int) -> str:
+        """The file of token `position` of the row, and its number in it, as a message says it."""
+        shard, offset = self._reader.place(position)
+        return f"{self.shards[shard].path}, token {offset}"
+
+
+def write_index(
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str,
+    shards: Sequence[tuple[str, int]],
+    vocab_size: int,
+    tokenizer: str | None = None,
+    documents: np.ndarray | None = None,
+) -> None:
+    """Make a store of the shards in a folder, which are there already: write their index, documents first.
+
+    Args:
+        dtype: of the tokens in the shards: one of `STORE_DTYPES`.
+        shards: name and number of tokens of each file, in order.
+        vocab_size: tokens are below this.
+        tokenizer: a hash of the tokenizer.
+        documents: (num_documents,) where in the row each document starts; None where nobody knows.
+
+    Raises:
+        FileNotFoundError: a shard is not there.
+        ValueError: an argument is out of range, or a shard has another size.
+        OSError: the folder cannot be written.
+    """
+    folder = Path(folder)
+    index = {
+        "format": FORMAT,
+        "dtype": dtype,
+        "vocab_size": vocab_size,
+        "tokenizer": tokenizer,
+        "shards": [{"name": name, "tokens": int(tokens)} for name, tokens in shards],
+        "documents": None if documents is None else DOCUMENTS_NAME,
+        "num_documents": 0 if documents is None else len(documents),
+    }
+    _require_index(index, folder / INDEX_NAME)
+    for name, tokens in shards:
+        _require_size(folder / name, tokens * np.dtype(dtype).itemsize, f"{tokens} tokens of {dtype}")
+    if documents is not None:
+        _require_rising(documents, sum(tokens for _, tokens in shards), folder / DOCUMENTS_NAME)
+        pieces = range(0, len(documents), _PIECE)
+        write_whole(folder / DOCUMENTS_NAME, (documents[at : at + _PIECE].astype("<u8").tobytes() for at in pieces))
+    write_whole(folder / INDEX_NAME, [json.dumps(index, indent=1).encode() + b"\n"])
+
+
+def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file under another name and move it into place once the disk has it: it is there whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fchmod(descriptor, 0o666 & ~_umask())  # mkstemp makes it for the user alone
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _umask() -> int:
+    """Of this process; it can only be read by setting it."""
+    with suppress(OSError, ValueError, IndexError):  # without a race, where Linux tells
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("Umask:", 1)[1].split(maxsplit=1)[0], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _read_index(file: Path) -> dict[str, Any]:
+    try:
+        index = read_json(file, object, max_nbytes=MAX_INDEX_NBYTES)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{file.parent} has no {INDEX_NAME}; a store of tokens has one, written last: this one is not complete"
+        ) from None
+    except UntrustedFileError as error:
+        raise ValueError(
+            f"{file} is no JSON that describes a store ({error}); make the store anew, or copy it again"
+        ) from error
+    _require_index(index, file)
+    return dict(index)
+
+
+def _require_index(index: Any, file: Path) -> None:
+    """Check the fields of an index."""
+    if not isinstance(index, dict) or "format" not in index:
+        raise ValueError(f"{file} does not describe a store of tokens: it has no format")
+    if index["format"] != FORMAT:
+        raise ValueError(
+            f"{file} has format {shown(index['format'])}, and this zerotrain reads format {FORMAT}; make the "
+            "store anew, or read it with the zerotrain that wrote it"
+        )
+    shards = index.get("shards")
+    checks = {
+        "dtype": index.get("dtype") in STORE_DTYPES,
+        "vocab_size": _is_count(index.get("vocab_size")) and 0 < index["vocab_size"] <= MAX_VOCAB_SIZE,
+        "tokenizer": isinstance(index.get("tokenizer", 0), str | None),
+        "shards": isinstance(shards, list) and all(_is_shard(each) for each in shards) and _are_distinct(shards, index),
+        "documents": index.get("documents", 0) is None or _is_name(index.get("documents")),
+        "num_documents": _is_count(count := index.get("num_documents", 0))
+        and not (count and index.get("documents") is None),
+    }
+    for field, fits in checks.items():
+        if not fits:
+            given = json.dumps(index.get(field), default=str)[:80]
+            raise ValueError(f"{file}: {field} is {given}, which no store of tokens has; make the store anew")
+
+
+def _is_shard(given: Any) -> bool:
+    return isinstance(given, dict) and _is_name(given.get("name")) and _is_count(given.get("tokens"))
+
+
+def _are_distinct(shards: list[dict[str, Any]], index: dict[str, Any]) -> bool:
+    """Whether no file is named twice."""
+    names = [*(each["name"] for each in shards), INDEX_NAME]
+    names += [index["documents"]] if _is_name(index.get("documents")) else []
+    return len(set(names)) == len(names)
+
+
+def _is_name(given: Any) -> bool:
+    """Whether it names a file of the folder itself."""
+    return isinstance(given, str) and given not in ("", ".", "..") and "/" not in given and given.isprintable()
+
+
+def _is_count(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and given >= 0
+
+
+def _nbytes(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{file} is not there, and {INDEX_NAME} beside it names it; copy the store again"
+        ) from None
+
+
+def _require_size(file: Path, nbytes: int, what: str) -> None:
+    found = _nbytes(file)
+    if found != nbytes:
+        raise ValueError(
+            f"{file} has {found} bytes, and by {INDEX_NAME} beside it {nbytes} ({what}); make the store anew, or copy "
+            "it again"
+        )
+
+
+def _read_documents(file: Path, tokens: int, num_documents: int) -> np.ndarray:
+    _require_size(file, num_documents * DOCUMENT_NBYTES, f"{num_documents} documents")
+    documents = np.fromfile(file, dtype="<u8")
+    _require_rising(documents, tokens, file)
+    return documents.view("<i8")
+
+
+def _require_rising(documents: np.ndarray, tokens: int, file: Path) -> None:
+    """Check that these are starts of documents in a row of so many tokens."""
+    rising = len(documents) > 0 and documents[0] == 0 and documents[-1] <= tokens
+    for at in range(0, len(documents) if rising else 0, _PIECE):
+        piece = documents[at : at + _PIECE + 1]
+        rising = rising and bool((piece[1:] >= piece[:-1]).all())
+    if not rising:
+        raise ValueError(
+            f"{file} does not hold the starts of documents in {tokens} tokens: they rise, the first is 0; make the "
+            "store anew, or copy it again"
+        )

@@ -1,0 +1,1 @@
+"""How a bucket is cut: segments, spans, subtrees, digits of the norm."""

@@ -1,0 +1,38 @@
+"""What an optimizer keeps of a bucket, as its home has it: tensors, and who is a part of them."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerotrain.engine.buckets.parts.spans import Span
+from zerotrain.engine.buckets.parts.whole_tensors import WholeTensors
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Apart from the bucket's update, which has the home: or each would keep the other in memory."""
+
+    master_weight: torch.Tensor
+    has_copy: bool
+    """Whether that is kept apart from the model's weight."""
+    spans: Sequence[Span]
+    whole: WholeTensors | None
+    optimizers: Sequence[torch.optim.Optimizer | None]
+
+    def tensors(self) -> Iterator[tuple[Hashable, torch.Tensor]]:
+        """What is to be at home."""
+        if self.has_copy:
+            yield "master weight", self.master_weight
+        for number, optimizer in enumerate(self.optimizers):
+            for place, state in enumerate(optimizer.state.values() if optimizer is not None else ()):
+                for name, value in state.items():
+                    if type(value) is torch.Tensor and value.ndim > 0:
+                        yield (number, place, name), value
+
+    def follow_master(self) -> None:
+        """The master weight has other memory under it: so have the parts of it that are updated."""
+        for span in self.spans:
+            span.target.data = self.master_weight[span.where]
+        if self.whole is not None:
+            self.whole.follow_master()

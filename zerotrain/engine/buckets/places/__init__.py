@@ -1,0 +1,1 @@
+"""Where a bucket's memory lies: the device, the host, a disk."""

@@ -1,0 +1,1 @@
+"""What a model must be, and how it is entered."""

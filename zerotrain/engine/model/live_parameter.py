@@ -1,0 +1,246 @@
+"""What a parameter is while an engine has it: the same object, of another class.
+
+Changing the class of the object itself, as torch does with `UninitializedParameter`, leaves its identity, attributes,
+hooks and place in anybody's lists as they are. There are two such classes:
+
+`UnreadyParameter`, while its bucket is not complete. A module whose hook did not announce it (its parent reads
+`self.head.weight` without calling `self.head`) would otherwise read weights that have not arrived, or freed memory, and
+train on wrong numbers without a word: garbage and a segmentation fault were both seen on the CPU.
+
+`LiveParameter`, while it is. It answers what PyTorch does behind everybody's back: `p.data` writes that no version
+counts, `p.data = ...` that takes the parameter out of its bucket, `p.grad` that is in the bucket already.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zerotrain.errors import EngineStateError
+
+LEFT_ITS_UNIT = (
+    "a backward read parameters that were not gathered for it: a tensor left {} by another way than the unit's output; "
+    "return it from the unit's forward, or set zero.reshard_after_forward=False"
+)
+ENGINE_IS_GONE = (
+    "a parameter was read whose engine is gone: keep the engine as long as its model is used, or load what "
+    "engine.full_state_dict() gives into a new model"
+)
+_GRADIENT_IS_IN_THE_ENGINE = (
+    "the gradient of {} is in the engine, which reduces it over the ranks while the backward runs: clip it with "
+    "build_engine(max_grad_norm=...), whose norm engine.step() returns, forget it with engine.zero_grad(), and look at "
+    "this rank's own with parameter.register_hook(...)"
+)
+_FREED_MEMORY_WAS_READ = ("storage of size 0", "data is not allocated yet")
+"""What torch says of it where autograd reads what it saved, which no class of a parameter can notice."""
+
+_DATA: Any = torch._C.TensorBase.data
+_GRAD: Any = torch._C.TensorBase.grad
+get_data, set_data = _DATA.__get__, _DATA.__set__
+get_grad, set_grad = _GRAD.__get__, _GRAD.__set__
+"""What the attributes `data` and `grad` are to the engine itself."""
+
+
+def reads_freed_memory(error: BaseException) -> bool:
+    """Whether `error` is torch's about a tensor whose memory was given back."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _FREED_MEMORY_WAS_READ)
+
+
+class OwningBucket(Protocol):
+    """What has a parameter: its bucket."""
+
+    def complete(self) -> None:
+        """Gather the bucket and give its parameters the class they have then, or raise EngineStateError where that
+        would leave ranks waiting for each other."""
+
+    def data_was_read(self) -> None:
+        """Somebody got hold of a parameter's memory and may write to it uncounted."""
+
+    def holds_gradient(self) -> bool:
+        """Whether gradients of this step have been moved out of the parameters."""
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """What the model calls it."""
+
+
+_HOMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""nn.Parameter -> weak reference to its `OwningBucket`. No attribute: nothing of ours is pickled or copied."""
+_LAST_HOOKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""nn.Parameter -> the key of the hook of ours that must run behind all others."""
+
+
+def settle(parameter: nn.Parameter, home: OwningBucket) -> None:
+    """From now on `parameter` is `home`'s."""
+    _HOMES[parameter] = weakref.ref(home)
+
+
+def _home(parameter: nn.Parameter) -> OwningBucket | None:
+    reference = _HOMES.get(parameter)
+    home: OwningBucket | None = None if reference is None else reference()
+    return home
+
+
+class LiveParameter(nn.Parameter):
+    """Otherwise as any parameter. See `live_class`."""
+
+    plain_class: ClassVar[type] = nn.Parameter
+    """The class it has without an engine."""
+
+    def _get_data(self) -> torch.Tensor:
+        if (home := _home(self)) is not None:
+            home.data_was_read()
+        return get_data(self)
+
+    def _set_data(self, value: torch.Tensor) -> None:
+        home = _home(self)
+        if home is None:
+            set_data(self, value)
+            return
+        own = self._get_data()
+        mine, given = ((t.dtype, tuple(t.shape), t.device) for t in (own, value))
+        if mine != given:
+            said = [", ".join(map(str, each)) for each in (mine, given)]
+            raise EngineStateError(
+                f"{home.name_of(self)} lies in memory of the engine, as {said[0]}: a tensor of {said[1]} cannot take "
+                "its place; change dtype, shape or device of a model before build_engine"
+            )
+        if not value.is_set_to(own):  # as `model.to(device)` does
+            own.copy_(value.detach())
+
+    data = property(_get_data, _set_data)
+
+    def _get_grad(self) -> torch.Tensor | None:
+        value: torch.Tensor | None = get_grad(self)
+        if value is None:
+            self._require_no_gradient()
+        return value
+
+    def _set_grad(self, value: torch.Tensor | None) -> None:
+        self._require_no_gradient()
+        if value is not None and (home := _home(self)) is not None:
+            raise EngineStateError(
+                f"the gradient of {home.name_of(self)} was set by hand, which no step would use: gradients come from "
+                "engine.backward(loss); to change them on their way, use parameter.register_hook(...)"
+            )
+        set_grad(self, value)
+
+    grad = property(_get_grad, _set_grad)
+
+    def _require_no_gradient(self) -> None:
+        home = _home(self)
+        if home is not None and home.holds_gradient():
+            raise EngineStateError(_GRADIENT_IS_IN_THE_ENGINE.format(home.name_of(self)))
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """As torch's. It runs before the engine moves the gradient out of the parameter."""
+        handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)
+        hooks = self._post_accumulate_grad_hooks
+        if (key := _LAST_HOOKS.get(self)) in hooks:
+            hooks[key] = hooks.pop(key)
+        return handle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with self._as_plain():
+            return copy.deepcopy(self, memo)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        with self._as_plain():
+            return repr(self)
+
+    @contextmanager
+    def _as_plain(self) -> Iterator[None]:
+        live_class = type(self)
+        self.__class__ = self.plain_class
+        try:
+            yield
+        finally:
+            self.__class__ = live_class
+
+
+def register_last_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call `hook` when the gradient of `parameter` is there, behind all that others register. One for each."""
+    handle: RemovableHandle = torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)
+    _LAST_HOOKS[parameter] = handle.id
+    return handle
+
+
+_LIVE_CLASSES: dict[type, type[LiveParameter]] = {nn.Parameter: LiveParameter}
+
+
+def live_class(plain_class: type) -> type[LiveParameter]:
+    """The class of complete parameters that are of `plain_class` without an engine. One for all: torch.compile compiles
+    anew for another."""
+    if issubclass(plain_class, LiveParameter):
+        return live_class(plain_class.plain_class)
+    if plain_class not in _LIVE_CLASSES:
+        attributes = {"plain_class": plain_class}
+        _LIVE_CLASSES[plain_class] = type(plain_class.__name__, (LiveParameter, plain_class), attributes)
+    return _LIVE_CLASSES[plain_class]
+
+
+class UnreadyParameter(LiveParameter):
+    """Tells its shape, dtype and device; arithmetic completes the bucket first, and then meets a live parameter."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, UnreadyParameter):
+                leaf._complete()
+        return func(*args, **kwargs)
+
+    def _complete(self) -> None:
+        reference = _HOMES.get(self)
+        if reference is None:  # a copy, made by what copies objects with their class
+            self.__class__ = nn.Parameter  # type: ignore[assignment]
+        elif (home := reference()) is None:
+            raise EngineStateError(ENGINE_IS_GONE)
+        else:
+            home.complete()
+
+    def _get_data(self) -> torch.Tensor:
+        self._complete()
+        return self.data
+
+    def _set_data(self, value: torch.Tensor) -> None:
+        self._complete()
+        self.data = value
+
+    data = property(_get_data, _set_data)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._complete()
+        return copy.deepcopy(self, memo)  # by its own class
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        self._complete()
+        return repr(self)
+
+
+_METHODS = (
+    "size dim numel element_size stride is_floating_point is_complex __len__ __hash__ requires_grad_ "
+    "register_hook register_post_accumulate_grad_hook"
+)
+_ATTRIBUTES = (
+    "shape dtype device ndim layout nbytes itemsize is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized "
+    "_backward_hooks _post_accumulate_grad_hooks _version"
+)
+_METADATA = {
+    *(getattr(torch.Tensor, name) for name in _METHODS.split()),
+    *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()),
+    *(getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "grad", "_post_accumulate_grad_hooks")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad")),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+"""What may be asked of a parameter that is not there, and set: a change of `requires_grad` that the engine was not told
+of is answered in the next backward."""

@@ -1,0 +1,157 @@
+"""The forward of a unit while it trains: compiled, computed again in the backward, with what it saves kept elsewhere.
+
+A unit's `forward` is replaced, and its hooks stay where they are, around `__call__`: they gather and free parameters
+outside the compiled graph. A recomputation happens within the unit's backward, whose hook has gathered them.
+"""
+
+import copy
+import functools
+import sysconfig
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zerotrain.engine.model.ranges import named_range
+from zerotrain.errors import ConfigError
+from zerotrain.offload.saved import SavedTensors
+from zerotrain.sharding.units import find_units
+
+Forward = Callable[..., Any]
+
+
+def replace_forwards(
+    model: nn.Module, *, units: Sequence[str] | None, compile: bool, activation_checkpointing: bool
+) -> None:
+    """Compile the forward of each unit of `model`, or drop its activations and compute them again in the backward.
+
+    Forwards without gradients stay as they are. They have nothing to drop, and come in ever new shapes (the text of a
+    sample grows with each token), each of which would be compiled anew.
+
+    Args:
+        units: module name patterns; None: the repeated blocks.
+
+    Raises:
+        ConfigError: the model has no units, or this machine lacks what torch.compile needs.
+    """
+    if not (compile or activation_checkpointing):
+        return
+    modules = require_units(model, units, "compile=True" if compile else "activation_checkpointing=True")
+    if compile:
+        require_compiler()
+    for name, module in modules.items():
+        trained = torch.compile(module.forward) if compile else module.forward
+        if activation_checkpointing:
+            trained = _checkpointed(trained, name)
+        module.forward = _UnitForward(trained, module.forward)
+
+
+def offload_saved(model: nn.Module, units: Sequence[str] | None, saved: SavedTensors, where: str) -> Callable[[], None]:
+    """Have what the forward of each unit of `model` saves kept elsewhere.
+
+    Args:
+        units: as for `replace_forwards`, which comes before.
+        where: as in the settings.
+
+    Returns:
+        What gives the units their forwards back.
+
+    Raises:
+        ConfigError: the model has no units.
+    """
+
+    def keeping(forward: Forward) -> Forward:
+        def kept(*inputs: Any, **named_inputs: Any) -> Any:
+            with saved.call():
+                return forward(*inputs, **named_inputs)
+
+        kept_uncompiled: Forward = torch.compiler.disable(kept, recursive=False)  # what it calls may be compiled
+        return kept_uncompiled
+
+    modules = require_units(model, units, f"offload.activations={where}").values()
+    changed = []
+    for module in modules:
+        former = module.__dict__.get("forward")
+        module.forward = _UnitForward(keeping(module.forward), module.forward)
+        changed.append((module, former, module.forward))
+
+    def restore() -> None:
+        for module, former, ours in changed:
+            if module.__dict__.get("forward") is ours:
+                del module.forward
+                if former is not None:
+                    module.forward = former
+
+    return restore
+
+
+def require_units(model: nn.Module, units: Sequence[str] | None, setting: str) -> dict[str, nn.Module]:
+    """The units of a model by name.
+
+    Args:
+        setting: that works on them alone, with its value.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    modules = find_units(model, units)
+    if not modules:
+        raise ConfigError(
+            f"{setting}: works unit by unit, and {type(model).__name__} has no repeated blocks; name its units with "
+            "zero.units, or leave it out"
+        )
+    return modules
+
+
+def _checkpointed(forward: Forward, name: str) -> Forward:
+    def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        return nullcontext(), named_range("recompute", name)
+
+    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+
+
+class _UnitForward:
+    """What stands in the place of a unit's own `forward`. A copy of the module has its own again: with this one it
+    would compute with the weights of the module it was copied from."""
+
+    def __init__(self, trained: Forward, own: Forward) -> None:
+        functools.update_wrapper(self, own)
+        self._trained, self._own = trained, own
+
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
+        chosen = self._trained if torch.is_grad_enabled() else self._own
+        return chosen(*inputs, **named_inputs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        return copy.deepcopy(self._own, memo)
+
+    def __reduce__(self) -> Any:
+        return self._own.__reduce__()
+
+
+def require_compiler() -> None:
+    """Make sure that torch.compile finds what it makes machine code with.
+
+    Raises:
+        ConfigError: naming what this machine lacks.
+    """
+    # Imported here, for those who compile: it takes a second.
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    lacking = []
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        lacking.append("a C++ compiler such as g++")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        lacking.append("Python.h, the headers of this Python (often the package python3-dev)")
+    if lacking:
+        raise ConfigError(
+            f"compile=True: torch.compile needs {' and '.join(lacking)}, which this machine does not have; "
+            "install it, or leave compile=True out"
+        )

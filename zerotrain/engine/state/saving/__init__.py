@@ -1,0 +1,1 @@
+"""A checkpoint written beside the training."""

@@ -1,0 +1,130 @@
+"""Output that cannot be written: nobody reads it any more, as after `| head -1`, or its disk is full. A run goes on."""
+
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn, TextIO
+
+_NOBODY_READS = (errno.EPIPE, errno.EIO)
+"""Of a pipe, and of a terminal that was closed."""
+
+
+class LastingStream(io.TextIOBase):
+    """Passes on what is written, until that fails. Rank 0 failed in its next line when nobody read any more, and the
+    run was said to have lost rank 1 (2026-11-21).
+
+    Args:
+        ends_with_reader: whether the process ends then, as by SIGPIPE.
+    """
+
+    problem: str | None = None
+    """Why what was written went nowhere, though somebody may have waited for it."""
+
+    def __init__(self, stream: TextIO, *, ends_with_reader: bool = False) -> None:
+        self._stream, self._ends_with_reader = stream, ends_with_reader
+
+    def write(self, text: str) -> int:
+        """Write, or do nothing."""
+        self._last(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or do nothing."""
+        self._last(self._stream.flush)
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """The stream's."""
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The stream's."""
+        return self._stream.encoding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _last(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except OSError as error:
+            if error.errno not in _NOBODY_READS:
+                self.problem = self.problem or error.strerror
+            elif self._ends_with_reader:
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGPIPE)
+            # By descriptor: what is still in the stream's buffer, and what C++ and the ranks print, goes there as well.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+def run_command(main: Callable[[], int], *, only_prints: bool = False) -> NoReturn:
+    """Run a command as this process, and exit with its code.
+
+    Args:
+        only_prints: whether there is nothing to do when nobody reads its output any more.
+    """
+    outlast_readers(end=only_prints)
+    try:
+        code = main()
+    except SystemExit as ending:
+        code = code_of(ending)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    sys.exit(with_output_written(code))
+
+
+def code_of(ending: SystemExit) -> int:
+    """As Python itself reads it: a text is printed, and means failure."""
+    if isinstance(ending.code, str):
+        print(ending.code, file=sys.stderr)
+        return 1
+    return ending.code or 0
+
+
+def with_output_written(code: int) -> int:
+    """The exit code of this process at its end: a failure where its standard output could not be written."""
+    sys.stdout.flush()
+    problem = getattr(sys.stdout, "problem", None)
+    if problem is None:
+        return code
+    print(f"standard output cannot be written: {problem}", file=sys.stderr)
+    return code or 1
+
+
+def outlast_readers(*, end: bool = False) -> None:
+    """Let this process go on when its output cannot be written, or where it was started without any.
+
+    Args:
+        end: whether it ends when nobody reads its standard output any more.
+    """
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:  # by `>&-`; the next file to be opened would get what is printed
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            if nowhere == descriptor:
+                os.set_inheritable(descriptor, True)  # by the ranks
+            else:
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+            stream = os.fdopen(descriptor, "w", closefd=False)
+        escape_what_cannot_be_written(stream)
+        setattr(sys, name, LastingStream(stream, ends_with_reader=end and name == "stdout"))
+
+
+def escape_what_cannot_be_written(stream: TextIO) -> None:
+    """Let no text end the process: a terminal of another language, or half a character in a sample of text."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,169 @@
+"""What is wrong with a command line that Hydra would not run, a line for each problem. Imports no torch."""
+
+import errno
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from zerotrain.config.explain import composition_problems
+from zerotrain.config.interpolation import interpolation_line, quoted
+from zerotrain.config.suggest import did_you_mean
+from zerotrain.errors import ConfigError
+from zerotrain.files.printable import printable
+
+PRIMARY_CONFIG = "train"
+_OF_PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def put_options_last(arguments: list[str]) -> None:
+    """Let settings stand on both sides of an option: Hydra does not know those behind one that follows others.
+
+    Args:
+        arguments: `sys.argv`, changed in place.
+    """
+    try:
+        settings = get_args_parser().parse_intermixed_args(arguments[1:]).overrides
+    except TypeError:  # of a parser that has learnt what cannot be intermixed
+        return
+    waiting, options = list(settings), []
+    for argument in arguments[1:]:
+        if waiting and argument == waiting[0]:
+            del waiting[0]
+        else:
+            options.append(argument)
+    arguments[1:] = [*settings, *options]
+
+
+def is_sweep() -> bool:
+    """Whether this process was asked for a sweep."""
+    arguments = get_args_parser().parse_args()
+    return arguments.multirun or "hydra.mode=MULTIRUN" in arguments.overrides
+
+
+def problems_with(error: Exception, conf: Path) -> list[str]:
+    """Why Hydra, or composing, has raised an exception; nothing where that is no fault of the command line.
+
+    Args:
+        conf: the folder of the configs, where the command line names no other.
+    """
+    arguments = get_args_parser().parse_args()
+    problems = list(_folder_problems(arguments, conf)) or list(_interval_problems(arguments))
+    if not problems:
+        try:
+            problems = _composition_problems(arguments, conf)
+        except ConfigError as found:
+            problems = list(found.problems)
+        except Exception:  # of Hydra: there is no end to what it raises
+            problems = []
+    problems += [] if problems else _plugin_problems(arguments)
+    if not problems and isinstance(error, OmegaConfBaseException) and str(error.full_key or "").startswith("hydra."):
+        problems = [interpolation_line(str(error.full_key), _raw_value(error), error)]
+    if not problems and isinstance(error, OSError) and error.filename is not None and error.errno not in _NO_ROOM:
+        setting = "hydra.sweep.dir" if is_sweep() else "hydra.run.dir"
+        problems = [f"{setting}: {error.filename} cannot be made: {error.strerror}; give a folder that can be written"]
+    if not problems and isinstance(error, HydraException | ValueError):
+        problems = [_sentences(error)]
+    if not problems and not isinstance(error, OSError) and not _comes_from_user(error):
+        problems = [f"the command line cannot be run: {type(error).__name__}: {_sentences(error)}"]
+    return [printable(problem, keep="") for problem in problems]
+
+
+def _sentences(error: Exception) -> str:
+    """All that an exception says of itself in the first paragraph: Hydra breaks its lines anywhere. `full_key` and the
+    like are names of OmegaConf for what is known from the rest."""
+    lines = (line.strip() for line in str(error).strip().split("\n\n")[0].splitlines())
+    return " ".join(line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type=")))
+
+
+def _comes_from_user(error: Exception) -> bool:
+    """Whether an exception was raised in code that is neither ours nor installed."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    installed = {sys.prefix, sys.base_prefix, *map(str, Path(__file__).resolve().parents[:3])}
+    return not any(Path(last.filename).is_relative_to(folder) for folder in installed)
+
+
+def _plugin_problems(arguments: Namespace) -> list[str]:
+    """Hydra makes nothing of other classes, and says so only to who starts a sweep."""
+    problems = []
+    for override in arguments.overrides:
+        key, _, target = override.lstrip("+").partition("=")
+        if key in ("hydra.launcher._target_", "hydra.sweeper._target_") and not target.startswith(_OF_PLUGINS):
+            group = key.removeprefix("hydra.").partition(".")[0]
+            problems.append(f"{key}: got {target}; it must be a class of a Hydra plugin; hydra/{group}=... chooses one")
+    return problems
+
+
+def _folder_problems(arguments: Namespace, conf: Path) -> Iterator[str]:
+    here = Path.cwd()
+    if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
+        yield f"--config-dir: got {arguments.config_dir}; there is no such folder in {here}"
+    if arguments.config_path is not None and not (conf.parent / arguments.config_path).is_dir():
+        yield (
+            f"--config-path: got {arguments.config_path}; there is no such folder in {conf.parent}; --config-dir is "
+            "one of your own beside conf"
+        )
+        return
+    names = sorted(path.stem for folder in config_folders(arguments, conf) for path in folder.glob("*.yaml"))
+    name = arguments.config_name
+    if name is None and arguments.config_path is not None and PRIMARY_CONFIG not in names:
+        yield (
+            f"--config-path: got {arguments.config_path}, which has no {PRIMARY_CONFIG}.yaml; give --config-name, or "
+            "--config-dir for a folder of your own beside conf"
+        )
+    if name is not None and name.removesuffix(".yaml") not in names and "/" not in name:
+        yield f"--config-name: got {name}; there is no such config{did_you_mean(name, names)}; there are " + (
+            ", ".join(names) or "none"
+        )
+
+
+def config_folders(arguments: Namespace, conf: Path) -> list[Path]:
+    """The folders that the yamls come from, in the order in which they are looked for."""
+    primary = conf if arguments.config_path is None else conf.parent / arguments.config_path
+    given = [] if arguments.config_dir is None else [Path(arguments.config_dir)]
+    return [folder for folder in (*given, primary) if folder.is_dir()]
+
+
+def _interval_problems(arguments: Namespace) -> Iterator[str]:
+    if any(override.startswith("hydra/sweeper=") for override in arguments.overrides):
+        return
+    for override in arguments.overrides:
+        try:
+            [parsed] = OverridesParser.create().parse_overrides([override])
+        except HydraException:
+            continue
+        if isinstance(parsed.value(), IntervalSweep) and is_sweep():
+            key = parsed.get_key_element()
+            yield (
+                f"{override}: the basic sweeper has no use for an interval; give values, {key}=...,... or "
+                f"{key}=range(...), or a sweeper such as hydra/sweeper=optuna"
+            )
+
+
+def _composition_problems(arguments: Namespace, conf: Path) -> list[str]:
+    *more, primary = config_folders(arguments, conf)
+    searched = [f"hydra.searchpath=[{','.join(quoted(f'file://{path.absolute()}') for path in more)}]"] if more else []
+    with hydra.initialize_config_dir(config_dir=str(primary.resolve()), version_base="1.3"):
+        return composition_problems(
+            arguments.overrides,
+            lambda overrides: hydra.compose(arguments.config_name or PRIMARY_CONFIG, [*overrides, *searched]),
+            is_sweep=is_sweep(),
+            folders=[*more, primary],
+        )
+
+
+def _raw_value(error: OmegaConfBaseException) -> str:
+    """What a setting of hydra itself was given, as the command line has it."""
+    key = f"{error.full_key}="
+    given = [argument.partition("=")[2] for argument in sys.argv if argument.lstrip("+").startswith(key)]
+    return given[-1] if given else str(OmegaConf.to_container(error.parent_node, resolve=False))

@@ -1,0 +1,1 @@
+"""How ranks end: signals, failures, the first cause."""

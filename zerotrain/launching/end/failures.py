@@ -1,0 +1,238 @@
+"""What went wrong on which rank, and which of several failures was the first cause."""
+
+import errno
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from zerotrain.errors import CommError, ConfigError, DisagreementError, ZeroTrainError
+from zerotrain.files.printable import printable
+from zerotrain.files.regular import only_new
+from zerotrain.files.untrusted import Each, Natural, read_json, require_schema
+from zerotrain.launching.end import exits
+from zerotrain.launching.end.presence import RankState, clock_error, read_states
+
+_SIGNS_OF_LOST_PEERS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")
+"""In the messages of the collectives that a user's own code calls; ours raise CommError."""
+_TOLD_TO_STOP = tuple(
+    code for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) for code in (-signum, exits.of_signal(signum))
+)
+"""Exit codes of ranks that were stopped: by torch's agent because another rank had failed, or by the user."""
+_MAX_NBYTES = 2**20
+"""Of what a rank says of its failure."""
+_OF_WAITS = ("unheard", "where", "waited_s")
+"""What a CommError says of a wait in vain."""
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "kill -9, or the machine ran out of memory",
+    signal.SIGABRT: "by itself: on GPUs NCCL does so when ranks wait for each other longer than launch.timeout_s",
+}
+
+
+MAX_CAUSE = 10_000
+"""Characters."""
+
+
+class RunError(ZeroTrainError):
+    """The ranks of a job ended without completing it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed."""
+
+    rank: int
+    cause: str
+    """Completes the sentence "rank 1 ..."."""
+    from_peers: bool = False
+    """Whether the rank only noticed that others were gone."""
+    problems: tuple[str, ...] | None = None
+    """The lines of a ConfigError, which are all that a user needs of it."""
+    time_s: float = 0.0
+    """Since the epoch; once written, by the clock of the folder's file system."""
+    saw_alive: Mapping[int, str] = field(default_factory=dict)
+    """The other ranks whose processes were there then, and where: what has ended them later is no cause of this."""
+    unheard: tuple[int, ...] = ()
+    """The ranks that this one has waited for in vain, and of which nothing was heard."""
+    where: str = ""
+    """What it waited for them in."""
+    waited_s: float = 0.0
+    stopped_by: str | None = None
+    """The signal that told this rank alone to stop, so that the others missed it."""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, saw_alive: Mapping[int, str] | None = None) -> "Failure":
+        """What an exception says, on the rank that caught it."""
+        from_peers = _comes_from_peers(error)
+        said = str(error) if isinstance(error, CommError) and from_peers else f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            said = f"SystemExit: the process was to end with exit code {error.code or 0} before its work was done"
+        return cls(
+            rank=rank,
+            cause=f"{'lost another rank' if from_peers else 'failed'}: {printable(said)}",
+            from_peers=from_peers,
+            problems=error.problems if isinstance(error, ConfigError) else None,
+            time_s=time.time(),
+            saw_alive=saw_alive or {},
+            **({name: getattr(error, name) for name in _OF_WAITS} if isinstance(error, CommError) else {}),
+        )
+
+    def write(self, ranks_dir: Path) -> None:
+        """Leave it in the folder of the ranks' logs, for `first_failure`, which another rank may call meanwhile."""
+        path = ranks_dir / f"{self.rank}.error.json"
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "w", opener=only_new) as file:
+            file.write(json.dumps(asdict(replace(self, time_s=self.time_s + clock_error(temporary)))))
+        os.replace(temporary, path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Failure":
+        """Read what `write` has left."""
+        said = read_json(path, _FAILURE, max_nbytes=_MAX_NBYTES)
+        saw_alive = {int(rank): phase for rank, phase in said["saw_alive"].items()}
+        require_schema(said["problems"] or [], [str])
+        problems = tuple(said["problems"]) if said["problems"] else None
+        changed = {"saw_alive": saw_alive, "unheard": tuple(said["unheard"]), "problems": problems}
+        return cls(**{name: said[name] for name in _FAILURE} | changed)
+
+    def describe(self, ranks_dir: Path) -> str:
+        """Two lines for the user: the cause and the rank's log."""
+        return printable(f"rank {self.rank} {self.cause}\n  its log: {ranks_dir / f'{self.rank}.log'}", MAX_CAUSE)
+
+    def as_error(self, ranks_dir: Path) -> ZeroTrainError:
+        """The exception to raise where the ranks were started."""
+        return ConfigError(*self.problems) if self.problems else RunError(self.describe(ranks_dir))
+
+
+_FAILURE = {
+    "rank": Natural(), "cause": str, "from_peers": bool, "problems": (list, None), "time_s": float,
+    "saw_alive": Each(str), "unheard": [Natural()], "where": str, "waited_s": float,
+}  # fmt: skip
+
+
+def first_failure(
+    ranks_dir: Path, ended: dict[int, ProcessFailure] | None = None, by_user: bool = False
+) -> Failure | None:
+    """The first cause of a run's end; None where no rank has failed.
+
+    A rank's own error comes before the death of a process, that before a signal that told one rank to stop, that before
+    a rank that is there and did not answer, and that before what the other ranks noticed. Within these the earliest.
+
+    Args:
+        ended: how the processes ended, by rank. One that was killed could not write what happened to it. None where
+            that is not known, and the user may have stopped the ranks.
+        by_user: whether the user is known to have stopped them. A rank that ends in order and is gone before has
+            failed all the same.
+    """
+    written = _written(ranks_dir)
+    states = read_states(ranks_dir)
+    written += [Failure(state.rank, state.failed, time_s=time.time()) for state, _ in states if state.failed]
+    spoke = {failure.rank for failure in written}
+    lost = [state for state, alive in states if not alive and state.rank not in spoke]
+    silent = [state for state in lost if state.in_order or not state.stopped_by]
+    processes = {state.rank: _of_silent(state, exit_code_known=ended is not None) for state in silent}
+    processes |= {rank: _of_process(rank, end) for rank, end in (ended or {}).items() if rank not in spoke}
+    told_to_stop = {rank for rank, end in (ended or {}).items() if end.exitcode in _TOLD_TO_STOP}
+    outlived = {rank for failure in written for rank in failure.saw_alive}
+    stops = {state.rank: state for state, _ in states if state.stopped_by and not state.in_order}
+    # Of ranks that a signal has stopped, one misses the other that ended first.
+    noticed = [failure for failure in written if failure.from_peers and not _came_after(failure, stops)]
+    noticed_s = min((failure.time_s for failure in noticed), default=math.inf)
+    by_user = by_user or (ended is None and not _stopped_alone(stops, noticed))
+    told = noticed if by_user else [failure for failure in written if failure.from_peers]
+    ranked = (
+        [failure for failure in written if not failure.from_peers],
+        [process for rank, process in processes.items() if rank not in told_to_stop | outlived],
+        # One that came later was sent because of what was noticed.
+        [] if by_user else [_of_stop(state) for state in stops.values() if state.stopped_s <= noticed_s],
+        _unanswered(told),
+        told,
+        [process for rank, process in processes.items() if not (by_user and rank in told_to_stop)],
+    )
+    return next((min(failures, key=lambda failure: failure.time_s) for failures in ranked if failures), None)
+
+
+def _written(ranks_dir: Path) -> list[Failure]:
+    """What the ranks have left; of what is none of theirs nothing."""
+    found = []
+    for path in ranks_dir.glob("*.error.json"):
+        with suppress(OSError, ValueError):
+            found.append(Failure.read(path))
+    return found
+
+
+def lost_folder(run_dir: Path) -> RunError:
+    """What to say where the folder is gone, and with it all that the ranks have left there."""
+    return RunError(f"{run_dir}: the run's folder was deleted or moved before the run had ended; start the run again")
+
+
+def name_full_disk(error: BaseException, run_dir: Path) -> bool:
+    """Whether a disk was full. Python says which file only where it could not be opened, so the folder is said then."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and is_full and error.filename is None:
+        error.filename = str(run_dir)
+    return is_full
+
+
+def _unanswered(told: list[Failure]) -> list[Failure]:
+    """The first rank that was there and said nothing while others waited for it: it was stopped, or slept."""
+    waited = sorted((failure for failure in told if failure.unheard), key=lambda failure: failure.time_s)
+    if not waited:
+        return []
+    first = waited[0]
+    ranks = [rank for rank in first.unheard if all(rank in failure.unheard for failure in waited)]
+    for rank in (rank for rank in ranks if rank in first.saw_alive):
+        cause = (
+            f"did not answer for {first.waited_s:.0f} s, last seen in {first.saw_alive[rank]}; "
+            f"rank {first.rank} waited in {first.where}"
+        )
+        return [Failure(rank=rank, cause=cause, time_s=first.time_s)]
+    return []
+
+
+def _stopped_alone(stops: dict[int, RankState], noticed: list[Failure]) -> bool:
+    """Whether a signal has stopped one rank and the others went on, until they were ended since it was gone."""
+    gone_before = {rank for state in stops.values() for rank in state.gone}
+    return any(
+        state.rank in gone_before or any(failure.time_s > state.stopped_s for failure in noticed)
+        for state in stops.values()
+    )
+
+
+def _came_after(failure: Failure, stops: dict[int, RankState]) -> bool:
+    return failure.rank in stops and stops[failure.rank].stopped_s <= failure.time_s
+
+
+def _of_stop(state: RankState) -> Failure:
+    cause = f"was stopped by {state.stopped_by}, sent to it alone, in {state.phase}"
+    return Failure(rank=state.rank, cause=cause, time_s=state.stopped_s, stopped_by=state.stopped_by)
+
+
+def _of_silent(state: RankState, exit_code_known: bool) -> Failure:
+    how = "ended with exit code 0" if exit_code_known else "was killed or ended itself without a word"
+    return Failure(rank=state.rank, cause=f"{how} in {state.phase}, before its work was done")
+
+
+def _of_process(rank: int, end: ProcessFailure) -> Failure:
+    if end.exitcode >= 0:
+        return Failure(rank=rank, cause=f"ended with exit code {end.exitcode}")
+    name = signal.Signals(-end.exitcode).name
+    hint = _HINTS.get(-end.exitcode)
+    return Failure(rank=rank, cause=f"was killed by {name}" + (f" ({hint})" if hint else ""))
+
+
+def _comes_from_peers(error: BaseException) -> bool:
+    if isinstance(error, DisagreementError):
+        return False
+    if isinstance(error, CommError | dist.DistError):
+        return True
+    # Gloo has no class of its own for what it raises.
+    return type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_LOST_PEERS)

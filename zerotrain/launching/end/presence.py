@@ -1,0 +1,182 @@
+"""ranks/<rank>.state: what a rank says of itself while it works, under a lock that ends with its process.
+
+A rank that is gone without a word left no error, and under torchrun no other rank sees its exit code. A state whose
+lock is free tells of it; a rank whose work is done takes its state away.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from zerotrain.files.regular import only_regular
+from zerotrain.files.untrusted import Natural, parse_json
+
+_NUM_BYTES = 1024
+"""Of the file, written whole at once: on a disk that is full later, a change needs no room."""
+_AGREED_S = 1.0
+_STEP_NUM_BYTES = 16
+"""At the front, written in every step: 2 us."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank, as it has said itself."""
+
+    rank: int
+    phase: str
+    """What it did, such as "building the engine"."""
+    step: int = 0
+    """Of the training; 0 before the first."""
+    pid: int = 0
+    host: str = ""
+    stopped_by: str | None = None
+    """The signal that told it to stop."""
+    stopped_s: float = 0.0
+    """When that came, since the epoch, by the clock of the folder's file system."""
+    in_order: bool = False
+    """Whether the rank, told to stop, is about to end its step and the run in order."""
+    gone: tuple[int, ...] = ()
+    """The ranks that had ended before it came."""
+    failed: str | None = None
+    """What went wrong, where there was no room on the disk for a file that says it."""
+
+    @property
+    def last_seen(self) -> str:
+        """Where it was."""
+        return f"{self.phase}, step {self.step}" if self.step else self.phase
+
+
+_STATE = {
+    "rank": Natural(), "phase": str, "pid": Natural(2**31 - 1), "host": str, "stopped_by": (str, None),
+    "stopped_s": float, "in_order": bool, "gone": [Natural()], "failed": (str, None),
+}  # fmt: skip
+
+
+class Presence:
+    """This process's own state."""
+
+    def __init__(self, ranks_dir: Path, rank: int) -> None:
+        self._ranks_dir, self._state = (
+            ranks_dir,
+            RankState(rank, "starting", pid=os.getpid(), host=socket.gethostname()),
+        )
+        self._path = ranks_dir / f"{rank}.state"
+        self._path.unlink(missing_ok=True)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._stop_noted = threading.Event()
+        self._say()
+        self.begin(0)
+        self._clock_error_s = clock_error(self._path)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        # A worker that this process forks would keep the lock when it is gone.
+        os.register_at_fork(after_in_child=lambda: os.close(self._descriptor))
+
+    def enter(self, phase: str) -> None:
+        """Something else is done from here on."""
+        self._state = replace(self._state, phase=phase)
+        self._say()
+
+    def begin(self, step: int) -> None:
+        """A step of the training, counted from 1, begins."""
+        os.pwrite(self._descriptor, b"%-*d" % (_STEP_NUM_BYTES, step), 0)
+
+    def fail(self, cause: str) -> None:
+        """Something went wrong that could be written nowhere else."""
+        self._state = replace(self._state, failed=cause[: _NUM_BYTES // 2])
+        self._say()
+
+    def note_stop(self, signum: int, in_order: bool = False) -> bool:
+        """A signal has told this rank to stop; the first counts.
+
+        Args:
+            in_order: whether this rank could end its step, and the run in order.
+
+        Returns:
+            Whether it can: not where another rank is gone, or the run's folder.
+        """
+        gone = tuple(state.rank for state, alive in read_states(self._ranks_dir) if not alive)
+        in_order = in_order and not gone and self._path.exists()
+        if self._state.stopped_by is None:
+            name, now_s = signal.Signals(signum).name, time.time() + self._clock_error_s
+            self._state = replace(self._state, stopped_by=name, stopped_s=now_s, in_order=in_order, gone=gone)
+            self._say()
+        elif not in_order:
+            self.note_interrupt()
+        self._stop_noted.set()
+        return in_order
+
+    def note_interrupt(self) -> None:
+        """The rank does not end in order any more, but at once."""
+        self._state = replace(self._state, in_order=False)
+        self._say()
+
+    def wait_for_note(self, timeout_s: float = 1.0) -> None:
+        """Wait until the stop that has come to this thread is noted by the one that watches signals."""
+        self._stop_noted.wait(timeout_s)
+
+    def leave(self) -> None:
+        """The work is done."""
+        self._path.unlink(missing_ok=True)
+
+    def _say(self) -> None:
+        said = json.dumps(asdict(self._state)).ljust(_NUM_BYTES)
+        os.pwrite(self._descriptor, said.encode(), _STEP_NUM_BYTES)
+
+
+def read_states(ranks_dir: Path) -> list[tuple[RankState, bool]]:
+    """The state of each rank that has not done its work, and whether its process is there."""
+    found = []
+    for path in sorted(ranks_dir.glob("*.state")):
+        try:
+            with open(path, opener=only_regular) as file:
+                step, said = int(file.read(_STEP_NUM_BYTES)), parse_json(file.read(_NUM_BYTES), _STATE)
+                said = {name: said[name] for name in _STATE} | {"gone": tuple(said["gone"]), "step": step}
+                found.append((RankState(**said), _is_locked(file.fileno())))
+        except (OSError, ValueError):  # its work is done, or it is about to write
+            continue
+    return found
+
+
+def clock_error(written: Path) -> float:
+    """Seconds to add to this machine's clock to have that of a file system, which all machines share that see a file
+    there; 0 where they agree to a second. By the path of a file written just now.
+
+    A machine whose clock was an hour late told of its own consequence as the first cause (2026-11-21).
+    """
+    error_s = written.stat().st_mtime - time.time()
+    return error_s if abs(error_s) > _AGREED_S else 0.0
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether a process holds the lock. Asked for as a shared one, so that two who ask do not see each other."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it does, or the file system has no locks and nothing is known
+        return True
+    return False
+
+
+def continue_stopped(ranks_dir: Path) -> None:
+    """Let ranks of this machine that are stopped go on, to be ended in order: a SIGTERM does not reach them before, and
+    torch's agent waits for 30 s until it kills them (2026-11-21)."""
+    for state, alive in read_states(ranks_dir):
+        if alive and state.host == socket.gethostname() and state.pid > 0:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(state.pid, signal.SIGCONT)
+
+
+def seen_alive(ranks_dir: Path, rank: int) -> dict[int, str]:
+    """The other ranks whose processes are there, seen from this one, and where they are."""
+    return {state.rank: state.last_seen for state, alive in read_states(ranks_dir) if alive and state.rank != rank}

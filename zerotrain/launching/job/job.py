@@ -1,0 +1,164 @@
+"""One job: what its ranks are told, and the result.json that says how it ended."""
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from omegaconf.errors import OmegaConfBaseException
+
+from zerotrain.checkpoint.kept import CHECKPOINTS, remove_all
+from zerotrain.config.compose import config_hash, first_line, from_values, save_config
+from zerotrain.config.schema import Config
+from zerotrain.errors import ConfigError
+from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json
+from zerotrain.training.figures.result import RESULT_NAME, RunResult, read_result
+from zerotrain.training.figures.sinks import METRICS_NAME
+
+CONFIG_NAME = "config.yaml"
+RANKS = "ranks"
+"""The folder of what the ranks say."""
+COMPOSITION = ".hydra"
+"""That of what Hydra has composed."""
+_OF_A_RANK = re.compile(r"[0-9]+\.(log|state|error\.json|error\.tmp)|ending\.(lock|txt)")
+"""Files in `RANKS`; nobody else's go."""
+_JOB = {
+    "config": dict, "run_dir": str, "overrides": [str], "data_checked": (dict, None), "resume_from": [str],
+    "restarts": Natural(), "stage": (int, None), "evaluates": (dict, None),
+}  # fmt: skip
+"""What ranks are told that another process starts."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank of a run is told."""
+
+    config: Config
+    run_dir: Path
+    """Absolute, and the same on all machines."""
+    overrides: list[str]
+    """The settings given on the command line."""
+    data_checked: dict[str, Any] | None = None
+    """What the data was when it was checked, which each rank compares with its own."""
+    resume_from: list[str] = field(default_factory=list)
+    """Checkpoints to go on from, the best first; none to begin anew."""
+    restarts: int = 0
+    """How often its ranks were started again, after a failure."""
+    stage: int | None = None
+    """ZeRO stage that its ranks build their engine at; None: the run's first."""
+    evaluates: dict[str, Any] | None = None
+    """What it evaluates, as arguments of `zerotrain.run.evaluating.run`; None: it trains."""
+
+    @cached_property
+    def config_hash(self) -> str:
+        """Equal where all settings but those of `launch` are equal."""
+        return config_hash(self.config)
+
+    @property
+    def ranks_dir(self) -> Path:
+        """Where each rank keeps its log."""
+        return self.run_dir / RANKS
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved config, for people: the ranks are told theirs by the process that started them."""
+        return self.run_dir / CONFIG_NAME
+
+    def open_folder(self) -> None:
+        """Make the run folder, without what an earlier run has left there, and write config.yaml. A run that goes on
+        keeps its checkpoints and its metrics, and after a restart what the ranks have logged."""
+        self.ranks_dir.mkdir(parents=True, exist_ok=True)
+        # Those that a killed rank 0 was about to put in place: nobody else would ever remove them.
+        temporary = [path for name in (RESULT_NAME, METRICS_NAME) for path in self.run_dir.glob(f"{name}.*.tmp")]
+        of_ranks = [path for path in self.ranks_dir.iterdir() if _OF_A_RANK.fullmatch(path.name)]
+        for path in (*of_ranks, self.run_dir / RESULT_NAME, *temporary):
+            if not self.restarts or path.suffix != ".log":
+                path.unlink(missing_ok=True)
+        if self.config.checkpoint.resume is None and not self.restarts:
+            (self.run_dir / METRICS_NAME).unlink(missing_ok=True)
+            if self.config.launch.overwrite:
+                remove_all(self.run_dir / CHECKPOINTS)
+        if not self.restarts:
+            save_config(self.config, self.config_path)
+
+    def complete_folder(self) -> None:
+        """Make what is missing of the run folder: on the other machines of a run nobody has opened it."""
+        self.ranks_dir.mkdir(parents=True, exist_ok=True)
+        if not self.config_path.exists():
+            save_config(self.config, self.config_path)
+
+    def to_json(self) -> str:
+        """For ranks that another process starts."""
+        values = {
+            "config": asdict(self.config),
+            "run_dir": str(self.run_dir),
+            "overrides": self.overrides,
+            "data_checked": self.data_checked,
+            "resume_from": self.resume_from,
+            "restarts": self.restarts,
+            "stage": self.stage,
+            "evaluates": self.evaluates,
+        }
+        return json.dumps(values)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Job":
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        try:
+            said = parse_json(text, _JOB)
+            config = from_values(said["config"])
+        except (OmegaConfBaseException, ValueError, TypeError, LookupError) as error:
+            raise ConfigError(f"the job that this rank was told of is damaged: {first_line(error)}") from None
+        values = {name: said[name] for name in _JOB} | {"config": config, "run_dir": Path(said["run_dir"])}
+        return cls(**values)
+
+
+def write_refusal(run_dir: Path, overrides: list[str], error: str) -> None:
+    """Say in result.json why a job never started; nothing where the folder holds what an earlier run, or somebody else,
+    has left."""
+    if os.path.lexists(run_dir / CONFIG_NAME):
+        return
+    try:
+        if read_result(run_dir / RESULT_NAME)["status"] == "completed":
+            return
+    except FileNotFoundError:
+        if os.path.islink(run_dir / RESULT_NAME):
+            return
+    except (OSError, UntrustedFileError):  # nobody knows whose it is
+        return
+    RunResult(world_size=0, overrides=overrides, error=error).write(run_dir)
+
+
+def num_threads_per_rank(config: Config, num_local_ranks: int) -> int:
+    """CPU threads of each rank: as set, or this machine's cores shared out."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return config.launch.threads_per_rank or max(1, num_cores // num_local_ranks)
+
+
+def write_ending(job: Job, world_size: int, *, status: str, error: str) -> None:
+    """Say in result.json how a job ended that did not complete; keep what rank 0 may have written there.
+
+    Args:
+        status: stopped or failed.
+        error: the first cause.
+    """
+    path = job.run_dir / RESULT_NAME
+    facts = {
+        "world_size": world_size,
+        "stage": job.config.zero.stages[0] if job.stage is None else job.stage,
+        "overrides": job.overrides,
+        "config_hash": job.config_hash,
+        "restarts": job.restarts,
+    }
+    try:
+        written = read_result(path)
+    except (OSError, UntrustedFileError):  # none, or cut off where the disk was full
+        written = facts
+    RunResult(**(written | {"status": status, "error": error, "stopped_by": None})).write(job.run_dir)

@@ -1,0 +1,207 @@
+"""Being started by torchrun (or anything that sets its variables): one rank composes, the others receive."""
+
+import fcntl
+import functools
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.ranks.meeting import await_ranks, open_store
+from zerotrain.config.schema import LaunchConfig
+from zerotrain.config.words import words_of_config
+from zerotrain.errors import CommError, ConfigError
+from zerotrain.files.regular import only_regular
+from zerotrain.files.terminal import LastingStream
+from zerotrain.launching.end import exits
+from zerotrain.launching.end.failures import Failure, first_failure, lost_folder
+from zerotrain.launching.job.job import Job, write_ending
+from zerotrain.launching.start.preparing import prepare_everywhere
+from zerotrain.launching.start.worker import exit_now, run_rank
+from zerotrain.run.preflight import check as preflight
+
+_JOB_KEY = "job"
+_RUN_DIR_KEY = "run_dir"
+_NO_JOB = "none"
+_REFUSED = "refused "
+_POLL_S = 0.1
+_MAX_TIMEOUT_S = 1e6
+_PEER_HEAD_START_S = 2.0
+_STOP_HEAD_START_S = 1.0
+
+
+class JobExchange:
+    """Passes the job from rank 0 to the others, through the store that torchrun runs for its ranks.
+
+    What lies there is read as JSON, and never unpickled.
+    """
+
+    def __init__(self, ranks: RankEnvironment) -> None:
+        """Come, with the command line of this process.
+
+        Raises:
+            ConfigError, CommError: the store cannot be used, or nobody keeps it.
+        """
+        with words_of_config():
+            self._store = dist.PrefixStore("launch", open_store(ranks, _own_timeout_s()))
+            self._kept = open_store(ranks, _own_timeout_s(), across_restarts=True)
+        self._ranks, self._arguments = ranks, sys.argv[1:]
+        self._came = dist.PrefixStore("came", self._store)
+        self._came.set(str(ranks.rank), json.dumps(self._arguments))
+
+    def require_same_commands(self, timeout_s: float) -> None:
+        """Wait for all ranks, and refuse the job on all of them where one was started with another command line: it
+        would have been ignored.
+
+        Raises:
+            ConfigError: it was.
+            CommError: some ranks have not come.
+        """
+        with words_of_config():
+            await_ranks(self._came, self._ranks, range(self._ranks.world_size), timeout_s)
+        mine = Counter(self._arguments)
+        for rank in range(1, self._ranks.world_size):
+            theirs = Counter(json.loads(self._came.get(str(rank))))
+            if theirs != mine:
+                differences = {"has": theirs - mine, "lacks": mine - theirs}
+                said = (f"{verb} {shlex.join(each.elements())}" for verb, each in differences.items() if each)
+                problem = (
+                    f"rank {rank}: its command line is not that of rank 0, which counts for all: it "
+                    f"{' and '.join(said)}; give every machine the same"
+                )
+                self._store.set(_JOB_KEY, _REFUSED + problem)
+                raise ConfigError(problem)
+
+    def publish(self, job: Job) -> None:
+        """Hand the job to the other ranks, and its folder to those that torchrun may start after them."""
+        self._kept.set(_RUN_DIR_KEY, str(job.run_dir))
+        self._store.set(_JOB_KEY, job.to_json())
+
+    def run_dir_before(self) -> Path | None:
+        """The folder of the job before torchrun has started the ranks again; None where it has not, or there was no
+        job. The default folder has the time in its name: each attempt would have run in one of its own."""
+        return Path(self._kept.get(_RUN_DIR_KEY).decode()) if self._kept.check([_RUN_DIR_KEY]) else None
+
+    def prepare_data(self, job: Job) -> None:
+        """Let each machine that has not yet done so prepare the job's data, and wait until all have.
+
+        Raises:
+            ConfigError: a machine cannot; on all ranks.
+            CommError: nothing was heard of one for launch.timeout_s.
+        """
+        store = dist.PrefixStore("data", self._store)
+        prepare_everywhere(store, self._ranks, lambda: preflight.prepare_data(job.config), job.config.launch.timeout_s)
+
+    def withdraw(self) -> None:
+        """Tell the other ranks that there is no job, unless there is one."""
+        with suppress(dist.DistError):  # torchrun was killed, and its store is gone
+            if not self._store.check([_JOB_KEY]):
+                self._store.set(_JOB_KEY, _NO_JOB)
+
+    def receive(self) -> Job | None:
+        """Wait for the job of rank 0, which may prepare the data for long; None where it has none.
+
+        Raises:
+            ConfigError: it has refused the job since a command line differs.
+            CommError: rank 0 has not come.
+        """
+        try:
+            with words_of_config():
+                await_ranks(self._came, self._ranks, [0], _own_timeout_s())
+            while not self._store.check([_JOB_KEY]):
+                time.sleep(_POLL_S)
+            message = self._store.get(_JOB_KEY).decode()
+        except dist.DistError as error:
+            raise CommError("rank 0 has ended, and the store with it, before it had a job for the others") from error
+        if message.startswith(_REFUSED):
+            raise ConfigError(message.removeprefix(_REFUSED))
+        return None if message == _NO_JOB else Job.from_json(message)
+
+
+@functools.cache
+def job_exchange(ranks: RankEnvironment) -> JobExchange:
+    """The one of this process."""
+    return JobExchange(ranks)
+
+
+def _own_timeout_s() -> float:
+    """How long to wait for rank 0, which knows the config: what this rank's own command line says of it."""
+    given = [argument.partition("=")[2] for argument in sys.argv[1:] if argument.startswith("launch.timeout_s=")]
+    with suppress(ValueError, IndexError):
+        if 0 < float(given[-1]) <= _MAX_TIMEOUT_S:  # rank 0 refuses what is no number of seconds
+            return float(given[-1])
+    return LaunchConfig().timeout_s
+
+
+def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
+    """Run this process's rank of the job; end the process if the job does not complete."""
+    if ranks.local_rank == 0:
+        job.complete_folder()
+    # The rank's own output goes to its log from here on.
+    terminal = LastingStream(os.fdopen(os.dup(sys.stderr.fileno()), "w"))
+    settle = functools.partial(_settle, job, ranks, terminal)
+    try:
+        return run_rank(job, ranks, settle)
+    except KeyboardInterrupt:
+        # All ranks hear of a stop before one is gone, or that one would be taken for the cause of their end.
+        _end(settle, _STOP_HEAD_START_S, exits.of_signal(signal.SIGINT))
+    except (Exception, SystemExit) as error:  # its traceback is in the log
+        # Torchrun takes the first process to end for the root cause: let the rank that is it go first.
+        _end(settle, _PEER_HEAD_START_S if Failure.of(error, ranks.rank).from_peers else 0.0, exits.FAILED)
+
+
+def _end(settle: Callable[[], None], wait_s: float, code: int) -> NoReturn:
+    """End this process `wait_s` after it has said why, and say it again if more is known then."""
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
+    settle()
+    if wait_s:
+        time.sleep(wait_s)
+        settle()
+    exit_now(code)
+
+
+def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
+    """Say in result.json why the job ended, and a new cause on the terminal.
+
+    Every rank does, one at a time, since only the last to end has seen all causes. Without the lock one that had read
+    before the cause was there wrote "stopped" behind the one that had told it (2026-11-21).
+    """
+    if not job.ranks_dir.is_dir():
+        if ranks.rank == 0:
+            print(lost_folder(job.run_dir), file=terminal, flush=True)
+        return
+    with ExitStack() as stack:
+        with suppress(OSError):  # a file system without locks, or none of ours is there
+            file = stack.enter_context(open(job.ranks_dir / "ending.lock", "w", opener=only_regular))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        failure = first_failure(job.ranks_dir)
+        was_stopped = failure is None or failure.stopped_by is not None
+        cause = "stopped by a signal" if failure is None else str(failure.as_error(job.ranks_dir))
+        if failure is not None and _is_new(cause, job.ranks_dir, mine=failure.rank == ranks.rank):
+            print(cause, file=terminal, flush=True)
+        with suppress(OSError):  # a full disk, which may be the cause
+            write_ending(job, ranks.world_size, status="stopped" if was_stopped else "failed", error=cause)
+
+
+def _is_new(cause: str, ranks_dir: Path, mine: bool) -> bool:
+    """Whether no rank has told this cause yet; on a full disk, where none can note it, whether it is this rank's."""
+    try:
+        with open(ranks_dir / "ending.txt", "a+", opener=only_regular) as told:
+            told.seek(0)
+            if told.read() == cause:
+                return False
+            told.truncate(0)
+            told.write(cause)
+    except (OSError, ValueError):
+        return mine
+    return True

@@ -1,0 +1,118 @@
+"""What one rank runs, whoever has started it."""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_error_handler
+
+from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.files.printable import printable
+from zerotrain.launching.end import exits
+from zerotrain.launching.end.failures import Failure, name_full_disk
+from zerotrain.launching.end.presence import Presence, continue_stopped, seen_alive
+from zerotrain.launching.end.stopping import stop_in_order
+from zerotrain.launching.job.job import Job, num_threads_per_rank
+from zerotrain.launching.start.rank_log import open_rank_log
+from zerotrain.run import evaluating, factory
+
+
+def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Run this process's rank of a job, its output going to its log; return the body of result.json.
+
+    An exception is passed on after its traceback is in the log and its cause in ranks/<rank>.error.json. So is the end
+    of the process that a user's class asks for.
+
+    Args:
+        settle: called if the rank does not end in time after a signal to stop at once, before it is ended.
+    """
+    try:
+        (job.ranks_dir / f"{ranks.rank}.error.json").unlink(missing_ok=True)
+        presence = Presence(job.ranks_dir, ranks.rank)
+        stop_in_order(presence.note_stop, settle)
+        log = open_rank_log(job.ranks_dir, ranks.rank, append=job.restarts > 0)
+    except OSError as error:  # there is no file yet to leave it in
+        name_full_disk(error, job.run_dir)
+        print(f"rank {ranks.rank}: {error}", file=sys.stderr)
+        raise
+    torch.set_num_threads(num_threads_per_rank(job.config, ranks.local_world_size))
+    # Under torchrun, what it records of an exception becomes part of torchrun's own report.
+    torchrun_report = get_error_handler()
+    torchrun_report.initialize()
+    try:
+        with exits.exits_raised():
+            result = _do(job, presence)
+    except KeyboardInterrupt:
+        presence.wait_for_note()
+        presence.note_interrupt()
+        raise
+    except (Exception, SystemExit) as error:
+        name_full_disk(error, job.run_dir)
+        failure = Failure.of(error, ranks.rank, seen_alive(job.ranks_dir, ranks.rank))
+        try:
+            failure.write(job.ranks_dir)
+            traceback.print_exc(file=log)
+        except OSError:  # a full disk has room for the cause where it was taken before
+            presence.fail(failure.cause)
+        continue_stopped(job.ranks_dir)
+        if not failure.from_peers:
+            _tell_torchrun(torchrun_report, error)
+        raise
+    presence.leave()
+    return result
+
+
+def _do(job: Job, presence: Presence) -> dict[str, Any]:
+    """Train, or evaluate."""
+    if job.evaluates is not None:
+        return evaluating.run(job.config, **job.evaluates, folder=job.run_dir, enter=presence.enter)
+    return factory.run(
+        job.config,
+        job.run_dir,
+        job.overrides,
+        job.config_hash,
+        presence.enter,
+        presence.begin,
+        job.data_checked,
+        job.resume_from,
+        job.restarts,
+        job.stage,
+    )
+
+
+def _tell_torchrun(report: ErrorHandler, error: BaseException) -> None:
+    """Have torchrun's own report say what has failed; it prints whatever the exception holds, and its traceback."""
+    said = printable(str(error))
+    if said == str(error):
+        report.record_exception(error)
+        return
+    try:
+        raise type(type(error).__name__, (Exception,), {})(said) from None
+    except Exception as shortened:
+        report.record_exception(shortened)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process without its clean-up: closing a process group waits for ranks that may be gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the log's disk is full, or nobody reads any more
+            stream.flush()
+    os._exit(code)
+
+
+def run_spawned(job_path: str) -> None:
+    """Run this process's rank of the job that `spawn` has left in a file; end the process if it fails."""
+    ranks = RankEnvironment.read()
+    assert ranks is not None
+    try:
+        run_rank(Job.from_json(Path(job_path).read_bytes()), ranks)
+    except KeyboardInterrupt:
+        exit_now(exits.of_signal(signal.SIGINT))
+    except (Exception, SystemExit):  # is in the log, and the process that started this one says it
+        exit_now(exits.FAILED)

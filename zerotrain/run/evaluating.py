@@ -1,0 +1,73 @@
+"""One rank of an evaluation: from joining the others to the validation loss of weights that lie somewhere."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from zerotrain.config.schema import Config
+from zerotrain.config.words import words_of_config
+from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.files.kept_out import nothing_imported_from
+from zerotrain.run.factory import build_collate, build_data, build_engine_of, join_ranks
+from zerotrain.training.callbacks.evaluation import RunEvaluation
+from zerotrain.training.sameness.deterministic import make_deterministic
+
+LOSS_NAME = "loss.json"
+
+
+def run(
+    config: Config,
+    *,
+    weights: str,
+    step: int,
+    folder: Path | None = None,
+    enter: Callable[[str], None] = lambda phase: None,
+) -> dict[str, Any]:
+    """The validation loss as a run of this config computes it, on as many ranks as the environment tells.
+
+    Args:
+        config: its values checked; the engine is at its first stage.
+        weights: a checkpoint, or a folder of weights that `engine.load_weights` takes.
+        step: steps done, for messages.
+        folder: rank 0 writes what is returned to `LOSS_NAME` in it; None: nowhere.
+        enter: told what is done from then on.
+
+    Returns:
+        `loss` in nats, and `by_source`: {source of a mix: its loss}.
+
+    Raises:
+        ConfigError: the config does not make a run, or the weights are not what was written, or do not fit.
+        CommError: another rank is gone.
+    """
+    if config.train.deterministic:
+        make_deterministic()
+    enter("joining the other ranks")
+    with words_of_config(), nothing_imported_from(weights), join_ranks(config) as world:
+        enter(f"building {config.model.get('_target_')}")
+        torch.manual_seed(config.seed)  # for what the model draws and no checkpoint has: buffers that are not saved
+        engine = build_engine_of(config, world)
+        enter(f"loading {weights}")
+        try:
+            engine.load_weights(weights)
+        except CheckpointError as error:
+            raise ConfigError(*str(error).splitlines()) from error
+        enter(f"evaluating {config.model.get('_target_')}")
+        evaluation = RunEvaluation(
+            Console(stderr=True, quiet=world.rank > 0),
+            num_batches=config.train.eval_batches,
+            engine=engine,
+            world=world,
+            dataset=build_data(config).validation,
+            micro_batch_size=config.train.micro_batch_size,
+            seed=config.seed,
+            collate=build_collate(config),
+        )
+        loss, by_source = evaluation.after(step)
+    result = {"loss": loss, "by_source": by_source}
+    if folder is not None and world.rank == 0:
+        (folder / LOSS_NAME).write_text(json.dumps(result))
+    return result

@@ -1,0 +1,286 @@
+"""The one place where config becomes objects: one rank of a run, from joining the others to its result."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from zerotrain.api import assemble_engine
+from zerotrain.comm.ranks.world import World
+from zerotrain.config.interpolation import unresolved
+from zerotrain.config.schema import RHYTHM, Config, TrainConfig
+from zerotrain.config.words import words_of_config
+from zerotrain.data.reading.fetch import fetch_rows, seeded
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.errors import ConfigError
+from zerotrain.files.printable import printable
+from zerotrain.settings import EngineConfig, OffloadConfig
+from zerotrain.training import Trainer
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
+from zerotrain.training.figures.flops import ModelFlops, count_flops
+from zerotrain.training.figures.metrics import device_peak_flops
+from zerotrain.training.sameness.deterministic import make_deterministic
+
+ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
+"""Of the `train` settings, those that the engine gets."""
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+LOOP_SETTINGS = tuple(each.name for each in fields(TrainConfig) if each.name not in (*ENGINE_SETTINGS, "deterministic"))
+"""Those that the Trainer gets."""
+TOO_LARGE_A_TENSOR = "Storage size calculation overflowed"
+"""What torch says of a tensor of more bytes than there are numbers for."""
+
+
+def run(
+    config: Config,
+    run_dir: Path,
+    overrides: list[str],
+    config_hash: str,
+    enter: Callable[[str], None] = lambda phase: None,
+    begin: Callable[[int], None] = lambda step: None,
+    data_checked: Mapping[str, Any] | None = None,
+    resume_from: Sequence[str] = (),
+    restarts: int = 0,
+    stage: int | None = None,
+) -> dict[str, Any]:
+    """Train as one rank of a run, from joining the others to result.json; return the body of that file.
+
+    Args:
+        config: its values checked, which the process did that has started the ranks.
+        run_dir: exists; rank 0 writes its files there.
+        overrides, config_hash: repeated in result.json.
+        enter: told what is done from then on, such as "training".
+        begin: told the number of each step, from 1, as it begins.
+        data_checked: what the data was for `zerotrain.run.preflight.check.check`.
+        resume_from: checkpoints to go on from, the best first.
+        restarts: repeated in result.json too.
+        stage: to build the engine at, which the first of `resume_from` is due to go on at; None: the run's first.
+    """
+    if config.train.deterministic:
+        make_deterministic()
+    enter("joining the other ranks")
+    stage = config.zero.stages[0] if stage is None else stage
+    facts = {"stage": stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
+    with words_of_config(), join_ranks(config) as world:
+        enter(f"building {config.model.get('_target_')}")
+        policy = _policy(config, resume_from)
+        told = {"run_facts": facts, "begin": begin, "data_checked": data_checked, "checkpoint": policy}
+        trainer = _trainer(config, world, run_dir, stage, **told)
+        enter(f"training {config.model.get('_target_')}")
+        return trainer.run()
+
+
+def join_ranks(config: Config) -> World:
+    """See `World.from_environment`."""
+    launch = config.launch
+    return World.from_environment(launch.device, launch.timeout_s, shared_memory=launch.shared_memory == "auto")
+
+
+def _trainer(config: Config, world: World, run_dir: Path, stage: int, **told: Any) -> Trainer:
+    torch.manual_seed(config.seed)
+    engine = build_engine_of(config, world, stage, run_dir)
+    # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
+    torch.manual_seed(config.seed + 1 + world.rank)
+    dataset = build_data(config)
+    loop = {name: getattr(config.train, name) for name in LOOP_SETTINGS}
+    return Trainer(
+        engine=engine,
+        world=world,
+        dataset=dataset,
+        schedule=build("scheduler", config.scheduler),
+        stages=config.zero.stages,
+        seed=config.seed,
+        run_dir=run_dir,
+        model_flops=_model_flops(config, engine, dataset),
+        num_workers=config.data_switches["num_workers"],
+        collate_fn=build_collate(config),
+        settings=_settings(config, world.size * len(engine.virtual_ranks)),
+        **told,
+        **loop,
+    )
+
+
+def build_engine_of(config: Config, world: World, stage: int | None = None, run_dir: Path | None = None) -> ZeroEngine:
+    """The engine of a run around its model, with the model's first weights. Collective.
+
+    Args:
+        stage: None: the run's first.
+        run_dir: None: of no run that trains; nothing is offloaded.
+
+    Raises:
+        ConfigError: a class cannot be found or refuses its arguments, or the model cannot be trained so.
+    """
+    train = config.train
+    given = EngineConfig(
+        zero=config.zero.of_engine(stage),
+        precision=config.precision,
+        offload=_offload(config.offload, run_dir),
+        max_grad_norm=train.max_grad_norm,
+        max_skipped_steps=1 if train.on_nonfinite == "stop" else train.max_skipped_steps,
+        virtual_ranks=train.virtual_ranks,
+    )
+    return assemble_engine(
+        lambda: build("model", config.model_target),
+        given,
+        optimizer=build("optimizer", config.optimizer),
+        world=world,
+        decay_all=False,
+        **config.model_switches,
+    )
+
+
+def _offload(given: OffloadConfig, run_dir: Path | None) -> OffloadConfig:
+    if run_dir is None:
+        return OffloadConfig()
+    return replace(given, path=str(run_dir) if given.path is None else given.path)
+
+
+def _policy(config: Config, resume_from: Sequence[str]) -> CheckpointPolicy:
+    given = config.checkpoint
+    rhythm = None if given.every is None else RHYTHM.fullmatch(given.every)
+    seconds = None if rhythm is None else SECONDS.get(rhythm["unit"])
+    number = None if rhythm is None else int(rhythm["number"])
+    return CheckpointPolicy(
+        every_steps=number if seconds is None else None,
+        every_s=None if seconds is None or number is None else number * seconds,
+        keep=given.keep,
+        keep_every=given.keep_every,
+        asynchronous=given.asynchronous,
+        at_end=given.save_at_end is not False,
+        resume=[Path(each) for each in resume_from],
+        init_from=None if given.init_from is None else Path(given.init_from),
+        strict=given.strict,
+    )
+
+
+def _settings(config: Config, virtual_ranks: int) -> dict[str, Any]:
+    """What a checkpoint notes of the settings: all, and what null came to where the bits depend on it."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(config)))  # steps of zero.schedule become texts
+    values["train"]["virtual_ranks"] = virtual_ranks
+    values["launch"]["threads_per_rank"] = torch.get_num_threads()
+    return values
+
+
+def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:
+    """The user's function that makes a batch of items; None for torch's.
+
+    Raises:
+        ConfigError: it cannot be found or refuses its arguments.
+    """
+    values = config.data_switches["collate_fn"]
+    return None if values is None else build("data.collate_fn", values)
+
+
+def build_data(config: Config) -> Any:
+    """The dataset. What it draws when it is made follows from the seed: it is the same on all ranks.
+
+    Raises: as `build`.
+    """
+    with seeded("data", config.seed):
+        return build("data", config.data_target)
+
+
+def build(group: str, values: dict[str, Any]) -> Any:
+    """What `_target_` names, made from the other values.
+
+    Raises:
+        ConfigError: it cannot be found or refuses its arguments.
+    """
+    for name, text in unresolved(values, group):  # which Hydra would resolve, though somebody else has written it
+        raise ConfigError(f"{name}: got {text}; a text that a class is given must not have ${{ in it")
+    try:
+        return instantiate(values, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        if not isinstance(cause, (ValueError, TypeError, LookupError, OSError, ImportError, InstantiationException)):
+            raise cause from None
+        raise ConfigError(in_group(group, cause, values)) from cause
+    except SystemExit as ending:
+        raise ConfigError(ended_in(group, ending, values)) from ending
+
+
+def try_schedule(config: Config) -> None:
+    """Ask the schedule for a factor.
+
+    Raises:
+        ConfigError: it gives something else.
+    """
+    factor = build("scheduler", config.scheduler)(0, config.train.max_steps)
+    if not isinstance(factor, int | float):
+        raise ConfigError(
+            f"scheduler._target_: got {config.scheduler.get('_target_')}, which gives a {type(factor).__name__} for "
+            "(0, max_steps); it must give a number, the factor on the learning rate"
+        )
+
+
+def in_group(group: str, error: Exception, values: Any) -> str:
+    """The first line of an error, saying which group of settings it is about."""
+    said = str(error)
+    for value in values.values() if isinstance(values, dict) else ():
+        if isinstance(value, str) and "\n" in value:  # of what the user gave, all is shown
+            said = said.replace(value, printable(value, keep=""))
+    line = (said.splitlines() or [type(error).__name__])[0]
+    if isinstance(error, KeyError):
+        line = f"KeyError: {line}"
+    return line if line.startswith(f"{group}.") else f"{group}: {line}"
+
+
+def ended_in(group: str, ending: SystemExit, values: dict[str, Any]) -> str:
+    """What is wrong with a class that ends the process it is used in."""
+    code = 0 if ending.code is None else ending.code
+    return (
+        f"{group}._target_: got {values.get('_target_')}, which ended the process with exit code {code} when it was "
+        "tried; it must return or raise an exception"
+    )
+
+
+def build_on_meta(config: Config) -> nn.Module | None:
+    """The model without memory; None where its constructor computes with values, which meta tensors do not have.
+
+    Raises:
+        ConfigError: it cannot be built.
+        RuntimeError: `TOO_LARGE_A_TENSOR`.
+    """
+    try:
+        with torch.device("meta"), _NothingDrawn():
+            model: nn.Module = build("model", config.model_target)
+            return model
+    except RuntimeError as error:
+        if TOO_LARGE_A_TENSOR in str(error):
+            raise
+        return None
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Inside, a meta tensor that is to be filled with random numbers is left as it is: it has no values. Torch computes
+    that in Python, half of the time of many layers, and imports its compiler to do so, which took a second of each
+    start (2026-11-21)."""
+
+    _DRAWS = (torch.Tensor.normal_, nn.init.normal_, torch.Tensor.uniform_, nn.init.uniform_)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self._DRAWS and (filled := (*args, *kwargs.values())[0]).is_meta:
+            return filled
+        return func(*args, **kwargs)
+
+
+def _model_flops(config: Config, engine: ZeroEngine, dataset: Any) -> ModelFlops | None:
+    """What MFU is computed from; None where the device's peak or the model's operations are not known."""
+    peak = device_peak_flops(engine.world.device, engine.precision.compute)
+    model = None if peak is None else build_on_meta(config)
+    if model is None:
+        return None
+    first = fetch_rows(dataset.train, [0], seed=config.seed, epochs=[0], step=1, collate=build_collate(config))
+    per_sequence = count_flops(model, first)
+    if peak is None or per_sequence is None:
+        return None
+    return ModelFlops(per_sequence=per_sequence, peak_per_s=peak * engine.world.size)

@@ -1,0 +1,259 @@
+"""All that can be tried of a config before any rank starts."""
+
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerotrain.checkpoint.manifest import Manifest
+from zerotrain.comm.ranks.world import choose_device
+from zerotrain.config.compose import first_line
+from zerotrain.config.schema import Config
+from zerotrain.config.targets import HYDRA_KEYS
+from zerotrain.config.words import word, words_of_config
+from zerotrain.data.reading.fetch import RowError
+from zerotrain.data.reading.fingerprint import Fingerprint, fingerprint_of
+from zerotrain.engine.buckets.places.homes import NOT_ON_HOST
+from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
+from zerotrain.engine.groups.trial import Trials
+from zerotrain.engine.model.checks import require_plain, require_trainable
+from zerotrain.engine.model.one_memory import require_own_memory
+from zerotrain.engine.model.unit_forward import replace_forwards, require_units
+from zerotrain.engine.options import leaves_per_rank
+from zerotrain.engine.precision.kept_fp32 import dtypes_of
+from zerotrain.engine.precision.policy import precision_named
+from zerotrain.errors import ConfigError
+from zerotrain.run.factory import (
+    TOO_LARGE_A_TENSOR,
+    build,
+    build_on_meta,
+    ended_in,
+    in_group,
+    try_schedule,
+)
+from zerotrain.run.preflight.data import dataset_of, first_batches_of, require_enough, require_fit
+from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
+from zerotrain.run.preflight.room import Ranks, require_room
+from zerotrain.run.preflight.start import start_misfits
+from zerotrain.sharding.units import cut_units, model_parameters
+from zerotrain.training.callbacks.stages import stage_at, stages_from
+
+
+def check(
+    config: Config,
+    num_local_ranks: int = 1,
+    num_ranks: int = 1,
+    goes_on_from: Manifest | None = None,
+    run_dir: Path | None = None,
+) -> Fingerprint:
+    """Build what can be built without ranks: the model without memory, the dataset, the optimizer of one element.
+
+    Called once, before any rank starts; it also fills the dataset's cache, so that the ranks find it there.
+
+    Args:
+        config: gets what the dataset alone knows: `model.vocab_size`, where it is null.
+        num_local_ranks: ranks this machine is to run.
+        num_ranks: of all machines.
+        goes_on_from: of the checkpoint that is tried first.
+        run_dir: may not be there yet.
+
+    Returns:
+        What the data is, for the ranks to compare theirs with.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    attempts = _Attempts(config)
+    attempt, problems = attempts.attempt, attempts.problems
+    device = attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
+    attempt("train", lambda config: leaves_per_rank(config.train.virtual_ranks, num_ranks, config.zero.accumulate))
+    data = attempt("data", dataset_of)
+    ranks, room = Ranks(num_ranks, num_local_ranks), Room.of_machine(device, num_local_ranks)
+    model = None
+    if _take_vocab_size(config, data):
+        with refusing_too_large(config, ranks, room):
+            model = attempt("model", lambda config: _require_module(build_on_meta(config), config))
+    batches = None if data is None else attempt("data", lambda config: _first_batches(data, config, ranks, room))
+    fingerprint = None if batches is None else attempt("data", lambda config: fingerprint_of(data, seed=config.seed))
+    can_train = model is not None and attempt("model", lambda config: _try_model(model, config))
+    if model is not None and can_train:
+        problems += start_misfits(model, config.checkpoint, goes_on_from)
+    if model is not None and can_train and batches is not None:
+        attempt("data", lambda _: require_fit(model, data, batches))
+    if batches is not None:
+        attempt("train", lambda config: require_enough(data, config))
+    num_problems = len(problems)
+    factory = attempt(
+        "optimizer", _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device))
+    )
+    sized = model if len(problems) == num_problems else None
+    attempt("offload", lambda config: require_room(config, sized, run_dir, ranks))
+    if sized is not None and batches is not None and not problems:
+        stages = _stages_to_come(goes_on_from, config)
+        attempt("model", lambda config: require_memory(config, sized, factory, batches[0][0], ranks, room, stages))
+    attempt("scheduler", _naming_the_argument("scheduler", try_schedule))
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
+    return fingerprint or {}
+
+
+class _Attempts:
+    """What was tried of a config, and the problems that were found."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.problems: list[str] = []
+
+    def attempt(self, group: str, attempted: Callable[[Config], Any]) -> Any:
+        """What `attempted` gives; None after a problem."""
+        config, problems = self._config, self.problems
+        try:
+            with words_of_config():
+                return attempted(config)
+        except ConfigError as error:
+            problems.extend(error.problems)
+        except RowError as error:
+            problems.append(_of_row(error))
+        except (ValueError, TypeError, LookupError, OSError) as error:
+            problems.append(in_group(group, error, getattr(config, group)))
+        except (MemoryError, RuntimeError) as error:
+            if not _lacks_memory(error):
+                raise
+            problems.append(_too_large(group, error))
+        except SystemExit as ending:
+            problems.append(ended_in(group, ending, getattr(config, group)))
+
+
+def _first_batches(data: Any, config: Config, ranks: Ranks, room: Room) -> list[list[Any]]:
+    if isinstance(length := getattr(data.train, "tokens_per_sequence", None), int):
+        require_rows(config, length * torch.int64.itemsize, len(data.train), ranks, room)
+    return first_batches_of(data, config)
+
+
+def _stages_to_come(goes_on_from: Manifest | None, config: Config) -> list[int]:
+    stages, step = stages_from(goes_on_from, config.zero.stages)
+    later = [stages[each] for each in stages if step < each < config.train.max_steps]
+    return list(dict.fromkeys([stage_at(stages, step), *later]))
+
+
+def prepare_data(config: Config) -> None:
+    """Let the data be made that lies in a cache of this machine.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    with words_of_config():
+        dataset_of(config)
+
+
+def _take_vocab_size(config: Config, data: Any) -> bool:
+    """Let `model.vocab_size=null` be as many tokens as the data has; False while nobody knows, since the data could not
+    be built."""
+    if config.model.get("vocab_size", 0) is None and isinstance(known := getattr(data, "vocab_size", None), int):
+        config.model["vocab_size"] = known
+    return data is not None or config.model.get("vocab_size", 0) is not None
+
+
+def _naming_the_argument(group: str, attempted: Callable[[Config], Any]) -> Callable[[Config], Any]:
+    """The same attempt, in whose errors the argument is named without which there is none."""
+
+    def attempt(config: Config) -> Any:
+        try:
+            return attempted(config)
+        except (ConfigError, ValueError, TypeError, LookupError) as error:
+            values = getattr(config, group)
+            line = error.problems[0] if isinstance(error, ConfigError) else in_group(group, error, values)
+            for name in values.keys() - HYDRA_KEYS if line.startswith(f"{group}: ") else ():
+                without: Any = {group: {key: value for key, value in values.items() if key != name}}
+                if _passes(attempted, replace(config, **without)):
+                    reason = line.removeprefix(f"{group}: ")
+                    raise ConfigError(f"{group}.{name}: got {word(values[name])}; {reason}") from error
+            raise
+
+    return attempt
+
+
+def _passes(attempted: Callable[[Config], Any], config: Config) -> bool:
+    try:
+        attempted(config)
+    except Exception:  # of a user's class, which gets fewer arguments than it may need
+        return False
+    return True
+
+
+def _lacks_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in ("allocate memory", TOO_LARGE_A_TENSOR))
+
+
+def _too_large(group: str, error: Exception) -> str:
+    return f"{group}: needs more memory than there is: {first_line(error)}; choose smaller values"
+
+
+def _of_row(error: RowError) -> str:
+    """What the user's class or function raised, and where in its code."""
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    if _lacks_memory(cause):
+        return _too_large("data", cause)
+    *_, frame = traceback.extract_tb(cause.__traceback__)
+    return f"{str(error).splitlines()[0]} ({frame.filename}, line {frame.lineno})"
+
+
+def _require_module(model: Any, config: Config) -> Any:
+    if model is not None and not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model._target_: got {config.model.get('_target_')}, which makes a {type(model).__name__}; it must make a "
+            "torch.nn.Module"
+        )
+    return model
+
+
+def _try_model(model: nn.Module, config: Config) -> bool:
+    """Look whether the switches and the patterns of the config can be followed in a model without memory: True."""
+    try:
+        require_plain(model)
+        require_own_memory(model)
+    except ConfigError as error:
+        raise ConfigError(*(f"model: {problem}" for problem in error.problems)) from error
+    parameters = model_parameters(model)
+    require_trainable(model, parameters)
+    dtypes_of(parameters, precision_named(config.precision.name, tuple(config.precision.keep_fp32)))
+    replace_forwards(model, units=config.zero.unit_patterns, **config.model_switches)
+    if config.offload.activations != "device":
+        require_units(model, config.zero.unit_patterns, f"offload.activations={config.offload.activations}")
+    return True
+
+
+def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device | None) -> Any:
+    """Let the optimizer choose what it needs whole of the model without memory, and build it for one tensor of each.
+    For the CPU let it make some steps; on a GPU the ranks do, since this process is to leave none of its memory there.
+
+    Returns:
+        What makes it.
+    """
+    factory = build("optimizer", config.optimizer)
+    units = [] if model is None else cut_units(model, model_parameters(model), config.zero.unit_patterns, max_numel=1)
+    with suppress(ValueError):  # which build_optimizer has a sentence for
+        _require_optimizer(factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}]), config)
+    names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
+    if names and config.offload.optimizer != "device" and config.offload.update == "host":
+        raise ConfigError(NOT_ON_HOST)
+    for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
+        given = {"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}
+        made = build_optimizer(factory, [given])
+        if device is not None and device.type == "cpu":
+            settings = {key: value for key, value in made.param_groups[0].items() if key != "params"}
+            Trials(factory, device).require_fit(settings)
+    return factory
+
+
+def _require_optimizer(made: object, config: Config) -> None:
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer._target_: got {config.optimizer.get('_target_')}, which makes a {type(made).__name__}; it must "
+            "make a torch.optim.Optimizer"
+        )

@@ -1,0 +1,87 @@
+"""What can be tried of the data before any rank starts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from zerotrain.config.schema import Config
+from zerotrain.data.reading.inputs import ids_of
+from zerotrain.data.reading.items import first_batches, require_next_tokens, require_taken
+from zerotrain.errors import ConfigError
+from zerotrain.run.factory import build_collate, build_data
+
+SETS = ("train", "validation")
+MIN_SEQUENCES = 1024
+"""As many a rank may read in a step though the data has fewer, to learn a few by heart."""
+
+
+def dataset_of(config: Config) -> Any:
+    """The data.
+
+    Raises:
+        ConfigError: it is no data at all.
+    """
+    data, path = build_data(config), config.data.get("_target_")
+    for name in SETS:
+        if getattr(data, name, None) is None:
+            raise ConfigError(
+                f"data._target_: got {path}, which makes a {type(data).__name__} with no dataset called {name}; it "
+                "must make an object with train and validation, each with a length and (inputs, labels) by number"
+            )
+    return data
+
+
+def first_batches_of(data: Any, config: Config) -> list[list[Any]]:
+    """The first items of each of `SETS`, as batches of one."""
+    collate = build_collate(config)
+    return [first_batches(getattr(data, name), f"data.{name}", seed=config.seed, collate=collate) for name in SETS]
+
+
+def require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -> None:
+    """Check that the model takes the items, knows all tokens and positions of the data, where both tell how many there
+    are, and that its labels are of the model's kind.
+
+    Args:
+        batches: the first items of each of `SETS`.
+
+    Raises:
+        ConfigError: with the tokens or positions it does not know.
+        ValueError: the labels are of another kind.
+    """
+    problems, kind = [], type(model).__name__
+    known, given = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
+    if isinstance(known, int) and isinstance(given, int) and given > known:
+        problems.append(
+            f"data.vocab_size={given}, but {kind} knows {known} tokens; choose data in the model's own tokens, such as "
+            "data=tokenized, or a model with as many"
+        )
+    known = getattr(model, "max_seq_len", None)
+    ids = ids_of(batches[0][0])
+    if isinstance(known, int) and ids is not None and ids.ndim and (given := ids.shape[-1]) > known:
+        problems.append(
+            f"data.seq_len={given}, but {kind} knows {known} positions; choose data.seq_len={known} or less or a "
+            f"model with more (model.max_seq_len={given}; transformers: +model.config.max_position_embeddings={given})"
+        )
+    if problems:
+        raise ConfigError(*problems)
+    for name, each in zip(SETS, batches, strict=True):
+        require_taken(each, f"data.{name}", model)
+        if getattr(model, "next_token_labels", False):
+            require_next_tokens(each, f"data.{name}", model=kind, vocab_size=getattr(model, "vocab_size", None))
+
+
+def require_enough(data: Any, config: Config) -> None:
+    """Check that a step does not read the data many times over: all that a rank reads in it lies in memory at once.
+
+    Raises:
+        ConfigError: it would.
+    """
+    train, most = config.train, max(len(data.train), MIN_SEQUENCES)
+    per_rank = train.micro_batch_size * train.gradient_accumulation_steps
+    if per_rank > most:
+        name = "micro_batch_size" if train.micro_batch_size > most else "gradient_accumulation_steps"
+        raise ConfigError(
+            f"train.{name}: got {getattr(train, name)}; a rank would read {per_rank} sequences in a step, and the data "
+            f"has {len(data.train)}; train.micro_batch_size x train.gradient_accumulation_steps must be {most} or less"
+        )

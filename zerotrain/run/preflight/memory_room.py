@@ -1,0 +1,236 @@
+"""Whether a run fits the memory of its machine, looked at before any rank starts.
+
+Only what a run certainly keeps at once is counted, so that nothing is refused that fits: weights, gradients and
+optimizer state as its stage shares them, the rows of a step, and what the forward of a large micro-batch saves.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from zerotrain.config.schema import Config
+from zerotrain.data.reading.inputs import as_inputs, with_tensors
+from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes, updates_whole
+from zerotrain.engine.precision.kept_fp32 import dtypes_of
+from zerotrain.engine.precision.policy import precision_named
+from zerotrain.errors import ConfigError
+from zerotrain.offload.memory import available_nbytes, most_of_process
+from zerotrain.run.preflight.room import Ranks
+from zerotrain.sharding.plan import STAGES, Plan, Volume
+from zerotrain.sharding.units import model_parameters
+
+LARGE_NUMEL = 2**20
+"""Elements of a micro-batch from which on its forward is tried without memory."""
+PATIENCE_S = 2.0
+"""So long a model is built that has no room, to know how much it would need."""
+SMALLER_MODEL = (
+    "choose a smaller model, or less of it on a machine: more machines with zero.stage=3, precision=bf16, "
+    "offload.optimizer=disk"
+)
+SMALLER_BATCH = "choose a smaller train.micro_batch_size, train.gradient_accumulation_steps or data.seq_len"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that each rank of this machine can have."""
+
+    host: float
+    gpu: float
+    """0 for ranks that compute on the CPU."""
+
+    @classmethod
+    def of_machine(cls, device: torch.device | None, num_local: int) -> "Room":
+        """That of this one, shared by its ranks."""
+        is_gpu = device is not None and device.type == "cuda"
+        gpu = torch.cuda.get_device_properties(device).total_memory if is_gpu else 0
+        return cls(min(available_nbytes() / num_local, most_of_process()), gpu)
+
+    @property
+    def device(self) -> str:
+        """Which of both a rank computes in."""
+        return "gpu" if self.gpu else "host"
+
+    def require(self, group: str, taken: Mapping[str, float], num_local: int, what: str, advice: str) -> None:
+        """Make sure of a rank's bytes, by the memory that they lie in.
+
+        Raises:
+            ConfigError: there is no room for them.
+        """
+        for memory, where, num in (("gpu", "its GPU has", 1), ("host", "there are", num_local)):
+            if taken.get(memory, 0) > getattr(self, memory):
+                whose = "a rank" if num == 1 else f"{num} ranks of this machine"
+                needed, there = _shown(num * taken[memory]), _shown(num * getattr(self, memory))
+                raise ConfigError(
+                    f"{group}: needs more memory than there is: {what} of {whose} would take {needed} or more, and "
+                    f"{where} {there}; {advice}"
+                )
+
+
+def _shown(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 1e11 else f"{nbytes / 1e9:.3g} GB"
+
+
+@contextmanager
+def refusing_too_large(config: Config, ranks: Ranks, room: Room) -> Iterator[None]:
+    """Inside, a model whose weights alone have no room is refused before the last of a million layers is made, which
+    would take minutes even without memory."""
+    itemsize = precision_named(config.precision.name).compute.itemsize
+    may_share = any(plan.shards_parameters for plan in _plans(config.zero.stages.values()))
+    num_sharing = ranks.num_ranks if may_share else 1
+    patient_until_s = time.monotonic() + PATIENCE_S
+    made: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+    nbytes = 0.0
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal nbytes
+        if parameter is None or id(parameter) in made:
+            return
+        made[id(parameter)] = parameter
+        nbytes += parameter.numel() * itemsize / num_sharing
+        if (
+            nbytes > getattr(room, room.device) and time.monotonic() > patient_until_s
+        ):  # of what the constructor has made and dropped, nothing counts
+            nbytes = sum(each.numel() for each in made.values()) * itemsize / num_sharing
+            room.require("model", {room.device: nbytes}, ranks.num_local, "the weights", SMALLER_MODEL)
+
+    hook = None if config.offload.parameters != "device" else register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def require_rows(config: Config, row_nbytes: int, num_rows: int, ranks: Ranks, room: Room) -> None:
+    """Make sure that there is memory for the rows that each rank of this machine reads in a step.
+
+    Args:
+        num_rows: of the data.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    num_rows = min(num_rows, config.train.micro_batch_size * config.train.gradient_accumulation_steps)
+    taken = {"host": float(num_rows * row_nbytes)}
+    room.require("data", taken, ranks.num_local, f"the {num_rows} rows of a step", SMALLER_BATCH)
+
+
+def require_memory(
+    config: Config,
+    model: nn.Module,
+    optimizer: OptimizerFactory,
+    row: Any,
+    ranks: Ranks,
+    room: Room,
+    stages: Iterable[int],
+) -> None:
+    """Make sure that there is memory for what each rank of this machine keeps at once.
+
+    Args:
+        model: without memory.
+        optimizer: what it is made by.
+        row: a batch of one.
+        stages: that the run is to be at.
+
+    Raises:
+        ConfigError: there is none, with the bytes needed and those that there are.
+    """
+    volume, optimizer_nbytes = _sizes(config, model, optimizer, ranks)
+    saved_nbytes = _saved_nbytes(config, model, row)
+    for plan in _plans(stages):
+        kept: dict[str, float] = {**volume.memory_nbytes(plan, optimizer_nbytes)}
+        at_rest = _by_memory(config, plan, kept, room.device)
+        said = f"weights, gradients and optimizer state at stage {STAGES.index(plan)}"
+        room.require("model", at_rest, ranks.num_local, said, SMALLER_MODEL)
+        kept |= {"gradients": 0.0, "saved": saved_nbytes}
+        said = f"what the forward of {config.train.micro_batch_size} rows saves, with weights and optimizer state,"
+        in_forward = _by_memory(config, plan, kept, room.device)
+        room.require("train.micro_batch_size", in_forward, ranks.num_local, said, SMALLER_BATCH)
+
+
+def _plans(stages: Iterable[int]) -> list[Plan]:
+    """Of those that there are: what is wrong with another is told elsewhere."""
+    return [STAGES[stage] for stage in stages if 0 <= stage < len(STAGES)]
+
+
+def _sizes(config: Config, model: nn.Module, factory: OptimizerFactory, ranks: Ranks) -> tuple[Volume, int]:
+    """What weights and gradients take, and the optimizer's state with master weights that are copies; of a state that
+    cannot be tried here, as it needs a GPU, 0."""
+    precision = precision_named(config.precision.name, tuple(config.precision.keep_fp32))
+    held = dtypes_of(model_parameters(model), precision)
+    trained = {each: dtype for each, dtype in held.items() if each.requires_grad}
+    nbytes = {each: each.numel() * dtype.itemsize for each, dtype in held.items()}
+    trainable = sum(nbytes[each] for each in trained)
+    per_element = 0.0
+    with suppress(Exception):
+        sampled = [sampled_nbytes(factory, is_whole=True)] if updates_whole(factory) else []
+        if hasattr(factory, "needs_whole") or not sampled:
+            sampled.append(sampled_nbytes(factory, is_whole=False))
+        per_element = min(sampled) / (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
+    copies = sum(
+        each.numel() * precision.master.itemsize for each, dtype in trained.items() if dtype != precision.master
+    )
+    state = per_element * sum(each.numel() for each in trained) + copies
+    return Volume(trainable, sum(nbytes.values()) - trainable, ranks.num_ranks), round(state)
+
+
+def _by_memory(config: Config, plan: Plan, kept: Mapping[str, float], device: str) -> dict[str, float]:
+    """Bytes of a rank by the memory they lie in; what lies on a disk takes none."""
+    offload, taken = config.offload, dict.fromkeys(("host", device), 0.0)
+    tiers = {"optimizer": offload.optimizer} | ({"parameters": offload.parameters} if plan.shards_parameters else {})
+    for kind, nbytes in kept.items():
+        tier = tiers.get(kind, "device")
+        stays = 1.0 if tier == "device" else offload.keep if kind == "optimizer" else 0.0
+        taken[device] += nbytes * stays
+        taken["host"] += nbytes * (1 - stays) if tier == "cpu" else 0.0
+    return taken
+
+
+def _saved_nbytes(config: Config, model: nn.Module, first: Any) -> float:
+    """What the forward of a micro-batch saves for its backward, tried without memory; 0 of a small one, and where that
+    cannot be known: it computes with values, or the run moves or compiles what it saves."""
+    num_rows, shapes = config.train.micro_batch_size, [each.shape for each in _tensors(first)]
+    numel = sum(shape.numel() for shape in shapes) * num_rows
+    moves = any(config.model_switches.values()) or config.offload.activations != "device"
+    if moves or numel < LARGE_NUMEL or any(shape[:1] != (1,) for shape in shapes):
+        return 0.0
+    inputs = as_inputs(with_tensors(first, lambda each: each.new_empty((num_rows, *each.shape[1:]), device="meta")))
+    shrunk = precision_named(config.precision.name).compute.itemsize / torch.float32.itemsize
+    own = {each.untyped_storage()._cdata for each in model.parameters()}
+    saved: dict[int, float] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        if memory._cdata not in own:
+            saved[memory._cdata] = memory.nbytes() * (shrunk if tensor.is_floating_point() else 1)
+        return tensor
+
+    with suppress(Exception), _WithoutAttention(), torch.autograd.graph.saved_tensors_hooks(note, lambda each: each):
+        model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+    return sum(saved.values())
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
+
+
+class _WithoutAttention(TorchFunctionMode):
+    """Inside, attention gives a tensor of the right shape and saves nothing: without memory torch takes the variant
+    that saves each pair of tokens, which no device does that has another."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention and len(args) >= 3:
+            query, _, value = args[:3]
+            return query.new_empty(*query.shape[:-1], value.shape[-1])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,112 @@
+"""Whether there is room for what a run offloads, and for the files that its ranks open, before any rank starts."""
+
+import os
+import resource
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zerotrain.config.schema import Config
+from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, sampled_nbytes
+from zerotrain.engine.precision.policy import precision_named
+from zerotrain.errors import ConfigError, OffloadError
+from zerotrain.offload.rates import SAMPLE_NBYTES
+from zerotrain.offload.scratch_file import ScratchFile, file_system_of, lies_in_memory
+from zerotrain.run.factory import build
+from zerotrain.sharding.plan import STAGES, Plan
+
+FILES_OF_A_RANK = 22
+"""Beside one for each rank: two ranks ended well with 24 and hung with 20, four did with 26 (torch 2.13, gloo)."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Of a run, and of this machine."""
+
+    num_ranks: int
+    num_local: int
+
+
+def require_room(config: Config, model: nn.Module | None, run_dir: Path | None, ranks: Ranks) -> None:
+    """Make sure that a disk that is offloaded to can be, and has as much free as the ranks of this machine will take.
+    What activations will take is not known, and not counted.
+
+    Args:
+        model: without memory; None: its size is not known, and the ranks find out.
+        run_dir: what `offload.path` of null is.
+
+    Raises:
+        ConfigError: no file can be made in the folder, or the disk is too small.
+    """
+    offload = config.offload
+    if not offload.uses_disk or (run_dir is None and offload.path is None):
+        return
+    folder, there = _folders(Path(offload.path or run_dir or ""))
+    try:
+        ScratchFile(there, "this run")
+    except OffloadError as error:
+        raise ConfigError(f"{error}; name another folder") from error
+    # At the stage at which ranks share least.
+    needed = 0 if model is None else _needed_nbytes(config, model, STAGES[min(config.zero.stages.values())], ranks)
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise ConfigError(
+            f"offload.path: {folder} has {free / 1e9:.3g} GB free, and this run needs {needed / 1e9:.3g} GB there; "
+            "name a folder on a larger disk, or offload less (offload.keep)"
+        )
+
+
+def file_problems(num_ranks: int) -> list[str]:
+    """A line where a rank may open fewer files than it needs to meet the others; none otherwise.
+
+    With 20 files two ranks waited for each other until `launch.timeout_s` was over (2026-11-23): the kernel drops
+    a file that another rank sends to a process that may open no more. With 12, gloo's own thread aborted the process.
+    """
+    allowed, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES_OF_A_RANK + num_ranks
+    if allowed == resource.RLIM_INFINITY or allowed >= needed:
+        return []
+    return [f"launch: a process may open {allowed} files here, and each rank needs {needed}; raise it: ulimit -n 1024"]
+
+
+def in_memory(config: Config, run_dir: Path) -> list[str]:
+    """A line where what is offloaded stays in the memory that it comes from; none otherwise."""
+    if config.offload.activations == "cpu" and (config.launch.device == "cpu" or not torch.cuda.is_available()):
+        return [
+            "offload.activations=cpu: a run on CPU has its activations in the host's memory already, and holds copies "
+            "of some beside them; leave it out, or give disk"
+        ]
+    folder, there = _folders(Path(config.offload.path or run_dir))
+    if "disk" not in (config.offload.optimizer, config.offload.parameters) or not lies_in_memory(there):
+        return []
+    return [
+        f"offload.path: {folder} lies in memory ({file_system_of(there)}), so that what is offloaded there stays in "
+        "memory; name a folder on a disk"
+    ]
+
+
+def _folders(given: Path) -> tuple[Path, Path]:
+    """It, and the first of it and those around it that is there."""
+    folder = given.absolute()
+    return folder, next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+
+
+def _needed_nbytes(config: Config, model: nn.Module, plan: Plan, ranks: Ranks) -> int:
+    """Of all ranks of this machine, with what they measure its rates by."""
+    precision = precision_named(config.precision.name, tuple(config.precision.keep_fp32))
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    held = sum(each.numel() for each in model.parameters()) * precision.compute.itemsize
+    needed = 0.0
+    if config.offload.optimizer == "disk":
+        sampled = sampled_nbytes(build("optimizer", config.optimizer), is_whole=False) / (
+            SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1]
+        )
+        each = sampled + (4 if precision.separate_master else 0)
+        share = ranks.num_local / (ranks.num_ranks if plan.shards_optimizer else 1)
+        needed += trained * each * (1 - config.offload.keep) * share
+    if config.offload.parameters == "disk" and plan.shards_parameters:
+        needed += held * ranks.num_local / ranks.num_ranks
+    sample = min(needed, ranks.num_local * SAMPLE_NBYTES)
+    return round(needed + sample)

@@ -1,0 +1,227 @@
+"""What a run from a config has left, a checkpoint or an exported folder: what it was trained with, and its model again,
+without an engine."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+
+from zerotrain.checkpoint.whole import CheckpointTensors, opened
+from zerotrain.config.checks import value_problems
+from zerotrain.config.compose import first_line, from_values
+from zerotrain.config.schema import Config
+from zerotrain.config.targets import target_problems
+from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.files.kept_out import nothing_imported_from
+from zerotrain.run.factory import build, build_on_meta, in_group
+from zerotrain.run.trust import require_trusted
+from zerotrain.training.callbacks.checkpoints import OF_TRAINER
+
+TEXT = "zerotrain.data.TextDataset"
+HUGGING_FACE = "zerotrain.models.HuggingFaceModel"
+NO_CONFIG = (
+    "was not saved by a run of launch.py, and does not say what its model is; build it in Python, and load what "
+    "`python -m zerotrain export` writes of it"
+)
+
+
+@dataclass(frozen=True)
+class OfRun(ABC):
+    """What a run has left."""
+
+    config: Config | None
+    """Resolved; None for a loop of one's own."""
+    trusts_code: bool = field(default=False, kw_only=True)
+    """Whether classes may be built that `zerotrain.run.trust` does not know: the user trusts whoever wrote this."""
+
+    @property
+    @abstractmethod
+    def path(self) -> Path:
+        """Of the folder."""
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Steps done."""
+
+    @property
+    def form(self) -> str | None:
+        """What was made of the weights, see `zerotrain.run.exported`; None: nothing."""
+        return None
+
+    @property
+    @abstractmethod
+    def data_fingerprint(self) -> Mapping[str, Any] | None:
+        """What the run's data was, by `zerotrain.data.reading.fingerprint`; None where nobody knows."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters, under their first name if tied, and buffers, one at a time.
+
+        Raises:
+            CheckpointError: they are not what was written.
+        """
+
+    def require_config(self) -> Config:
+        """The config.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.config is None:
+            raise ConfigError(f"{self.path} {NO_CONFIG}")
+        return self.config
+
+    @property
+    def is_hugging_face(self) -> bool:
+        return self.config is not None and self.config.model.get("_target_") == HUGGING_FACE
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        """The Hugging Face tokenizer of the data; None for bytes, or where the data names none."""
+        name = None if self.config is None else self.config.data.get("tokenizer")
+        return name if isinstance(name, str) else None
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether a token is a byte of text."""
+        return self.config is not None and self.config.data.get("_target_") == TEXT and self.tokenizer_name is None
+
+    def built(self, group: str, make: Callable[[Config], Any]) -> Any:
+        """What is made of a group of the config, such as model or data.
+
+        Raises:
+            ConfigError: it names a class that is not trusted, or cannot be built.
+        """
+        config = self.require_config()
+        values = getattr(config, f"{group}_target")
+        if not self.trusts_code:
+            require_trusted(config, (group,), self.path)
+        with nothing_imported_from(self.path):
+            if problems := list(target_problems(values, name=group)):
+                raise ConfigError(*(f"{self.path}: {line}" for line in problems))
+            try:
+                return make(config)
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever a class makes of arguments that nobody has checked
+                raise ConfigError(f"{self.path}: {in_group(group, error, values)}") from error
+
+    def on_meta(self) -> nn.Module:
+        """The model without memory.
+
+        Raises:
+            ConfigError: it cannot be built.
+        """
+        model: Any = self.built("model", build_on_meta)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model: {self.require_config().model.get('_target_')} cannot be built without memory")
+        return model
+
+    def model(self, device: torch.device) -> nn.Module:
+        """The model with the weights and buffers of the checkpoint, in fp32, in evaluation mode.
+
+        Raises:
+            ConfigError: it cannot be built.
+            CheckpointError: the checkpoint is not what was written, or of another model.
+        """
+        model = self.built("model", lambda config: build("model", config.model_target))
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"{self.path}: model._target_ makes a {type(model).__name__}, and no torch.nn.Module")
+        targets = {name: each for name, each in model.state_dict(keep_vars=True).items() if torch.is_tensor(each)}
+        missing = {id(target): name for name, target in reversed(targets.items())}
+        misfit = f"{self.path} does not fit the model that its config builds: "
+        with torch.no_grad():
+            for name, values in self.tensors():
+                target = targets.get(name)
+                if target is None:
+                    raise CheckpointError(f"{misfit}which has no {name}; was the class changed?")
+                if values.shape != target.shape:
+                    raise CheckpointError(
+                        f"{misfit}{name} is of shape {tuple(values.shape)}, and the model's of shape "
+                        f"{tuple(target.shape)}"
+                    )
+                target.copy_(values)
+                missing.pop(id(target), None)
+        if missing:
+            raise CheckpointError(f"{misfit}it has no {next(reversed(missing.values()))}; was the class changed?")
+        return model.to(device).eval()
+
+
+@dataclass(frozen=True)
+class SavedRun(OfRun):
+    """An open checkpoint."""
+
+    saved: CheckpointTensors
+
+    @property
+    def path(self) -> Path:
+        return self.saved.path
+
+    @property
+    def step(self) -> int:
+        return self.saved.manifest.step
+
+    @property
+    def data_fingerprint(self) -> Mapping[str, Any] | None:
+        found: Any = self.saved.manifest.content["extra"]
+        for name in (OF_TRAINER, "run", "data", "fingerprint"):
+            found = found.get(name) if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else None
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in self.saved.names:
+            yield name, self.saved.read(name)
+
+
+def has_tokenizer(name: str) -> bool:
+    """Whether a folder has files of a tokenizer; transformers makes an empty one for a folder with a model alone.
+    What is no folder may be a name on the hub."""
+    if not os.path.isdir(name):
+        return True
+    kinds = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "*.spm")
+    return any(True for kind in kinds for _ in Path(name).glob(kind))
+
+
+def config_from(values: Any, path: Path) -> Config:
+    """The config that was noted in a file.
+
+    Raises:
+        ConfigError: it is of another version, or was edited.
+    """
+    unknown = f"{path} has a config that this zerotrain does not know: "
+    try:
+        config = from_values(values)
+    except (OmegaConfBaseException, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ConfigError(f"{unknown}{first_line(error)}") from None
+    for group in fields(config):
+        found, expected = getattr(config, group.name), type(getattr(Config(), group.name))
+        if not isinstance(found, expected):
+            raise ConfigError(f"{unknown}{group.name} is a {type(found).__name__}")
+    if problems := value_problems(config):
+        raise ConfigError(*(f"{unknown}{line}" for line in problems))
+    return config
+
+
+@contextmanager
+def opened_run(path: str | os.PathLike[str], *, trust_code: bool = False) -> Iterator[SavedRun]:
+    """Of what a user named, a checkpoint, a folder of them or a run, the newest checkpoint.
+
+    Args:
+        trust_code: see `OfRun.trusts_code`.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is not what was written.
+        ConfigError: its config is of another version.
+    """
+    with opened(Path(path).absolute()) as saved:
+        values = saved.manifest.content["config"]
+        config = config_from(values, saved.path) if isinstance(values, dict) and "model" in values else None
+        yield SavedRun(config, saved, trusts_code=trust_code)

@@ -1,0 +1,164 @@
+"""A model that text can be got from, of a run, a checkpoint or a folder of Hugging Face: logits, tokens and back."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerotrain.data.preparing.prepare import NUM_BYTE_VALUES
+from zerotrain.data.preparing.tokenizer import TextTokenizer
+from zerotrain.errors import ConfigError
+from zerotrain.files.remote_code import MAX_NBYTES, refusal, require_no_kernels
+from zerotrain.files.untrusted import read_json
+from zerotrain.run.exported import exported_run, opened_or_exported
+from zerotrain.run.factory import build_data
+from zerotrain.run.saved import OfRun, has_tokenizer
+
+NO_LIMIT = sys.maxsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModel:
+    """A model and its tokens."""
+
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    """(1, T) int64 -> (1, T, vocab_size)."""
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    vocab_size: int
+    max_seq_len: int
+    """Tokens it can look back on."""
+    stop_token: int | None
+    """Ends a text."""
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    stop_token: int | None = None
+
+
+def text_model(path: Path, *, trust_code: bool = False) -> TextModel:
+    """Of what a user named.
+
+    Args:
+        trust_code: see `OfRun.trusts_code`.
+
+    Raises:
+        ConfigError: there is no text to be got from it: no tokenizer, or no model that its config builds.
+        CheckpointError: there is no checkpoint, or it is not what was written.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for file in ("config.json", "adapter_config.json"):
+        if (path / file).is_file():
+            return _of_hugging_face(path, device)
+    with opened_or_exported(path, trust_code=trust_code) as run:
+        return _of_run(run, device)
+
+
+def _of_run(run: OfRun, device: torch.device) -> TextModel:
+    config, tokens = run.require_config(), _tokens_of(run)
+    model = run.model(device)
+    limit = getattr(model, "max_seq_len", None) or config.data.get("seq_len")
+    return TextModel(
+        logits=model,
+        encode=tokens.encode,
+        decode=tokens.decode,
+        vocab_size=int(getattr(model, "vocab_size", NO_LIMIT)),
+        max_seq_len=limit if isinstance(limit, int) else NO_LIMIT,
+        stop_token=tokens.stop_token,
+        device=device,
+    )
+
+
+def _of_hugging_face(path: Path, device: torch.device) -> TextModel:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        raise ConfigError(f"{path} needs transformers, which is not installed; pip install 'zerotrain[hf]'") from error
+    disable_progress_bar()  # of files that are read, among the text
+    exported = exported_run(path)
+    reads_bytes = exported is not None and exported.reads_bytes
+    tokens = _bytes() if reads_bytes else _of_tokenizer(str(path), str(path))
+    base = str(path)
+    try:
+        base = _base_of(path)
+        require_no_kernels(AutoConfig.from_pretrained(base, trust_remote_code=False), f"the config of {base}")
+        opened: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", trust_remote_code=False, weights_only=True
+        )
+    except Exception as error:  # transformers raises all kinds for files that it cannot read
+        raise ConfigError(f"{path} is no model that transformers opens: {refusal(base, error)}") from error
+    model = opened.to(device).eval()
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    return TextModel(
+        logits=lambda ids: model(input_ids=ids).logits,
+        encode=tokens.encode,
+        decode=tokens.decode,
+        vocab_size=int(config.vocab_size),
+        max_seq_len=positions if isinstance(positions, int) and positions > 0 else NO_LIMIT,
+        stop_token=tokens.stop_token,
+        device=device,
+    )
+
+
+def _base_of(path: Path) -> str:
+    """The folder, or the name on the hub, of the config of a model: adapters alone name the model they are for."""
+    if (path / "config.json").is_file():
+        return str(path)
+    said = read_json(path / "adapter_config.json", {"base_model_name_or_path": str}, max_nbytes=MAX_NBYTES)
+    return str(said["base_model_name_or_path"])
+
+
+def _tokens_of(run: OfRun) -> _Tokens:
+    """What the run's data made of text."""
+    config = run.require_config()
+    if run.reads_bytes:
+        return _bytes()
+    if run.tokenizer_name is not None:
+        return _of_tokenizer(run.tokenizer_name, str(run.path))
+    if run.is_hugging_face and config.model.get("name_or_path") is not None:
+        return _of_tokenizer(config.model["name_or_path"], str(run.path))
+    if not str(config.data.get("_target_")).startswith("zerotrain.data."):
+        dataset = run.built("data", build_data)
+        if callable(getattr(dataset, "encode", None)) and callable(getattr(dataset, "decode", None)):
+            return _Tokens(lambda text: torch.as_tensor(dataset.encode(text)).tolist(), _decoder(dataset.decode))
+    raise ConfigError(
+        f"{run.path}: data._target_ was {config.data.get('_target_')}, without a tokenizer: there is no text to begin "
+        "with; export it, and put the tokenizer's files beside the model"
+    )
+
+
+def _decoder(decode: Callable[[torch.Tensor], str]) -> Callable[[list[int]], str]:
+    return lambda ids: str(decode(torch.tensor(ids, dtype=torch.int64)))
+
+
+def _bytes() -> _Tokens:
+    def decode(ids: list[int]) -> str:
+        return bytes(token for token in ids if token < NUM_BYTE_VALUES).decode(errors="replace")
+
+    return _Tokens(lambda text: list(text.encode(errors="surrogateescape")), decode)
+
+
+def _of_tokenizer(name: str, of: str) -> _Tokens:
+    if not has_tokenizer(name):
+        raise ConfigError(
+            f"{of}: no tokenizer, and so no text: {name} has no file of one; put the tokenizer's files there"
+        )
+    try:
+        tokenizer = TextTokenizer(name)
+    except (ValueError, ImportError) as error:
+        why = str(error).splitlines()[0].removeprefix(f"data.tokenizer={name} ")
+        raise ConfigError(f"{of}: no tokenizer, and so no text: {name} {why}") from error
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(token for token in ids if token < tokenizer.vocab_size)
+
+    return _Tokens(tokenizer.tokens_of, decode, tokenizer.end_of_text)

@@ -1,0 +1,120 @@
+"""Which classes and functions a config may name that came out of a file: whoever wrote the file chooses them.
+
+A checkpoint's manifest, and the json of an export, say what the run was made of. What is known here does nothing but
+compute and read. Anything else needs the user's word.
+"""
+
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import zerotrain
+import zerotrain.data
+import zerotrain.models
+from zerotrain.config.interpolation import unresolved
+from zerotrain.config.schema import Config
+from zerotrain.engine.groups.muon import MuonWithAdamW
+from zerotrain.errors import ConfigError
+from zerotrain.files.printable import printable
+from zerotrain.training.schedule import constant, warmup_cosine
+
+TARGET = "_target_"
+_MAX_SHOWN = 300
+_PACKAGES = ("zerotrain", "torch")
+"""A name may lead through modules of these alone: others lie in them too, such as `zerotrain.inspect.os`."""
+
+
+def require_trusted(
+    config: Config, groups: Collection[str], path: Path, *, given: Mapping[str, Any] | None = None
+) -> None:
+    """Make sure that what is built of a config from a file is known to run no code of whoever wrote it.
+
+    Nothing is imported for it.
+
+    Args:
+        groups: of the config, such as model: those that are built.
+        path: the folder that the config is from.
+        given: the settings that the user has named, in the form of the config: what is named there is trusted.
+
+    Raises:
+        ConfigError: a class that is not known, or a text that Hydra would resolve.
+    """
+    for group in groups:
+        values = getattr(config, group)
+        own = list(_targets({group: (given or {}).get(group)}))
+        foreign = [
+            f"{name}={printable(str(target), _MAX_SHOWN, keep='')}"
+            for name, target in _targets({group: values})
+            if not _is_known(target) and (name, target) not in own
+        ]
+        if foreign:
+            raise ConfigError(
+                f"{path} names {', '.join(foreign)}, and a file may name models and data of zerotrain, layers of "
+                "torch.nn and optimizers of torch.optim alone: others can run any code; --trust-code builds them, for "
+                "one who trusts whoever wrote the file"
+            )
+        for name, text in unresolved(values, group):
+            raise ConfigError(f"{path}: {name} is {text}, and what a file says is never resolved")
+
+
+def names_others(config: Config, groups: Collection[str]) -> bool:
+    """Whether a config names a class that is not known, and so runs code of a user's."""
+    named = _targets({group: getattr(config, group) for group in groups})
+    return not all(_is_known(target) for _, target in named)
+
+
+def _targets(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, what is named) of each `_target_`, at any depth."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, each in items:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if key == TARGET:
+            yield name, each
+        yield from _targets(each, name)
+
+
+def _is_known(target: Any) -> bool:
+    found = _named(target) if isinstance(target, str) else None
+    return isinstance(found, type | type(constant)) and found in _known()
+
+
+def _named(target: str) -> Any:
+    """What a dotted name stands for among what is imported already; None where it leads anywhere else."""
+    first, *others = target.split(".")
+    found: Any = sys.modules.get(first) if first in _PACKAGES else None
+    for part in others:
+        if not isinstance(found, ModuleType) or found.__name__.partition(".")[0] not in _PACKAGES:
+            return None
+        inside = sys.modules.get(f"{found.__name__}.{part}")
+        # Our own package fetches what it has from its modules, when it is first asked.
+        found = getattr(found, part, inside) if found is zerotrain else vars(found).get(part, inside)
+    return found
+
+
+@cache
+def _known() -> frozenset[Any]:
+    """Read at the first use, when torch.nn is whole."""
+    layers = [
+        each
+        for each in vars(torch.nn).values()
+        if isinstance(each, type)
+        and issubclass(each, torch.nn.Module)
+        and each.__module__.startswith("torch.nn.modules.")
+    ]
+    optimizers = [
+        each
+        for each in vars(torch.optim).values()
+        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each.__module__.startswith("torch.")
+    ]
+    ours = [
+        each
+        for package in (zerotrain.models, zerotrain.data)
+        for each in map(vars(package).get, package.__all__)
+        if isinstance(each, type)
+    ]
+    return frozenset([*layers, *optimizers, *ours, MuonWithAdamW, constant, warmup_cosine])

@@ -1,0 +1,293 @@
+"""What a run keeps of itself while it trains, and what it goes on from."""
+
+import json
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from zerotrain.checkpoint.kept import CHECKPOINTS, checkpoints_in, remove_old, set_aside, step_name, step_of
+from zerotrain.checkpoint.manifest import read_manifest
+from zerotrain.comm.ranks.world import World
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.groups.hyperparameters import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
+from zerotrain.engine.options import dotted
+from zerotrain.engine.state.saving.under_way import SaveUnderWay
+from zerotrain.errors import CheckpointError
+from zerotrain.training.callbacks.run_state import require_run_state
+from zerotrain.training.callbacks.stop import SAVE
+from zerotrain.training.figures.report import in_unit, say
+from zerotrain.training.figures.result import RunResult
+from zerotrain.training.sameness.generators import generator_states, restore_generators
+
+OF_TRAINER = "trainer"
+"""Under which name `extra` has what is here."""
+FREE = ("launch.", "checkpoint.", "zero.")
+"""Settings that may change in a run and change nothing of what it computes, but for `NOT_FREE`."""
+NOT_FREE = ("launch.threads_per_rank", "zero.reduction", "zero.accumulate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPolicy:
+    """When a run saves, what it keeps, and what it goes on from."""
+
+    every_steps: int | None = None
+    every_s: float | None = None
+    """By the clock of rank 0."""
+    keep: int | None = 2
+    """As many of the newest; None: all."""
+    keep_every: int | None = None
+    """Those of each so many steps stay."""
+    asynchronous: bool = True
+    """Write beside the training."""
+    at_end: bool = True
+    """Save after the last step."""
+    resume: Sequence[Path] = ()
+    """Checkpoints to go on from, the best first: the first is taken that is what was written. None: start anew."""
+    init_from: Path | None = None
+    """Weights for a run that starts anew."""
+    strict: bool = True
+    """All of them or none; False: what fits."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that was taken up."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    """What the run that saved it gave to `RunCheckpoints.save`."""
+
+
+class RunCheckpoints:
+    """The checkpoints of one run. All ranks have one, and call the same.
+
+    Args:
+        run_dir: they lie in its folder `checkpoints`.
+        settings: noted in each, nested dicts of what JSON can hold.
+    """
+
+    def __init__(
+        self,
+        engine: ZeroEngine,
+        world: World,
+        run_dir: Path,
+        *,
+        policy: CheckpointPolicy | None,
+        console: Console,
+        settings: Mapping[str, Any] | None,
+    ) -> None:
+        self._engine, self._world, self._console = engine, world, console
+        self._policy = policy or CheckpointPolicy(at_end=False)
+        self._folder, self._settings = run_dir / CHECKPOINTS, settings
+        self._under_way: SaveUnderWay | None = None
+        self._begun_s = time.monotonic()
+        """When the newest save was begun; before the first, when this was made."""
+        self._removal: threading.Thread | None = None
+        self._failures: list[str] = []
+        self._built_groups = [saved_group(group) for group in engine.param_groups]
+        """Hyperparameters as the settings have them, before anything was loaded."""
+        self._pauses_s: list[float] = []
+        self._step_times_s: dict[bool, list[float]] = {False: [], True: []}
+        """Of steps without a save beside them, and with one."""
+        self.newest: Path | None = None
+        """The last one that is on the disk, of those that this process has seen."""
+
+    def resume(self) -> Resumed | None:
+        """Take up the first of the policy's checkpoints that is what was written; say which were skipped, and why.
+        Where there are none, begin with the weights that the policy names, if it does. Collective.
+
+        Hyperparameters that are set otherwise than when the run was first started are those of now.
+
+        Raises:
+            CheckpointError: there are some, and none can be taken up. On every rank.
+        """
+        errors: list[str] = []
+        for path in self._policy.resume:
+            try:
+                extra = self._engine.load(path)
+            except CheckpointError as error:
+                errors.append(str(error))
+                continue
+            if not isinstance(extra, dict) or not isinstance(state := extra.get(OF_TRAINER), dict):
+                raise CheckpointError(
+                    f"{path} was not saved by a run of launch.py or a Trainer, and does not say where in the data it "
+                    "was; its weights alone can be begun with"
+                )
+            require_run_state(path, state)
+            self._say(*(f"warning: skipped a checkpoint that cannot be taken up: {each}" for each in errors))
+            _restore_generators(self._engine, path)
+            step, self.newest = self._engine.stamps.num_steps, path
+            self._say(f"goes on from {path}, step {step}")
+            take_changed(self._engine.param_groups, was=state["built_groups"], now=self._built_groups)
+            return Resumed(path, step, state["run"])
+        if errors:
+            raise CheckpointError("\n".join(errors))
+        if self._policy.init_from is not None:
+            self._say(*self._engine.load_weights(self._policy.init_from, strict=self._policy.strict).told())
+        return None
+
+    def agreed(self, resumed: Resumed) -> None:
+        """All ranks go on from this checkpoint: say which settings are others, and set aside the checkpoints of this
+        run's own folder that are later. For rank 0 alone."""
+        self._say(*self._changed_settings(resumed.path))
+        self._set_aside(resumed.path, resumed.step)
+
+    def _changed_settings(self, path: Path) -> Iterator[str]:
+        """A line for each setting that is another than in the checkpoint, but for those that change no number."""
+        config = read_manifest(path).content["config"]
+        was, now = dotted(config if isinstance(config, dict) else {}), dotted(self._settings or {})
+        for name in sorted(was.keys() | now.keys()) if was and now else ():
+            is_free = name.startswith(FREE) and name not in NOT_FREE
+            if not is_free and was.get(name) != now.get(name):
+                told = [json.dumps(each.get(name)) for each in (was, now)]
+                yield f"  {name}: {told[0]} until now, {told[1]} from here on"
+
+    def ask(self) -> int:
+        """What this rank tells the others with the next step."""
+        every_s = self._policy.every_s
+        is_due = every_s is not None and time.monotonic() - self._begun_s >= every_s
+        return SAVE if self._world.rank == 0 and is_due else 0
+
+    def is_due(self, step: int, signals: Sequence[int]) -> bool:
+        """Whether all ranks save after this step."""
+        every = self._policy.every_steps
+        return any(signal & SAVE for signal in signals) or (every is not None and step % every == 0)
+
+    def save(self, step: int, run_state: dict[str, Any], *, wait: bool = False) -> None:
+        """Begin to save what is trained now, and return: the rest comes beside the training. Collective.
+
+        Args:
+            run_state: what `resume` is to return.
+            wait: until it is on the disk, or has failed.
+        """
+        self._settle()
+        path = self._folder / step_name(step)
+        if self.newest == path:
+            return
+        self._begun_s = time.monotonic()
+        # What is measured differs by rank; that of rank 0 is the run's.
+        mine = {OF_TRAINER: {"run": run_state, "built_groups": self._built_groups}} if self._world.rank == 0 else None
+        [extra, *_] = self._engine.collectives.gather_objects(mine, name="what a checkpoint holds beside")
+        own = generator_states(self._engine.module)
+        try:
+            self._under_way = self._engine.begin_save(path, extra=extra, config=self._settings, own=own)
+        except CheckpointError as error:
+            self._note_failure(path, error)
+            return
+        if wait or not self._policy.asynchronous:
+            self._settle(waited=True)
+
+    def save_at_end(self, step: int, run_state: dict[str, Any]) -> None:
+        """Save when the last step is done, if the policy says so. Collective."""
+        if self._policy.at_end:
+            self.save(step, run_state, wait=True)
+
+    def look(self, step_s: float) -> None:
+        """A step has taken so many seconds: say what has come of a save beside it, if that has ended."""
+        self._step_times_s[self._under_way is not None].append(step_s)
+        if self._under_way is not None and self._under_way.is_done:
+            self._settle()
+
+    def note_in(self, result: RunResult) -> None:
+        """Say which checkpoint is the newest, and what saves have cost."""
+        result.checkpoint = None if self.newest is None else str(self.newest)
+        result.save_pause_ms, result.save_step_ratio = self.costs()
+
+    def costs(self) -> tuple[float | None, float | None]:
+        """(milliseconds that a save held the training of this rank, the mean; time of a step beside a save to that of
+        the others, by their medians); None where there is nothing to tell it by."""
+        pause_ms = 1e3 * statistics.mean(self._pauses_s) if self._pauses_s else None
+        beside, others = self._step_times_s[True], self._step_times_s[False]
+        return pause_ms, statistics.median(beside) / statistics.median(others) if beside and others else None
+
+    def finish(self) -> CheckpointError | None:
+        """Wait for what is under way. What went wrong in the saves of this run, though the training went on."""
+        self._settle()
+        self._await_removal()
+        _, ratio = self.costs()
+        if ratio is not None:
+            self._say(f"a step beside a save took {ratio:.2f} of the time of the others, by their medians")
+        return CheckpointError("\n".join(self._failures)) if self._failures else None
+
+    def _settle(self, *, waited: bool = False) -> None:
+        """Wait for the save that is under way, and say what came of it. Older checkpoints go then, and not before.
+
+        Args:
+            waited: nothing was trained beside it.
+        """
+        saving, self._under_way = self._under_way, None
+        if saving is None:
+            return
+        try:
+            self.newest = saving.wait()
+        except CheckpointError as error:
+            self._note_failure(saving.path, error)
+            return
+        seconds = time.monotonic() - self._begun_s
+        self._pauses_s.append(seconds if waited else saving.pause_s + saving.held_s)
+        paused = "" if waited else f"; the training waited {1e3 * self._pauses_s[-1]:.0f} ms"
+        self._say(f"saved {CHECKPOINTS}/{saving.path.name}: {in_unit(_nbytes(saving.path))} in {seconds:.2f} s{paused}")
+        if self._world.rank == 0:
+            self._await_removal()
+            self._removal = threading.Thread(target=self._remove_old, name="remove-checkpoints", daemon=True)
+            self._removal.start()
+
+    def _note_failure(self, path: Path, error: CheckpointError) -> None:
+        self._failures.append(f"{path.name} was not saved: {error}")
+        self._say(f"warning: {self._failures[-1]}")
+
+    def _remove_old(self) -> None:
+        try:
+            remove_old(self._folder, keep=self._policy.keep, keep_every=self._policy.keep_every)
+        except CheckpointError as error:
+            self._say(f"warning: {error}")
+
+    def _await_removal(self) -> None:
+        if self._removal is not None:
+            self._removal.join()
+
+    def _set_aside(self, taken: Path, step: int) -> None:
+        """Of this run's own folder what it does not go on from, and will come to again: nothing is ever replaced."""
+        for path in checkpoints_in(self._folder):
+            if step_of(path) > step or (step_of(path) == step and path != taken):
+                aside = set_aside(path)
+                self._say(f"{path.name} is later than that, and is {aside.name} now")
+
+    def _say(self, *lines: str) -> None:
+        say(self._console, *lines)
+
+
+def _restore_generators(engine: ZeroEngine, path: Path) -> None:
+    try:
+        restore_generators(engine.module, engine.own_of(path))
+    except (TypeError, ValueError, LookupError, RuntimeError, AttributeError):  # each kind has errors of its own
+        raise CheckpointError(f"{path} holds states of generators of random numbers that are none") from None
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def take_changed(
+    groups: Sequence[dict[str, Any]], *, was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
+) -> None:
+    """Give groups that a checkpoint has filled the hyperparameters whose settings have changed since.
+
+    Args:
+        groups: of the engine, in the order of the others.
+        was: as `saved_group` has them, and the settings of the run that saved.
+        now: likewise those of today.
+    """
+    for group, before, after in zip(groups, was, now, strict=False):
+        for name, value in after.items():
+            if before.get(name) != value and name not in OF_THIS_MACHINE and name in group:
+                group[name] = restored(value, group[name])
+                if name == "lr" and isinstance(group, Hyperparameters):
+                    group.first_lr = float(value)

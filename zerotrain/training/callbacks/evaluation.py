@@ -1,0 +1,168 @@
+"""The validation loss."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from zerotrain.comm.ranks.world import World
+from zerotrain.data.reading.fetch import Collate, fetch_rows
+from zerotrain.data.reading.inputs import as_inputs, num_labels, to_device, tokens_known
+from zerotrain.data.reading.items import source_name
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.leaves import call_model
+
+ROWS_PER_EVAL_BATCH = 8
+"""What `train.eval_batches` counts. A number, not the batch of training: what is validated must not depend on ranks."""
+
+
+class RunEvaluation:
+    """The evaluations of one run: the same sequences each time. Warns once of a loss that is no number.
+
+    Args:
+        num_batches: of `ROWS_PER_EVAL_BATCH` sequences.
+        arguments: for `evaluate_sources`.
+    """
+
+    def __init__(self, console: Console, *, num_batches: int, **arguments: Any) -> None:
+        self._console, self._warned = console, False
+        self._evaluate = partial(evaluate_sources, num_sequences=num_batches * ROWS_PER_EVAL_BATCH, **arguments)
+
+    def after(self, step: int) -> tuple[float, dict[str, float]]:
+        """(loss, loss of each source) after so many steps, as of `evaluate_sources`. Collective."""
+        loss, by_source = self._evaluate(step=step)
+        if math.isnan(loss) and not self._warned:
+            self._warned = True
+            self._console.print(
+                "warning: the validation loss is nan: no label of the validation counts, or the model's loss is nan",
+                highlight=False,
+            )
+        return loss, by_source
+
+
+def evaluate_sources(*, dataset: Any, num_sequences: int, **arguments: Any) -> tuple[float, dict[str, float]]:
+    """Mean loss over a validation set, and over each source of one that has several. Collective.
+
+    Args:
+        dataset: the validation set. One with `sources`, {name: dataset}, and `weights`, {name: weight}, is evaluated
+            source by source; each reads its share of the sequences, at least one.
+        num_sequences: how many sequences are read, over all ranks and sources.
+        arguments: as for `evaluate`.
+
+    Returns:
+        (loss, loss of each source). The loss is the mean of those of the sources by their weights: that of the mix
+        which is trained on, also where a source has fewer sequences than its share. Of data without sources there are
+        none.
+    """
+    sources: dict[str, Any] = getattr(dataset, "sources", {})
+    if not sources:
+        return evaluate(dataset=dataset, num_sequences=num_sequences, **arguments), {}
+    total = sum(dataset.weights.values())
+    shares = {name: weight / total for name, weight in dataset.weights.items()}
+    losses = {}
+    for name, source in sources.items():
+        share = max(1, round(num_sequences * shares[name]))
+        called = source_name("data.validation", name)
+        losses[name] = evaluate(dataset=source, num_sequences=share, name=called, **arguments)
+    # A source that weighs nothing may have any loss, nan too.
+    return sum(shares[name] * loss for name, loss in losses.items() if shares[name]), losses
+
+
+def evaluate(
+    *,
+    engine: ZeroEngine,
+    world: World,
+    dataset: Any,
+    num_sequences: int,
+    micro_batch_size: int,
+    seed: int = 0,
+    step: int = 0,
+    collate: Collate | None = None,
+    name: str = "data.validation",
+) -> float:
+    """Mean loss in nats over all labels of the same validation sequences, the same bits at any number of ranks.
+    Collective.
+
+    Args:
+        engine: called with the items of a micro-batch for its mean loss.
+        dataset: the validation set.
+        num_sequences: how many of its sequences are read, over all ranks.
+        micro_batch_size: sequences of one rank's forward.
+        seed: of the run, which follows what a dataset draws for its items: in every evaluation the same.
+        step: steps done, for messages.
+        collate: makes a batch of a list of items; None: torch's `default_collate`.
+        name: of the dataset, for messages.
+
+    Returns:
+        nan where no label counts. Where there are no labels at all, each sequence counts as one.
+
+    Raises:
+        RowError: an item could not be read.
+
+    What it draws of random numbers (a dataset that augments, a model that samples) leaves the generators of this
+    process as they were: how often one evaluates must change no training.
+    """
+    rows = validation_rows(len(dataset), num_sequences)
+    num_rounds = max(1, math.ceil(len(rows) / (world.size * micro_batch_size)))
+    # By the number of the micro-batch: sum of losses, number of labels. Each is filled in by one rank.
+    parts = torch.zeros(num_rounds * world.size, 2, dtype=torch.float64, device=world.device)
+    cuda = [world.device] if world.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(cuda), in_evaluation_mode(engine):
+        for number in range(world.rank, len(parts), world.size):
+            mine = rows[number * micro_batch_size : (number + 1) * micro_batch_size]
+            # A rank that has no row left runs a forward all the same and counts nothing of it: where parameters are
+            # sharded, the others need its part of them.
+            read = mine or [0]
+            batch = fetch_rows(
+                dataset,
+                read,
+                seed=seed,
+                epochs=[0] * len(read),
+                step=step,
+                collate=collate,
+                name=name,
+                vocab_size=tokens_known(engine.module),
+            )
+            parts[number] = _loss_and_labels(engine, world, batch, num_labels(batch, len(mine)) if mine else 0)
+    return _mean(world.sum(parts))
+
+
+def _mean(parts: torch.Tensor) -> float:
+    """The mean loss of (sum of losses, number of labels) of each micro-batch, (n, 2) fp64, added up in their order: the
+    sums of each rank, added up, would be other bits at another number of ranks."""
+    loss_sum, total = 0.0, 0.0
+    for loss, count in parts.tolist():
+        loss_sum, total = loss_sum + loss, total + count
+    return loss_sum / total if total else math.nan
+
+
+@contextmanager
+def in_evaluation_mode(engine: ZeroEngine) -> Iterator[None]:
+    """Inside, all modules are in evaluation mode; afterwards each is in the mode in which it was: a user may have left
+    some in evaluation mode, such as the batch norms of a frozen backbone."""
+    modes = [(module, module.training) for module in engine.module.modules()]
+    engine.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def validation_rows(num_available: int, num_wanted: int) -> list[int]:
+    """Which sequences an evaluation reads: as many as wanted, or all, evenly spread over the validation set."""
+    num_rows = min(num_available, num_wanted)
+    return [row * num_available // num_rows for row in range(num_rows)]
+
+
+def _loss_and_labels(engine: ZeroEngine, world: World, batch: Any, count: int) -> torch.Tensor:
+    """(sum of losses, number of labels that count) of a micro-batch, (2,) fp64. A loss over no label counts nothing:
+    its mean is nan in many models."""
+    loss = call_model(engine, as_inputs(to_device(batch, world.device))).double()
+    if count == 0:
+        return loss.new_zeros(2)
+    return torch.stack([loss * count, torch.full_like(loss, count)])

@@ -1,0 +1,139 @@
+"""The stage of a run, which may change between two steps."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from zerotrain.checkpoint.manifest import Manifest
+from zerotrain.comm.ranks.world import World
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.results import StageSwitch
+from zerotrain.training.callbacks.checkpoints import OF_TRAINER
+from zerotrain.training.callbacks.run_state import AskedStages
+from zerotrain.training.figures.report import RankUsage, gather_usages, in_unit, measure_usage, say
+from zerotrain.training.figures.result import RunResult
+
+
+def stages_named(stages: Mapping[int, int], step: int = 0) -> str:
+    """Such as "stage 2, 3 after step 500".
+
+    Args:
+        stages: steps done, and the stage from there on.
+        step: steps done now.
+    """
+    later = [f"{stages[each]} after step {each}" for each in sorted(stages) if each > step]
+    return ", ".join([f"stage {stage_at(stages, step)}", *later])
+
+
+def stage_at(stages: Mapping[int, int], step: int) -> int:
+    """The stage after so many steps."""
+    return stages[max(each for each in stages if each <= step)]
+
+
+def stages_from(manifest: Manifest | None, schedule: Mapping[int, int]) -> tuple[dict[int, int], int]:
+    """The stages of a run, with what operators have asked for until it was saved, and the step that it goes on at.
+
+    Args:
+        manifest: of the checkpoint to go on from; None: the run begins anew.
+        schedule: steps done, and the stage from there on, 0 among them.
+    """
+    if manifest is None:
+        return dict(schedule), 0
+    # The extra of another loop than ours may be anything; the ranks say that it is none to go on from.
+    found: Any = manifest.content["extra"]
+    for name in (OF_TRAINER, "run", "asked_stages"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return _with_asked(schedule, {} if AskedStages().problem(found) else found), manifest.step
+
+
+def _with_asked(schedule: Mapping[int, int], asked: Mapping[str, int]) -> dict[int, int]:
+    return dict(schedule) | {int(step): stage for step, stage in asked.items()}
+
+
+class RunStages:
+    """Lets an engine be at the stage that is due, and notes in the result what each stage came to. All ranks have one,
+    and call the same.
+
+    Args:
+        schedule: steps done, and the stage from there on; before its first entry the engine's own.
+        gradient_accumulation_steps: micro-batches of a virtual rank.
+    """
+
+    def __init__(
+        self,
+        engine: ZeroEngine,
+        world: World,
+        result: RunResult,
+        console: Console,
+        schedule: Mapping[int, int],
+        gradient_accumulation_steps: int,
+    ) -> None:
+        self._engine, self._world, self._result, self._console = engine, world, result, console
+        self._schedule = {0: engine.options.zero.stage} | dict(schedule)
+        self.asked: dict[str, int] = {}
+        """What operators have asked for: steps done, as texts, and the stage from there on, until a later entry of the
+        schedule. Of a run that goes on set before `begin`."""
+        self._num_micro_batches = gradient_accumulation_steps * len(engine.virtual_ranks)
+
+    def begin(self, step: int) -> str:
+        """Be at the stage of this step, from whatever stage the engine was built at; its name, and what comes later.
+        Collective."""
+        now, due = self._engine.options.zero.stage, stage_at(self._due, step)
+        if due != now:
+            self._change(due, step)
+        self._enter({"stage": due, "from_step": step, "sent_nbytes": None, "theory_sent_nbytes": None, "ranks": None})
+        return stages_named(self._due, step)
+
+    @property
+    def _due(self) -> dict[int, int]:
+        return _with_asked(self._schedule, self.asked)
+
+    def go_on(self, step: int, log: Callable[[dict[str, Any]], None], asked: int | None = None) -> None:
+        """Be at the stage that is due after this step, and say so where that is another. Collective.
+
+        Args:
+            asked: what an operator asks for now.
+        """
+        if asked is not None:
+            self.asked[str(step)] = asked
+        now, due = self._engine.options.zero.stage, stage_at(self._due, step)
+        if due == now:
+            return
+        self._leave()
+        switch = self._change(due, step)
+        sent = {"sent_nbytes": switch.sent_nbytes, "theory_sent_nbytes": switch.theory_sent_nbytes}
+        self._enter({"stage": due, "from_step": step, **sent, "ranks": None})
+        log({"stage": due, **{f"stage_{name}": value for name, value in sent.items()}})
+
+    def _change(self, due: int, step: int) -> StageSwitch:
+        now = self._engine.options.zero.stage
+        switch = self._engine.set_stage(due)
+        held = self._engine.memory_bytes()
+        told = ", ".join(f"{in_unit(held[name])} {name}" for name in ("parameters", "gradients", "optimizer"))
+        say(
+            self._console,
+            f"stage {now} -> {due} after step {step}: sent {in_unit(switch.sent_nbytes)} (theory "
+            f"{in_unit(switch.theory_sent_nbytes)}), holds {told}",
+        )
+        return switch
+
+    def end(self) -> list[RankUsage]:
+        """Note what the last stage came to: the usage of all ranks. Collective."""
+        return self._leave()
+
+    def _enter(self, entry: dict[str, Any]) -> None:
+        """Note a stage that is begun, or gone on with; one that no step was trained at is none of the run."""
+        stages, self._result.stage = self._result.stages, entry["stage"]
+        if stages and stages[-1]["from_step"] == entry["from_step"] and stages[-1]["stage"] != entry["stage"]:
+            stages.pop()
+        if not stages or stages[-1]["stage"] != entry["stage"]:
+            stages.append(entry)
+
+    def _leave(self) -> list[RankUsage]:
+        device = self._world.device
+        usage = measure_usage(engine=self._engine, device=device, num_micro_batches=self._num_micro_batches)
+        usages = gather_usages(usage, self._world)
+        self._result.stages[-1]["ranks"] = [asdict(each) for each in usages]
+        return usages

@@ -1,0 +1,140 @@
+"""What a run says: lines, and at its end the table of what each rank holds and sends, beside what theory says."""
+
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zerotrain.comm.ranks.world import World
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.files.printable import printable
+from zerotrain.training.figures.result import RunResult
+
+MAX_LINE = 100_000
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+
+
+def in_unit(nbytes: float) -> str:
+    """Such as 10.2 MB."""
+    unit, unit_nbytes = next((unit for unit in UNITS if nbytes >= unit[1]), UNITS[-1])
+    return f"{nbytes / unit_nbytes:.4g} {unit}"
+
+
+def say(console: Console, *lines: str) -> None:
+    """Print lines as they are: whole, however narrow the terminal is, and with their [brackets]."""
+    for line in lines:
+        console.print(printable(line, MAX_LINE), highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class RankUsage:
+    """Bytes of one rank: held at rest on the device, at most held at once, sent in one optimizer step, and
+    held at rest elsewhere."""
+
+    parameters_nbytes: int
+    gradients_nbytes: int
+    optimizer_nbytes: int
+    sent_nbytes: int
+    theory_parameters_nbytes: int
+    theory_gradients_nbytes: int
+    theory_optimizer_nbytes: int
+    theory_sent_nbytes: int
+    peak_nbytes: int
+    offloaded_nbytes: int = 0
+    theory_offloaded_nbytes: int = 0
+
+
+def measure_usage(*, engine: ZeroEngine, device: torch.device, num_micro_batches: int) -> RankUsage:
+    """What this rank holds now, between steps, and sent in the last step."""
+    memory = engine.memory_bytes()
+    theory = memory["theory"]
+    return RankUsage(
+        parameters_nbytes=memory["parameters"],
+        gradients_nbytes=memory["gradients"],
+        optimizer_nbytes=memory["optimizer"],
+        sent_nbytes=engine.ledger.last_step.sent_nbytes,
+        theory_parameters_nbytes=theory["parameters"],
+        theory_gradients_nbytes=theory["gradients"],
+        theory_optimizer_nbytes=theory["optimizer"],
+        theory_sent_nbytes=engine.theoretical_sent_nbytes(num_micro_batches),
+        peak_nbytes=peak_memory_nbytes(device),
+        offloaded_nbytes=memory["offloaded"],
+        theory_offloaded_nbytes=theory["offloaded"],
+    )
+
+
+def peak_memory_nbytes(device: torch.device) -> int:
+    """Most bytes held at once: by tensors on the GPU, or by the whole process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def gather_usages(usage: RankUsage, world: World) -> list[RankUsage]:
+    """The usage of every rank, in rank order, on every rank. Collective."""
+    table = torch.zeros(world.size, len(fields(RankUsage)), dtype=torch.int64, device=world.device)
+    table[world.rank] = torch.tensor(list(asdict(usage).values()), device=world.device)
+    return [RankUsage(*row) for row in world.sum(table).tolist()]
+
+
+def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUsage], device: torch.device) -> None:
+    """Print one line of results and one table of bytes, readable at 80 columns; where the stage has changed, with rows
+    for each.
+
+    Args:
+        usages: of all ranks, in rank order, at the end.
+        device: what the ranks ran on, which decides what their peak counts.
+    """
+    peak_of = "tensors on the GPU" if device.type == "cuda" else "the whole process"
+    caption = f"measured / theory; peak of {peak_of}"
+    told = [entry for entry in result.stages[:-1] if entry["ranks"]]
+    by_stage = [[RankUsage(**each) for each in entry["ranks"]] for entry in told] + [list(usages)]
+    if told:
+        ranges = [f"{entry['stage']} from step {entry['from_step']}" for entry in [*told, result.stages[-1]]]
+        caption = f"stage {', '.join(ranges)}\n{caption}"
+    usages = [usage for each in by_stage for usage in each]
+    table = Table(title=_summary(result), caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
+    columns: dict[str, list[tuple[int, ...]]] = {
+        "parameters": [(usage.parameters_nbytes, usage.theory_parameters_nbytes) for usage in usages],
+        "gradients": [(usage.gradients_nbytes, usage.theory_gradients_nbytes) for usage in usages],
+        "optimizer": [(usage.optimizer_nbytes, usage.theory_optimizer_nbytes) for usage in usages],
+        "offloaded": [(usage.offloaded_nbytes, usage.theory_offloaded_nbytes) for usage in usages],
+        "sent/step": [(usage.sent_nbytes, usage.theory_sent_nbytes) for usage in usages],
+        "peak": [(usage.peak_nbytes,) for usage in usages],
+    }
+    if not any(map(any, columns["offloaded"])):
+        del columns["offloaded"]
+    else:  # most of the others are empty then
+        columns = {name: values for name, values in columns.items() if any(map(any, values))}
+    table.add_column("stage,\nrank" if told else "rank", justify="right")
+    cells = []
+    for name, values in columns.items():
+        unit, unit_nbytes = next((unit for unit in UNITS if max(map(max, values)) >= unit[1]), UNITS[-1])
+        table.add_column(f"{name}\n{unit}", justify="right")
+        cells.append([" / ".join(f"{nbytes / unit_nbytes:.4g}" for nbytes in cell) for cell in values])
+    rows = zip(*cells, strict=True)
+    for each, entry in zip(by_stage, [*told, *result.stages[-1:]] or [{}], strict=True):
+        for rank in range(len(each)):
+            table.add_row(f"{entry['stage']}, {rank}" if told else str(rank), *next(rows))
+    console.print(table)
+
+
+def _summary(result: RunResult) -> str:
+    parts = [f"{result.steps} steps"]
+    if result.skipped_steps:
+        parts.append(f"{result.skipped_steps} skipped")
+    if result.final_train_loss is not None:
+        parts.append(f"train loss {result.final_train_loss:.4f}")
+    if result.final_val_loss is not None:
+        parts.append(f"validation loss {result.final_val_loss:.4f}")
+    if result.tokens_per_s is not None:
+        parts.append(f"{result.tokens_per_s:,.0f} tokens/s")
+    if result.mfu is not None:
+        parts.append(f"{result.mfu:.0%} MFU")
+    return ", ".join(parts)

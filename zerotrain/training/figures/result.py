@@ -1,0 +1,161 @@
+"""result.json: what came out of a run, for people and for the tools that compare runs."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerotrain.files.printable import printable
+from zerotrain.files.regular import only_new
+from zerotrain.files.untrusted import Natural, OneOf, Optional, UntrustedFileError, read_json, require_schema
+
+RESULT_NAME = "result.json"
+KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source", "stages")
+"""What a run that goes on begins with."""
+MAX_NBYTES = 2**26
+"""Of a result.json: each stage tells of all ranks."""
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """A list of texts, or null."""
+
+    def problem(self, value: Any) -> str | None:
+        try:
+            require_schema([] if value is None else value, [str])
+        except UntrustedFileError:
+            return "a list of texts or null"
+        return None
+
+
+_NUMBER, _TEXT = Optional((float, None)), Optional((str, None))
+_SCHEMA = {
+    "status": OneOf(("completed", "stopped", "failed")),
+    "world_size": Natural(),
+    "steps": Natural(),
+    "overrides": _Texts(),
+    "error": _TEXT,
+    "stopped_by": _TEXT,
+    "config_hash": _TEXT,
+    "checkpoint": _TEXT,
+    "weights_sha256": _TEXT,
+    "final_val_loss": _NUMBER,
+    "tokens_per_s": _NUMBER,
+    "step_ms_median": _NUMBER,
+}
+"""What is read of a result.json by others than people."""
+
+
+@dataclass
+class RunResult:
+    """The body of result.json. Null is what was not known when the run ended, and a loss that is no number."""
+
+    world_size: int
+    """Ranks."""
+    stage: int | None = None
+    """ZeRO stage: the last, where it has changed."""
+    overrides: list[str] | None = None
+    """The settings given on the command line."""
+    config_hash: str | None = None
+    """Equal where all settings are equal."""
+    status: str = "failed"
+    """completed, stopped (from outside) or failed."""
+    error: str | None = None
+    """What ended a run that did not complete."""
+    stopped_by: str | None = None
+    """The signal after which the run ended in order, its step done on all ranks; null however else it ended."""
+    restarts: int = 0
+    """How often the ranks were started again before, after a failure."""
+    resumed_from: str | None = None
+    """The checkpoint that the last sitting of the run has gone on from."""
+    checkpoint: str | None = None
+    """The newest checkpoint of the run."""
+    steps: int = 0
+    """Optimizer steps done, skipped ones included."""
+    skipped_steps: int = 0
+    """Those of them that changed nothing, because the gradient was not finite."""
+    final_train_loss: float | None = None
+    """Mean loss over the tokens of the last logged global batch, in nats."""
+    final_val_loss: float | None = None
+    """Mean loss over the tokens of the last evaluation, in nats."""
+    val_loss_by_source: dict[str, float] | None = None
+    """Likewise of each source of `data=mix`; null where there is one."""
+    tokens_per_s: float | None = None
+    """Tokens of all ranks per second of training, the first steps and evaluations left out."""
+    step_ms_median: float | None = None
+    """Milliseconds of one optimizer step, the first steps left out."""
+    data_wait_ms: float | None = None
+    """Milliseconds of a step in which rank 0 waited for its rows, the mean, the first steps left out."""
+    train_s: float | None = None
+    """Seconds of training steps, of all sittings."""
+    save_pause_ms: float | None = None
+    """Milliseconds that a save held the training of rank 0, the mean; null where there was none."""
+    save_step_ratio: float | None = None
+    """Time of a step beside which a save was written to that of the others, by their medians; null where either kind
+    is missing."""
+    mfu: float | None = None
+    """Model FLOPs utilization, 0 to 1, the first steps left out; null where the device's peak is not known."""
+    weights_sha256: str | None = None
+    """Hash of the full fp32 master weights in name order."""
+    comm_bytes_per_step: dict[str, int] | None = None
+    """Bytes rank 0 sent in the last step, and what theory says: {sent, theory}."""
+    memory_bytes: dict[str, Any] | None = None
+    """Bytes rank 0 holds at rest {parameters, gradients, optimizer}, the same in theory {theory}, and its {peak}."""
+
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    """The stages that steps were trained at, in order: {stage, from_step: steps done before, sent_nbytes,
+    theory_sent_nbytes: what rank 0 sent for the change in mid-run, ranks: the `RankUsage` of each rank at its end}."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on begins with, for a checkpoint."""
+        return without_non_finite({name: getattr(self, name) for name in KEPT})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin with what another one has left."""
+        for name in KEPT:
+            if name in state:
+                setattr(self, name, state[name])
+
+    def end(self, stopped_by: str | None, max_steps: int, failure: Exception | None) -> None:
+        """The run ends in order: its steps are done, or a signal came before. Some of its saves may have failed."""
+        self.status, self.stopped_by = "stopped" if stopped_by else "completed", stopped_by
+        if stopped_by:
+            self.error = f"stopped by {stopped_by} after step {self.steps} of {max_steps}"
+        if failure is not None:
+            self.status, self.error = "failed", printable(f"{type(failure).__name__}: {failure}")
+
+    def body(self) -> dict[str, Any]:
+        """What is written."""
+        return without_non_finite(asdict(self))
+
+    def write(self, run_dir: Path) -> None:
+        """Write `run_dir`/result.json, whole or not at all."""
+        temporary = run_dir / f"{RESULT_NAME}.{os.getpid()}.tmp"
+        try:
+            with open(temporary, "w", opener=only_new) as file:
+                file.write(json.dumps(self.body(), indent=2) + "\n")
+            os.replace(temporary, run_dir / RESULT_NAME)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The body that `RunResult.write` has left, with the defaults for what another zerotrain did not know.
+
+    Raises:
+        OSError: it cannot be read; `FileNotFoundError` where there is none.
+        UntrustedFileError: it is no result of a run.
+    """
+    said = read_json(path, _SCHEMA, max_nbytes=MAX_NBYTES)
+    return {name: said.get(name, default) for name, default in RunResult(world_size=0).body().items()}
+
+
+def without_non_finite(value: Any) -> Any:
+    """The same value with null for each float that is nan or infinite: JSON has no such numbers."""
+    if isinstance(value, dict):
+        return {key: without_non_finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

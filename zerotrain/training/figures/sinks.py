@@ -1,0 +1,83 @@
+"""Where what is measured along the way goes."""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from zerotrain.files.regular import only_new, only_regular
+from zerotrain.files.untrusted import UntrustedFileError, parse_json
+from zerotrain.training.figures.result import RunResult, without_non_finite
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class MetricSink(Protocol):
+    """Takes the metrics of a run: a file, the console, or a service such as TensorBoard. Only rank 0 has any."""
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Take what was measured after so many steps: of training ("train_loss" and more) or of an evaluation
+        ("val_loss"). A number may be nan or infinite; None is what is not known."""
+
+    def close(self) -> None:
+        """The run is over, however it ended."""
+
+
+def log_to(sinks: Sequence[MetricSink], result: RunResult, metrics: dict[str, Any]) -> None:
+    """Send metrics to each of the sinks, as those of the last step that is done."""
+    for sink in sinks:
+        sink.log(metrics, result.steps)
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, readable while the run goes on.
+
+    Args:
+        append: go on with a file already there, in place of writing it anew.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False) -> None:
+        self._path = path
+        self._file = open(path, "a" if append else "w", buffering=1, opener=only_regular)  # noqa: SIM115 - closed by `close`
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Append one line; a number that is nan or infinite becomes null.
+
+        Raises:
+            FileNotFoundError: the file was deleted meanwhile. Nobody could read what is written to it.
+        """
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "Deleted while it was written", str(self._path))
+        self._file.write(json.dumps({"step": step} | without_non_finite(metrics)) + "\n")
+
+    def close(self) -> None:
+        """See `MetricSink.close`."""
+        self._file.close()
+
+
+def keep_lines(source: Path, target: Path, *, until: int) -> None:
+    """Write the lines of a metrics.jsonl that belong to the first so many steps to another, or to itself: a run that
+    goes on from step 100 comes to the steps after it again. Nothing where there is no such file."""
+    if not source.exists():
+        return
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(source, "rb", opener=only_regular) as lines, open(temporary, "wb", opener=only_new) as kept:
+            for line in lines:
+                if _step_of(line) <= until:
+                    kept.write(line)
+        os.replace(temporary, target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _step_of(line: bytes) -> float:
+    """Infinite for a line that is cut off."""
+    try:
+        return float(parse_json(line, {"step": float})["step"])
+    except (UntrustedFileError, OverflowError):
+        return math.inf
