@@ -213,7 +213,8 @@ def _settings(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None
     if ranks is not None and wanted not in (None, ranks.local_world_size):
         started = ranks.local_world_size
         problems.append(f"launch.nproc_per_node: got {wanted}; torchrun has started {started}; leave it out")
-    problems += file_problems(num_local if ranks is None else ranks.world_size)
+    if not problems:  # A number of ranks that cannot be has no files to count.
+        problems += file_problems(num_local if ranks is None else ranks.world_size)
     if ranks is None or not num_restarts():
         is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         problems += earlier.folder_problems(config, run_dir, of_sweep=is_sweep)
