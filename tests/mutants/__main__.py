@@ -6,6 +6,7 @@
 Prints a table; exit code 1 if a fault survived. What came of it last: docs/mutants.md.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -93,5 +94,15 @@ def main(prefixes: list[str]) -> int:
     return 1 if bad else 0
 
 
+def _prefixes() -> list[str]:
+    parser = argparse.ArgumentParser("python -m tests.mutants", description="Do the tests notice faults?")
+    parser.add_argument("prefixes", nargs="*", help="plant those whose name begins so; default: all")
+    prefixes: list[str] = parser.parse_args().prefixes
+    for prefix in prefixes:
+        if not any(name.startswith(prefix) for name in FAULTS):
+            parser.error(f"no fault begins with {prefix}")
+    return prefixes
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(_prefixes()))
