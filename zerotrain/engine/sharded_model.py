@@ -39,7 +39,7 @@ from zerotrain.engine.state.transfer import Described, StateTransfer, described_
 from zerotrain.engine.update.optimizer_step import written_to
 from zerotrain.engine.usage import Usage
 from zerotrain.errors import EngineStateError
-from zerotrain.sharding.units import model_parameters
+from zerotrain.sharding.units import WalkedModel, walk
 
 T = TypeVar("T")
 
@@ -89,11 +89,12 @@ class ShardedModel:
         param_groups: Sequence[dict[str, Any]] | None = None,
         initial: InitialValues | None = None,
     ) -> None:
-        require_plain(model)
-        require_values(model)
-        require_no_engine(model)
-        require_leaves(model, options.leaves_per_rank)
-        require_own_memory(model)
+        walked = walk(model)
+        require_plain(walked)
+        require_values(walked)
+        require_no_engine(walked)
+        require_leaves(walked, options.leaves_per_rank)
+        require_own_memory(walked)
         self.module = model
         self.world = world
         self.options = options
@@ -101,17 +102,15 @@ class ShardedModel:
         self.ledger = Ledger()
         self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.overlap)
         require_same(self.collectives, options.settings())
-        parameters = model_parameters(model)
-        dtypes = dtypes_of(parameters, self.precision)
+        dtypes = dtypes_of(walked.managed, self.precision)
         self.groups = ParamGroups(
-            parameters, optimizer, param_groups, decay_all=decay_all, device=world.device, warns=world.rank == 0
+            walked.managed, optimizer, param_groups, decay_all=decay_all, device=world.device, warns=world.rank == 0
         )
         self.pools = ScratchPools(world.device, self.collectives.zeros)
         self.homes = Homes(options.offload, world, options.prefetch)
-        share_unmanaged(model, parameters, self.collectives)
+        share_unmanaged(walked, self.collectives)
         self._builder = Builder(
-            model,
-            parameters,
+            walked,
             dtypes,
             options=options,
             groups=self.groups,
@@ -119,20 +118,25 @@ class ShardedModel:
             pools=self.pools,
             homes=self.homes,
         )
-        self._newcomers = Newcomers(model, [each.parameter for each in parameters])
+        self._newcomers = Newcomers(walked)
         if self.homes.saved is not None:
-            restore = offload_saved(model, options.units, self.homes.saved, options.offload.activations)
+            restore = offload_saved(walked, options.units, self.homes.saved, options.offload.activations)
             weakref.finalize(self, restore).atexit = False
-        self._connect(self._builder.schedule(initial or InitialValues()))
+        self._connect(self._builder.schedule(initial or InitialValues()), walked)
         self.homes.measure()
-        cast_around_kept(model, dtypes, self.precision)
-        complete_before_encoders(model, self)
+        cast_around_kept(walked, dtypes, self.precision)
+        complete_before_encoders(walked, self)
 
-    def _connect(self, schedule: Schedule) -> None:
-        """Let the model tell a schedule of buckets, which were just cut, where it is."""
+    def _connect(self, schedule: Schedule, walked: WalkedModel | None = None) -> None:
+        """Let the model tell a schedule of buckets, which were just cut, where it is.
+
+        Args:
+            walked: the model as it is now; None: it is walked again where that is needed.
+        """
         self.schedule = schedule
         if self.homes.saved is not None:
-            self.homes.saved.leave_alone([*self.module.parameters(), *self.module.buffers()])
+            now = walked or walk(self.module)
+            self.homes.saved.leave_alone([*(each.parameter for each in now.parameters), *now.buffers.values()])
         self._disconnect = connect(self, schedule, self._newcomers.watch())
         self.weights_changed()
 
