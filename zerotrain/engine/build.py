@@ -1,9 +1,7 @@
 """From a model and options to live buckets, units and a schedule."""
 
 import hashlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +21,11 @@ from zerotrain.engine.buckets.weights import BucketWeights, weight_memory
 from zerotrain.engine.groups.hyperparameters import shown_groups
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.checks import require_trainable
-from zerotrain.engine.model.live_parameter import ENGINE_IS_GONE
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.switch import Switch
-from zerotrain.errors import ConfigError, EngineStateError
+from zerotrain.errors import ConfigError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.flat_buffer import FlatBuffer
 from zerotrain.sharding.layout import BucketLayout
@@ -126,10 +123,7 @@ class Builder:
     def _ordered(self, units: Sequence[tuple[str, list[nn.Module], list[int]]], buckets: Sequence[Bucket]) -> Schedule:
         """A schedule of units, each with its name, its modules and the places of its buckets."""
         live_units = [LiveUnit(name, modules, [buckets[place] for place in places]) for name, modules, places in units]
-        schedule = Schedule(live_units, buckets, self._options)
-        for bucket in buckets:
-            bucket.weights.when_read = partial(_touch, weakref.ref(schedule), weakref.ref(bucket))
-        return schedule
+        return Schedule(live_units, buckets, self._options)
 
     def _classified(self) -> list[Unit[ManagedParameter]]:
         """The units, with all that decides how each parameter is held, moved and updated."""
@@ -203,7 +197,6 @@ class Builder:
                 pool=self._pools.of(spec.dtype),
                 wire_pool=self._pools.of(precision.master if self._options.sends_masters else spec.dtype),
             )
-            weights.when_asked_for_gradient = lambda: not gradient.is_empty
             update = BucketUpdate(
                 layout,
                 weights,
@@ -232,14 +225,6 @@ class Builder:
                     view.copy_(value)
         self._collectives.broadcast(values.tensor, name=spec.name)
         return values
-
-
-def _touch(schedule: "weakref.ref[Schedule]", bucket: "weakref.ref[Bucket]") -> None:
-    """Complete a bucket one of whose parameters is read."""
-    live_schedule, live_bucket = schedule(), bucket()
-    if live_schedule is None or live_bucket is None:
-        raise EngineStateError(ENGINE_IS_GONE)
-    live_schedule.touch(live_bucket)
 
 
 def share_unmanaged(walked: WalkedModel, collectives: Collectives) -> None:
