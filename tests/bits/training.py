@@ -182,7 +182,7 @@ def on_a_rank(training: Training, setup: Setup, world: zerotrain.World) -> Outco
         if setup.saves_to is not None and step + 1 == setup.saves_at:
             engine.save(setup.saves_to)
     scales.append(engine.loss_scale)
-    assert engine._pools.lent_nbytes == 0
+    assert engine.held.pools.lent_nbytes == 0
     return Outcome(engine.full_state_dict(), engine.weights_sha256(), scales, skipped)
 
 

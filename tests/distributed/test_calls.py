@@ -91,7 +91,7 @@ def train_or_raise(run: Run) -> str:
 
 def held_nbytes(engine: zerotrain.ZeroEngine) -> tuple[int, int]:
     """Bytes of parameters held, and of scratch on loan."""
-    return engine.memory_bytes()["parameters"], engine._pools.lent_nbytes
+    return engine.memory_bytes()["parameters"], engine.held.pools.lent_nbytes
 
 
 def shards_nbytes(engine: zerotrain.ZeroEngine) -> int:

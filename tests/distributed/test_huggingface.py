@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import zerotrain
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.sharding.units import find_units
+from zerotrain.sharding.units import find_units, walk
 
 pytest.importorskip("transformers")
 
@@ -165,7 +165,7 @@ def reference(name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_repeated_blocks_are_found_to_be_the_units(name: str) -> None:
-    assert list(find_units(make_model(name), None)) == MODELS[name][1]
+    assert list(find_units(walk(make_model(name)), None)) == MODELS[name][1]
 
 
 def test_every_model_trains_at_every_stage_as_in_plain_pytorch() -> None:

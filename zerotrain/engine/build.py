@@ -1,9 +1,7 @@
 """From a model and options to live buckets, units and a schedule."""
 
 import hashlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,24 +21,23 @@ from zerotrain.engine.buckets.weights import BucketWeights, weight_memory
 from zerotrain.engine.groups.hyperparameters import shown_groups
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.checks import require_trainable
-from zerotrain.engine.model.live_parameter import ENGINE_IS_GONE
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.switch import Switch
-from zerotrain.errors import ConfigError, EngineStateError
+from zerotrain.errors import ConfigError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.flat_buffer import FlatBuffer
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.ownership import assign_owners
-from zerotrain.sharding.units import ManagedParameter, ModelParameter, Unit, cut_units
+from zerotrain.sharding.units import ManagedParameter, Unit, WalkedModel, cut_units
 
 
 class Builder:
     """Makes the buckets of one model, at first and each time what trains has changed.
 
     Args:
-        parameters: of the model, in module order.
+        walked: the model.
         dtypes: what each of them is held in.
         pools: lend what gradients and updates need for a part of a step.
         homes: where what buckets keep lies between uses.
@@ -48,8 +45,7 @@ class Builder:
 
     def __init__(
         self,
-        model: nn.Module,
-        parameters: Sequence[ModelParameter],
+        walked: WalkedModel,
         dtypes: Mapping[nn.Parameter, torch.dtype],
         *,
         options: EngineOptions,
@@ -59,10 +55,10 @@ class Builder:
         homes: Homes,
     ) -> None:
         self._homes = homes
-        self._model, self._dtypes, self._options = model, dtypes, options
+        self._model, self._dtypes, self._options = walked.model, dtypes, options
         self._groups, self._collectives, self._pools = groups, collectives, pools
         self._max_numel = max(1, int(options.bucket_mb * 2**20) // options.precision.compute.itemsize)
-        self._units = cut_units(model, parameters, options.units, self._max_numel)
+        self._units = cut_units(walked, options.units, self._max_numel)
 
     def schedule(self, initial: InitialValues, fill: Callable[[BucketSpec], None] | None = None) -> Schedule:
         """Cut the model into buckets, move its parameters into them and order them.
@@ -127,10 +123,7 @@ class Builder:
     def _ordered(self, units: Sequence[tuple[str, list[nn.Module], list[int]]], buckets: Sequence[Bucket]) -> Schedule:
         """A schedule of units, each with its name, its modules and the places of its buckets."""
         live_units = [LiveUnit(name, modules, [buckets[place] for place in places]) for name, modules, places in units]
-        schedule = Schedule(live_units, buckets, self._options)
-        for bucket in buckets:
-            bucket.weights.when_read = partial(_touch, weakref.ref(schedule), weakref.ref(bucket))
-        return schedule
+        return Schedule(live_units, buckets, self._options)
 
     def _classified(self) -> list[Unit[ManagedParameter]]:
         """The units, with all that decides how each parameter is held, moved and updated."""
@@ -204,7 +197,6 @@ class Builder:
                 pool=self._pools.of(spec.dtype),
                 wire_pool=self._pools.of(precision.master if self._options.sends_masters else spec.dtype),
             )
-            weights.when_asked_for_gradient = lambda: not gradient.is_empty
             update = BucketUpdate(
                 layout,
                 weights,
@@ -235,30 +227,21 @@ class Builder:
         return values
 
 
-def _touch(schedule: "weakref.ref[Schedule]", bucket: "weakref.ref[Bucket]") -> None:
-    """Complete a bucket one of whose parameters is read."""
-    live_schedule, live_bucket = schedule(), bucket()
-    if live_schedule is None or live_bucket is None:
-        raise EngineStateError(ENGINE_IS_GONE)
-    live_schedule.touch(live_bucket)
-
-
-def share_unmanaged(model: nn.Module, managed: Sequence[ModelParameter], collectives: Collectives) -> None:
+def share_unmanaged(walked: WalkedModel, collectives: Collectives) -> None:
     """Bring what lies in no bucket to this rank's device with rank 0's values: buffers, and parameters that are no
     floating-point numbers.
 
     Raises:
         ConfigError: one of these parameters is to be trained, or the ranks have different ones.
     """
-    in_buckets = {each.parameter for each in managed}
-    others = {name: parameter for name, parameter in model.named_parameters() if parameter not in in_buckets}
+    others = {each.names[0]: each.parameter for each in walked.parameters if not each.parameter.is_floating_point()}
     for name, parameter in others.items():
         if parameter.requires_grad:
             raise ConfigError(
                 f"{name} is {parameter.dtype} and requires a gradient, which no bucket holds: make it two real "
                 "parameters (torch.view_as_real), or freeze it with requires_grad_(False)"
             )
-    tensors = dict(model.named_buffers()) | others
+    tensors = {**walked.buffers, **others}
     shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
     fact = f"{len(tensors)} tensors, hash {_hash(shapes)}"
     require_same(collectives, {"the model (buffers, and parameters that are no floating-point numbers)": fact})

@@ -1,332 +1,193 @@
-"""The facade: runs forward, backward and step of a sharded model."""
+"""The facade: one object for a training, whose parts do the work."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cached_property
-from itertools import islice
-from numbers import Integral
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from operator import attrgetter
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 from torch import nn
 
-from zerotrain.engine.agreement import StepStamps
-from zerotrain.engine.buckets.backward import Backward
-from zerotrain.engine.buckets.life import Phase
-from zerotrain.engine.checkpointed import CheckpointedModel
-from zerotrain.engine.leaves import (
-    BeforeEach,
-    MicroBatch,
-    Weight,
-    equal_weights,
-    require_micro_batches,
-    run_leaf,
-    weighs_nothing,
-)
-from zerotrain.engine.model.engine_call import makes_memory, outside_graphs
-from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT, reads_freed_memory
+from zerotrain.comm.ranks.world import World
+from zerotrain.deferred.init import InitialValues
+from zerotrain.engine.checkpoints import Checkpoints
+from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
+from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.loss_scale import LossScaler
-from zerotrain.engine.results import StepResult, TrainStepResult
-from zerotrain.engine.schedule.hooks import next_node, require_graph
-from zerotrain.engine.torch_optimizer import EngineOptimizer
-from zerotrain.engine.update.optimizer_step import OptimizerStep
-from zerotrain.errors import CommError, ConfigError, EngineStateError, TrainingError
+from zerotrain.engine.schedule.schedule import Schedule
+from zerotrain.engine.sharded_model import ShardedModel
+from zerotrain.engine.step import Steps
+from zerotrain.engine.update.torch_optimizer import EngineOptimizer
+from zerotrain.engine.usage import Usage
+from zerotrain.errors import EngineStateError
+from zerotrain.sharding.plan import Plan
 
-MAX_SIGNAL = 2**31
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class ZeroEngine(CheckpointedModel):
+def _of(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate["ZeroEngine", P], T]:
+    """A method of the engine that is one of its parts', with that one's signature and documentation."""
+    part_of = attrgetter(part)
+
+    @wraps(method)
+    def called(engine: "ZeroEngine", *given: P.args, **named: P.kwargs) -> T:
+        return method(part_of(engine), *given, **named)
+
+    return called
+
+
+class ZeroEngine:
     """Trains a model at a ZeRO stage.
 
     All ranks make the same calls in the same order. Gradients are the mean over ranks of the sum over the backwards
     since the last step; a caller who accumulates divides the loss, or gives `backward` a weight, as with plain PyTorch.
 
     Args:
-        model, sharded_as: as for `ShardedModel`.
+        model, optimizer, world, options, decay_all, param_groups, initial: as for `ShardedModel`.
         loss_scaler: scales the loss, for a precision that needs it; None for no scaling.
 
     Raises:
         ConfigError: the model or the optimizer cannot be trained so.
     """
 
-    def __init__(self, model: nn.Module, *, loss_scaler: LossScaler | None = None, **sharded_as: Any) -> None:
-        super().__init__(model, **sharded_as)
-        self.loss_scaler = loss_scaler
-        self.stamps = StepStamps(self.collectives)
-        self._syncs = True
-        leaves = self.options.leaves_per_rank
-        self.virtual_ranks = range(self.world.shards.rank * leaves, (self.world.shards.rank + 1) * leaves)
-        """Those that this rank runs."""
-        self._in_last_leaf = leaves == 1
-        self._losses: list[torch.Tensor] = []
-        self._signal = 0
-        self._optimizer_step = OptimizerStep(model, self.options, self.collectives, self.stamps, loss_scaler)
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: OptimizerFactory,
+        world: World,
+        options: EngineOptions,
+        loss_scaler: LossScaler | None = None,
+        decay_all: bool = True,
+        param_groups: Sequence[dict[str, Any]] | None = None,
+        initial: InitialValues | None = None,
+    ) -> None:
+        self.held = held = ShardedModel(
+            model,
+            optimizer=optimizer,
+            world=world,
+            options=options,
+            decay_all=decay_all,
+            param_groups=param_groups,
+            initial=initial,
+        )
+        self.steps = steps = Steps(held, loss_scaler)
+        self.checkpoints = Checkpoints(held, steps)
+        self.module, self.world, self.precision = held.module, held.world, held.precision
+        self.collectives, self.ledger, self.max_grad_norm = held.collectives, held.ledger, options.max_grad_norm
+        self.stamps, self.virtual_ranks, self.loss_scaler = steps.stamps, steps.virtual_ranks, steps.loss_scaler
+
+    # ---- a step, see `Steps`
+
+    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Run the model; floating-point inputs are cast to the compute precision. Returns what the model returns."""
+        return self.steps.call(*inputs, **named_inputs)
+
+    forward_scope = _of("steps", Steps.forward_scope)
+    backward = _of("steps", Steps.backward)
+    no_sync = _of("steps", Steps.no_sync)
+    each_virtual_rank = _of("steps", Steps.each_virtual_rank)
+    zero_grad = _of("steps", Steps.zero_grad)
+    step = _of("steps", Steps.step)
+    train_step = _of("steps", Steps.train_step)
+    leaf = _of("steps", Steps.leaf)
 
     @property
     def signal(self) -> int:
         """A whole number from 0 to 2**31 for all ranks, which rides on the exchange of the norm: see
         `StepResult.signals`."""
-        return self._signal
+        return self.steps.signal
 
     @signal.setter
     def signal(self, signal: int) -> None:
-        if not isinstance(signal, Integral) or not 0 <= signal <= MAX_SIGNAL:
-            raise ConfigError(f"engine.signal: got {signal!r}; it must be a whole number from 0 to {MAX_SIGNAL}")
-        self._signal = int(signal)
+        self.steps.signal = signal
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of the next backward is multiplied with; 1.0 but in fp16."""
-        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+        """The factor on the loss of the next backward; 1.0 but in fp16."""
+        return self.steps.loss_scale
 
-    @cached_property
-    @outside_graphs
+    @property
     def optimizer(self) -> EngineOptimizer:
         """For torch's learning rate schedulers, such as `CosineAnnealingLR(engine.optimizer, 10)`: a
         `torch.optim.Optimizer` with the groups of `param_groups`. Its `step` is `engine.step`, its `zero_grad` is
         `engine.zero_grad`; it has no state dict."""
-        return EngineOptimizer(self, self._groups.defaults)
+        return self.steps.optimizer
 
-    @outside_graphs
-    def __call__(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Run the model; floating-point inputs are cast to the compute precision. Returns what the model returns."""
-        with self.forward_scope():
-            inputs, named_inputs = self.precision.cast_inputs((inputs, named_inputs))
-            return self.module(*inputs, **named_inputs)
+    # ---- what trains and where it lies, see `ShardedModel`
 
-    @contextmanager
-    def forward_scope(self) -> Iterator[None]:
-        """In here the model may be called by another name, such as `engine.module.encoder(inputs)`: on all ranks the
-        same modules in the same order, with inputs in the compute precision. What comes out may go into a loss."""
-        self._require_usable()
-        in_step, backward_follows = self.ledger.in_step, torch.is_grad_enabled()
-        self.ledger.in_step = backward_follows
-        returned = False
-        try:
-            with self._phase(Phase.FORWARD):
-                self.schedule.begin_forward()
-                yield
-                returned = True
-        finally:
-            self.schedule.end_forward(backward_follows=backward_follows and returned)
-            self.ledger.in_step = backward_follows or in_step
+    freeze = _of("held", ShardedModel.freeze)
+    unfreeze = _of("held", ShardedModel.unfreeze)
+    add_param_group = _of("held", ShardedModel.add_param_group)
+    set_stage = _of("held", ShardedModel.set_stage)
 
-    @outside_graphs
-    def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor = 1.0, retain_graph: bool = False) -> None:
-        """Compute gradients of `weight * loss` and, outside `no_sync`, reduce them while they arrive. An exception
-        forgets the gradients since the last step; who catches it, does so on all ranks.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's hyperparameters; a schedule sets group["lr"] from group["initial_lr"]."""
+        return self.held.groups.hyperparameters
 
-        Args:
-            loss: 0-dim, this rank's.
-            weight: factor on this loss. A loss that weighs nothing puts nothing into the gradients, nan neither: a
-                batch without labels has nan for its mean. So the weight is looked at, unless it is a tensor on a GPU,
-                which the host would have to wait for. The mean over ranks is taken of gradients, in their reduction:
-                those of this rank are what plain PyTorch computes (in fp16 times `loss_scale`).
+    @property
+    def schedule(self) -> Schedule:
+        """Units and buckets, and where the model is among them. Another one after each change of what trains."""
+        return self.held.schedule
 
-        Raises:
-            EngineStateError: `loss` is not one number, or does not depend on the parameters since the last step.
-        """
-        self._require_unbroken()
-        require_graph(loss, self._first_node_after_update)
-        counts = not weighs_nothing(weight)
-        scale = torch.ones_like(loss).mul_(weight * self.loss_scale)
-        self.schedule.require_unchanged()
-        self.ledger.in_step = True
-        if counts:
-            self._losses.append(loss.detach())
-        self.stamps.num_backwards += 1
-        with self._phase(Phase.BACKWARD), self._clean_after_error():
-            completes = self._syncs and self._in_last_leaf
-            self.schedule.begin_backward(
-                Backward(
-                    reduces=completes or (self.options.reduces_each and self._in_last_leaf),
-                    completes=completes,
-                    in_last_leaf=self._in_last_leaf,
-                    counts=counts,
-                    frees_graph=not retain_graph,
-                    loss_scale=self.loss_scale,
-                )
-            )
-            at_root = loss.register_hook(self.schedule.root_reached)
-            loss.backward(gradient=scale, retain_graph=retain_graph)
-            at_root.remove()
-            self.schedule.end_backward()
+    @property
+    def options(self) -> EngineOptions:
+        """All settings, as the stage of now has them."""
+        return self.held.options
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in here do not complete the step's gradient: they add it up, on this rank alone unless
-        zero.accumulate='reduced'. For all but the last micro-batch of a step."""
-        before, self._syncs = self._syncs, False
-        try:
-            yield
-        finally:
-            self._syncs = before
+    @property
+    def plan(self) -> Plan:
+        """What is sharded."""
+        return self.held.plan
 
-    def each_virtual_rank(self) -> Iterator[int]:
-        """This rank's virtual ranks, one after the other: what is between two is one leaf of the sum over all.
+    # ---- in and out, see `Checkpoints`
 
-            for number in engine.each_virtual_rank():
-                engine.backward(engine(*batch_of(number)))
-            engine.step()
+    save = _of("checkpoints", Checkpoints.save)
+    begin_save = _of("checkpoints", Checkpoints.begin_save)
+    load = _of("checkpoints", Checkpoints.load)
+    own_of = _of("checkpoints", Checkpoints.own_of)
+    load_weights = _of("checkpoints", Checkpoints.load_weights)
+    load_state_dict = _of("checkpoints", Checkpoints.load_state_dict)
+    full_state_dict = _of("checkpoints", Checkpoints.full_state_dict)
+    weights_sha256 = _of("checkpoints", Checkpoints.weights_sha256)
 
-        Each may have several micro-batches, all but its last in `no_sync`. Of one virtual rank for each rank, which is
-        the default, this may be left out.
-        """
-        for number in self.virtual_ranks:
-            self._in_last_leaf = number == self.virtual_ranks[-1]
-            yield number
-            if not self._in_last_leaf:
-                self.schedule.reductions.close_leaf()
+    # ---- bytes, see `Usage`
 
-    @makes_memory
-    def zero_grad(self) -> None:
-        """Forget the gradients since the last step; what was reduced is waited for. All ranks call it."""
-        self._in_last_leaf = self.options.leaves_per_rank == 1
-        self.schedule.drop_gradients()
-        self._broken_off_by = ""
-        self.stamps.num_backwards = 0
-        self.ledger.drop_step()
-        self._losses.clear()
+    planned_nbytes = _of("held.usage", Usage.planned_nbytes)
+    sums_nbytes = _of("held.usage", Usage.sums_nbytes)
+    memory_bytes = _of("held.usage", Usage.memory_bytes)
+    offloaded = _of("held.usage", Usage.offloaded)
+    theoretical_sent_nbytes = _of("held.usage", Usage.theoretical_sent_nbytes)
 
-    @contextmanager
-    def _clean_after_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if not isinstance(error, Exception) and self.world.size > 1:  # each rank is elsewhere: wait for none
-                self._broken_off_by = type(error).__name__
-            elif not isinstance(error, CommError):  # otherwise there is nobody to wait for
-                with suppress(Exception):  # of what is under way: the first cause is what the user reads
-                    self.zero_grad()
-            if reads_freed_memory(error):
-                raise EngineStateError(LEFT_ITS_UNIT.format("its unit")) from error
-            raise
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, tied ones counted once."""
+        return self.held.usage.num_parameters
 
-    @contextmanager
-    def _phase(self, phase: Phase) -> Iterator[None]:
-        before = self.schedule.phase
-        self.schedule.phase = self.stamps.phase = phase
-        try:
-            yield
-        finally:
-            self.schedule.phase = self.stamps.phase = before
+    def group_sizes(self) -> list[tuple[int, int]]:
+        """(parameters, their elements) that train in each of the `param_groups`."""
+        return self.held.usage.group_sizes(len(self.param_groups))
 
-    @makes_memory
-    def step(self) -> StepResult:
-        """Clip, update the master weights bucket by bucket, and issue each bucket's gather as it is done.
+    # ---- the model
 
-        A gradient that is not finite skips the update on every rank. An exception of the optimizer forgets the
-        gradients: some may be clipped already, and some buckets updated.
+    def train(self) -> Self:
+        """Put the model into training mode."""
+        self.module.train()
+        return self
 
-        Raises:
-            EngineStateError: no backward has reduced its gradients since the last step.
-            DisagreementError: the ranks have not done the same since the last step.
-            TrainingError: too many steps in a row were skipped, on every rank alike, or no smaller loss scale is left.
-        """
-        self._require_unbroken()
-        if not all(bucket.gradient.is_reduced for bucket in self.schedule.trained):
-            leaves = len(self.virtual_ranks)
-            raise EngineStateError(
-                "step came before a backward outside no_sync(): call engine.backward(loss) first, the last "
-                "micro-batch of a step outside `with engine.no_sync()`"
-                + (f", and this rank's {leaves} virtual ranks in engine.each_virtual_rank()" if leaves > 1 else "")
-            )
-        with self._phase(Phase.UPDATE), self._clean_after_error():
-            result, reason = self._optimizer_step.run(self.schedule, self.param_groups, self._losses, self.signal)
-        self._losses.clear()
-        self._in_last_leaf = self.options.leaves_per_rank == 1
-        if not result.skipped:
-            self._first_node_after_update = next_node()
-        self.stamps.close_step()
-        self.ledger.close_step()
-        self.optimizer.told_of_step()
-        if reason is not None:
-            raise TrainingError(reason)
-        if self.loss_scaler is not None:
-            self.loss_scaler.update(overflowed=result.skipped)
-        return result
-
-    @outside_graphs
-    def train_step(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        weights: Sequence[Weight] | None = None,
-        before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
-    ) -> TrainStepResult:
-        """Forward and backward of each micro-batch, then one step.
-
-        Args:
-            micro_batches: the model's inputs, one sequence for each, or a dict of named ones; it returns the loss.
-            weights: factor on the loss of each, as for `backward`; default 1 / number of those of a virtual rank.
-            before_each: called before each forward with the number of the virtual rank, and that of the micro-batch in
-                it: the place to seed what the model draws.
-
-        An exception in the data, the model or a backward forgets the gradients of all micro-batches.
-
-        Raises:
-            EngineStateError: the virtual ranks of this rank cannot share the micro-batches evenly.
-        """
-        weights = None if weights is None else list(weights)
-        require_micro_batches(micro_batches, weights)
-        per_leaf, left_over = divmod(len(micro_batches), len(self.virtual_ranks))
-        if left_over:
-            raise EngineStateError(
-                f"train_step got {len(micro_batches)} micro-batches, which this rank's {len(self.virtual_ranks)} "
-                "virtual ranks cannot share; give each as many"
-            )
-        if weights is None:
-            weights = equal_weights(per_leaf) * len(self.virtual_ranks)
-        weighted = iter(zip(micro_batches, weights, strict=True))
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        with self._clean_after_error():
-            for number in self.each_virtual_rank():
-                total += run_leaf(self, number, list(islice(weighted, per_leaf)), before_each)
-        return TrainStepResult(**vars(self.step()), loss=total / len(self.virtual_ranks))
-
-    @outside_graphs
-    def leaf(
-        self,
-        virtual_rank: int,
-        micro_batches: Sequence[MicroBatch],
-        *,
-        weights: Sequence[Weight] | None = None,
-        before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
-    ) -> dict[str, torch.Tensor]:
-        """The gradient that a virtual rank puts into the sum over all, computed alone, whichever rank runs it in a
-        step: the same bits wherever the same weights, micro-batches and seeds are. Trains nothing. At stage 3 all ranks
-        call it together, each for a leaf of its choice.
-
-        Args:
-            virtual_rank: passed to `before_each`.
-            micro_batches, weights, before_each: of this virtual rank, as for `train_step`.
-
-        Returns:
-            By the name of each parameter that trains, of its shape: in the dtype that leaves are added in, rounded as
-            it would travel, and in fp16 times `loss_scale`.
-
-        Raises:
-            EngineStateError: gradients of a step are waiting.
-        """
-        weights = None if weights is None else list(weights)
-        require_micro_batches(micro_batches, weights)
-        self._require_no_gradient("a leaf cannot be computed")
-        if weights is None:
-            weights = equal_weights(len(micro_batches))
-        self._in_last_leaf = False
-        num_backwards = self.stamps.num_backwards
-        try:
-            with self._clean_after_error():
-                run_leaf(self, virtual_rank, list(zip(micro_batches, weights, strict=True)), before_each)
-                return {
-                    managed.names[0]: gradient
-                    for bucket in self.schedule.trained
-                    for managed, gradient in zip(bucket.spec.parameters, bucket.gradient.leaf_alone(), strict=True)
-                }
-        finally:
-            self.zero_grad()
-            self.stamps.num_backwards = num_backwards
+    def eval(self) -> Self:
+        """Put the model into evaluation mode."""
+        self.module.eval()
+        return self
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank; all ranks call it. For loops of forwards whose length differs by rank."""
         return self.world.sum(torch.tensor(float(flag), device=self.world.device)).item() > 0
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise EngineStateError(
+            "an engine can be neither copied nor pickled, since it is a part of its process group: copy or pickle "
+            "engine.module, or take what engine.full_state_dict() gives"
+        )

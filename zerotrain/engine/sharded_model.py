@@ -1,8 +1,11 @@
-"""A model in buckets: what is held where, what trains, and how its weights come out."""
+"""A model in buckets: what is held where, what trains, and how that changes between two steps."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -29,23 +32,25 @@ from zerotrain.engine.results import StageSwitch
 from zerotrain.engine.schedule.fast_path import complete_before_encoders
 from zerotrain.engine.schedule.hooks import connect, next_node, require_no_engine
 from zerotrain.engine.schedule.schedule import Schedule
-from zerotrain.engine.state.full_weights import full_state_dict, weights_sha256
-from zerotrain.engine.state.load import Target
+from zerotrain.engine.state.owned import Holdings
+from zerotrain.engine.state.saving.under_way import SaveUnderWay
 from zerotrain.engine.state.together import agreed
 from zerotrain.engine.state.transfer import Described, StateTransfer, described_state
-from zerotrain.engine.usage import (
-    Offloaded,
-    memory_bytes,
-    offloaded,
-    planned_nbytes,
-    sums_nbytes,
-    switch_nbytes,
-    volume_of,
-)
+from zerotrain.engine.update.optimizer_step import written_to
+from zerotrain.engine.usage import Usage
 from zerotrain.errors import EngineStateError
-from zerotrain.sharding.units import model_parameters
+from zerotrain.sharding.units import WalkedModel, walk
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class HalfLoaded:
+    """A load that failed when it had begun to change the engine."""
+
+    path: Path
+    with_optimizer: bool
+    """Whether it had begun with the optimizer's state too, which no weights alone make whole."""
 
 
 class ShardedModel:
@@ -65,6 +70,13 @@ class ShardedModel:
 
     schedule: Schedule
     """Units and buckets, and where the model is among them. Another one after each change of what trains."""
+    first_node: int
+    """The first node of a graph that was made with the weights of now. See [Note: positions in a backward]."""
+    last_save: SaveUnderWay | None = None
+    """It may read what is held, beside the training."""
+    half_loaded: HalfLoaded | None = None
+    """Until another load succeeds nothing is trained or saved: some elements are of one training, and some of
+    another."""
 
     def __init__(
         self,
@@ -77,11 +89,12 @@ class ShardedModel:
         param_groups: Sequence[dict[str, Any]] | None = None,
         initial: InitialValues | None = None,
     ) -> None:
-        require_plain(model)
-        require_values(model)
-        require_no_engine(model)
-        require_leaves(model, options.leaves_per_rank)
-        require_own_memory(model)
+        walked = walk(model)
+        require_plain(walked)
+        require_values(walked)
+        require_no_engine(walked)
+        require_leaves(walked, options.leaves_per_rank)
+        require_own_memory(walked)
         self.module = model
         self.world = world
         self.options = options
@@ -89,46 +102,57 @@ class ShardedModel:
         self.ledger = Ledger()
         self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.overlap)
         require_same(self.collectives, options.settings())
-        parameters = model_parameters(model)
-        dtypes = dtypes_of(parameters, self.precision)
-        self._groups = ParamGroups(
-            parameters, optimizer, param_groups, decay_all=decay_all, device=world.device, warns=world.rank == 0
+        dtypes = dtypes_of(walked.managed, self.precision)
+        self.groups = ParamGroups(
+            walked.managed, optimizer, param_groups, decay_all=decay_all, device=world.device, warns=world.rank == 0
         )
-        self._pools = ScratchPools(world.device, self.collectives.zeros)
-        self._homes = Homes(options.offload, world, options.prefetch)
-        share_unmanaged(model, parameters, self.collectives)
+        self.pools = ScratchPools(world.device, self.collectives.zeros)
+        self.homes = Homes(options.offload, world, options.prefetch)
+        share_unmanaged(walked, self.collectives)
         self._builder = Builder(
-            model,
-            parameters,
+            walked,
             dtypes,
             options=options,
-            groups=self._groups,
+            groups=self.groups,
             collectives=self.collectives,
-            pools=self._pools,
-            homes=self._homes,
+            pools=self.pools,
+            homes=self.homes,
         )
-        self._newcomers = Newcomers(model, [each.parameter for each in parameters])
-        if self._homes.saved is not None:
-            restore = offload_saved(model, options.units, self._homes.saved, options.offload.activations)
+        self._newcomers = Newcomers(walked)
+        if self.homes.saved is not None:
+            restore = offload_saved(walked, options.units, self.homes.saved, options.offload.activations)
             weakref.finalize(self, restore).atexit = False
-        self._connect(self._builder.schedule(initial or InitialValues()))
-        self._homes.measure()
-        cast_around_kept(model, dtypes, self.precision)
-        complete_before_encoders(model, self)
+        self._connect(self._builder.schedule(initial or InitialValues()), walked)
+        self.homes.measure()
+        cast_around_kept(walked, dtypes, self.precision)
+        complete_before_encoders(walked, self)
 
-    def _connect(self, schedule: Schedule) -> None:
-        """Let the model tell a schedule of buckets, which were just cut, where it is."""
+    def _connect(self, schedule: Schedule, walked: WalkedModel | None = None) -> None:
+        """Let the model tell a schedule of buckets, which were just cut, where it is.
+
+        Args:
+            walked: the model as it is now; None: it is walked again where that is needed.
+        """
         self.schedule = schedule
-        if self._homes.saved is not None:
-            self._homes.saved.leave_alone([*self.module.parameters(), *self.module.buffers()])
+        if self.homes.saved is not None:
+            now = walked or walk(self.module)
+            self.homes.saved.leave_alone([*(each.parameter for each in now.parameters), *now.buffers.values()])
         self._disconnect = connect(self, schedule, self._newcomers.watch())
-        self._first_node_after_update = next_node()
+        self.weights_changed()
 
-    def __reduce_ex__(self, _: Any) -> Any:
-        raise EngineStateError(
-            "an engine can be neither copied nor pickled, since it is a part of its process group: copy or pickle "
-            "engine.module, or take what engine.full_state_dict() gives"
-        )
+    def weights_changed(self) -> None:
+        """No backward may come through a graph from before: it would compute with weights it was not made with."""
+        self.first_node = next_node()
+
+    @property
+    def holdings(self) -> Holdings:
+        """What a checkpoint is made of. Other buckets after each change of what trains."""
+        return Holdings(self.module, self.schedule.buckets, self.groups, self.options, self.collectives)
+
+    @property
+    def usage(self) -> Usage:
+        """What is held and sent, as it is now."""
+        return Usage(self.schedule, self.options, self.groups.factory, self.pools, self.homes, self.world.shards.size)
 
     # ---- what trains
 
@@ -143,28 +167,58 @@ class ShardedModel:
             ConfigError: one of them is nothing the model has, or nothing would be left to train.
             EngineStateError: gradients of a step are waiting.
         """
-        self._change("engine.freeze", lambda: self._groups.freeze(named))
+        self.change("engine.freeze", lambda: self.groups.freeze(named))
 
     @makes_memory
     def unfreeze(self, *named: str | nn.Parameter) -> None:
         """Let frozen parameters train, in the group they have, as new to the optimizer. Otherwise as `freeze`."""
-        self._change("engine.unfreeze", lambda: self._groups.unfreeze(named))
+        self.change("engine.unfreeze", lambda: self.groups.unfreeze(named))
 
     @makes_memory
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Let the frozen parameters of `group`, as in `build_engine`, train in a group of their own. As `unfreeze`."""
-        self._change("engine.add_param_group", lambda: self._groups.add(group))
+        self.change("engine.add_param_group", lambda: self.groups.add(group))
 
-    def _require_no_gradient(self, what: str) -> None:
+    @makes_memory
+    def set_stage(self, stage: int) -> StageSwitch:
+        """Let parameters, gradients and optimizer state lie from here on as another ZeRO stage has them; what is
+        computed stays the same, to the bit.
+
+        Collective, between steps. Buckets move one at a time, in memory: beside the larger of the two stages a rank
+        holds one bucket whole.
+
+        Args:
+            stage: 0 to 3, the same on all ranks.
+
+        Raises:
+            ConfigError: there is no such stage, or the ranks were given different ones. Nothing has changed then.
+            EngineStateError: gradients of a step are waiting.
+        """
+
+        def plan() -> tuple[EngineOptions, dict[str, object]]:
+            self.require_whole()
+            options = self.options.at_stage(stage)
+            described_state(self.schedule.buckets)  # raises where something of it cannot be moved
+            return options, {"weights written in place, as a hash": written_to(self.schedule.buckets)}
+
+        options = self.between_steps("engine.set_stage", "the stage cannot change", plan, given=repr(stage))
+        if options.plan == self.plan:
+            return StageSwitch(stage, sent_nbytes=0, theory_sent_nbytes=0)
+        self.wait_until_save_ended()
+        return self._move_to(options)
+
+    # ---- between two steps, on all ranks alike
+
+    def require_no_gradient(self, what: str) -> None:
         if not all(bucket.gradient.is_empty for bucket in self.schedule.trained):
             raise EngineStateError(f"{what} while a gradient waits; call engine.step() first")
 
     def _require_between_steps(self, what: str) -> None:
         if self.schedule.phase is not Phase.IDLE:
             raise EngineStateError(f"{what} in the midst of a {self.schedule.phase.value}; call it between two steps")
-        self._require_no_gradient(what)
+        self.require_no_gradient(what)
 
-    def _between_steps(
+    def between_steps(
         self, call: str, what: str, plan: Callable[[], tuple[T, Mapping[str, object]]], given: str = ""
     ) -> T:
         """Let a call that all ranks make between two steps go on on all of them, or on none; see `agreed`.
@@ -183,24 +237,25 @@ class ShardedModel:
 
         return agreed(self.collectives, call, planned, given)
 
-    def _change(self, call: str, change: Callable[[], bool]) -> None:
+    def change(self, call: str, change: Callable[[], bool]) -> None:
         """Make a change of what trains and, if it changed anything, cut the buckets anew."""
 
         def plan() -> tuple[tuple[bool, Described], Mapping[str, object]]:
-            is_change, facts = self._groups.change(change)
+            is_change, facts = self.groups.change(change)
             return (is_change, described_state(self.schedule.buckets) if is_change else {}), facts
 
-        with self._groups.undone_if_refused():
-            is_change, kept = self._between_steps(call, "what trains cannot change", plan)
+        with self.groups.undone_if_refused():
+            is_change, kept = self.between_steps(call, "what trains cannot change", plan)
         if is_change:
             self._cut_anew(StateTransfer(self.schedule.buckets, kept, self.collectives))
 
     def _cut_anew(self, transfer: StateTransfer) -> None:
+        self.wait_until_saved()
         self._disconnect()
         former = self.schedule.buckets
         for bucket in former:
             bucket.weights.let_go()
-        self._pools.clear()
+        self.pools.clear()
         schedule = self._builder.schedule(InitialValues(), transfer.fill)
         transfer.restore_state(schedule.trained)
         for bucket in former:
@@ -209,10 +264,10 @@ class ShardedModel:
 
     def _move_to(self, options: EngineOptions) -> StageSwitch:
         """Let everything lie where other options have it, between two steps. Collective."""
-        theory = switch_nbytes(self.schedule, self._groups.factory, self.world.shards.size, options.plan)
+        theory = self.usage.switch_nbytes(options.plan)
         before = self.ledger.outside_steps.sent_nbytes
         self._disconnect()
-        self._pools.clear()
+        self.pools.clear()
         give_back_freed()
         move = self._builder.under(options, self.schedule)
         del self.schedule
@@ -221,117 +276,44 @@ class ShardedModel:
         self._connect(schedule)
         return StageSwitch(options.zero.stage, self.ledger.outside_steps.sent_nbytes - before, theory)
 
-    # ---- weights in
-
-    @makes_memory
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Replace the model's weights and buffers by those that rank 0 gives; other ranks may give {}. What the
-        optimizer keeps stays. Collective, between steps; one bucket is whole meanwhile.
+    @contextmanager
+    def replaced(self, left: HalfLoaded, *, mends: bool) -> Iterator[None]:
+        """In here weights are replaced.
 
         Args:
-            state: full tensors of any floating dtype by the names of the model's own `state_dict()`, such as
-                `full_state_dict` gives; a tied parameter by any of its names.
-            strict: False leaves what is missing as it is, and what is unknown out.
+            left: what the engine has a part of if that fails.
+            mends: whether it is whole if that succeeds.
+        """
+        before, self.half_loaded = self.half_loaded, left
+        self.weights_changed()
+        yield
+        self.schedule.end_update()
+        self.weights_changed()
+        self.half_loaded = None if mends else before
+
+    def require_usable(self) -> None:
+        """Before a forward: nothing is there that a forward cannot use."""
+        self._newcomers.require_none()
+        self.require_whole()
+
+    def require_whole(self) -> None:
+        """Make sure that all is of one training.
 
         Raises:
-            ConfigError: names are missing or unknown, or shapes are others; nothing has changed then.
-            EngineStateError: gradients of a step are waiting.
+            EngineStateError: a load has failed in its midst.
         """
-        target = Target(self.module, self.schedule.buckets, self.collectives)
-        given = self._between_steps(
-            "engine.load_state_dict", "weights cannot be loaded", lambda: (target.look_at(state, strict=strict), {})
-        )
-        target.take(given)
-        self.schedule.end_update()
-        self._first_node_after_update = next_node()
+        if self.half_loaded is not None:
+            raise EngineStateError(
+                f"loading {self.half_loaded.path} failed in its midst, and the engine holds a part of it: load one "
+                "that can be read before anything else"
+            )
 
-    # ---- what is held, and what the theory says
+    def wait_until_saved(self) -> None:
+        """Wait until a save that is under way, if any, has read all there is."""
+        if self.last_save is not None:
+            self.last_save.wait_until_read()
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's hyperparameters; a schedule sets group["lr"] from group["initial_lr"]."""
-        return self._groups.hyperparameters
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters, tied ones counted once."""
-        return sum(bucket.layout.numel for bucket in self.schedule.buckets)
-
-    def group_sizes(self) -> list[tuple[int, int]]:
-        """(parameters, their elements) that train in each of the `param_groups`."""
-        sizes = [(0, 0) for _ in self.param_groups]
-        for bucket in self.schedule.trained:
-            for managed, slot in zip(bucket.spec.parameters, bucket.layout.slots, strict=True):
-                num_parameters, numel = sizes[managed.group]
-                sizes[managed.group] = (num_parameters + 1, numel + slot.numel)
-        return sizes
-
-    def planned_nbytes(self) -> dict[str, int]:
-        """Bytes a rank is to hold at rest by ZeRO's formulas: {parameters, gradients, optimizer} on the device, and
-        what of them is offloaded. Known before the
-        first step, from a step of the optimizer on a sample, and to no byte where it keeps factors of a matrix."""
-        return planned_nbytes(self.schedule, self._groups.factory, self.world.shards.size)
-
-    def sums_nbytes(self, num_micro_batches: int) -> int:
-        """Bytes that a rank holds beside those, while a step adds up micro-batches and virtual ranks.
-
-        Of P elements, with L virtual ranks on each rank, log2(L) sums of P in fp32. With several micro-batches one more
-        (of fp32 at stages 0 and 1 none, where it is the gradient itself), or with zero.accumulate='reduced' a shard of
-        it (of fp32 none).
-
-        Args:
-            num_micro_batches: of a virtual rank.
-        """
-        return sums_nbytes(self.schedule, self.options, num_micro_batches)
-
-    def memory_bytes(self) -> dict[str, Any]:
-        """Bytes this rank holds now, by kind, and under "theory" what ZeRO's formulas give without padding.
-
-        "offloaded" lies off the device, all others on it; "scratch" is what the buffers reused from step to step hold
-        beside the model state.
-        """
-        return memory_bytes(self.schedule, self._groups.factory, self._pools, self._homes, self.world.shards.size)
-
-    def offloaded(self, num_micro_batches: int) -> list[Offloaded]:
-        """What this rank has off the device, by tier, and what it costs a step.
-
-        Args:
-            num_micro_batches: of a step.
-        """
-        return offloaded(self.schedule, self.options, self._homes, num_micro_batches)
-
-    def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
-        """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes; and
-        those of tensors that are updated whole, on their way to their owners and back."""
-        volume, reshards = volume_of(self.schedule, self.world.shards.size), self.options.reshard_after_forward
-        whole_tensors = sum(bucket.update.sent_nbytes for bucket in self.schedule.trained)
-        num_reductions = num_micro_batches if self.options.reduces_each else 1
-        return volume.sent_nbytes(self.plan, num_micro_batches, reshards, num_reductions) + whole_tensors
-
-    # ---- the model
-
-    def train(self) -> Self:
-        """Put the model into training mode."""
-        self.module.train()
-        return self
-
-    def eval(self) -> Self:
-        """Put the model into evaluation mode."""
-        self.module.eval()
-        return self
-
-    # ---- weights out
-
-    @makes_memory
-    def full_state_dict(self) -> dict[str, Any]:
-        """What `model.state_dict()` gives in plain PyTorch, hooks and extra state included: full fp32 parameters on the
-        CPU, on rank 0; {} elsewhere. Collective: all ranks call it.
-        """
-        agreed(self.collectives, "engine.full_state_dict", lambda: (None, {}))
-        return full_state_dict(self.module, self.schedule.buckets, self.collectives)
-
-    @makes_memory
-    def weights_sha256(self) -> str:
-        """SHA-256 over the full fp32 master weights in name order, the same on every rank. Collective."""
-        agreed(self.collectives, "engine.weights_sha256", lambda: (None, {}))
-        return weights_sha256(self.schedule.buckets, self.collectives)
+    def wait_until_save_ended(self) -> None:
+        """Wait until its folder is there, or will never be: it may be what is to be loaded."""
+        if self.last_save is not None:
+            self.last_save.wait_until_ended()

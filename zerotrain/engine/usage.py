@@ -11,50 +11,6 @@ from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.sharding.plan import Plan, Volume
 
 
-def volume_of(schedule: Schedule, num_shards: int) -> Volume:
-    """The bytes of all parameters, each in the dtype it is held in, and of gradients in that they are reduced in."""
-    nbytes = {True: 0, False: 0}
-    for bucket in schedule.buckets:
-        nbytes[bucket.spec.trainable] += bucket.layout.numel * bucket.spec.dtype.itemsize
-    return Volume(
-        trainable_nbytes=nbytes[True],
-        frozen_nbytes=nbytes[False],
-        num_shards=num_shards,
-        reduced_nbytes=sum(bucket.layout.numel * bucket.gradient.wire_itemsize for bucket in schedule.trained),
-    )
-
-
-def memory_bytes(
-    schedule: Schedule, factory: OptimizerFactory, pools: ScratchPools, homes: Homes, num_shards: int
-) -> dict[str, Any]:
-    """See `ZeroEngine.memory_bytes`."""
-    trained = schedule.trained
-    theory = volume_of(schedule, num_shards).memory_nbytes(schedule.plan, _optimizer_nbytes(schedule, factory))
-    return {
-        "parameters": sum(bucket.weights.held_nbytes for bucket in schedule.buckets),
-        "gradients": sum(bucket.gradient.held_nbytes for bucket in trained),
-        "optimizer": sum(bucket.update.held_nbytes for bucket in trained),
-        "offloaded": homes.placed_nbytes,
-        "scratch": pools.held_nbytes
-        + homes.windows_nbytes
-        + sum(bucket.gradient.accumulator_nbytes for bucket in trained),
-        "theory": _split(theory, schedule),
-    }
-
-
-def _split(theory: dict[str, int], schedule: Schedule) -> dict[str, int]:
-    """Bytes by kind, with those that lie off the device as a kind of their own."""
-    trained = schedule.trained
-    numel = sum(bucket.layout.numel for bucket in trained)
-    moved = sum(bucket.layout.numel for bucket in trained if bucket.update.home.nbytes)
-    offloaded = {
-        "parameters": theory["parameters"] if any(each.weights.home.nbytes for each in schedule.buckets) else 0,
-        "optimizer": theory["optimizer"] * moved // max(numel, 1),
-    }
-    on_device = {kind: nbytes - offloaded.get(kind, 0) for kind, nbytes in theory.items()}
-    return on_device | {"offloaded": sum(offloaded.values())}
-
-
 @dataclass(frozen=True)
 class Offloaded:
     """What a rank has on one tier, and what it costs a step."""
@@ -77,81 +33,178 @@ class Offloaded:
         return self.fetched_nbytes / self.fetched_per_s + self.stored_nbytes / self.stored_per_s
 
 
-def offloaded(schedule: Schedule, options: EngineOptions, homes: Homes, num_micro_batches: int) -> list[Offloaded]:
-    """See `ZeroEngine.offloaded`."""
-    found = []
-    for tier, rates in homes.rates.items():
-        fetched, stored = _moved_nbytes(schedule, options, num_micro_batches, tier.name)
-        activations = homes.has_activations(tier)
-        found.append(
-            Offloaded(tier.where, tier.placed_nbytes, fetched, stored, rates.fetched, rates.stored, activations)
-        )
-    return found
+@dataclass(frozen=True)
+class Usage:
+    """The bytes that an engine holds and sends, as its schedule is now."""
+
+    schedule: Schedule
+    options: EngineOptions
+    factory: OptimizerFactory
+    pools: ScratchPools
+    homes: Homes
+    num_shards: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, tied ones counted once."""
+        return sum(bucket.layout.numel for bucket in self.schedule.buckets)
+
+    def group_sizes(self, num_groups: int) -> list[tuple[int, int]]:
+        """(parameters, their elements) that train in each group."""
+        sizes = [(0, 0) for _ in range(num_groups)]
+        for bucket in self.schedule.trained:
+            for managed, slot in zip(bucket.spec.parameters, bucket.layout.slots, strict=True):
+                num_parameters, numel = sizes[managed.group]
+                sizes[managed.group] = (num_parameters + 1, numel + slot.numel)
+        return sizes
+
+    def planned_nbytes(self) -> dict[str, int]:
+        """Bytes a rank is to hold at rest by ZeRO's formulas: {parameters, gradients, optimizer} on the device, and
+        what of them is offloaded. Known before the first step, from a step of the optimizer on a sample, and to no byte
+        where it keeps factors of a matrix."""
+        trained, num_whole = self.schedule.trained, self._num_whole
+        num_by_elements = sum(bucket.layout.numel for bucket in trained) - num_whole
+        copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.separate_master_nbytes)
+        state = self._sampled_nbytes(num_whole, is_whole=True) + self._sampled_nbytes(num_by_elements, is_whole=False)
+        return self._split(self._volume.memory_nbytes(self.schedule.plan, state + copies))
+
+    def sums_nbytes(self, num_micro_batches: int) -> int:
+        """Bytes that a rank holds beside those, while a step adds up micro-batches and virtual ranks.
+
+        Of P elements, with L virtual ranks on each rank, log2(L) sums of P in fp32. With several micro-batches one more
+        (of fp32 at stages 0 and 1 none, where it is the gradient itself), or with zero.accumulate='reduced' a shard of
+        it (of fp32 none).
+
+        Args:
+            num_micro_batches: of a virtual rank.
+        """
+        leaves = of_micro_batches = shards = 0
+        for bucket in self.schedule.trained:
+            numel, precision = bucket.layout.padded_numel, bucket.gradient.precision
+            leaves += numel * precision.master.itemsize * (self.options.leaves_per_rank.bit_length() - 1)
+            if precision.separate_master or self.options.plan.shards_gradients:
+                of_micro_batches += numel * precision.master.itemsize
+            if precision.separate_master:
+                shards += bucket.layout.shard_numel * precision.master.itemsize
+        if num_micro_batches == 1:
+            return leaves
+        return leaves + (shards if self.options.reduces_each else of_micro_batches)
+
+    def memory_bytes(self) -> dict[str, Any]:
+        """Bytes this rank holds now, by kind, and under "theory" what ZeRO's formulas give without padding.
+
+        "offloaded" lies off the device, all others on it; "scratch" is what the buffers reused from step to step hold
+        beside the model state.
+        """
+        schedule, trained = self.schedule, self.schedule.trained
+        return {
+            "parameters": sum(bucket.weights.held_nbytes for bucket in schedule.buckets),
+            "gradients": sum(bucket.gradient.held_nbytes for bucket in trained),
+            "optimizer": sum(bucket.update.held_nbytes for bucket in trained),
+            "offloaded": self.homes.placed_nbytes,
+            "scratch": self.pools.held_nbytes
+            + self.homes.windows_nbytes
+            + sum(bucket.gradient.accumulator_nbytes for bucket in trained),
+            "theory": self._split(self._volume.memory_nbytes(schedule.plan, self._optimizer_nbytes())),
+        }
+
+    def offloaded(self, num_micro_batches: int) -> list[Offloaded]:
+        """What this rank has off the device, by tier, and what it costs a step.
+
+        Args:
+            num_micro_batches: of a step.
+        """
+        found = []
+        for tier, rates in self.homes.rates.items():
+            fetched, stored = self._moved_nbytes(num_micro_batches, tier.name)
+            activations = self.homes.has_activations(tier)
+            found.append(
+                Offloaded(tier.where, tier.placed_nbytes, fetched, stored, rates.fetched, rates.stored, activations)
+            )
+        return found
+
+    def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
+        """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes; and
+        those of tensors that are updated whole, on their way to their owners and back."""
+        whole_tensors = sum(bucket.update.sent_nbytes for bucket in self.schedule.trained)
+        num_reductions = num_micro_batches if self.options.reduces_each else 1
+        reshards = self.options.reshard_after_forward
+        return self._volume.sent_nbytes(self.options.plan, num_micro_batches, reshards, num_reductions) + whole_tensors
+
+    def switch_nbytes(self, plan: Plan) -> int:
+        """Bytes a rank sends so that everything lies as a plan has it: its share of what was sharded, and is held
+        whole."""
+        volume, old = self._volume, self.schedule.plan
+        gathered = 0
+        if old.shards_parameters and not plan.shards_parameters:
+            gathered += volume.trainable_nbytes + volume.frozen_nbytes
+        if old.shards_optimizer and not plan.shards_optimizer:
+            gathered += self._optimizer_nbytes()
+        return gathered * (self.num_shards - 1) // self.num_shards
+
+    @property
+    def _volume(self) -> Volume:
+        return volume_of(self.schedule, self.num_shards)
+
+    @property
+    def _num_whole(self) -> int:
+        """Elements that are updated whole."""
+        trained = self.schedule.trained
+        return sum(slot.numel for bucket in trained for slot in bucket.layout.slots[: bucket.spec.num_whole])
+
+    def _sampled_nbytes(self, numel: int, *, is_whole: bool) -> int:
+        """Bytes that the optimizer keeps of so many elements, as measured on a sample."""
+        if numel == 0:
+            return 0
+        return numel * sampled_nbytes(self.factory, is_whole=is_whole) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
+
+    def _optimizer_nbytes(self) -> int:
+        """Of all ranks together, without padding: optimizer state, and master weights where they are copies."""
+        trained, num_whole = self.schedule.trained, self._num_whole
+        numel = sum(bucket.layout.numel for bucket in trained)
+        # By elements, as measured on what this rank updates; of whole tensors, of which it may own none, on a sample.
+        updated = sum(span.target.numel() for bucket in trained for span in bucket.update.spans)
+        held = sum(bucket.update.element_state_nbytes() for bucket in trained)
+        state = (numel - num_whole) * (held // updated if updated else 0)
+        state += self._sampled_nbytes(num_whole, is_whole=True)
+        copies = [bucket for bucket in trained if bucket.update.separate_master_nbytes]
+        return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)
+
+    def _moved_nbytes(self, num_micro_batches: int, tier: str) -> tuple[int, int]:
+        """(fetched, stored) in a step, of what lies on a tier: the optimizer's, for the update and back; shards, for
+        each gather and behind the update."""
+        offload, trained = self.options.offload, self.schedule.trained
+        state = sum(bucket.update.home.nbytes for bucket in trained) if offload.optimizer == tier else 0
+        if offload.parameters != tier:
+            return state, state
+        num_gathers = 2 * num_micro_batches if self.options.reshard_after_forward else 1
+        gathered = sum(bucket.weights.home.nbytes for bucket in self.schedule.buckets)
+        masters = sum(bucket.weights.home.nbytes for bucket in trained if not bucket.update.has_copy)
+        updated = sum(bucket.weights.home.nbytes for bucket in trained)
+        return state + num_gathers * gathered + masters, state + updated
+
+    def _split(self, theory: dict[str, int]) -> dict[str, int]:
+        """Bytes by kind, with those that lie off the device as a kind of their own."""
+        trained = self.schedule.trained
+        numel = sum(bucket.layout.numel for bucket in trained)
+        moved = sum(bucket.layout.numel for bucket in trained if bucket.update.home.nbytes)
+        shards_are_off = any(each.weights.home.nbytes for each in self.schedule.buckets)
+        offloaded = {
+            "parameters": theory["parameters"] if shards_are_off else 0,
+            "optimizer": theory["optimizer"] * moved // max(numel, 1),
+        }
+        on_device = {kind: nbytes - offloaded.get(kind, 0) for kind, nbytes in theory.items()}
+        return on_device | {"offloaded": sum(offloaded.values())}
 
 
-def _moved_nbytes(schedule: Schedule, options: EngineOptions, num_micro_batches: int, tier: str) -> tuple[int, int]:
-    """(fetched, stored) in a step, of what lies on a tier: the optimizer's, for the update and back; shards, for each
-    gather and behind the update."""
-    offload, trained = options.offload, schedule.trained
-    state = sum(bucket.update.home.nbytes for bucket in trained) if offload.optimizer == tier else 0
-    if offload.parameters != tier:
-        return state, state
-    num_gathers = 2 * num_micro_batches if options.reshard_after_forward else 1
-    gathered = sum(bucket.weights.home.nbytes for bucket in schedule.buckets)
-    masters = sum(bucket.weights.home.nbytes for bucket in trained if not bucket.update.has_copy)
-    updated = sum(bucket.weights.home.nbytes for bucket in trained)
-    return state + num_gathers * gathered + masters, state + updated
-
-
-def _optimizer_nbytes(schedule: Schedule, factory: OptimizerFactory) -> int:
-    """Of all ranks together, without padding: optimizer state, and master weights where they are copies."""
-    trained = schedule.trained
-    numel = sum(bucket.layout.numel for bucket in trained)
-    num_whole = sum(slot.numel for bucket in trained for slot in bucket.layout.slots[: bucket.spec.num_whole])
-    # By elements, as measured on what this rank updates; of whole tensors, of which it may own none, on a sample.
-    updated = sum(span.target.numel() for bucket in trained for span in bucket.update.spans)
-    held = sum(bucket.update.element_state_nbytes() for bucket in trained)
-    state = (numel - num_whole) * (held // updated if updated else 0)
-    if num_whole:
-        state += num_whole * sampled_nbytes(factory, is_whole=True) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
-    copies = [bucket for bucket in trained if bucket.update.separate_master_nbytes]
-    return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)
-
-
-def planned_nbytes(schedule: Schedule, factory: OptimizerFactory, num_shards: int) -> dict[str, int]:
-    """See `ZeroEngine.planned_nbytes`."""
-    trained = schedule.trained
-    num_whole = sum(slot.numel for bucket in trained for slot in bucket.layout.slots[: bucket.spec.num_whole])
-    num_by_elements = sum(bucket.layout.numel for bucket in trained) - num_whole
-    copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.separate_master_nbytes)
-    state = 0
-    for is_whole, numel in ((True, num_whole), (False, num_by_elements)):
-        if numel:
-            state += numel * sampled_nbytes(factory, is_whole=is_whole) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
-    return _split(volume_of(schedule, num_shards).memory_nbytes(schedule.plan, state + copies), schedule)
-
-
-def switch_nbytes(schedule: Schedule, factory: OptimizerFactory, num_shards: int, plan: Plan) -> int:
-    """Bytes a rank sends so that everything lies as a plan has it: its share of what was sharded, and is held whole."""
-    volume, old = volume_of(schedule, num_shards), schedule.plan
-    gathered = 0
-    if old.shards_parameters and not plan.shards_parameters:
-        gathered += volume.trainable_nbytes + volume.frozen_nbytes
-    if old.shards_optimizer and not plan.shards_optimizer:
-        gathered += _optimizer_nbytes(schedule, factory)
-    return gathered * (num_shards - 1) // num_shards
-
-
-def sums_nbytes(schedule: Schedule, options: EngineOptions, num_micro_batches: int) -> int:
-    """See `ZeroEngine.sums_nbytes`."""
-    leaves = of_micro_batches = shards = 0
-    for bucket in schedule.trained:
-        numel, precision = bucket.layout.padded_numel, bucket.gradient.precision
-        leaves += numel * precision.master.itemsize * (options.leaves_per_rank.bit_length() - 1)
-        if precision.separate_master or options.plan.shards_gradients:
-            of_micro_batches += numel * precision.master.itemsize
-        if precision.separate_master:
-            shards += bucket.layout.shard_numel * precision.master.itemsize
-    if num_micro_batches == 1:
-        return leaves
-    return leaves + (shards if options.reduces_each else of_micro_batches)
+def volume_of(schedule: Schedule, num_shards: int) -> Volume:
+    """The bytes of all parameters, each in the dtype it is held in, and of gradients in that they are reduced in."""
+    nbytes = {True: 0, False: 0}
+    for bucket in schedule.buckets:
+        nbytes[bucket.spec.trainable] += bucket.layout.numel * bucket.spec.dtype.itemsize
+    return Volume(
+        trainable_nbytes=nbytes[True],
+        frozen_nbytes=nbytes[False],
+        num_shards=num_shards,
+        reduced_nbytes=sum(bucket.layout.numel * bucket.gradient.wire_itemsize for bucket in schedule.trained),
+    )

@@ -5,9 +5,10 @@ A unit is one repeated block of the model. What lies in no unit is the root, in 
 layer behind the blocks, say) not before its own modules run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import torch
@@ -26,12 +27,70 @@ experts at stage 3 waited for each other until the timeout.)"""
 
 @dataclass(frozen=True, eq=False)
 class ModelParameter:
-    """One floating-point parameter and every place of the model that holds it (several if tied)."""
+    """One parameter and every place of the model that holds it (several if tied)."""
 
     parameter: nn.Parameter
     names: list[str] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     """(module, attribute name) of each place, in the order of `names`."""
+
+
+@dataclass(frozen=True, eq=False)
+class WalkedModel:
+    """A model's modules, parameters and buffers, as one walk has found them. See `walk`."""
+
+    model: nn.Module
+    places: Sequence[tuple[str, nn.Module]]
+    """(name, module) in module order: a module that has several names comes as often."""
+    modules: Mapping[str, nn.Module]
+    """Each once, by its first name, in module order."""
+    parameters: Sequence[ModelParameter]
+    """All of them, in module order, tied ones once."""
+    buffers: Mapping[str, torch.Tensor]
+    """Each once, by its first name."""
+
+    @property
+    def managed(self) -> list[ModelParameter]:
+        """The floating-point parameters: buckets hold them."""
+        return [each for each in self.parameters if each.parameter.is_floating_point()]
+
+    @cached_property
+    def inside(self) -> Mapping[str, Sequence[tuple[str, ModelParameter]]]:
+        """The parameters in each module that has any, itself and all below it, by its name: (name, parameter)."""
+        found: dict[str, list[tuple[str, ModelParameter]]] = {}
+        for each in self.parameters:
+            for name in each.names:
+                found.setdefault("", []).append((name, each))
+                parts = name.split(".")[:-1]
+                for length in range(1, len(parts) + 1):
+                    found.setdefault(".".join(parts[:length]), []).append((name, each))
+        return found
+
+
+def walk(model: nn.Module) -> WalkedModel:
+    """Find all modules, parameters and buffers of a model, with every name that they have."""
+    places = list(model.named_modules(remove_duplicate=False))
+    modules: dict[nn.Module, str] = {}
+    parameters: dict[torch.Tensor, ModelParameter] = {}
+    buffers: dict[torch.Tensor, str] = {}
+    for prefix, module in places:
+        modules.setdefault(module, prefix)
+        begin = f"{prefix}." if prefix else ""
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                entry = parameters.setdefault(parameter, ModelParameter(parameter))
+                entry.names.append(begin + attribute)
+                entry.owners.append((module, attribute))
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None:
+                buffers.setdefault(buffer, begin + attribute)
+    return WalkedModel(
+        model,
+        places,
+        {name: module for module, name in modules.items()},
+        list(parameters.values()),
+        {name: buffer for buffer, name in buffers.items()},
+    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,8 +138,8 @@ class Unit(Generic[P]):
     """Whether it is a part of the root: no block."""
 
 
-def find_units(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Module]:
-    """The repeated blocks of `model` by name, in module order, none inside another.
+def find_units(walked: WalkedModel, patterns: Sequence[str] | None) -> dict[str, nn.Module]:
+    """The repeated blocks of a model by name, in module order, none inside another.
 
     Args:
         patterns: module name patterns such as "blocks.*"; None finds them: the children of every ModuleList or
@@ -90,68 +149,56 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn
         ConfigError: a pattern that matches no module with parameters.
     """
     found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
+    for name, module in walked.modules.items():
         if any(f"{name}.".startswith(f"{outer}.") for outer in found):
             continue
         if patterns is None:
-            found.update(_like_children(name, module))
-        elif name and any(fnmatchcase(name, pattern) for pattern in patterns) and _has_parameters(module):
+            found.update(_like_children(name, module, walked))
+        elif name and any(fnmatchcase(name, pattern) for pattern in patterns) and name in walked.inside:
             found[name] = module
-    holding = [name for name, module in model.named_modules() if name and _has_parameters(module)]
+    holding = [name for name in walked.modules if name and name in walked.inside]
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in holding):
-            known = ", ".join(name for name, _ in model.named_children())
+            known = ", ".join(name for name, _ in walked.model.named_children())
             raise ConfigError(
                 f"zero.units: no module with parameters matches {pattern!r}; the model's children are: {known}"
             )
     return found
 
 
-def _like_children(name: str, module: nn.Module) -> dict[str, nn.Module]:
+def _like_children(name: str, module: nn.Module, walked: WalkedModel) -> dict[str, nn.Module]:
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return {}
     if name.rpartition(".")[2] in CHOSEN_CHILDREN:
         return {}
-    children = {key: child for key, child in module.named_children() if _has_parameters(child)}
+    named = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
+    children = {child_name: child for child_name, child in named.items() if child_name in walked.inside}
     if len(children) < 2 or len({type(child) for child in children.values()}) > 1:
         return {}
-    return {f"{name}.{key}" if name else key: child for key, child in children.items()}
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    return children
 
 
 def model_parameters(model: nn.Module) -> list[ModelParameter]:
     """All floating-point parameters in module order, tied ones once."""
-    found: dict[nn.Parameter, ModelParameter] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for attribute, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_floating_point():
-                continue
-            entry = found.setdefault(parameter, ModelParameter(parameter))
-            entry.names.append(f"{prefix}.{attribute}" if prefix else attribute)
-            entry.owners.append((module, attribute))
-    return list(found.values())
+    return walk(model).managed
 
 
-def cut_units(
-    model: nn.Module, parameters: Sequence[ModelParameter], patterns: Sequence[str] | None, max_numel: int
-) -> list[Unit[ModelParameter]]:
-    """Sort the parameters of `model` into units, in forward order: the resident root, the blocks, the late root.
+def cut_units(walked: WalkedModel, patterns: Sequence[str] | None, max_numel: int) -> list[Unit[ModelParameter]]:
+    """Sort a model's floating-point parameters into units, in forward order: the resident root, the blocks, the late
+    root.
 
     A parameter tied across units belongs to the resident root. There is a late one only if the root is larger than one
     bucket of `max_numel` elements: two small collectives cost more than one.
     """
-    blocks = find_units(model, patterns)
-    home = {id(module): name for name, block in blocks.items() for module in block.modules()}
+    blocks = find_units(walked, patterns)
+    home = {id(module): block for name, module in walked.places if (block := _block_of(name, blocks)) is not None}
     units: dict[str, Unit[ModelParameter]] = {name: Unit(name, [block]) for name, block in blocks.items()}
     resident: Unit[ModelParameter] = Unit(RESIDENT, [], is_root=True)
     late: Unit[ModelParameter] = Unit(LATE, [], is_root=True)
     root_numel = 0
     last_block = next(reversed(blocks), None)
-    behind_blocks = _names_behind(model, last_block) if last_block is not None else frozenset()
-    for each in parameters:
+    behind_blocks = _names_behind(walked, last_block) if last_block is not None else frozenset()
+    for each in walked.managed:
         homes = {home.get(id(module)) for module, _ in each.owners}
         only_home = homes.pop() if len(homes) == 1 else None
         if only_home is not None:
@@ -167,9 +214,16 @@ def cut_units(
     return [unit for unit in (resident, *units.values(), late) if unit.parameters or unit is resident]
 
 
-def _names_behind(model: nn.Module, block: str) -> frozenset[str]:
+def _block_of(name: str, blocks: Mapping[str, nn.Module]) -> str | None:
+    """The block that a module of this name is, or lies in."""
+    parts = name.split(".")
+    candidates = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return next((each for each in candidates if each in blocks), None)
+
+
+def _names_behind(walked: WalkedModel, block: str) -> frozenset[str]:
     """Names of the parameters that modules registered after `block`, and not around it, own."""
-    modules = list(model.named_modules())
+    modules = list(walked.modules.items())
     inside = max(index for index, (name, _) in enumerate(modules) if f"{name}.".startswith(f"{block}."))
     return frozenset(
         f"{name}.{attribute}" for name, module in modules[inside + 1 :] for attribute in module._parameters

@@ -27,7 +27,7 @@ FAULTS = {
     ),
     "gradient-said-to-be-none": Fault(
         LIVE,
-        "        if home is not None and home.holds_gradient():\n",
+        "        if owner is not None and owner.holds_gradient():\n",
         "        if False:\n",
         "clip_grad_norm_ clips nothing without a word",
         (*OF_LIVE, *OF_MODULES),

@@ -38,8 +38,8 @@ FAULTS = {
         SCHEMA, '{"name": FileName(), ', '{"name": str, ', "a manifest has files of other folders read", FORGED
     ),
     "reading-state-of-another-kind": Fault(
-        "engine/checkpointed.py",
-        "        require_alike(folder, manifest, self._holdings)\n",
+        "engine/checkpoints.py",
+        "        require_alike(folder, manifest, self._held.holdings)\n",
         "",
         "what is missing is found when half of the engine is loaded",
         FORGED,

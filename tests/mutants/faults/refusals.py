@@ -52,7 +52,7 @@ FAULTS = {
         OF_REFUSALS,
     ),
     "forgotten-backwards-count": Fault(
-        "engine/engine.py",
+        "engine/step.py",
         "        self.stamps.num_backwards = 0\n",
         "",
         "a rank that gave up a backward is told at each step that it made too many",
@@ -87,7 +87,7 @@ FAULTS = {
         OF_ALL_CALLS,
     ),
     "weights-too-many": Fault(
-        "engine/leaves.py",
+        "engine/update/leaves.py",
         "len(weights) != len(micro_batches)",
         "len(weights) < len(micro_batches)",
         "weights that belong to no micro-batch are left out without a word",

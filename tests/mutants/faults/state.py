@@ -173,9 +173,9 @@ FAULTS = {
         OF_BUILD,
     ),
     "read-completes-nothing": Fault(
-        BUILD,
-        "            bucket.weights.when_read = partial(_touch, weakref.ref(schedule), weakref.ref(bucket))\n",
-        "            pass\n",
+        "engine/schedule/schedule.py",
+        "        schedule.touch(self._bucket)\n",
+        "        pass\n",
         "a weight that is read without a call of its module cannot be",
         OF_BUILD,
     ),

@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-ENGINE, AGREEMENT, STEP = "engine/engine.py", "engine/agreement.py", "engine/update/optimizer_step.py"
+ENGINE, AGREEMENT, STEP = "engine/step.py", "engine/agreement.py", "engine/update/optimizer_step.py"
 OF_ENGINE = ("unit/engine/test_engine.py", "unit/engine/test_engine_between_steps.py")
 OF_UPDATE_ALL = ("unit/engine/update/test_optimizer_step.py",)
 
@@ -106,14 +106,14 @@ FAULTS = {
     ),
     "losses-of-a-given-up-step": Fault(
         ENGINE,
-        "        self.ledger.drop_step()\n        self._losses.clear()\n",
-        "        self.ledger.drop_step()\n",
+        "        self._held.ledger.drop_step()\n        self._losses.clear()\n",
+        "        self._held.ledger.drop_step()\n",
         "a loss of a step that was given up is blamed for the next",
         OF_ENGINE,
     ),
     "given-up-step-counted": Fault(
         ENGINE,
-        "        self.ledger.drop_step()\n",
+        "        self._held.ledger.drop_step()\n",
         "",
         "the next step shows the traffic of one that was given up",
         OF_ENGINE,
@@ -127,15 +127,15 @@ FAULTS = {
     ),
     "step-counted-outside": Fault(
         ENGINE,
-        "self.ledger.in_step = backward_follows or in_step",
-        "self.ledger.in_step = backward_follows",
+        "self._held.ledger.in_step = backward_follows or in_step",
+        "self._held.ledger.in_step = backward_follows",
         "behind an evaluation the rest of a step counts as outside",
         OF_ENGINE,
     ),
     "evaluation-keeps-weights": Fault(
         ENGINE,
-        "self.schedule.end_forward(backward_follows=backward_follows and returned)",
-        "self.schedule.end_forward(backward_follows=True)",
+        "self._held.schedule.end_forward(backward_follows=backward_follows and returned)",
+        "self._held.schedule.end_forward(backward_follows=True)",
         "an evaluation at stage 3 leaves weights gathered",
         OF_ENGINE,
     ),
@@ -148,7 +148,7 @@ FAULTS = {
     ),
     "old-losses-allowed": Fault(
         ENGINE,
-        "            self._first_node_after_update = next_node()\n",
+        "            self._held.weights_changed()\n",
         "            pass\n",
         "a backward runs through activations of weights that were updated",
         OF_ENGINE,
@@ -156,7 +156,7 @@ FAULTS = {
     "loss-divided-by-ranks": Fault(
         ENGINE,
         "mul_(weight * self.loss_scale)",
-        "mul_(weight * self.loss_scale / self.world.size)",
+        "mul_(weight * self.loss_scale / self._held.world.size)",
         "what a rank computes is divided by the number of ranks twice",
         OF_ENGINE,
     ),
@@ -176,7 +176,7 @@ FAULTS = {
     ),
     "phase-not-put-back": Fault(
         ENGINE,
-        "            self.schedule.phase = self.stamps.phase = before\n",
+        "            self._held.schedule.phase = self.stamps.phase = before\n",
         "            pass\n",
         "weights at rest may be read between the steps, and where a rank is is told wrong",
         OF_ENGINE,

@@ -134,7 +134,7 @@ def test_what_was_copied_and_is_written_makes_room_for_the_next_bucket() -> None
     engine = build(alone, Kind(Matrices, MOMENTUM), 2)
     train(engine, 0)
     own: dict[Any, list[Entry]] = {}
-    for bucket, entry in entries(engine._holdings, 0):
+    for bucket, entry in entries(engine.held.holdings, 0):
         own.setdefault(bucket, []).append(entry)
     taken = snapshot.Snapshot(own, None, ChunkReader(alone.device))  # room for one bucket, the largest
     assert len(own) > 2

@@ -78,7 +78,7 @@ def test_the_weights_are_those_of_the_definition(accumulate: str, reduction: str
     def on_a_rank(world: World) -> dict[str, torch.Tensor]:
         engine = engine_of(world, precision, stage=stage, accumulate=accumulate, reduction=reduction)
         train(engine)
-        assert engine._pools.lent_nbytes == 0
+        assert engine.held.pools.lent_nbytes == 0
         return engine.full_state_dict()
 
     for num_ranks in (2, 3):
@@ -190,7 +190,7 @@ def test_the_sums_of_a_step_hold_what_the_formula_says(accumulate: str, precisio
                 engine.schedule.reductions.finish()
                 sums = sum(each._sum.nbytes for each in buckets if each._sum is not None)
                 if index < NUM_MICRO_BATCHES - 1:
-                    sums += engine._pools.lent_nbytes
+                    sums += engine.held.pools.lent_nbytes
                 held = max(held, sums + sum(each.accumulator_nbytes for each in buckets))
         engine.step()
         return held, engine.sums_nbytes(NUM_MICRO_BATCHES)

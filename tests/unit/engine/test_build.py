@@ -12,6 +12,7 @@ from tests.unit.engine.parts import SGD, Linears, Plain, alone, assert_same, eng
 from zerotrain.comm.ranks.world import Shards, World
 from zerotrain.engine.model.checks import require_values
 from zerotrain.errors import ConfigError
+from zerotrain.sharding.units import walk
 from zerotrain.testing.fake_wire import run_threads
 
 
@@ -164,7 +165,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="weight of model Linear is on the meta device"):
-        require_values(model)
+        require_values(walk(model))
     complex_ = nn.ParameterDict({"phase": nn.Parameter(torch.zeros(2, dtype=torch.complex64))})
     complex_["other"] = nn.Parameter(torch.zeros(2))
     with pytest.raises(ConfigError, match=r"phase is torch.complex64"):

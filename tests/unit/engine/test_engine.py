@@ -55,7 +55,7 @@ def test_the_gradients_of_few_buckets_are_held_at_once_however_many_there_are(st
         train(engine, 0, 1)
         numels = [bucket.layout.padded_numel for bucket in engine.schedule.trained]
         assert sum(numels) > 6 * max(numels)
-        return engine._pools.held_nbytes / (4 * max(numels))
+        return engine.held.pools.held_nbytes / (4 * max(numels))
 
     assert max(run_threads(on_a_rank, 3, late_rank=1)[0]) <= 3  # two on the wire, and one that is filled
 

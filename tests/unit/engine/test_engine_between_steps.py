@@ -39,7 +39,7 @@ def test_gradients_add_up_until_the_step_and_what_is_given_up_leaves_nothing(
         else:
             with pytest.raises(ZeroDivisionError):
                 two_backwards(64, 64, breaks_off=True)
-        assert engine._pools.lent_nbytes == 0
+        assert engine.held.pools.lent_nbytes == 0
         assert not any(bucket.gradient._reduction.is_prepared for bucket in engine.schedule.trained)
         with pytest.raises(EngineStateError, match="step came before a backward"):
             engine.step()

@@ -156,7 +156,7 @@ def test_what_lies_off_the_device_is_not_on_it_and_is_as_much_as_the_theory_says
 def test_a_step_moves_each_bucket_once_there_and_once_back_through_three_windows(where: str, tmp_path: Path) -> None:
     engine = build(zerotrain.World.current(torch.device("cpu")), Kind(Matrices), 2, offload=to(where, tmp_path))
     train(engine, 0)
-    (tier,) = (each for each in engine._homes.tiers if each.placed_nbytes)
+    (tier,) = (each for each in engine.held.homes.tiers if each.placed_nbytes)
     before = tier.fetched_nbytes, tier.stored_nbytes
     train(engine, 1)
     assert (tier.fetched_nbytes - before[0], tier.stored_nbytes - before[1]) == (tier.placed_nbytes,) * 2
@@ -164,7 +164,7 @@ def test_a_step_moves_each_bucket_once_there_and_once_back_through_three_windows
     assert (told.nbytes, told.fetched_nbytes, told.stored_nbytes) == (tier.placed_nbytes,) * 3
     largest = max(bucket.update.home.nbytes for bucket in engine.schedule.trained)
     assert len(engine.schedule.trained) > 3
-    assert engine._homes.windows_nbytes <= 3 * largest
+    assert engine.held.homes.windows_nbytes <= 3 * largest
 
 
 @pytest.mark.parametrize("where", TIERS)
@@ -174,7 +174,7 @@ def test_shards_are_fetched_for_each_gather_and_stored_behind_the_update(where: 
             world, Kind(Matrices, precision="bf16"), 3, offload=OffloadConfig(parameters=where, path=str(tmp_path))
         )
         train(engine, 0)
-        (tier,) = (each for each in engine._homes.tiers if each.placed_nbytes)
+        (tier,) = (each for each in engine.held.homes.tiers if each.placed_nbytes)
         before = tier.fetched_nbytes, tier.stored_nbytes
         train(engine, 1)
         (told,) = engine.offloaded(num_micro_batches=1)
@@ -189,7 +189,7 @@ def test_on_the_host_the_optimizer_computes_where_its_state_lies() -> None:
     def on_a_rank(world: zerotrain.World, offload: OffloadConfig | None) -> tuple[str, int]:
         engine = build(world, Kind(precision="bf16"), 2, offload=offload)
         train(engine, 0, 1, 2)
-        return engine.weights_sha256(), engine._homes.windows_nbytes
+        return engine.weights_sha256(), engine.held.homes.windows_nbytes
 
     host = OffloadConfig(optimizer="cpu", update="host")
     found, _ = run_threads(lambda world: on_a_rank(world, host), 2)
@@ -221,7 +221,7 @@ def test_an_optimizer_may_replace_its_tensors_and_make_more_of_them(where: str, 
         engine = build(world, Kind(Matrices, lambda groups: Changing(groups, lr=0.01)), 2, offload=offload)
         train(engine, *range(6))
         homes = [bucket.update.home for bucket in engine.schedule.trained]
-        assert engine._homes.placed_nbytes == sum(home.nbytes for home in homes)  # no place that is used no more
+        assert engine.held.homes.placed_nbytes == sum(home.nbytes for home in homes)  # no place that is used no more
         return engine.weights_sha256(), engine.memory_bytes()["optimizer"]
 
     wanted, _ = run_threads(lambda world: on_a_rank(world, None), 2)

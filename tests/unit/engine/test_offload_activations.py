@@ -117,7 +117,7 @@ def accumulate(engine: zerotrain.ZeroEngine, num_steps: int) -> zerotrain.ZeroEn
 
 
 def saved_of(engine: zerotrain.ZeroEngine) -> saved.SavedTensors:
-    found = engine._homes.saved
+    found = engine.held.homes.saved
     assert found is not None
     return found
 

@@ -172,7 +172,7 @@ def in_our_engine(make: type[nn.Module], size: int, num_micro_batches: int, zero
                 else:
                     engine.backward(loss)
             engine.step()
-            assert engine._pools.lent_nbytes == 0
+            assert engine.held.pools.lent_nbytes == 0
         state = engine.full_state_dict()
         return {name: state[name] for name, _ in engine.module.named_parameters()} if state else {}
 

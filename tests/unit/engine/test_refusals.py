@@ -69,7 +69,7 @@ def test_a_group_that_is_refused_is_in_no_list(group: dict[str, Any]) -> None:
 
     def on_a_rank(world: zerotrain.World) -> None:
         engine = engine_on(world, Frozen, zero={"stage": 1})
-        groups, places = engine.param_groups, engine._groups.places
+        groups, places = engine.param_groups, engine.held.groups.places
         before = [dict(each) for each in groups]
         with pytest.raises((ConfigError, ValueError)):
             engine.add_param_group(group)
@@ -77,7 +77,7 @@ def test_a_group_that_is_refused_is_in_no_list(group: dict[str, Any]) -> None:
             engine.add_param_group({"params": "blocks.0.*", "lr": float(world.rank)})
         assert engine.param_groups is groups
         assert groups == before
-        assert engine._groups.places == places
+        assert engine.held.groups.places == places
         assert engine.optimizer.param_groups is groups
         engine.add_param_group({"params": "blocks.0.*", "lr": 0.25})
         train(engine, 0)

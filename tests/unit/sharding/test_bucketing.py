@@ -10,7 +10,7 @@ from torch import nn
 from zerotrain.errors import ConfigError
 from zerotrain.models import GPT
 from zerotrain.sharding import bucketing
-from zerotrain.sharding.units import ManagedParameter, Unit, cut_units, find_units, model_parameters
+from zerotrain.sharding.units import ManagedParameter, Unit, cut_units, find_units, model_parameters, walk
 
 HUGE = 10**9
 
@@ -31,7 +31,7 @@ def units_of(model: nn.Module, max_numel: int, **traits: Callable[[str], Any]) -
                 for each in unit.parameters
             ],
         )
-        for unit in cut_units(model, model_parameters(model), None, max_numel)
+        for unit in cut_units(walk(model), None, max_numel)
     ]
 
 
@@ -57,22 +57,22 @@ def names(parameters: list) -> list[str]:
 
 
 def test_the_repeated_blocks_are_found_and_nothing_inside_them() -> None:
-    assert list(find_units(gpt(), None)) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert list(find_units(walk(gpt()), None)) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_a_sequential_of_like_layers_is_units_and_one_of_unlike_layers_is_not() -> None:
     like = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    assert list(find_units(like, None)) == ["0", "2"]
+    assert list(find_units(walk(like), None)) == ["0", "2"]
     unlike = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    assert find_units(unlike, None) == {}
+    assert find_units(walk(unlike), None) == {}
 
 
 def test_patterns_name_units_and_one_that_matches_nothing_is_refused() -> None:
-    assert list(find_units(gpt(), ["blocks.[02]"])) == ["blocks.0", "blocks.2"]
+    assert list(find_units(walk(gpt()), ["blocks.[02]"])) == ["blocks.0", "blocks.2"]
     for pattern in ("layers.*", "dropout"):
         answer = f"no module with parameters matches '{re.escape(pattern)}'.*wte, wpe, dropout, blocks, ln_f"
         with pytest.raises(ConfigError, match=answer):
-            find_units(gpt(), [pattern])
+            find_units(walk(gpt()), [pattern])
 
 
 def test_a_small_root_is_one_unit_and_a_large_one_has_a_late_part_behind_the_blocks() -> None:
@@ -109,7 +109,7 @@ def test_small_neighbouring_units_share_a_bucket_and_the_root_shares_with_none()
 
 def test_no_unit_lies_inside_another() -> None:
     stages = [nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)]
-    assert list(find_units(nn.Sequential(*stages), None)) == ["0", "1", "2"]
+    assert list(find_units(walk(nn.Sequential(*stages)), None)) == ["0", "1", "2"]
 
 
 def blocks_of(num_layers: int, num_blocks: int) -> nn.Module:
@@ -182,6 +182,6 @@ def test_experts_are_no_units_since_ranks_may_call_different_ones() -> None:
     def layer() -> nn.Module:
         return nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), "router": nn.Linear(2, 4)})
 
-    assert find_units(layer(), None) == {}
-    assert list(find_units(nn.ModuleList([layer(), layer()]), None)) == ["0", "1"]
-    assert list(find_units(layer(), ["experts.*"])) == [f"experts.{index}" for index in range(4)]
+    assert find_units(walk(layer()), None) == {}
+    assert list(find_units(walk(nn.ModuleList([layer(), layer()])), None)) == ["0", "1"]
+    assert list(find_units(walk(layer()), ["experts.*"])) == [f"experts.{index}" for index in range(4)]

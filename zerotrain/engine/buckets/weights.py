@@ -9,7 +9,6 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
 from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.model.live_parameter import (
-    ENGINE_IS_GONE,
     LiveParameter,
     UnreadyParameter,
     live_class,
@@ -19,7 +18,6 @@ from zerotrain.engine.model.live_parameter import (
 )
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.engine.model.writes import Writes
-from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.flat_buffer import FlatBuffer
 from zerotrain.sharding.layout import BucketLayout
@@ -35,20 +33,15 @@ def weight_memory(layout: BucketLayout, dtype: torch.dtype, plan: Plan, collecti
 
 class BucketWeights:
     """Owns the storage behind a bucket's parameters. They are `LiveParameter`s, and until it is full
-    `UnreadyParameter`s.
+    `UnreadyParameter`s. Who answers for them, the schedule says.
 
     Args:
         values: (padded_numel,) the initial weights in the master dtype. Where that is the compute dtype too, its
             storage becomes the model's.
     """
 
-    when_read: Callable[[], None] | None = None
-    """Called when a parameter is read that is not ready: completes the bucket, or raises EngineStateError. It must not
-    keep the engine alive."""
     before_change: Callable[[], None] | None = None
     """Called by `about_to_change`, while a save reads the bucket beside the training."""
-    when_asked_for_gradient: Callable[[], bool] | None = None
-    """Tells whether gradients of this step have been moved out of the parameters; None where none ever are."""
     own: slice
     """This rank's range of the bucket."""
 
@@ -80,7 +73,7 @@ class BucketWeights:
             parameter = managed.parameter
             set_data(parameter, view)
             set_grad(parameter, None)
-            settle(parameter, self)
+            settle(parameter, None)
             self._classes.append((parameter, live_class(type(parameter))))
         self._become_live()
         self.writes = Writes([parameter for parameter, _ in self._classes])
@@ -213,20 +206,8 @@ class BucketWeights:
         for parameter, kind in self._classes:
             parameter.__class__ = kind
 
-    # ---- what its parameters ask, see `Home`
-
-    def complete(self) -> None:
-        if self.when_read is None:
-            raise EngineStateError(ENGINE_IS_GONE)
-        self.when_read()
-
     def data_was_read(self) -> None:
+        """Somebody got hold of the memory of a parameter."""
         if not self.plan.shards_parameters:
             self.about_to_change()
         self.writes.may_be_uncounted = True
-
-    def holds_gradient(self) -> bool:
-        return self.when_asked_for_gradient is not None and self.when_asked_for_gradient()
-
-    def name_of(self, parameter: nn.Parameter) -> str:
-        return next(managed.names[0] for managed in self.spec.parameters if managed.parameter is parameter)

@@ -53,8 +53,8 @@ def reads_freed_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _FREED_MEMORY_WAS_READ)
 
 
-class OwningBucket(Protocol):
-    """What has a parameter: its bucket."""
+class Owner(Protocol):
+    """What answers for a parameter while an engine has it."""
 
     def complete(self) -> None:
         """Gather the bucket and give its parameters the class they have then, or raise EngineStateError where that
@@ -67,24 +67,28 @@ class OwningBucket(Protocol):
         """Whether gradients of this step have been moved out of the parameters."""
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """What the model calls it."""
+        """The model's name of it."""
 
 
-_HOMES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""nn.Parameter -> weak reference to its `OwningBucket`. No attribute: nothing of ours is pickled or copied."""
+_OWNERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""nn.Parameter -> weak reference to its `Owner`. No attribute: nothing of ours is pickled or copied."""
 _LAST_HOOKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """nn.Parameter -> the key of the hook of ours that must run behind all others."""
 
 
-def settle(parameter: nn.Parameter, home: OwningBucket) -> None:
-    """From now on `parameter` is `home`'s."""
-    _HOMES[parameter] = weakref.ref(home)
+def settle(parameter: nn.Parameter, owner: Owner | None) -> None:
+    """From now on `owner` answers for `parameter`; None: nobody yet, and until then nobody can read it."""
+    _OWNERS[parameter] = _nobody if owner is None else weakref.ref(owner)
 
 
-def _home(parameter: nn.Parameter) -> OwningBucket | None:
-    reference = _HOMES.get(parameter)
-    home: OwningBucket | None = None if reference is None else reference()
-    return home
+def _nobody() -> None:
+    return None
+
+
+def _owner(parameter: nn.Parameter) -> Owner | None:
+    reference = _OWNERS.get(parameter)
+    owner: Owner | None = None if reference is None else reference()
+    return owner
 
 
 class LiveParameter(nn.Parameter):
@@ -94,13 +98,13 @@ class LiveParameter(nn.Parameter):
     """The class it has without an engine."""
 
     def _get_data(self) -> torch.Tensor:
-        if (home := _home(self)) is not None:
-            home.data_was_read()
+        if (owner := _owner(self)) is not None:
+            owner.data_was_read()
         return get_data(self)
 
     def _set_data(self, value: torch.Tensor) -> None:
-        home = _home(self)
-        if home is None:
+        owner = _owner(self)
+        if owner is None:
             set_data(self, value)
             return
         own = self._get_data()
@@ -108,7 +112,7 @@ class LiveParameter(nn.Parameter):
         if mine != given:
             said = [", ".join(map(str, each)) for each in (mine, given)]
             raise EngineStateError(
-                f"{home.name_of(self)} lies in memory of the engine, as {said[0]}: a tensor of {said[1]} cannot take "
+                f"{owner.name_of(self)} lies in memory of the engine, as {said[0]}: a tensor of {said[1]} cannot take "
                 "its place; change dtype, shape or device of a model before build_engine"
             )
         if not value.is_set_to(own):  # as `model.to(device)` does
@@ -124,9 +128,9 @@ class LiveParameter(nn.Parameter):
 
     def _set_grad(self, value: torch.Tensor | None) -> None:
         self._require_no_gradient()
-        if value is not None and (home := _home(self)) is not None:
+        if value is not None and (owner := _owner(self)) is not None:
             raise EngineStateError(
-                f"the gradient of {home.name_of(self)} was set by hand, which no step would use: gradients come from "
+                f"the gradient of {owner.name_of(self)} was set by hand, which no step would use: gradients come from "
                 "engine.backward(loss); to change them on their way, use parameter.register_hook(...)"
             )
         set_grad(self, value)
@@ -134,9 +138,9 @@ class LiveParameter(nn.Parameter):
     grad = property(_get_grad, _set_grad)
 
     def _require_no_gradient(self) -> None:
-        home = _home(self)
-        if home is not None and home.holds_gradient():
-            raise EngineStateError(_GRADIENT_IS_IN_THE_ENGINE.format(home.name_of(self)))
+        owner = _owner(self)
+        if owner is not None and owner.holds_gradient():
+            raise EngineStateError(_GRADIENT_IS_IN_THE_ENGINE.format(owner.name_of(self)))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """As torch's. It runs before the engine moves the gradient out of the parameter."""
@@ -200,13 +204,13 @@ class UnreadyParameter(LiveParameter):
         return func(*args, **kwargs)
 
     def _complete(self) -> None:
-        reference = _HOMES.get(self)
+        reference = _OWNERS.get(self)
         if reference is None:  # a copy, made by what copies objects with their class
             self.__class__ = nn.Parameter  # type: ignore[assignment]
-        elif (home := reference()) is None:
+        elif (owner := reference()) is None:
             raise EngineStateError(ENGINE_IS_GONE)
         else:
-            home.complete()
+            owner.complete()
 
     def _get_data(self) -> torch.Tensor:
         self._complete()

@@ -2,12 +2,12 @@
 
 import threading
 import weakref
-from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 from zerotrain.errors import EngineStateError
+from zerotrain.sharding.units import WalkedModel
 
 Placed = nn.Module | nn.Parameter
 
@@ -16,12 +16,12 @@ class Newcomers:
     """What is put into the modules of a model: noted when it is (PyTorch tells), and looked at by the next forward.
 
     Args:
-        known: the parameters that the engine has.
+        walked: as it is now; the engine has its floating-point parameters.
     """
 
-    def __init__(self, model: nn.Module, known: Iterable[nn.Parameter]) -> None:
-        self._known = {id(parameter) for parameter in known}
-        self._names = weakref.WeakKeyDictionary({module: name for name, module in model.named_modules()})
+    def __init__(self, walked: WalkedModel) -> None:
+        self._known = {id(each.parameter) for each in walked.managed}
+        self._names = weakref.WeakKeyDictionary({module: name for name, module in walked.modules.items()})
         self._placed: list[tuple[weakref.ref[nn.Module], str, weakref.ref[Placed]]] = []
 
     def watch(self) -> "list[Watch]":

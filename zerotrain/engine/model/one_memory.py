@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerotrain.errors import ConfigError
+from zerotrain.sharding.units import WalkedModel
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class _MemoryRange:
     is_parameter: bool
 
 
-def require_own_memory(model: nn.Module) -> None:
+def require_own_memory(walked: WalkedModel) -> None:
     """Make sure that no parameter shares elements with another parameter, a buffer or a plain tensor of a module.
 
     Disjoint parts of one storage are no sharing: cuDNN's flattened weights, a flat checkpoint.
@@ -33,7 +33,7 @@ def require_own_memory(model: nn.Module) -> None:
     Raises:
         ConfigError: two do; or one parameter has several elements at one place (`expand`).
     """
-    ranges = sorted(_ranges(model), key=lambda each: (each.space, each.start))
+    ranges = sorted(_ranges(walked), key=lambda each: (each.space, each.start))
     reaching: list[_MemoryRange] = []
     """Those that may reach into the next ones."""
     for each in ranges:
@@ -58,21 +58,21 @@ def _said(one: _MemoryRange, other: _MemoryRange) -> str:
     )
 
 
-def _ranges(model: nn.Module) -> Iterator[_MemoryRange]:
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
+def _ranges(walked: WalkedModel) -> Iterator[_MemoryRange]:
+    for each in walked.parameters:
+        name, parameter = each.names[0], each.parameter
         if any(size > 1 and stride == 0 for size, stride in _dims(parameter)):
             raise ConfigError(f"{name} has several elements at one place, as expand() gives them; clone() it")
         yield from _range(name, parameter, is_parameter=True)
-    own = {id(parameter) for parameter in parameters.values()}
-    for name, tensor in (*model.named_buffers(), *_plain_tensors(model)):
+    own = {id(each.parameter) for each in walked.parameters}
+    for name, tensor in (*walked.buffers.items(), *_plain_tensors(walked)):
         if id(tensor) not in own:
             yield from _range(name, tensor, is_parameter=False)
 
 
-def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _plain_tensors(walked: WalkedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that modules hold as attributes, alone or in a list, tuple or dict."""
-    for prefix, module in model.named_modules():
+    for prefix, module in walked.modules.items():
         for attribute, value in vars(module).items():
             # torch.nn.utils.spectral_norm and prune make `weight` anew from `weight_orig` before each forward.
             if attribute in _OF_MODULES or f"{attribute}_orig" in module._parameters:

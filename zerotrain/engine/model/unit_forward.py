@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.errors import ConfigError
 from zerotrain.offload.saved import SavedTensors
-from zerotrain.sharding.units import find_units
+from zerotrain.sharding.units import WalkedModel, find_units, walk
 
 Forward = Callable[..., Any]
 
@@ -40,7 +40,7 @@ def replace_forwards(
     """
     if not (compile or activation_checkpointing):
         return
-    modules = require_units(model, units, "compile=True" if compile else "activation_checkpointing=True")
+    modules = require_units(walk(model), units, "compile=True" if compile else "activation_checkpointing=True")
     if compile:
         require_compiler()
     for name, module in modules.items():
@@ -50,8 +50,10 @@ def replace_forwards(
         module.forward = _UnitForward(trained, module.forward)
 
 
-def offload_saved(model: nn.Module, units: Sequence[str] | None, saved: SavedTensors, where: str) -> Callable[[], None]:
-    """Have what the forward of each unit of `model` saves kept elsewhere.
+def offload_saved(
+    walked: WalkedModel, units: Sequence[str] | None, saved: SavedTensors, where: str
+) -> Callable[[], None]:
+    """Have what the forward of each unit of a model saves kept elsewhere.
 
     Args:
         units: as for `replace_forwards`, which comes before.
@@ -72,7 +74,7 @@ def offload_saved(model: nn.Module, units: Sequence[str] | None, saved: SavedTen
         kept_uncompiled: Forward = torch.compiler.disable(kept, recursive=False)  # what it calls may be compiled
         return kept_uncompiled
 
-    modules = require_units(model, units, f"offload.activations={where}").values()
+    modules = require_units(walked, units, f"offload.activations={where}").values()
     changed = []
     for module in modules:
         former = module.__dict__.get("forward")
@@ -89,7 +91,7 @@ def offload_saved(model: nn.Module, units: Sequence[str] | None, saved: SavedTen
     return restore
 
 
-def require_units(model: nn.Module, units: Sequence[str] | None, setting: str) -> dict[str, nn.Module]:
+def require_units(walked: WalkedModel, units: Sequence[str] | None, setting: str) -> dict[str, nn.Module]:
     """The units of a model by name.
 
     Args:
@@ -98,11 +100,11 @@ def require_units(model: nn.Module, units: Sequence[str] | None, setting: str) -
     Raises:
         ConfigError: it has none.
     """
-    modules = find_units(model, units)
+    modules = find_units(walked, units)
     if not modules:
         raise ConfigError(
-            f"{setting}: works unit by unit, and {type(model).__name__} has no repeated blocks; name its units with "
-            "zero.units, or leave it out"
+            f"{setting}: works unit by unit, and {type(walked.model).__name__} has no repeated blocks; name its units "
+            "with zero.units, or leave it out"
         )
     return modules
 

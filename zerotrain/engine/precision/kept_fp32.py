@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from zerotrain.engine.precision.policy import Precision
 from zerotrain.engine.precision.structures import cast_floating
 from zerotrain.errors import ConfigError
-from zerotrain.sharding.units import ModelParameter
+from zerotrain.sharding.units import ModelParameter, WalkedModel
 
 
 def dtypes_of(parameters: Sequence[ModelParameter], precision: Precision) -> dict[nn.Parameter, torch.dtype]:
@@ -60,11 +60,7 @@ def _matches(name: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))
 
 
-def _of_batch_norms(module: nn.Module) -> set[nn.Parameter]:
-    return {parameter for part in module.modules() if isinstance(part, _NormBase) for parameter in part.parameters()}
-
-
-def cast_around_kept(model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dtype], precision: Precision) -> None:
+def cast_around_kept(walked: WalkedModel, dtypes: Mapping[nn.Parameter, torch.dtype], precision: Precision) -> None:
     """Hook the modules whose parameters are all kept, and batch norms: inputs in the master dtype, outputs in the
     compute dtype.
 
@@ -74,7 +70,9 @@ def cast_around_kept(model: nn.Module, dtypes: Mapping[nn.Parameter, torch.dtype
     if not precision.separate_master:
         return
     kept = {parameter for parameter, dtype in dtypes.items() if dtype != precision.compute}
-    modules = [model] if isinstance(model, _NormBase) else dict.fromkeys(_outermost_within(model, kept))
+    norms = [name for name, module in walked.places if isinstance(module, _NormBase)]
+    of_norms = {name for norm in norms for name, _ in walked.inside.get(norm, ())}
+    modules = [walked.model] if "" in norms else dict.fromkeys(_outermost_within(walked, "", kept, of_norms))
 
     for module in modules:
         module.register_forward_pre_hook(partial(_widen, precision.master), with_kwargs=True)
@@ -92,14 +90,24 @@ def _narrow(dtype: torch.dtype, _module: nn.Module, _inputs: tuple[Any, ...], ou
     return cast_floating(output, dtype)
 
 
-def _outermost_within(module: nn.Module, kept: set[nn.Parameter]) -> Iterator[nn.Module]:
+def _outermost_within(
+    walked: WalkedModel, within: str, kept: set[nn.Parameter], of_norms: set[str]
+) -> Iterator[nn.Module]:
     """The largest modules that can be called, a ModuleList cannot, and have parameters in `kept` alone; of batch norms,
-    which nobody has named, none but themselves."""
-    for child in module.children():
-        held = {parameter for parameter in child.parameters() if parameter.is_floating_point()}
-        is_named = not held <= _of_batch_norms(child)
+    which nobody has named, none but themselves.
+
+    Args:
+        within: the name of a module.
+        of_norms: the names of the parameters in batch norms.
+    """
+    module = walked.model.get_submodule(within)
+    for key, child in module.named_children():
+        name = f"{within}.{key}" if within else key
+        inside = [(each, of) for each, of in walked.inside.get(name, ()) if of.parameter.is_floating_point()]
+        held = {of.parameter for _, of in inside}
+        is_named = not held <= {of.parameter for each, of in inside if each in of_norms}
         is_kept = is_named and held <= kept and type(child).forward is not nn.Module.forward
         if is_kept or isinstance(child, _NormBase):
             yield child
         else:
-            yield from _outermost_within(child, kept)
+            yield from _outermost_within(walked, name, kept, of_norms)

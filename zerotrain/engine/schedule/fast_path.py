@@ -14,6 +14,7 @@ from torch import nn
 
 from zerotrain.engine.model.module_hook import ModuleHook
 from zerotrain.engine.schedule.schedule import Schedule
+from zerotrain.sharding.units import WalkedModel
 
 
 class HasSchedule(Protocol):
@@ -22,8 +23,8 @@ class HasSchedule(Protocol):
     schedule: Schedule
 
 
-def complete_before_encoders(model: nn.Module, engine: HasSchedule) -> None:
-    """Let the encoders of `model` find their first layer complete, as long as the engine is there."""
+def complete_before_encoders(walked: WalkedModel, engine: HasSchedule) -> None:
+    """Let the encoders of a model find their first layer complete, as long as the engine is there."""
     reference = weakref.ref(engine)
 
     def before_forward(encoder: nn.Module, *_: Any) -> None:
@@ -31,6 +32,6 @@ def complete_before_encoders(model: nn.Module, engine: HasSchedule) -> None:
         if live is not None and not first.training:
             live.schedule.complete_ahead(first)
 
-    for module in model.modules():
+    for module in walked.modules.values():
         if isinstance(module, nn.TransformerEncoder) and len(module.layers) > 0:
             module.register_forward_pre_hook(ModuleHook(before_forward))

@@ -18,6 +18,7 @@ from zerotrain.engine.precision.structures import tensors_in
 from zerotrain.engine.schedule.live_unit import LiveUnit, UnitCall
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.errors import EngineStateError
+from zerotrain.sharding.units import WalkedModel
 
 next_node = torch.autograd._get_sequence_nr
 """() -> the number that the next node of a graph gets in this thread; numbers grow. See [Note: positions in a
@@ -27,16 +28,16 @@ _HOOKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules that engines hang on."""
 
 
-def require_no_engine(model: nn.Module) -> None:
-    """Make sure that no part of `model` is another engine's: it would update weights that nobody reads any more.
+def require_no_engine(walked: WalkedModel) -> None:
+    """Make sure that no part of a model is another engine's: it would update weights that nobody reads any more.
 
     Raises:
         EngineStateError: one is.
     """
-    if any(module in _HOOKED for module in model.modules()):
+    if any(module in _HOOKED for module in walked.modules.values()):
         raise EngineStateError(
-            f"model {type(model).__name__} has an engine already, or a part of it has; use that one, delete it first "
-            "(del engine), or build another model"
+            f"model {type(walked.model).__name__} has an engine already, or a part of it has; use that one, delete it "
+            "first (del engine), or build another model"
         )
 
 

@@ -1,5 +1,6 @@
 """Where the model is, and what that means for gathers and for reductions."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_uncha
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.parts.segments import Segment
 from zerotrain.engine.heap import reuse_what_is_freed
-from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT
+from zerotrain.engine.model.live_parameter import ENGINE_IS_GONE, LEFT_ITS_UNIT, settle
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.gathers import Gathers
 from zerotrain.engine.schedule.live_unit import LiveUnit, UnitCall
@@ -42,6 +43,7 @@ class Schedule:
         self._reuses_heap = buckets[0].weights.shard.is_cpu and not options.offload.uses_disk
         """With a disk memory is to be flat."""
         self._frozen = [m for bucket in buckets if bucket not in self.trained for m in bucket.spec.parameters]
+        self._owners = [BucketOwner(bucket, self) for bucket in buckets]
         self._backward = 0
         """Number of the backward under way, or of the last."""
         self._frees_graph = True
@@ -221,6 +223,31 @@ class Schedule:
                 "engine.full_state_dict(), and write them with engine.load_state_dict(...), or in place inside `with "
                 "torch.no_grad(), engine.forward_scope()`"
             )
+
+
+class BucketOwner:
+    """Answers for the parameters of a bucket. It does not keep their schedule, and with it the engine, alive."""
+
+    def __init__(self, bucket: Bucket, schedule: Schedule) -> None:
+        self._bucket, self._schedule = bucket, weakref.ref(schedule)
+        for managed in bucket.spec.parameters:
+            settle(managed.parameter, self)
+
+    def complete(self) -> None:
+        """See `Owner`, as for all."""
+        schedule = self._schedule()
+        if schedule is None:
+            raise EngineStateError(ENGINE_IS_GONE)
+        schedule.touch(self._bucket)
+
+    def data_was_read(self) -> None:
+        self._bucket.weights.data_was_read()
+
+    def holds_gradient(self) -> bool:
+        return isinstance(self._bucket, TrainedBucket) and not self._bucket.gradient.is_empty
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        return next(managed.names[0] for managed in self._bucket.spec.parameters if managed.parameter is parameter)
 
 
 def _node_under_way() -> int:

@@ -40,7 +40,7 @@ from zerotrain.run.preflight.data import dataset_of, first_batches_of, require_e
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
 from zerotrain.run.preflight.room import Ranks, require_room
 from zerotrain.run.preflight.start import start_misfits
-from zerotrain.sharding.units import cut_units, model_parameters
+from zerotrain.sharding.units import cut_units, walk
 from zerotrain.training.callbacks.stages import stage_at, stages_from
 
 
@@ -214,17 +214,17 @@ def _require_module(model: Any, config: Config) -> Any:
 
 def _try_model(model: nn.Module, config: Config) -> bool:
     """Look whether the switches and the patterns of the config can be followed in a model without memory: True."""
+    walked = walk(model)
     try:
-        require_plain(model)
-        require_own_memory(model)
+        require_plain(walked)
+        require_own_memory(walked)
     except ConfigError as error:
         raise ConfigError(*(f"model: {problem}" for problem in error.problems)) from error
-    parameters = model_parameters(model)
-    require_trainable(model, parameters)
-    dtypes_of(parameters, precision_named(config.precision.name, tuple(config.precision.keep_fp32)))
+    require_trainable(model, walked.managed)
+    dtypes_of(walked.managed, precision_named(config.precision.name, tuple(config.precision.keep_fp32)))
     replace_forwards(model, units=config.zero.unit_patterns, **config.model_switches)
     if config.offload.activations != "device":
-        require_units(model, config.zero.unit_patterns, f"offload.activations={config.offload.activations}")
+        require_units(walked, config.zero.unit_patterns, f"offload.activations={config.offload.activations}")
     return True
 
 
@@ -236,7 +236,7 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
         What makes it.
     """
     factory = build("optimizer", config.optimizer)
-    units = [] if model is None else cut_units(model, model_parameters(model), config.zero.unit_patterns, max_numel=1)
+    units = [] if model is None else cut_units(walk(model), config.zero.unit_patterns, max_numel=1)
     with suppress(ValueError):  # which build_optimizer has a sentence for
         _require_optimizer(factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}]), config)
     names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()

@@ -14,7 +14,7 @@ from zerotrain.data.reading.fetch import Collate, fetch_rows
 from zerotrain.data.reading.inputs import as_inputs, num_labels, to_device, tokens_known
 from zerotrain.data.reading.items import source_name
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.leaves import call_model
+from zerotrain.engine.update.leaves import call_model
 
 ROWS_PER_EVAL_BATCH = 8
 """What `train.eval_batches` counts. A number, not the batch of training: what is validated must not depend on ranks."""

@@ -113,7 +113,7 @@ def test_what_the_optimizer_keeps_is_told_by_span_and_nothing_else_is_left(stage
         assert kept.shape == span.target.shape
         assert span.target.grad is None
     assert bucket.update.element_state_nbytes() == 4 * bucket.layout.padded_numel
-    assert engine._pools.lent_nbytes == 0
+    assert engine.held.pools.lent_nbytes == 0
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -161,7 +161,7 @@ def test_tensors_that_are_updated_whole_get_their_own_gradient_and_every_loan_is
         for _ in range(2):
             engine.backward(engine(2, 3, 5 + 2 * world.rank))
             engine.step()
-        assert engine._pools.lent_nbytes == 0
+        assert engine.held.pools.lent_nbytes == 0
         return engine.full_state_dict()
 
     weights = run_threads(on_a_rank, 2)[0][0]

@@ -9,7 +9,7 @@ from torch import nn
 from tests.unit.engine.parts import CPU, OneBucket, alone
 from zerotrain.comm.ranks.world import Shards, World
 from zerotrain.engine.buckets.weights import BucketWeights
-from zerotrain.engine.model.live_parameter import UnreadyParameter, live_class
+from zerotrain.engine.model.live_parameter import Owner, UnreadyParameter, live_class, settle
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
@@ -82,16 +82,24 @@ def test_until_it_is_full_a_parameter_is_of_another_class_and_then_of_its_own_ag
     assert {type(parameter) for parameter in bucket.parameters} == {live_class(kind)}
 
 
-def complete(weights: BucketWeights) -> None:
-    weights.start_gather()
-    weights.finish_gather()
+class Completing(Owner):
+    """Answers for the parameters of a bucket: whoever reads one gets it whole."""
+
+    def __init__(self, weights: BucketWeights) -> None:
+        self.weights = weights
+
+    def complete(self) -> None:
+        self.weights.start_gather()
+        self.weights.finish_gather()
 
 
 def test_a_read_of_what_is_on_its_way_waits_for_it() -> None:
     def on_a_rank(world: World) -> float:
         bucket = OneBucket(world, stage=3)
         weights = bucket.weights()
-        weights.when_read = lambda: complete(weights)
+        owner = Completing(weights)
+        for parameter in bucket.parameters:
+            settle(parameter, owner)
         weights.reshard()
         weights.start_gather()
         return (bucket.parameters[2] + 0).sum().item()
@@ -105,8 +113,9 @@ def test_a_read_after_the_engine_has_gone_is_refused() -> None:
     weights.reshard()
     with pytest.raises(EngineStateError, match="whose engine is gone"):
         bucket.parameters[0].sum()
-    weights.when_read = lambda: None
-    del weights
+    owner = Completing(weights)
+    settle(bucket.parameters[0], owner)
+    del owner, weights
     gc.collect()
     with pytest.raises(EngineStateError, match="whose engine is gone"):
         bucket.parameters[0].sum()

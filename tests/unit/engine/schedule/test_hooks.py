@@ -21,6 +21,7 @@ from zerotrain.engine.schedule.hooks import (
 )
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.errors import EngineStateError
+from zerotrain.sharding.units import walk
 from zerotrain.testing.fake_wire import run_threads
 
 # ---- the last gradient
@@ -167,13 +168,13 @@ def test_without_its_owner_no_hook_is_left_and_what_is_under_way_was_waited_for(
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     told, owner = connected(model, "0", "1")
     with pytest.raises(EngineStateError, match="has an engine already"):
-        require_no_engine(model)
+        require_no_engine(walk(model))
     del owner
     assert told.heard == ["drain"]
     model(torch.ones(1, 2)).sum().backward()
     assert told.heard == ["drain"]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    require_no_engine(model)
+    require_no_engine(walk(model))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -231,6 +232,6 @@ def test_a_part_of_a_model_with_an_engine_has_one_too_and_other_models_have_none
     model = seeded(Linears)
     engine = engine_on(alone(), lambda: model)
     with pytest.raises(EngineStateError, match="ModuleList has an engine already"):
-        require_no_engine(model.blocks)
-    require_no_engine(seeded(Linears))
+        require_no_engine(walk(model.blocks))
+    require_no_engine(walk(seeded(Linears)))
     assert isinstance(engine, zerotrain.ZeroEngine)

@@ -45,7 +45,7 @@ def test_what_stays_keeps_its_momentum_and_its_count_and_what_comes_back_begins_
         train(engine, 2, 3)
         engine.unfreeze(*CHANGED)
         train(engine, 4, 5)
-        assert engine._pools.lent_nbytes == 0
+        assert engine.held.pools.lent_nbytes == 0
         return engine.full_state_dict()
 
     results, _ = run_threads(on_a_rank, 2)

@@ -16,14 +16,14 @@ class EngineOptimizer(torch.optim.Optimizer):
     It updates nothing itself, and does not keep its engine alive.
 
     Args:
-        engine: a `ZeroEngine`.
-        defaults: the settings of the optimizers that update, which schedulers of momentum look at.
+        steps: the engine's `Steps`.
+        held: its `ShardedModel`. Schedulers of momentum look at the settings of its optimizers.
     """
 
-    def __init__(self, engine: Any, defaults: dict[str, Any]) -> None:
-        super().__init__([torch.zeros(0)], dict(defaults))  # it must have a parameter, which is forgotten
-        self.param_groups = engine.param_groups
-        self._engine = weakref.ref(engine)
+    def __init__(self, steps: Any, held: Any) -> None:
+        super().__init__([torch.zeros(0)], dict(held.groups.defaults))  # it must have a parameter, which is forgotten
+        self.param_groups = held.groups.hyperparameters
+        self._steps, self._held = weakref.ref(steps), weakref.ref(held)
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """`engine.step()`.
@@ -33,17 +33,17 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise EngineStateError("step takes no closure here; call engine.backward(loss) before it")
-        result: StepResult = self._living().step()
+        result: StepResult = _living(self._steps).step()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`engine.zero_grad()`: before a backward and after a step there is nothing to forget."""
-        self._living().zero_grad()
+        _living(self._steps).zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """`engine.add_param_group`."""
-        if hasattr(self, "_engine"):
-            self._living().add_param_group(param_group)
+        if hasattr(self, "_held"):
+            _living(self._held).add_param_group(param_group)
         else:
             super().add_param_group(param_group)
 
@@ -70,8 +70,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         """The engine has made a step: torch's schedulers warn of those who schedule without."""
         self._opt_called = True
 
-    def _living(self) -> Any:
-        engine = self._engine()
-        if engine is None:
-            raise EngineStateError("the engine of this optimizer is gone; keep it as long as you train")
-        return engine
+
+def _living(part: "weakref.ref[Any]") -> Any:
+    """A part of the engine, which has it alone."""
+    alive = part()
+    if alive is None:
+        raise EngineStateError("the engine of this optimizer is gone; keep it as long as you train")
+    return alive

@@ -1,0 +1,348 @@
+"""The steps of a training: forward, backward, update."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
+from itertools import islice
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from zerotrain.engine.agreement import StepStamps
+from zerotrain.engine.buckets.backward import Backward
+from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.model.engine_call import makes_memory, outside_graphs
+from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT, reads_freed_memory
+from zerotrain.engine.precision.loss_scale import LossScaler
+from zerotrain.engine.results import StepResult, TrainStepResult
+from zerotrain.engine.schedule.hooks import require_graph
+from zerotrain.engine.sharded_model import ShardedModel
+from zerotrain.engine.update.leaves import (
+    BeforeEach,
+    MicroBatch,
+    Weight,
+    call_model,
+    equal_weights,
+    require_micro_batch,
+    require_micro_batches,
+    weighs_nothing,
+)
+from zerotrain.engine.update.optimizer_step import OptimizerStep
+from zerotrain.engine.update.torch_optimizer import EngineOptimizer
+from zerotrain.errors import CommError, ConfigError, EngineStateError, TrainingError
+
+MAX_SIGNAL = 2**31
+
+
+class Steps:
+    """Trains a sharded model, step by step.
+
+    Args:
+        loss_scaler: scales the loss, for a precision that needs it; None for no scaling.
+    """
+
+    def __init__(self, held: ShardedModel, loss_scaler: LossScaler | None) -> None:
+        self.loss_scaler = loss_scaler
+        self.stamps = StepStamps(held.collectives)
+        leaves = held.options.leaves_per_rank
+        self.virtual_ranks = range(held.world.shards.rank * leaves, (held.world.shards.rank + 1) * leaves)
+        """Those that this rank runs."""
+        self.optimizer_step = OptimizerStep(held.module, held.options, held.collectives, self.stamps, loss_scaler)
+        self._held = held
+        self._syncs = True
+        self._in_last_leaf = leaves == 1
+        self._losses: list[torch.Tensor] = []
+        self._signal = 0
+        self._broken_off_by = ""
+        """What has ended a backward or a step in its midst, and left a part of the gradient: Ctrl-C, mostly."""
+
+    @property
+    def signal(self) -> int:
+        """A whole number from 0 to 2**31 for all ranks, which rides on the exchange of the norm: see
+        `StepResult.signals`."""
+        return self._signal
+
+    @signal.setter
+    def signal(self, signal: int) -> None:
+        if not isinstance(signal, Integral) or not 0 <= signal <= MAX_SIGNAL:
+            raise ConfigError(f"engine.signal: got {signal!r}; it must be a whole number from 0 to {MAX_SIGNAL}")
+        self._signal = int(signal)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next backward is multiplied with; 1.0 but in fp16."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+
+    @cached_property
+    @outside_graphs
+    def optimizer(self) -> EngineOptimizer:
+        """For torch's learning rate schedulers, such as `CosineAnnealingLR(engine.optimizer, 10)`: a
+        `torch.optim.Optimizer` with the groups of `param_groups`. Its `step` is `engine.step`, its `zero_grad` is
+        `engine.zero_grad`; it has no state dict."""
+        return EngineOptimizer(self, self._held)
+
+    @outside_graphs
+    def call(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Run the model; floating-point inputs are cast to the compute precision. Returns what the model returns."""
+        with self.forward_scope():
+            inputs, named_inputs = self._held.precision.cast_inputs((inputs, named_inputs))
+            return self._held.module(*inputs, **named_inputs)
+
+    @contextmanager
+    def forward_scope(self) -> Iterator[None]:
+        """In here the model may be called by another name, such as `engine.module.encoder(inputs)`: on all ranks the
+        same modules in the same order, with inputs in the compute precision. What comes out may go into a loss."""
+        self._held.require_usable()
+        self._require_unbroken()
+        in_step, backward_follows = self._held.ledger.in_step, torch.is_grad_enabled()
+        self._held.ledger.in_step = backward_follows
+        returned = False
+        try:
+            with self._phase(Phase.FORWARD):
+                self._held.schedule.begin_forward()
+                yield
+                returned = True
+        finally:
+            self._held.schedule.end_forward(backward_follows=backward_follows and returned)
+            self._held.ledger.in_step = backward_follows or in_step
+
+    @outside_graphs
+    def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor = 1.0, retain_graph: bool = False) -> None:
+        """Compute gradients of `weight * loss` and, outside `no_sync`, reduce them while they arrive. An exception
+        forgets the gradients since the last step; who catches it, does so on all ranks.
+
+        Args:
+            loss: 0-dim, this rank's.
+            weight: factor on this loss. A loss that weighs nothing puts nothing into the gradients, nan neither: a
+                batch without labels has nan for its mean. So the weight is looked at, unless it is a tensor on a GPU,
+                which the host would have to wait for. The mean over ranks is taken of gradients, in their reduction:
+                those of this rank are what plain PyTorch computes (in fp16 times `loss_scale`).
+
+        Raises:
+            EngineStateError: `loss` is not one number, or does not depend on the parameters since the last step.
+        """
+        self._require_unbroken()
+        require_graph(loss, self._held.first_node)
+        counts = not weighs_nothing(weight)
+        scale = torch.ones_like(loss).mul_(weight * self.loss_scale)
+        self._held.schedule.require_unchanged()
+        self._held.ledger.in_step = True
+        if counts:
+            self._losses.append(loss.detach())
+        self.stamps.num_backwards += 1
+        with self._phase(Phase.BACKWARD), self._clean_after_error():
+            completes = self._syncs and self._in_last_leaf
+            self._held.schedule.begin_backward(
+                Backward(
+                    reduces=completes or (self._held.options.reduces_each and self._in_last_leaf),
+                    completes=completes,
+                    in_last_leaf=self._in_last_leaf,
+                    counts=counts,
+                    frees_graph=not retain_graph,
+                    loss_scale=self.loss_scale,
+                )
+            )
+            at_root = loss.register_hook(self._held.schedule.root_reached)
+            loss.backward(gradient=scale, retain_graph=retain_graph)
+            at_root.remove()
+            self._held.schedule.end_backward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here do not complete the step's gradient: they add it up, on this rank alone unless
+        zero.accumulate='reduced'. For all but the last micro-batch of a step."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def each_virtual_rank(self) -> Iterator[int]:
+        """This rank's virtual ranks, one after the other: what is between two is one leaf of the sum over all.
+
+            for number in engine.each_virtual_rank():
+                engine.backward(engine(*batch_of(number)))
+            engine.step()
+
+        Each may have several micro-batches, all but its last in `no_sync`. Of one virtual rank for each rank, which is
+        the default, this may be left out.
+        """
+        for number in self.virtual_ranks:
+            self._in_last_leaf = number == self.virtual_ranks[-1]
+            yield number
+            if not self._in_last_leaf:
+                self._held.schedule.reductions.close_leaf()
+
+    @makes_memory
+    def zero_grad(self) -> None:
+        """Forget the gradients since the last step; what was reduced is waited for. All ranks call it."""
+        self._in_last_leaf = self._held.options.leaves_per_rank == 1
+        self._held.schedule.drop_gradients()
+        self._broken_off_by = ""
+        self.stamps.num_backwards = 0
+        self._held.ledger.drop_step()
+        self._losses.clear()
+
+    @contextmanager
+    def _clean_after_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and self._held.world.size > 1:  # ranks are elsewhere: wait for none
+                self._broken_off_by = type(error).__name__
+            elif not isinstance(error, CommError):  # otherwise there is nobody to wait for
+                with suppress(Exception):  # of what is under way: the first cause is what the user reads
+                    self.zero_grad()
+            if reads_freed_memory(error):
+                raise EngineStateError(LEFT_ITS_UNIT.format("its unit")) from error
+            raise
+
+    @contextmanager
+    def _phase(self, phase: Phase) -> Iterator[None]:
+        before = self._held.schedule.phase
+        self._held.schedule.phase = self.stamps.phase = phase
+        try:
+            yield
+        finally:
+            self._held.schedule.phase = self.stamps.phase = before
+
+    @makes_memory
+    def step(self) -> StepResult:
+        """Clip, update the master weights bucket by bucket, and issue each bucket's gather as it is done.
+
+        A gradient that is not finite skips the update on every rank. An exception of the optimizer forgets the
+        gradients: some may be clipped already, and some buckets updated.
+
+        Raises:
+            EngineStateError: no backward has reduced its gradients since the last step.
+            DisagreementError: the ranks have not done the same since the last step.
+            TrainingError: too many steps in a row were skipped, on every rank alike, or no smaller loss scale is left.
+        """
+        self._require_unbroken()
+        if not all(bucket.gradient.is_reduced for bucket in self._held.schedule.trained):
+            leaves = len(self.virtual_ranks)
+            raise EngineStateError(
+                "step came before a backward outside no_sync(): call engine.backward(loss) first, the last "
+                "micro-batch of a step outside `with engine.no_sync()`"
+                + (f", and this rank's {leaves} virtual ranks in engine.each_virtual_rank()" if leaves > 1 else "")
+            )
+        with self._phase(Phase.UPDATE), self._clean_after_error():
+            groups = self._held.groups.hyperparameters
+            result, reason = self.optimizer_step.run(self._held.schedule, groups, self._losses, self._signal)
+        self._losses.clear()
+        self._in_last_leaf = self._held.options.leaves_per_rank == 1
+        if not result.skipped:
+            self._held.weights_changed()
+        self.stamps.close_step()
+        self._held.ledger.close_step()
+        self.optimizer.told_of_step()
+        if reason is not None:
+            raise TrainingError(reason)
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(overflowed=result.skipped)
+        return result
+
+    @outside_graphs
+    def train_step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        weights: Sequence[Weight] | None = None,
+        before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
+    ) -> TrainStepResult:
+        """Forward and backward of each micro-batch, then one step.
+
+        Args:
+            micro_batches: the model's inputs, one sequence for each, or a dict of named ones; it returns the loss.
+            weights: factor on the loss of each, as for `backward`; default 1 / number of those of a virtual rank.
+            before_each: called before each forward with the number of the virtual rank, and that of the micro-batch in
+                it: the place to seed what the model draws.
+
+        An exception in the data, the model or a backward forgets the gradients of all micro-batches.
+
+        Raises:
+            EngineStateError: the virtual ranks of this rank cannot share the micro-batches evenly.
+        """
+        weights = None if weights is None else list(weights)
+        require_micro_batches(micro_batches, weights)
+        per_leaf, left_over = divmod(len(micro_batches), len(self.virtual_ranks))
+        if left_over:
+            raise EngineStateError(
+                f"train_step got {len(micro_batches)} micro-batches, which this rank's {len(self.virtual_ranks)} "
+                "virtual ranks cannot share; give each as many"
+            )
+        if weights is None:
+            weights = equal_weights(per_leaf) * len(self.virtual_ranks)
+        weighted = iter(zip(micro_batches, weights, strict=True))
+        total = torch.zeros((), dtype=torch.float64, device=self._held.world.device)
+        with self._clean_after_error():
+            for number in self.each_virtual_rank():
+                total += self._run_leaf(number, list(islice(weighted, per_leaf)), before_each)
+        return TrainStepResult(**vars(self.step()), loss=total / len(self.virtual_ranks))
+
+    @outside_graphs
+    def leaf(
+        self,
+        virtual_rank: int,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        weights: Sequence[Weight] | None = None,
+        before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
+    ) -> dict[str, torch.Tensor]:
+        """The gradient that a virtual rank puts into the sum over all, computed alone, whichever rank runs it in a
+        step: the same bits wherever the same weights, micro-batches and seeds are. Trains nothing. At stage 3 all ranks
+        call it together, each for a leaf of its choice.
+
+        Args:
+            virtual_rank: passed to `before_each`.
+            micro_batches, weights, before_each: of this virtual rank, as for `train_step`.
+
+        Returns:
+            By the name of each parameter that trains, of its shape: in the dtype that leaves are added in, rounded as
+            it would travel, and in fp16 times `loss_scale`.
+
+        Raises:
+            EngineStateError: gradients of a step are waiting.
+        """
+        weights = None if weights is None else list(weights)
+        require_micro_batches(micro_batches, weights)
+        self._held.require_no_gradient("a leaf cannot be computed")
+        if weights is None:
+            weights = equal_weights(len(micro_batches))
+        self._in_last_leaf = False
+        num_backwards = self.stamps.num_backwards
+        try:
+            with self._clean_after_error():
+                self._run_leaf(virtual_rank, list(zip(micro_batches, weights, strict=True)), before_each)
+                return {
+                    managed.names[0]: gradient
+                    for bucket in self._held.schedule.trained
+                    for managed, gradient in zip(bucket.spec.parameters, bucket.gradient.leaf_alone(), strict=True)
+                }
+        finally:
+            self.zero_grad()
+            self.stamps.num_backwards = num_backwards
+
+    def _run_leaf(
+        self, number: int, weighted: Sequence[tuple[MicroBatch, Weight]], before_each: BeforeEach
+    ) -> torch.Tensor:
+        """Forward and backward of a virtual rank's micro-batches. Returns the weighted sum of their losses, 0-dim."""
+        total = torch.zeros((), dtype=torch.float32, device=self._held.world.device)
+        for index, (inputs, weight) in enumerate(weighted):
+            before_each(number, index)
+            require_micro_batch(inputs)
+            loss = call_model(self.call, inputs)
+            with nullcontext() if index == len(weighted) - 1 else self.no_sync():
+                self.backward(loss, weight=weight)
+            if not weighs_nothing(weight):  # a loss that is nan would spoil the sum
+                total += weight * loss.detach().float()
+            del loss
+        return total
+
+    def _require_unbroken(self) -> None:
+        if self._broken_off_by:
+            raise EngineStateError(
+                f"{self._broken_off_by} ended a backward or a step in its midst, and a part of its gradient is left: "
+                "call engine.zero_grad() on all ranks before anything else"
+            )

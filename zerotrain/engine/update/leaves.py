@@ -1,0 +1,55 @@
+"""The micro-batches of one virtual rank. See [Note: leaves] in `buckets/parts/subtrees.py`."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerotrain.errors import EngineStateError
+
+MicroBatch = Sequence[Any] | Mapping[str, Any]
+"""The model's inputs, or named ones; it returns the loss."""
+Weight = float | torch.Tensor
+BeforeEach = Callable[[int, int], object]
+"""Called with the number of a virtual rank, and that of a micro-batch in it."""
+
+
+def weighs_nothing(weight: Weight) -> bool:
+    """Whether a loss of this weight counts for nothing, as far as the host can know without waiting for the device."""
+    is_known = not isinstance(weight, torch.Tensor) or weight.device.type == "cpu"
+    return is_known and bool(weight == 0)
+
+
+def require_micro_batches(micro_batches: Sequence[MicroBatch], weights: Sequence[Weight] | None) -> None:
+    """Make sure, before anything is computed, that each micro-batch is one, and has a weight.
+
+    Raises:
+        EngineStateError: it is not so.
+    """
+    for each in micro_batches if type(micro_batches) in (list, tuple) else ():  # others may load as they are asked
+        require_micro_batch(each)
+    if weights is not None and len(weights) != len(micro_batches):
+        raise EngineStateError(
+            f"train_step got {len(weights)} weights for {len(micro_batches)} micro-batches; give one for each"
+        )
+
+
+def require_micro_batch(given: object) -> None:
+    """Make sure that something can be a micro-batch.
+
+    Raises:
+        EngineStateError: it is a tensor, or nothing that can be iterated over.
+    """
+    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
+        kind = "tensor" if isinstance(given, torch.Tensor) else type(given).__name__
+        raise EngineStateError(f"train_step got a {kind} for a micro-batch; give it as a sequence: (tensor,)")
+
+
+def equal_weights(num_micro_batches: int) -> list[Weight]:
+    """Those of a mean over the micro-batches of a virtual rank."""
+    return [1.0 / max(1, num_micro_batches)] * num_micro_batches
+
+
+def call_model(model: Callable[..., Any], inputs: MicroBatch) -> Any:
+    """The model's output for a micro-batch."""
+    return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
