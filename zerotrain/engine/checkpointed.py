@@ -16,12 +16,14 @@ from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.results import LoadedWeights, StageSwitch
 from zerotrain.engine.schedule.hooks import next_node
 from zerotrain.engine.sharded_model import ShardedModel
+from zerotrain.engine.state.fill import fill
 from zerotrain.engine.state.owned import Holdings
-from zerotrain.engine.state.restore import added_groups, fill, places_in, require_alike, verified_manifest
 from zerotrain.engine.state.saving.save import Given, facts_of, prepare
 from zerotrain.engine.state.saving.under_way import SaveUnderWay
-from zerotrain.engine.state.start import checked_weights, take
-from zerotrain.engine.state.transfer import StateTransfer, described_state
+from zerotrain.engine.state.source import Source
+from zerotrain.engine.state.sources.checkpoint import added_groups, places_in, require_alike, restore, verified_manifest
+from zerotrain.engine.state.sources.files import checked_weights
+from zerotrain.engine.state.sources.other_buckets import described_state
 from zerotrain.engine.update.optimizer_step import OptimizerStep, written_to
 from zerotrain.errors import EngineStateError
 
@@ -133,7 +135,7 @@ class CheckpointedModel(ShardedModel):
         self._adopt(manifest)
         require_alike(folder, manifest, self._holdings)
         with self._replaced(HalfLoaded(folder, with_optimizer=True), mends=True):
-            fill(folder, manifest, self._holdings)
+            restore(folder, manifest, self._holdings)
         saved = manifest.content
         self.stamps.num_steps = manifest.step
         self._optimizer_step.skipped_steps.num_in_a_row = saved["skipped_in_a_row"]
@@ -172,11 +174,11 @@ class CheckpointedModel(ShardedModel):
         """
         path = self._agreed_path("engine.load_weights", "weights cannot be loaded", path, strict=strict)
         self._wait_until_save_ended()
-        with checked_weights(path, self._holdings, strict=strict) as checked:
-            half, loaded = self._half_loaded, checked.loaded
+        with checked_weights(path, self._holdings, strict=strict) as source:
+            half, loaded = self._half_loaded, source.loaded
             left = HalfLoaded(loaded.path, with_optimizer=half is not None and half.with_optimizer)
             with self._replaced(left, mends=half is None or (loaded.is_whole and not left.with_optimizer)):
-                take(checked, self._holdings)
+                fill(source, self.schedule.buckets, self.collectives)
             return loaded
 
     @makes_memory
@@ -221,9 +223,9 @@ class CheckpointedModel(ShardedModel):
 
         self._change("engine.load", adopt)
 
-    def _cut_anew(self, transfer: StateTransfer) -> None:
+    def _cut_anew(self, source: Source) -> None:
         self._wait_until_saved()
-        super()._cut_anew(transfer)
+        super()._cut_anew(source)
 
     def _agreed_path(self, call: str, what: str, path: str | os.PathLike[str], **other: object) -> Path:
         """A path that all ranks were given, absolute, between two steps; what is half loaded may be loaded anew."""

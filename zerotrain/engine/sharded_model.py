@@ -29,10 +29,12 @@ from zerotrain.engine.results import StageSwitch
 from zerotrain.engine.schedule.fast_path import complete_before_encoders
 from zerotrain.engine.schedule.hooks import connect, next_node, require_no_engine
 from zerotrain.engine.schedule.schedule import Schedule
+from zerotrain.engine.state.fill import fill
 from zerotrain.engine.state.full_weights import full_state_dict, weights_sha256
-from zerotrain.engine.state.load import Target
+from zerotrain.engine.state.source import Source
+from zerotrain.engine.state.sources.other_buckets import Described, OtherBuckets, described_state
+from zerotrain.engine.state.sources.state_dict import StateDict
 from zerotrain.engine.state.together import agreed
-from zerotrain.engine.state.transfer import Described, StateTransfer, described_state
 from zerotrain.engine.usage import (
     Offloaded,
     memory_bytes,
@@ -193,16 +195,15 @@ class ShardedModel:
         with self._groups.undone_if_refused():
             is_change, kept = self._between_steps(call, "what trains cannot change", plan)
         if is_change:
-            self._cut_anew(StateTransfer(self.schedule.buckets, kept, self.collectives))
+            self._cut_anew(OtherBuckets(self.schedule.buckets, kept, self.plan, self.collectives))
 
-    def _cut_anew(self, transfer: StateTransfer) -> None:
+    def _cut_anew(self, source: Source) -> None:
         self._disconnect()
         former = self.schedule.buckets
         for bucket in former:
             bucket.weights.let_go()
         self._pools.clear()
-        schedule = self._builder.schedule(InitialValues(), transfer.fill)
-        transfer.restore_state(schedule.trained)
+        schedule = self._builder.schedule(InitialValues(), source)
         for bucket in former:
             bucket.leave()
         self._connect(schedule)
@@ -237,11 +238,14 @@ class ShardedModel:
             ConfigError: names are missing or unknown, or shapes are others; nothing has changed then.
             EngineStateError: gradients of a step are waiting.
         """
-        target = Target(self.module, self.schedule.buckets, self.collectives)
-        given = self._between_steps(
-            "engine.load_state_dict", "weights cannot be loaded", lambda: (target.look_at(state, strict=strict), {})
-        )
-        target.take(given)
+        buckets = self.schedule.buckets
+
+        def plan() -> tuple[StateDict, dict[str, object]]:
+            return StateDict(self.module, buckets, self.collectives, state, strict=strict), {}
+
+        source = self._between_steps("engine.load_state_dict", "weights cannot be loaded", plan)
+        source.agree()
+        fill(source, buckets, self.collectives)
         self.schedule.end_update()
         self._first_node_after_update = next_node()
 
