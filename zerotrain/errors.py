@@ -1,5 +1,7 @@
 """Every error zerotrain raises on purpose; each says what was given, what is allowed and what to do."""
 
+from collections.abc import Sequence
+
 from zerotrain.files.printable import printable
 
 MAX_MESSAGE = 100_000
@@ -59,3 +61,9 @@ class DisagreementError(CommError):
 class OffloadError(ZeroTrainError):
     """The host's memory or the disk that state is offloaded to has no room, or does not give back what it was given.
     The step that met it cannot be repeated; the checkpoints are as they were."""
+
+
+def listed(names: Sequence[str], most: int = 3, *, last: str = "and") -> str:
+    """Names for a message: the first of them, and how many more there are."""
+    more = f" {last} {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -205,8 +205,8 @@ def _watch_changes_of_the_stage(striker: Striker) -> None:
 def _watch_checkpoints(striker: Striker) -> None:
     from zerotrain.checkpoint.reading import Reader
     from zerotrain.comm.accounts.notes import Notes
-    from zerotrain.engine.state import restore
     from zerotrain.engine.state.saving.writing import Writing
+    from zerotrain.engine.state.sources import checkpoint
 
     def told(_: Any, name: str, *__: Any) -> None:
         if name == "end":
@@ -219,7 +219,7 @@ def _watch_checkpoints(striker: Striker) -> None:
     after(
         Notes, "leave", lambda _, name, *__: name == "end" and striker.passed("save: after the word that it is there")
     )
-    before(restore, "read_manifest", lambda *_: striker.passed("load: before the manifest is read"))
+    before(checkpoint, "read_manifest", lambda *_: striker.passed("load: before the manifest is read"))
     before(Reader, "check_block", lambda *_: striker.passed("load: a block is verified"))
     before(Reader, "read", lambda *_: striker.passed("load: a tensor is filled"))
 

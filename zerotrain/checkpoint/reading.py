@@ -11,10 +11,8 @@ import torch
 
 from zerotrain.checkpoint.blocks import BLOCK_NBYTES, hash_of
 from zerotrain.checkpoint.manifest import Manifest, Piece, dtype_of, pieces_of
-from zerotrain.errors import CheckpointError
+from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.regular import only_regular
-
-MAX_NAMES_SHOWN = 3
 
 
 def _memory_of(target: torch.Tensor) -> memoryview:
@@ -150,8 +148,7 @@ class Reader:
 
     def _named(self, file: int, start: int, stop: int) -> str:
         names = self._manifest.tensors_at(file, start, stop)
-        more = f" or {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-        return f"{', '.join(names[:MAX_NAMES_SHOWN])}{more}" if names else "its header"
+        return listed(names, last="or") if names else "its header"
 
     def _belongs(self, found: str, index: int) -> str:
         """Where a block with this hash would be right."""

@@ -24,7 +24,7 @@ from zerotrain.config.compose import first_line, from_values, known_keys, litera
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.suggest import did_you_mean
 from zerotrain.config.words import in_words_of_config, words_of_config
-from zerotrain.engine.state.start import weight_misfits
+from zerotrain.engine.state.sources.files import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.printable import printable

@@ -24,7 +24,10 @@ from zerotrain.engine.model.checks import require_trainable
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.engine.schedule.schedule import Schedule
-from zerotrain.engine.state.switch import Switch
+from zerotrain.engine.state.fill import fill, fill_state
+from zerotrain.engine.state.given_up import GivenUpMemory
+from zerotrain.engine.state.source import Source
+from zerotrain.engine.state.sources.other_buckets import OtherBuckets, described_state
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.flat_buffer import FlatBuffer
@@ -60,12 +63,12 @@ class Builder:
         self._max_numel = max(1, int(options.bucket_mb * 2**20) // options.precision.compute.itemsize)
         self._units = cut_units(walked, options.units, self._max_numel)
 
-    def schedule(self, initial: InitialValues, fill: Callable[[BucketSpec], None] | None = None) -> Schedule:
+    def schedule(self, initial: InitialValues, source: Source | None = None) -> Schedule:
         """Cut the model into buckets, move its parameters into them and order them.
 
         Args:
             initial: the values of parameters that have no memory yet.
-            fill: called with each bucket before it is made, to give its parameters values; None: they have them.
+            source: has the state of the buckets; None: the parameters have values, and the optimizer is new.
 
         Raises:
             ConfigError: ranks with different models, or no trainable parameter.
@@ -87,9 +90,10 @@ class Builder:
         self._homes.keep(trained, has_whole=any(whole))
         buckets = []
         for spec, layout, owning in zip(specs, layouts, owners, strict=True):
-            if fill is not None:
-                fill(spec)
-            buckets.append(self._bucket(spec, layout, owning, initial))
+            if source is None:
+                buckets.append(self._bucket(spec, layout, owning, initial))
+            else:
+                buckets.append(self._filled(spec, layout, owning, source))
         return self._ordered(
             [
                 (unit.name, unit.modules, [place for place, spec in enumerate(specs) if unit in spec.units])
@@ -111,11 +115,12 @@ class Builder:
 
         def move() -> Schedule:
             self._options = options
-            switch = Switch(buckets, options.plan, self._collectives)
+            source = OtherBuckets(buckets, described_state(buckets), options.plan, self._collectives)
+            given_up = GivenUpMemory(options.plan)
             for place in range(len(buckets)):
-                buckets[place] = self.moved(buckets[place], switch)
+                buckets[place] = self.moved(buckets[place], source, given_up)
                 give_back_freed()
-            switch.tell_of_held()
+            given_up.tell_of_held()
             return self._ordered(places, buckets)
 
         return move
@@ -148,24 +153,41 @@ class Builder:
         ]
 
     def _bucket(self, spec: BucketSpec, layout: BucketLayout, owners: Sequence[int], initial: InitialValues) -> Bucket:
-        precision, plan = self._options.precision.of_bucket(spec.dtype), self._options.plan
-        values = self._initial_values(spec, layout, precision.master, initial)
+        values = self._initial_values(spec, layout, self._options.precision.of_bucket(spec.dtype).master, initial)
         master = None
-        if spec.trainable and (precision.separate_master or self._homes.update_on_host):
-            master = values.tensor[update_range(layout, plan, self._collectives.shards.rank)].clone()
+        if self._has_master(spec):
+            master = values.tensor[update_range(layout, self._options.plan, self._collectives.shards.rank)].clone()
         bucket = self._around(spec, layout, owners, values, master)
         initial.freed(bucket.weights.model_weight.tensor.nbytes)  # by the parameters, or by the bucket's whole values
         return bucket
 
-    def moved(self, old: Bucket, switch: Switch) -> Bucket:
+    def _filled(self, spec: BucketSpec, layout: BucketLayout, owners: Sequence[int], source: Source) -> Bucket:
+        """A bucket with the state that a source has. Collective."""
+        plan, collectives = self._options.plan, self._collectives
+        master = None
+        if self._has_master(spec):
+            where = update_range(layout, plan, collectives.shards.rank)
+            dtype = self._options.precision.of_bucket(spec.dtype).master
+            master = torch.zeros(where.stop - where.start, dtype=dtype, device=collectives.world.device)
+        bucket = self._around(spec, layout, owners, weight_memory(layout, spec.dtype, plan, collectives), master)
+        fill(source, [bucket], collectives)
+        return bucket
+
+    def _has_master(self, spec: BucketSpec) -> bool:
+        """Whether a bucket keeps a master weight apart from the model's."""
+        separate = self._options.precision.of_bucket(spec.dtype).separate_master
+        return spec.trainable and (separate or self._homes.update_on_host)
+
+    def moved(self, old: Bucket, source: OtherBuckets, given_up: GivenUpMemory) -> Bucket:
         """A bucket as it lies under the options of now; the old one is used no more. Collective."""
         weights, owners = old.weights, old.update.owners if isinstance(old, TrainedBucket) else ()
-        master = switch.master_of(old)
+        master = source.master_of(old)
         weights.take_writes()
         weights.start_gather()
         weights.let_go()
-        new = self._around(old.spec, old.layout, owners, switch.memory_for(weights), master)
-        switch.move_state(old, new)
+        new = self._around(old.spec, old.layout, owners, given_up.memory_for(weights), master)
+        fill_state(source, new)
+        source.let_go(old)
         old.leave()
         return new
 

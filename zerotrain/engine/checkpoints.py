@@ -10,12 +10,13 @@ from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.engine.model.engine_call import makes_memory
 from zerotrain.engine.results import LoadedWeights
 from zerotrain.engine.sharded_model import HalfLoaded, ShardedModel
+from zerotrain.engine.state.fill import fill
 from zerotrain.engine.state.full_weights import full_state_dict, weights_sha256
-from zerotrain.engine.state.load import Target
-from zerotrain.engine.state.restore import added_groups, fill, places_in, require_alike, verified_manifest
 from zerotrain.engine.state.saving.save import Given, facts_of, prepare
 from zerotrain.engine.state.saving.under_way import SaveUnderWay
-from zerotrain.engine.state.start import checked_weights, take
+from zerotrain.engine.state.sources.checkpoint import added_groups, places_in, require_alike, restore, verified_manifest
+from zerotrain.engine.state.sources.files import checked_weights
+from zerotrain.engine.state.sources.state_dict import StateDict
 from zerotrain.engine.state.together import agreed
 from zerotrain.engine.step import Steps
 
@@ -114,7 +115,7 @@ class Checkpoints:
         self._adopt(manifest)
         require_alike(folder, manifest, self._held.holdings)
         with self._held.replaced(HalfLoaded(folder, with_optimizer=True), mends=True):
-            fill(folder, manifest, self._held.holdings)
+            restore(folder, manifest, self._held.holdings)
         saved = manifest.content
         self._steps.stamps.num_steps = manifest.step
         self._steps.optimizer_step.skipped_steps.num_in_a_row = saved["skipped_in_a_row"]
@@ -153,11 +154,11 @@ class Checkpoints:
         """
         path = self._agreed_path("engine.load_weights", "weights cannot be loaded", path, strict=strict)
         self._held.wait_until_save_ended()
-        with checked_weights(path, self._held.holdings, strict=strict) as checked:
-            half, loaded = self._held.half_loaded, checked.loaded
+        with checked_weights(path, self._held.holdings, strict=strict) as source:
+            half, loaded = self._held.half_loaded, source.loaded
             left = HalfLoaded(loaded.path, with_optimizer=half is not None and half.with_optimizer)
             with self._held.replaced(left, mends=half is None or (loaded.is_whole and not left.with_optimizer)):
-                take(checked, self._held.holdings)
+                fill(source, self._held.schedule.buckets, self._held.collectives)
             return loaded
 
     # ---- without files
@@ -176,11 +177,14 @@ class Checkpoints:
             ConfigError: names are missing or unknown, or shapes are others; nothing has changed then.
             EngineStateError: gradients of a step are waiting.
         """
-        target = Target(self._held.module, self._held.schedule.buckets, self._held.collectives)
-        given = self._held.between_steps(
-            "engine.load_state_dict", "weights cannot be loaded", lambda: (target.look_at(state, strict=strict), {})
-        )
-        target.take(given)
+        buckets, collectives = self._held.schedule.buckets, self._held.collectives
+
+        def plan() -> tuple[StateDict, dict[str, object]]:
+            return StateDict(self._held.module, buckets, collectives, state, strict=strict), {}
+
+        source = self._held.between_steps("engine.load_state_dict", "weights cannot be loaded", plan)
+        source.agree()
+        fill(source, buckets, collectives)
         self._held.schedule.end_update()
         self._held.weights_changed()
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from zerotrain.errors import listed
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -82,6 +84,5 @@ class LoadedWeights:
             (self.wrong_dtype, "of another kind, and left as they are"),
         ):
             if names:
-                more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
-                lines.append(f"{len(names)} {said}: {', '.join(names[:max_names])}{more}")
+                lines.append(f"{len(names)} {said}: {listed(names, max_names)}")
         return lines

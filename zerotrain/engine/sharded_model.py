@@ -34,8 +34,9 @@ from zerotrain.engine.schedule.hooks import connect, next_node, require_no_engin
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.owned import Holdings
 from zerotrain.engine.state.saving.under_way import SaveUnderWay
+from zerotrain.engine.state.source import Source
+from zerotrain.engine.state.sources.other_buckets import Described, OtherBuckets, described_state
 from zerotrain.engine.state.together import agreed
-from zerotrain.engine.state.transfer import Described, StateTransfer, described_state
 from zerotrain.engine.update.optimizer_step import written_to
 from zerotrain.engine.usage import Usage
 from zerotrain.errors import EngineStateError
@@ -247,17 +248,16 @@ class ShardedModel:
         with self.groups.undone_if_refused():
             is_change, kept = self.between_steps(call, "what trains cannot change", plan)
         if is_change:
-            self._cut_anew(StateTransfer(self.schedule.buckets, kept, self.collectives))
+            self._cut_anew(OtherBuckets(self.schedule.buckets, kept, self.plan, self.collectives))
 
-    def _cut_anew(self, transfer: StateTransfer) -> None:
+    def _cut_anew(self, source: Source) -> None:
         self.wait_until_saved()
         self._disconnect()
         former = self.schedule.buckets
         for bucket in former:
             bucket.weights.let_go()
         self.pools.clear()
-        schedule = self._builder.schedule(InitialValues(), transfer.fill)
-        transfer.restore_state(schedule.trained)
+        schedule = self._builder.schedule(InitialValues(), source)
         for bucket in former:
             bucket.leave()
         self._connect(schedule)

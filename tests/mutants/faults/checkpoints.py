@@ -2,13 +2,13 @@
 
 from tests.mutants.fault import Fault
 
-OWNED, RESTORE = "engine/state/owned.py", "engine/state/restore.py"
+OWNED, RESTORE = "engine/state/owned.py", "engine/state/sources/checkpoint.py"
 OF_DAMAGE = ("unit/checkpoint/test_damage.py",)
 OF_PLACEMENTS = ("unit/checkpoint/test_placements.py",)
 OF_EXACTNESS = ("unit/checkpoint/test_exactness.py",)
 OF_INTERRUPTED = ("unit/checkpoint/test_interrupted.py",)
-OF_START = ("unit/engine/state/test_start.py", "unit/engine/state/test_start_refused.py")
-START, MATCH = "engine/state/start.py", "engine/state/match.py"
+OF_START = ("unit/engine/state/sources/test_files.py", "unit/engine/state/sources/test_files_refused.py")
+START, MATCH = "engine/state/sources/files.py", "engine/state/sources/match.py"
 OF_KEPT = ("unit/checkpoint/test_kept.py",)
 OF_BESIDE = ("unit/checkpoint/test_beside_training.py",)
 
@@ -88,8 +88,8 @@ FAULTS = {
     ),
     "checkpoint-counts-forgotten": Fault(
         RESTORE,
-        "    state.update(_counts(saved, state, update.device, update.hyperparameters_of(span",
-        "    dict(_counts(saved, state, update.device, update.hyperparameters_of(span",
+        'for name, value in saved["counts"].items():',
+        "for name, value in ():",
         "the optimizer counts its steps anew, and its bias correction with them",
         OF_PLACEMENTS,
     ),
@@ -109,7 +109,7 @@ FAULTS = {
     ),
     "checkpoint-buffers-of-rank-0": Fault(
         RESTORE,
-        "rank = shards.rank if manifest.num_ranks == shards.size and shards.rank in by_rank else 0",
+        "rank = shards.rank if self._manifest.num_ranks == shards.size and shards.rank in by_rank else 0",
         "rank = 0",
         "batch norms of all ranks go on with the statistics of the first",
         OF_EXACTNESS,
@@ -144,13 +144,13 @@ FAULTS = {
     ),
     "start-first-of-a-shard": Fault(
         START,
-        "_read(weights, source, piece.managed.stride, piece.in_tensor.start, piece.values)",
-        "_read(weights, source, piece.managed.stride, 0, piece.values)",
+        "_read(self._weights, source, piece.managed.stride, piece.in_tensor.start, piece.values)",
+        "_read(self._weights, source, piece.managed.stride, 0, piece.values)",
         "every rank reads the first elements of a tensor",
         OF_START,
     ),
     "start-old-copies": Fault(
-        START,
+        "engine/state/fill.py",
         "            bucket.update.refilled()\n",
         "            pass\n",
         "the model computes with its old weights until the first step",

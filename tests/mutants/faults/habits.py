@@ -3,12 +3,12 @@
 from tests.mutants.fault import Fault
 
 LIVE, WRITES = "engine/model/live_parameter.py", "engine/model/writes.py"
-WEIGHTS, UPDATE, LOAD = "engine/buckets/weights.py", "engine/buckets/update.py", "engine/state/load.py"
+WEIGHTS, UPDATE, LOAD = "engine/buckets/weights.py", "engine/buckets/update.py", "engine/state/sources/state_dict.py"
 NEWCOMERS, FORWARD = "engine/model/newcomers.py", "engine/model/unit_forward.py"
 OF_LIVE = ("unit/engine/model/test_live_parameter.py",)
 OF_WEIGHTS = ("unit/engine/test_weight_habits.py",)
 OF_MODULES = ("unit/engine/test_module_habits.py",)
-OF_LOAD = ("unit/engine/state/test_load.py",)
+OF_LOAD = ("unit/engine/state/sources/test_state_dict.py",)
 
 FAULTS = {
     "data-replaced": Fault(
@@ -96,10 +96,10 @@ FAULTS = {
         OF_MODULES,
     ),
     "master-not-loaded": Fault(
-        UPDATE,
-        "            self.master_weight.copy_(whole[self.where])\n",
-        "            pass\n",
-        "in 16 bits the next step undoes what was loaded",
+        "engine/state/named.py",
+        "    if isinstance(bucket, TrainedBucket):\n        yield from pieces(bucket, WEIGHT)\n",
+        "    if False:\n        yield from pieces(bucket, WEIGHT)\n",
+        "in 16 bits the master weights stay what they were",
         OF_LOAD,
     ),
     "loaded-on-rank-0-alone": Fault(

@@ -73,14 +73,14 @@ FAULTS = {
         OF_GROUPS,
     ),
     "taken-though-refused": Fault(
-        "engine/state/load.py",
+        "engine/state/sources/state_dict.py",
         "                self._model.load_state_dict(before, strict=False)\n",
         "                pass\n",
         "buffers are loaded where a module refused what it was to keep",
         OF_ALL_CALLS,
     ),
     "halves-of-two-checkpoints": Fault(
-        "engine/state/restore.py",
+        "engine/state/sources/checkpoint.py",
         "        if read_manifest(folder).text() != text:\n",
         "        if False:\n",
         "a rank whose path leads to another checkpoint finds out when half of it is loaded",

@@ -7,7 +7,7 @@ TORCH, DCP, METADATA = (
     "checkpoint/others/dcp_weights.py",
     "checkpoint/others/dcp_metadata.py",
 )
-TESTS = ("unit/engine/state/test_start_torch.py",)
+TESTS = ("unit/engine/state/sources/test_files_torch.py",)
 
 FAULTS = {
     "start-from-the-memory-not-the-tensor": Fault(
@@ -81,7 +81,7 @@ FAULTS = {
         TESTS,
     ),
     "start-several-models": Fault(
-        "engine/state/match.py",
+        "engine/state/sources/match.py",
         "if num_names == most]",
         "if num_names == most][:1]",
         "of a model and its moving average one is taken without a word",

@@ -2,17 +2,17 @@
 
 from tests.mutants.fault import Fault
 
-NAMED, TRANSFER, BUILD = "engine/state/named.py", "engine/state/transfer.py", "engine/build.py"
-SWITCH, OF_SWITCH = "engine/state/switch.py", ("unit/engine/test_set_stage.py",)
+NAMED, FILL, BUILD = "engine/state/named.py", "engine/state/fill.py", "engine/build.py"
+OTHERS, OF_SWITCH = "engine/state/sources/other_buckets.py", ("unit/engine/test_set_stage.py",)
 OF_NAMED = ("unit/engine/state/test_named.py",)
-OF_TRANSFER = ("unit/engine/state/test_transfer.py",)
+OF_TRANSFER = ("unit/engine/state/sources/test_other_buckets.py",)
 OF_BUILD = ("unit/engine/test_build.py",)
 
 FAULTS = {
     "memory-of-master-weights-kept": Fault(
-        SWITCH,
-        "current[_relative(wanted, held)].clone()",
-        "current[_relative(wanted, held)]",
+        OTHERS,
+        "values[where.start - held.start : where.stop - held.start].clone()",
+        "values[where.start - held.start : where.stop - held.start]",
         "in bf16 a rank keeps all master weights behind its shard of them",
         ("unit/engine/test_set_stage.py::test_a_rank_gives_back_the_memory_of_what_it_holds_no_more",),
     ),
@@ -31,9 +31,9 @@ FAULTS = {
         ("unit/engine/test_inference_mode.py",),
     ),
     "state-of-this-rank-alone": Fault(
-        TRANSFER,
-        'collectives.gather_objects(mine, name="optimizer state")',
-        "[mine]",
+        OTHERS,
+        'collectives.gather_objects(described, name="optimizer state")',
+        "[described]",
         "a rank whose part held nothing of a group does not know its state",
         OF_TRANSFER,
     ),
@@ -45,32 +45,30 @@ FAULTS = {
         (*OF_TRANSFER, *OF_NAMED),
     ),
     "one-counter-for-all": Fault(
-        TRANSFER,
-        "else deepcopy(value)",
-        "else value",
+        "engine/state/source.py",
+        "else deepcopy(self.value)",
+        "else self.value",
         "spans share the number of steps, and count it once each",
         OF_TRANSFER,
     ),
     "state-for-what-is-new": Fault(
-        TRANSFER,
-        "            for name, dtype in self._per_element(members):\n"
-        "                keys = [key for key, state in self._state.items() if name in state]",
-        "            for name, dtype in self._per_element(members):\n"
-        "                keys = [span.key for span in bucket.update.spans]",
+        OTHERS,
+        "else managed.span, {})",
+        "else (managed.group, 0), {})",
         "what begins to train anew gets a state of zeros instead of none",
         OF_TRANSFER,
     ),
     "state-not-moved": Fault(
-        TRANSFER,
-        "                restore(bucket, name, self._whole_state(name, dtype, bucket, members), keys)\n",
-        "                self._whole_state(name, dtype, bucket, members)\n",
+        FILL,
+        "                update.span_state(span)[role] = _of_span(",
+        "                _of_span(",
         "a change of what trains forgets the momentum of all",
         OF_TRANSFER,
     ),
     "moved-to-the-old-place": Fault(
-        TRANSFER,
-        "slot_view(whole, slots[managed.parameter]).copy_(slot_view(values, slot))",
-        "slot_view(whole, slots[managed.parameter]).copy_(slot_view(values, slots[managed.parameter]))",
+        OTHERS,
+        "slot_view(whole, slot).copy_(slot_view(values, old_slot))",
+        "slot_view(whole, slot).copy_(slot_view(values, slot))",
         "momentum is taken from where a parameter will lie, not from where it lay",
         OF_TRANSFER,
     ),
@@ -82,11 +80,11 @@ FAULTS = {
         OF_TRANSFER,
     ),
     "restored-where-not-asked": Fault(
-        NAMED,
-        "        if span.key in keys:\n",
-        "        if True:\n",
+        FILL,
+        "if each.span == span.key and not each.is_updated_whole",
+        "if not each.is_updated_whole",
         "all spans of a bucket get the state of some",
-        OF_NAMED,
+        OF_TRANSFER,
     ),
     "piece-counted-from-the-shard": Fault(
         NAMED,
@@ -131,23 +129,23 @@ FAULTS = {
         OF_BUILD,
     ),
     "switch-keeps-the-old-part": Fault(
-        SWITCH,
-        "value[_relative(wanted, held)].clone()",
-        "value[: wanted.stop - wanted.start].clone()",
+        OTHERS,
+        "values[where.start - held.start : where.stop - held.start].clone()",
+        "values[: where.stop - where.start].clone()",
         "after a change of the stage every rank goes on with the first elements of the optimizer's state",
         OF_SWITCH,
     ),
     "switch-forgets-whole-tensors": Fault(
-        SWITCH,
-        "            if slot in new.whole.targets and (kept or owner == rank):\n",
-        "            if slot in new.whole.targets and owner == rank and not self._is_gathered:\n",
-        "matrices that are updated whole begin without momentum after a change to stage 0",
+        OTHERS,
+        "        for slot in bucket.update.whole.targets if bucket.update.whole is not None else ():\n",
+        "        for slot in ():\n",
+        "matrices that are updated whole begin without momentum after a change of the stage",
         OF_SWITCH,
     ),
     "switch-master-of-this-rank": Fault(
-        SWITCH,
-        "return current if wanted == held else current[_relative(wanted, held)].clone()",
-        "return current if wanted == held else current[: wanted.stop - wanted.start].clone()",
+        OTHERS,
+        "update_range(bucket.layout, self._plan, self._collectives.shards.rank)",
+        "update_range(bucket.layout, self._plan, 0)",
         "after a change of the stage every rank updates the master weights of rank 0",
         OF_SWITCH,
     ),

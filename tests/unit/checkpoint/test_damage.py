@@ -14,7 +14,7 @@ import zerotrain
 from tests.unit.checkpoint.runs import KINDS, Kind, build, saved_by_two_ranks, train
 from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.manifest import Manifest, pieces_of, read_manifest
-from zerotrain.engine.state import restore
+from zerotrain.engine.state.sources import checkpoint
 from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads
 
@@ -164,7 +164,7 @@ def test_another_save_of_the_same_state_is_no_replacement_for_a_file(whole: Path
 def test_a_file_that_changes_between_the_two_looks_is_found_by_the_second(
     whole: Path, damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restore, "problems_in", lambda *_: [])
+    monkeypatch.setattr(checkpoint, "problems_in", lambda *_: [])
     flip(damaged / SECOND, 9000)
 
     def on_a_rank(world: zerotrain.World) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from zerotrain.checkpoint.others.given import row_by_row
 from zerotrain.checkpoint.others.weights import find_weights
-from zerotrain.engine.state.start import weight_misfits
+from zerotrain.engine.state.sources.files import weight_misfits
 from zerotrain.errors import CheckpointError
 
 MANY = 10**30

@@ -17,14 +17,13 @@ import torch
 
 from zerotrain.checkpoint.others.given import GivenTensor, row_by_row
 from zerotrain.checkpoint.others.open_file import FileRange, OpenFile
-from zerotrain.errors import CheckpointError
+from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.untrusted import MAX_DEPTH, shown
 
 _ZIPPED = b"PK\x03\x04"
 _PICKLED = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """What a file of torch.save began with before torch 1.6, and any pickle does."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-MAX_NAMES_SHOWN = 3
 MAX_TENSORS = 1_000_000
 _ALONE = "write the weights alone, with torch.save(model.state_dict(), PATH)"
 
@@ -186,10 +185,8 @@ def _objects_in(stream: "_Part") -> str:
         found = []
     if not found:
         return f"{path} is damaged: what it holds cannot be read"
-    more = f" and {len(found) - MAX_NAMES_SHOWN} more" if len(found) > MAX_NAMES_SHOWN else ""
     return (
-        f"{path} holds more than weights ({', '.join(sorted(found)[:MAX_NAMES_SHOWN])}{more}), and making such objects "
-        f"may run any code; {_ALONE}"
+        f"{path} holds more than weights ({listed(sorted(found))}), and making such objects may run any code; {_ALONE}"
     )
 
 

@@ -24,7 +24,7 @@ from zerotrain.checkpoint.others.safetensors_file import safetensors_in
 from zerotrain.checkpoint.others.torch_file import is_of_torch, torch_tensors_in
 from zerotrain.checkpoint.reading import Reader
 from zerotrain.checkpoint.verify import problems_in
-from zerotrain.errors import CheckpointError
+from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.untrusted import Each, FileName, UntrustedFileError, read_json, shown
 
 INDEX_END = ".index.json"
@@ -33,7 +33,6 @@ IN_FOLDERS = tuple(name + end for name in ("model.safetensors", "pytorch_model.b
 OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 """Ends of names of files that may hold weights."""
 MAX_INDEX_NBYTES = 100_000_000
-MAX_NAMES_SHOWN = 3
 ALLOWED = (
     f"give a file of safetensors or torch.save, a folder with {IN_FOLDERS[0]} or {IN_FOLDERS[2]} (or an index of "
     f"several), a folder of torch.distributed.checkpoint (it has {METADATA}), a checkpoint of zerotrain (it has "
@@ -93,8 +92,7 @@ def _files_of(index: Path) -> dict[Path, list[str] | None]:
     except UntrustedFileError as error:
         raise CheckpointError(f"{index} is no index of files with weights, or damaged: {error}") from None
     if absent := [file.name for file in files if not os.path.isfile(file)]:
-        more = f" and {len(absent) - MAX_NAMES_SHOWN} more" if len(absent) > MAX_NAMES_SHOWN else ""
-        named = ", ".join(map(shown, absent[:MAX_NAMES_SHOWN])) + more
+        named = listed([shown(name) for name in absent])
         raise CheckpointError(f"{index.parent} lacks {named} of the {len(files)} files that {index.name} tells of")
     return files
 

@@ -36,10 +36,6 @@ class Bucket:
     def layout(self) -> BucketLayout:
         return self.weights.layout
 
-    def load(self, whole: torch.Tensor) -> None:
-        """Replace all weights by (padded_numel,) others, the same on all ranks; between steps."""
-        self.weights.load(whole)
-
     def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
         """`Home.at_rest` of what it keeps off the device."""
         return self.weights.home.at_rest(tensor)
@@ -60,10 +56,6 @@ class TrainedBucket(Bucket):
 
     gradient: BucketGradient
     update: BucketUpdate
-
-    def load(self, whole: torch.Tensor) -> None:
-        super().load(whole)
-        self.update.load(whole)
 
     def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.update.home.at_rest(super().at_rest(tensor))

@@ -196,13 +196,6 @@ class BucketUpdate:
             held = self._held().to(master.device)
             torch.where(held == master.to(held.dtype), master, held.to(master.dtype), out=master)
 
-    def load(self, whole: torch.Tensor) -> None:
-        """Replace the master weight by this rank's part of (padded_numel,) others; what the optimizer keeps stays."""
-        if self.has_copy:
-            self.home.put_away()
-            self.master_weight.copy_(whole[self.where])
-            self.home.forget()
-
     def refilled(self) -> None:
         """The master weight was replaced: bring what this rank holds of the model weight up to date."""
         if self.has_copy:

@@ -157,23 +157,9 @@ class BucketWeights:
             self.home.put_away()
             self.shard.copy_(self.model_weight.tensor[self.own])
 
-    def load(self, whole: torch.Tensor) -> None:
-        """Replace all weights by (padded_numel,) others, the same on all ranks."""
-        self.about_to_change()
-        if self.plan.shards_parameters:
-            self.finish_gather()
-            self.reshard()
-            self.home.put_away()
-            self.shard.copy_(whole[self.own])
-            self.home.forget()
-        else:
-            self.start_gather()
-            self.finish_gather()
-            self.model_weight.tensor.copy_(whole)
-        self.writes.start_anew()
-
     def begin_refill(self) -> None:
-        """All of `shard` is about to be replaced; between steps."""
+        """`shard` is about to be replaced, or a part of it; between steps."""
+        self.about_to_change()
         if self.plan.shards_parameters:
             self.finish_gather()
             self.reshard()

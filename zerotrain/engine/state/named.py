@@ -4,7 +4,7 @@ Full weights, their hash, a change of what trains and the search for a bad gradi
 moves to another stage can be told in the same words: the name of a parameter, a role, and which elements.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,18 +38,18 @@ class NamedPiece:
 def pieces(bucket: Bucket, role: str) -> Iterator[NamedPiece]:
     """What this rank holds of the parameters of a bucket in one role, in place, without what is empty."""
     if role == WEIGHT:
-        yield from _cut(bucket, role, _current_weight(bucket), _weight_range(bucket))
+        yield from cut_pieces(bucket, role, _current_weight(bucket), _weight_range(bucket))
     elif not isinstance(bucket, TrainedBucket):
         return
     elif role == GRADIENT:
-        yield from _cut(bucket, role, bucket.gradient.shard, bucket.weights.own)
+        yield from cut_pieces(bucket, role, bucket.gradient.shard, bucket.weights.own)
     else:
         update = bucket.update
         for span in update.spans:
             if role in per_element(span.target, update.span_state(span)):
                 start = update.where.start + span.where.start
                 values = update.span_state(span)[role]
-                yield from _cut(bucket, role, values, slice(start, start + values.numel()))
+                yield from cut_pieces(bucket, role, values, slice(start, start + values.numel()))
         for slot in update.whole.targets if update.whole is not None else ():
             if isinstance(kept := update.whole_state(slot).get(role), torch.Tensor) and kept.ndim > 0:
                 yield NamedPiece(bucket.spec.parameters[slot], role, kept, None, None)
@@ -61,7 +61,7 @@ def replaced_weights(bucket: Bucket) -> Iterator[NamedPiece]:
     if isinstance(bucket, TrainedBucket):
         yield from pieces(bucket, WEIGHT)
     else:
-        yield from _cut(bucket, WEIGHT, bucket.weights.shard, bucket.weights.own)
+        yield from cut_pieces(bucket, WEIGHT, bucket.weights.shard, bucket.weights.own)
 
 
 def roles(bucket: Bucket) -> list[str]:
@@ -103,16 +103,6 @@ def capture(bucket: Bucket, role: str, dtype: torch.dtype, collectives: Collecti
     return full
 
 
-def restore(bucket: TrainedBucket, role: str, whole: torch.Tensor, keys: Container[tuple[int, int]]) -> None:
-    """Give this rank's part of `whole`, (padded_numel,), to the optimizer: spans of these keys keep it as `role`."""
-    part = whole[bucket.update.where]
-    for span in bucket.update.spans:
-        if span.key in keys:
-            bucket.update.span_state(span)[role] = part[span.where].clone()
-    bucket.update.home.put_away()
-    bucket.update.home.forget()
-
-
 def full_weights(bucket: Bucket, collectives: Collectives) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
     """Each parameter of a bucket and its full master weight, a view. Collective, once, when the first is asked for."""
     flat = capture(bucket, WEIGHT, torch.float32, collectives)
@@ -136,8 +126,8 @@ def _weight_range(bucket: Bucket) -> slice:
     return bucket.weights.own if bucket.weights.plan.shards_parameters else slice(0, bucket.layout.padded_numel)
 
 
-def _cut(bucket: Bucket, role: str, values: torch.Tensor, where: slice) -> Iterator[NamedPiece]:
-    """The pieces of `values`, which lie at `where` in the bucket."""
+def cut_pieces(bucket: Bucket, role: str, values: torch.Tensor, where: slice) -> Iterator[NamedPiece]:
+    """The pieces of `values`, which lie at `where` in the bucket, parameter by parameter."""
     for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True):
         start, end = max(slot.offset, where.start), min(slot.end, where.stop)
         if start < end:

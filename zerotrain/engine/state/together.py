@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -133,6 +133,19 @@ def raise_first(collectives: Collectives, error: Exception | None, *, doing: str
     failed = torch.tensor([int(error is not None)], dtype=torch.int64, device=collectives.world.device)
     if collectives.gather_small(failed, name=doing).any():
         exchange(collectives, None, error, doing=doing, left=left)
+
+
+def on_all(collectives: Collectives, call: Callable[[], T], *, doing: str, left: str) -> T:
+    """Make a call on each rank, and raise on all what any of them fails in, as `raise_first` does. Collective."""
+    result, error = attempt(call)
+    raise_first(collectives, error, doing=doing, left=left)
+    return cast(T, result)
+
+
+def from_rank_0(collectives: Collectives, call: Callable[[], T], *, doing: str) -> T:
+    """Make a call on rank 0, and return or raise on all what comes of it; it changes nothing. Collective."""
+    result, error = attempt(lambda: call() if collectives.shards.rank == 0 else None)
+    return cast(T, exchange(collectives, result, error, doing=doing, left=LEFT)[0])
 
 
 def exchange(collectives: Collectives, said: Any, error: Exception | None, *, doing: str, left: str) -> list[Any]:

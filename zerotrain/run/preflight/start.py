@@ -5,8 +5,8 @@ from torch import nn
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.config.schema import CheckpointConfig
 from zerotrain.config.words import in_words_of_config
-from zerotrain.engine.state.fit import model_misfits
-from zerotrain.engine.state.start import weight_misfits
+from zerotrain.engine.state.sources.files import weight_misfits
+from zerotrain.engine.state.sources.fit import model_misfits
 from zerotrain.sharding.units import model_parameters
 
 

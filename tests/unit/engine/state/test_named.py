@@ -13,8 +13,11 @@ from tests.unit.engine.parts import Linears, Plain, assert_same, engine_on, trai
 from zerotrain.checkpoint.manifest import WEIGHT
 from zerotrain.comm.ranks.world import World
 from zerotrain.engine.buckets.bucket import Bucket
-from zerotrain.engine.state.named import GRADIENT, capture, full_weights, pieces, restore, roles
+from zerotrain.engine.state.fill import fill_state
+from zerotrain.engine.state.named import GRADIENT, NamedPiece, capture, full_weights, pieces, roles
+from zerotrain.engine.state.source import Keeps, KeptTensor, Source
 from zerotrain.sharding.flat_buffer import slot_view
+from zerotrain.sharding.units import ManagedParameter
 from zerotrain.testing.fake_wire import run_threads
 
 ADAMW: Any = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0, fused=False)
@@ -113,6 +116,25 @@ def test_the_momentum_of_a_whole_tensor_is_its_owners_alone(stage: int) -> None:
         assert not set(rank["exp_avg"]) & set(matrices)
 
 
+class Captured(Source):
+    """Has (padded_numel,) of one bucket by role, for the parameters of some spans."""
+
+    has_state = True
+
+    def __init__(self, wholes: dict[str, torch.Tensor], keys: list[tuple[int, int]]) -> None:
+        self.wholes, self.keys = wholes, keys
+
+    def keeps(self, managed: ManagedParameter) -> Keeps:
+        kept = {role: KeptTensor(None, whole.dtype) for role, whole in self.wholes.items()}
+        return kept if managed.span in self.keys else {}
+
+    def begin(self, bucket: Bucket, role: str) -> None:
+        self.whole = self.wholes[role]
+
+    def read(self, piece: NamedPiece) -> None:
+        piece.values.copy_(self.whole[piece.in_bucket])
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_is_captured_and_restored_is_as_it_was(stage: int, precision: str) -> None:
@@ -120,23 +142,20 @@ def test_what_is_captured_and_restored_is_as_it_was(stage: int, precision: str) 
         engine = engine_on(world, optimizer=ADAMW, precision=precision, zero=BUCKETS | {"stage": stage})
         train(engine, 0)
         for bucket in engine.schedule.trained:
-            before = {}
+            before, wholes = {}, {}
+            keys = [span.key for span in bucket.update.spans]
             for role in ("exp_avg", "exp_avg_sq"):
-                states = [bucket.update.span_state(span) for span in bucket.update.spans]
-                before[role] = [state[role].clone() for state in states]
-                whole = capture(bucket, role, torch.float32, engine.collectives)
-                assert whole.shape == (bucket.layout.padded_numel,)
-                for state in states:
-                    del state[role]
-                restore(bucket, role, whole, [span.key for span in bucket.update.spans])
+                before[role] = [bucket.update.span_state(span)[role].clone() for span in bucket.update.spans]
+                wholes[role] = capture(bucket, role, torch.float32, engine.collectives)
+                assert wholes[role].shape == (bucket.layout.padded_numel,)
+            fill_state(Captured(wholes, keys), bucket)
             for role, values in before.items():
                 for span, value in zip(bucket.update.spans, values, strict=True):
                     assert torch.equal(bucket.update.span_state(span)[role], value)
-            if bucket.update.spans:
-                keys = [span.key for span in bucket.update.spans[1:]]
-                restore(bucket, "other", torch.ones(bucket.layout.padded_numel), keys)
+            if keys:
+                fill_state(Captured({"other": torch.ones(bucket.layout.padded_numel)}, keys[1:]), bucket)
                 others = ["other" in bucket.update.span_state(span) for span in bucket.update.spans]
-                assert others == [span.key in keys for span in bucket.update.spans]
+                assert others == [key in keys[1:] for key in keys]
 
     run_threads(on_a_rank, 2)
 

@@ -7,6 +7,7 @@ from zerotrain.checkpoint.manifest import EXTRA_STATE, Manifest
 from zerotrain.engine.groups import hyperparameters
 from zerotrain.engine.state.extra_state import modules_with_extra_state
 from zerotrain.engine.state.owned import Holdings, buffers
+from zerotrain.errors import listed
 from zerotrain.files.untrusted import shown
 from zerotrain.sharding.units import ManagedParameter, ModelParameter
 
@@ -107,6 +108,5 @@ def _groups(manifest: Manifest, holdings: Holdings) -> Iterator[str]:
 
 
 def _listed(names: Sequence[str], kind: str, *, verb: bool = True) -> str:
-    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
     are = (" is" if len(names) == 1 else " are") if verb else ""
-    return f"{kind}{'s' * (len(names) > 1)} {', '.join(names[:MAX_NAMES_SHOWN])}{more}{are}"
+    return f"{kind}{'s' * (len(names) > 1)} {listed(names, MAX_NAMES_SHOWN)}{are}"

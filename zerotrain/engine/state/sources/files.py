@@ -1,9 +1,8 @@
-"""Weights to start from, out of files into the shards: all is checked first, then each rank reads what it holds."""
+"""Files of others as a source, with weights to start from: all is checked first, then each rank reads what it holds."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,33 +11,48 @@ from torch import nn
 from zerotrain.checkpoint.others.given import GivenTensor, Weights
 from zerotrain.checkpoint.others.weights import find_weights, resolved
 from zerotrain.comm.collectives import Collectives
-from zerotrain.engine.buckets.bucket import TrainedBucket
 from zerotrain.engine.results import LoadedWeights
-from zerotrain.engine.state.fit import memory_order
-from zerotrain.engine.state.match import Wanted, fitting_parts, match, misfits
-from zerotrain.engine.state.named import replaced_weights
+from zerotrain.engine.state.named import NamedPiece
 from zerotrain.engine.state.owned import Holdings, buffers
-from zerotrain.engine.state.restore import HALF, NOTHING_CHANGED
-from zerotrain.engine.state.together import attempt, raise_first
+from zerotrain.engine.state.source import Source
+from zerotrain.engine.state.sources.fit import memory_order
+from zerotrain.engine.state.sources.match import Wanted, fitting_parts, match, misfits
+from zerotrain.engine.state.together import LEFT, attempt, from_rank_0, on_all, raise_first
 from zerotrain.errors import CheckpointError
 from zerotrain.sharding.units import ModelParameter, model_parameters
 
-NAME = "weights to start from"
 CHUNK_NUMEL = 2**17
 """Held at a time, a few times over, where the elements of a tensor lie in another order in the file."""
 
 
-@dataclass(frozen=True)
-class Checked:
-    """Weights that can be read and fit the engine, open."""
+class Files(Source):
+    """Weights that can be read and fit the engine, open. What they have not stays as it is.
 
-    weights: Weights
-    wanted: list[Wanted]
-    loaded: LoadedWeights
+    Args:
+        wanted: what the model has, and what of `weights` each gets.
+        loaded: what is told of it.
+    """
+
+    def __init__(self, weights: Weights, wanted: Sequence[Wanted], loaded: LoadedWeights, holdings: Holdings) -> None:
+        self.doing, self.loaded = f"loading weights from {weights.path}", loaded
+        self._weights, self._holdings = weights, holdings
+        self._given = {id(each.tensor): each.given[-1][1] for each in wanted if each.given}
+
+    def read(self, piece: NamedPiece) -> None:
+        source = self._given.get(id(piece.managed.parameter))
+        if source is not None and piece.in_tensor is not None:
+            _read(self._weights, source, piece.managed.stride, piece.in_tensor.start, piece.values)
+
+    def fill_rest(self) -> None:
+        for tensor in buffers(self._holdings.model, self._holdings.buckets).values():
+            if (source := self._given.get(id(tensor))) is not None and tensor.numel() > 0:
+                values = torch.empty(tensor.numel(), dtype=source.dtype)
+                self._weights.read(source, 0, values)
+                tensor.data.copy_(values.view(tensor.shape))
 
 
 @contextmanager
-def checked_weights(path: str | os.PathLike[str], holdings: Holdings, *, strict: bool) -> Iterator[Checked]:
+def checked_weights(path: str | os.PathLike[str], holdings: Holdings, *, strict: bool) -> Iterator[Files]:
     """Find weights and look at all that can be known of them without reading them. Collective.
 
     Raises:
@@ -48,13 +62,10 @@ def checked_weights(path: str | os.PathLike[str], holdings: Holdings, *, strict:
     named = Path(os.path.abspath(path))
     doing = f"loading weights from {named}"
     # Rank 0's newest: the run it is of may save another meanwhile.
-    source, error = attempt(lambda: str(resolved(named)) if collectives.shards.rank == 0 else None)
-    raise_first(collectives, error, doing=doing, left=NOTHING_CHANGED)
-    source = collectives.gather_objects(source, name=NAME)[0]
-    assert source is not None
+    source = from_rank_0(collectives, lambda: str(resolved(named)), doing=doing)
     weights, error = attempt(lambda: find_weights(Path(source)))
     try:
-        raise_first(collectives, error, doing=doing, left=NOTHING_CHANGED)
+        raise_first(collectives, error, doing=doing, left=LEFT)
         assert weights is not None
         yield _checked(weights, holdings, doing, strict)
     finally:
@@ -62,11 +73,11 @@ def checked_weights(path: str | os.PathLike[str], holdings: Holdings, *, strict:
             weights.close()
 
 
-def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> Checked:
+def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> Files:
     collectives = holdings.collectives
-    fingerprints = collectives.gather_objects(weights.fingerprint, name=NAME)
+    fingerprints = collectives.gather_objects(weights.fingerprint, name=doing)
 
-    def check() -> Checked:
+    def check() -> Files:
         rest = buffers(holdings.model, holdings.buckets)
         wanted = list(_wanted(holdings.model, holdings.parameters.values(), rest))
         part, *others = fitting_parts(weights.tensors, wanted)
@@ -81,29 +92,9 @@ def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> 
         taken = [given for each in wanted for _, given in each.given]
         if problems := [*weights.problems(taken, rank, size), *_two_in_one(weights, wanted, collectives)]:
             raise CheckpointError("\n".join(problems))
-        return Checked(weights, wanted, loaded)
+        return Files(weights, wanted, loaded, holdings)
 
-    checked, error = attempt(check)
-    raise_first(collectives, error, doing=doing, left=NOTHING_CHANGED)
-    assert checked is not None
-    return checked
-
-
-def take(checked: Checked, holdings: Holdings) -> None:
-    """Give an engine the weights. Collective.
-
-    Raises:
-        CheckpointError: on every rank; a file has changed since it was opened, or cannot be read.
-    """
-    for bucket in holdings.buckets:
-        bucket.weights.begin_refill()  # waits for gathers: not where one rank alone may fail
-    _, error = attempt(lambda: _fill(checked.weights, checked.wanted, holdings))
-    raise_first(holdings.collectives, error, doing=f"loading weights from {checked.weights.path}", left=HALF)
-    for bucket in holdings.buckets:
-        if isinstance(bucket, TrainedBucket):
-            bucket.update.refilled()
-        bucket.weights.end_refill()
-        bucket.forget()
+    return on_all(collectives, check, doing=doing, left=LEFT)
 
 
 def weight_misfits(path: str | os.PathLike[str], model: nn.Module) -> list[str]:
@@ -163,20 +154,6 @@ def _same(weights: Weights, left: GivenTensor, right: GivenTensor, start: int, s
         if not torch.equal(*(values.view(torch.uint8) for values in pair)):
             return False
     return True
-
-
-def _fill(weights: Weights, wanted: list[Wanted], holdings: Holdings) -> None:
-    given = {id(each.tensor): each.given[-1][1] for each in wanted if each.given}
-    for bucket in holdings.buckets:
-        for piece in replaced_weights(bucket):
-            source = given.get(id(piece.managed.parameter))
-            if source is not None and piece.in_tensor is not None:
-                _read(weights, source, piece.managed.stride, piece.in_tensor.start, piece.values)
-    for tensor in buffers(holdings.model, holdings.buckets).values():
-        if (source := given.get(id(tensor))) is not None and tensor.numel() > 0:
-            values = torch.empty(tensor.numel(), dtype=source.dtype)
-            weights.read(source, 0, values)
-            tensor.data.copy_(values.view(tensor.shape))
 
 
 def _read(weights: Weights, source: GivenTensor, stride: tuple[int, ...], start: int, target: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from zerotrain.checkpoint.others.given import GivenTensor
 from zerotrain.engine.results import LoadedWeights
+from zerotrain.errors import listed
 
 MAX_NAMES_SHOWN = 10
 MAX_NAMES_COMPARED = 2000
@@ -90,9 +91,7 @@ def _told(part: str, beside: Sequence[GivenTensor]) -> str:
         words = [*given.part.split("."), *given.names] if given.part else given.names
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, words, strict=False)))
         others[".".join(words[: shared + 1])] = None
-    names = list(others)
-    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-    left = f", and nothing of {', '.join(names[:MAX_NAMES_SHOWN])}{more}" if names else ""
+    left = f", and nothing of {listed(list(others), MAX_NAMES_SHOWN)}" if others else ""
     return f"{f'its {part!r} was read' if part else 'what is in no part of it was read'}{left}"
 
 
@@ -111,12 +110,11 @@ def misfits(loaded: LoadedWeights) -> list[str]:
 
 def _listed(names: Sequence[str], others: Sequence[str]) -> str:
     """Names, each with the one of others that is most like it."""
-    said = []
-    for name in names[:MAX_NAMES_SHOWN]:
-        nearest = difflib.get_close_matches(name, others[:MAX_NAMES_COMPARED], n=1)
-        said.append(f"{name} (is it {nearest[0]}?)" if nearest else name)
-    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-    return ", ".join(said) + more
+    said = list(names)
+    for place, name in enumerate(names[:MAX_NAMES_SHOWN]):
+        if nearest := difflib.get_close_matches(name, others[:MAX_NAMES_COMPARED], n=1):
+            said[place] += f" (is it {nearest[0]}?)"
+    return listed(said, MAX_NAMES_SHOWN)
 
 
 def _renaming(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.unit.checkpoint.runs import build, train
 from tests.unit.engine.parts import alone
-from tests.unit.engine.state.sources import (
+from tests.unit.engine.state.sources.weight_files import (
     HARD,
     Tensors,
     assert_holds,
@@ -28,7 +28,7 @@ from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.kept import step_name
 from zerotrain.checkpoint.manifest import pieces_of, read_manifest
 from zerotrain.comm.ranks.world import World
-from zerotrain.engine.state import start
+from zerotrain.engine.state.sources import files
 from zerotrain.errors import CheckpointError, ConfigError, EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
@@ -211,13 +211,13 @@ def test_ranks_that_see_different_files_refuse_them(tmp_path: Path, monkeypatch:
     tensors = tensors_of(plain(HARD, 7))
     path = saved(tensors, tmp_path / "weights.safetensors")
     newer = saved(tensors | {"more": torch.ones(1)}, tmp_path / "newer.safetensors")
-    real, here = start.find_weights, threading.local()
+    real, here = files.find_weights, threading.local()
     here.rank = 0
 
     def find(source: Path) -> Any:
         return real(newer if here.rank == 1 else source)  # as where each machine has a disk of its own
 
-    monkeypatch.setattr(start, "find_weights", find)
+    monkeypatch.setattr(files, "find_weights", find)
 
     def on_a_rank(world: World) -> None:
         here.rank = world.rank

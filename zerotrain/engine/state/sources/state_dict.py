@@ -1,113 +1,121 @@
-"""Full weights into the shards: one bucket at a time, from rank 0."""
+"""A dict of full weights as a source: rank 0 has it, and sends it one bucket at a time."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerotrain.checkpoint.manifest import WEIGHT
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.wire import require_tellable
 from zerotrain.engine.buckets.bucket import Bucket
-from zerotrain.engine.state.named import capture
-from zerotrain.engine.state.together import LEFT, attempt, raise_first
-from zerotrain.errors import ConfigError, EngineStateError, ZeroTrainError
+from zerotrain.engine.state.named import NamedPiece
+from zerotrain.engine.state.source import Source
+from zerotrain.engine.state.together import LEFT, on_all
+from zerotrain.errors import ConfigError, EngineStateError, ZeroTrainError, listed
 from zerotrain.sharding.flat_buffer import slot_view
 
-MAX_NAMES_SHOWN = 3
 
+class StateDict(Source):
+    """Full weights by the names of `model.state_dict()`. Of other ranks than rank 0 nothing is asked.
 
-@dataclass(frozen=True)
-class GivenState:
-    """What rank 0 has been given; of other ranks nothing is asked."""
+    Raises:
+        ConfigError: on rank 0; it is no dict.
+        EngineStateError: on rank 0; it holds what ranks cannot tell each other.
+    """
 
-    own: dict[str, Any]
-    """What the model has, by name."""
-    state: Mapping[str, Any]
-    names: dict[int, str]
-    """By the id of each parameter in `state` the name it has there; of a tied one any."""
-    problems: list[str]
-    others: dict[str, Any]
-    """What is in no bucket, by name: of a tensor None, of what modules keep beside their tensors the value."""
+    is_collective = True
 
-
-class Target:
-    """What full weights are loaded into: the parameters in buckets, and what the model has beside them."""
-
-    def __init__(self, model: nn.Module, buckets: Sequence[Bucket], collectives: Collectives) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: Sequence[Bucket],
+        collectives: Collectives,
+        state: Mapping[str, Any],
+        *,
+        strict: bool,
+    ) -> None:
         self._model, self._buckets, self._collectives = model, buckets, collectives
-        self._is_source = collectives.shards.rank == 0
-
-    def look_at(self, state: Mapping[str, Any], *, strict: bool) -> GivenState:
-        """What of `state`, by the names of `model.state_dict()`, this rank gives to all."""
-        own = self._model.state_dict(keep_vars=True)  # without detaching them: that would read sharded parameters
-        if not self._is_source:
-            return GivenState(own, {}, {}, [], {})
+        self._own = model.state_dict(keep_vars=True)  # without detaching them: that would read sharded parameters
+        self._state: Mapping[str, Any] = {}
+        self._name_of: dict[int, str] = {}
+        """By the id of each parameter that is given the name that it has in the dict; of a tied one any."""
+        self._problems: list[str] = []
+        self._given_others: dict[str, Any] = {}
+        """What is in no bucket, by name: of a tensor None, of what modules keep beside their tensors the value."""
+        self._members: set[int] = set()
+        self._whole: torch.Tensor | None = None
+        if collectives.shards.rank != 0:
+            return
         if not isinstance(state, Mapping):
             got = type(state).__name__
             raise ConfigError(f"load_state_dict: got a {got}; give what engine.full_state_dict() gives, a dict by name")
-        # A tied parameter may be given by any of its names.
-        names = {id(own[name]): name for name in reversed(own) if name in state}
+        self._state = state
+        self._name_of = {id(self._own[name]): name for name in reversed(self._own) if name in state}
         names_of: dict[int, list[str]] = {}
-        for name, value in own.items():
+        for name, value in self._own.items():
             names_of.setdefault(id(value), []).append(name)
-        problems = _problems(own, state, [each for key, each in names_of.items() if key not in names], strict)
-        rest = _others(own, self._buckets)
-        others = {name: None if isinstance(rest[name], torch.Tensor) else state[name] for name in rest if name in state}
-        require_tellable(others)
-        return GivenState(own, state, names, problems, others)
+        not_given = [names for key, names in names_of.items() if key not in self._name_of]
+        self._problems = _problems(self._own, state, not_given, strict)
+        for name, value in _others(self._own, buckets).items():
+            if name in state:
+                self._given_others[name] = None if isinstance(value, torch.Tensor) else state[name]
+        require_tellable(self._given_others)
 
-    def take(self, given: GivenState) -> None:
-        """Give all ranks what rank 0 was given. Collective.
+    def agree(self) -> None:
+        """Compare names on all ranks, and load what lies in no bucket: a module may refuse it. Collective, before
+        `fill`.
 
         Raises:
             ConfigError: on every rank, before anything has changed: names that are missing or unknown, other shapes.
             CheckpointError: likewise; a module does not take what it is to keep beside its tensors.
         """
-        own = given.own
-        said = given.problems, [name for name in own if id(own[name]) in given.names], given.others
+        said = self._problems, [name for name in self._own if id(self._own[name]) in self._name_of], self._given_others
         problems, names, others = self._collectives.gather_objects(said, name="what is loaded")[0]
         if problems:
             raise ConfigError(*problems)
-        self._take_others(given, others)
-        self._take_weights({id(own[name]) for name in names}, given)
+        self._members = {id(self._own[name]) for name in names}
+        self._load_others(others)
 
-    def _take_weights(self, members: set[int], given: GivenState) -> None:
-        for bucket in self._buckets:
-            # The elements that are not given stay what they are.
+    def begin(self, bucket: Bucket, role: str) -> None:
+        self._whole = None
+        if any(id(managed.parameter) in self._members for managed in bucket.spec.parameters):
             whole = torch.zeros(bucket.layout.padded_numel, dtype=torch.float32, device=self._collectives.world.device)
-            if not all(id(managed.parameter) in members for managed in bucket.spec.parameters):
-                whole.copy_(capture(bucket, WEIGHT, torch.float32, self._collectives))
             for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True):
-                if self._is_source and id(managed.parameter) in members:
-                    slot_view(whole, slot).copy_(given.state[given.names[id(managed.parameter)]])
+                if (name := self._name_of.get(id(managed.parameter))) is not None:
+                    slot_view(whole, slot).copy_(self._state[name])
             self._collectives.broadcast(whole, name=bucket.spec.name)
-            bucket.load(whole)
+            self._whole = whole
 
-    def _take_others(self, given: GivenState, others: Mapping[str, Any]) -> None:
-        """By PyTorch itself: buffers, and what modules keep beside their tensors. Before the weights, since a module
-        may refuse."""
+    def read(self, piece: NamedPiece) -> None:
+        if self._whole is not None and id(piece.managed.parameter) in self._members:
+            piece.values.copy_(self._whole[piece.in_bucket])
+
+    def _load_others(self, others: Mapping[str, Any]) -> None:
+        """Load buffers, and what modules keep beside their tensors, by PyTorch itself."""
         before = {
             name: value.detach().clone(memory_format=torch.contiguous_format)
             if isinstance(value, torch.Tensor)
             else value
-            for name, value in _others(given.own, self._buckets).items()
+            for name, value in _others(self._own, self._buckets).items()
         }
         taken = dict(others)
         for name, value in before.items():
             if name in taken and isinstance(value, torch.Tensor):
                 tensor = taken[name] = value.clone()
-                if name in given.state:
-                    tensor.copy_(given.state[name])
+                if name in self._state:
+                    tensor.copy_(self._state[name])
                 if tensor.numel() > 0:
                     # As bytes: backends do not send every dtype.
                     self._collectives.broadcast(tensor.view(-1).view(torch.uint8), name="buffers")
-        _, error = attempt(lambda: self._model.load_state_dict(taken, strict=False))
         try:
-            raise_first(self._collectives, error, doing="engine.load_state_dict", left=LEFT)
+            on_all(
+                self._collectives,
+                lambda: self._model.load_state_dict(taken, strict=False),
+                doing="engine.load_state_dict",
+                left=LEFT,
+            )
         except ZeroTrainError:
             with suppress(Exception):  # the first cause is what the user reads
                 self._model.load_state_dict(before, strict=False)
@@ -126,9 +134,9 @@ def _problems(
     problems = []
     missing, unknown = [names[0] for names in not_given], [name for name in state if name not in own]
     if strict and missing:
-        problems.append(f"load_state_dict: {_listed(missing)} missing; give all of the model, or say strict=False")
+        problems.append(f"load_state_dict: {listed(missing)} missing; give all of the model, or say strict=False")
     if strict and unknown:
-        problems.append(f"load_state_dict: the model has no {_listed(unknown)}; leave it out, or say strict=False")
+        problems.append(f"load_state_dict: the model has no {listed(unknown)}; leave it out, or say strict=False")
     for name, value in own.items():
         if not isinstance(value, torch.Tensor) or name not in state:
             continue
@@ -155,8 +163,3 @@ def _kind(value: Any) -> str:
     return (
         f"a {value.layout} tensor on {value.device}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-    return ", ".join(names[:MAX_NAMES_SHOWN]) + more

@@ -12,7 +12,7 @@ from torch import nn
 import zerotrain
 from tests.unit.checkpoint.runs import KINDS, Kind, Matrices, build, counted, held, train
 from tests.unit.engine.parts import alone
-from tests.unit.engine.state.sources import (
+from tests.unit.engine.state.sources.weight_files import (
     HARD,
     MODELS,
     PLACES,

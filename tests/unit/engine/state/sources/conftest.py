@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.engine.state.sources import every_form
+from tests.unit.engine.state.sources.weight_files import every_form
 
 
 @pytest.fixture(scope="module")

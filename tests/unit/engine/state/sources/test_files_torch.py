@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.unit.checkpoint.runs import Kind, Matrices, build, train
 from tests.unit.engine.parts import alone
-from tests.unit.engine.state.sources import (
+from tests.unit.engine.state.sources.weight_files import (
     HARD,
     MODELS,
     PLACES,

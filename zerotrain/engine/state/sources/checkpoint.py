@@ -1,0 +1,149 @@
+"""A checkpoint as a source, whatever placement wrote it: all is checked before anything changes, and each rank reads
+the elements that it holds."""
+
+import os
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerotrain.checkpoint.manifest import (
+    EXTRA_STATE,
+    MANIFEST,
+    WEIGHT,
+    Manifest,
+    dtype_of,
+    parse_manifest,
+    read_manifest,
+)
+from zerotrain.checkpoint.reading import Reader
+from zerotrain.checkpoint.verify import problems_in
+from zerotrain.engine.groups.hyperparameters import restore_group, restored, without_objects
+from zerotrain.engine.groups.param_groups import ParamGroups
+from zerotrain.engine.state.extra_state import restore_extra_states
+from zerotrain.engine.state.fill import fill
+from zerotrain.engine.state.named import NamedPiece
+from zerotrain.engine.state.owned import Holdings, buffers
+from zerotrain.engine.state.source import Keeps, KeptOnce, KeptTensor, Source
+from zerotrain.engine.state.sources.fit import misfits
+from zerotrain.engine.state.together import LEFT, from_rank_0, on_all
+from zerotrain.errors import CheckpointError
+from zerotrain.sharding.units import ManagedParameter
+
+
+def verified_manifest(path: str | os.PathLike[str], holdings: Holdings) -> tuple[Path, Manifest]:
+    """The manifest of a checkpoint that fits the engine and whose files are what was written: the ranks have shared
+    them out and read each block. Collective.
+
+    Raises:
+        CheckpointError: on every rank, before anything has changed.
+    """
+    collectives, folder = holdings.collectives, Path(os.path.abspath(path))
+    doing = f"loading {folder}"
+    text = from_rank_0(collectives, lambda: read_manifest(folder).text(), doing=doing)
+    manifest = parse_manifest(text, folder / MANIFEST)
+
+    def check() -> None:
+        if read_manifest(folder).text() != text:
+            raise CheckpointError(f"{folder} is another on this rank than on rank 0: all ranks must reach one folder")
+        if problems := misfits(manifest, holdings):
+            raise CheckpointError("\n".join(f"{folder} does not fit the engine: {each}" for each in problems))
+        if problems := problems_in(folder, manifest, collectives.shards.rank, collectives.shards.size):
+            raise CheckpointError("\n".join(problems))
+
+    on_all(collectives, check, doing=doing, left=LEFT)
+    return folder, manifest
+
+
+def places_in(manifest: Manifest) -> dict[str, list[Any]]:
+    """Of a checkpoint what `ParamGroups.places` says of an engine."""
+    return {name: [each["trains"], each["group"], each["generation"]] for name, each in manifest.parameters.items()}
+
+
+def added_groups(manifest: Manifest, groups: ParamGroups) -> list[dict[str, Any]]:
+    """The settings of groups that came after those the engine has."""
+    added = manifest.content["groups"][len(groups.hyperparameters) :]
+    return [
+        {name: restored(value, deepcopy(groups.defaults.get(name))) for name, value in settings.items()}
+        for settings in (without_objects(group["hyperparameters"]) for group in added)
+    ]
+
+
+def require_alike(folder: Path, manifest: Manifest, holdings: Holdings) -> None:
+    """Make sure that what the engine updates as one has the same kinds of state in a checkpoint. Collective.
+
+    Raises:
+        CheckpointError: on every rank; it has not.
+    """
+
+    def check() -> None:
+        for bucket in holdings.trained:
+            kinds: dict[Any, tuple[str, Any]] = {}
+            for each in bucket.spec.parameters:
+                if not each.is_updated_whole and each.parameter.numel() > 0:
+                    mine = manifest.parameters[each.names[0]]["tensors"].keys()
+                    first, theirs = kinds.setdefault(each.span, (each.names[0], mine))
+                    if mine != theirs:
+                        said = f"{each.names[0]} has {', '.join(mine)} in it"
+                        raise CheckpointError(f"{said}, and {first}, which is updated with it, {', '.join(theirs)}")
+
+    on_all(holdings.collectives, check, doing=f"loading {folder}", left="no number of the engine has changed")
+
+
+def restore(folder: Path, manifest: Manifest, holdings: Holdings) -> None:
+    """Give an engine what a verified checkpoint holds. Collective.
+
+    Raises:
+        CheckpointError: on every rank; a file has changed since it was verified.
+    """
+    with Reader(folder, manifest) as reader:
+        fill(Checkpoint(folder, manifest, holdings, reader), holdings.buckets, holdings.collectives)
+    for group, saved in zip(holdings.groups.hyperparameters, manifest.content["groups"], strict=True):
+        restore_group(group, saved["hyperparameters"], saved["first_lr"])  # type: ignore[arg-type]
+
+
+class Checkpoint(Source):
+    """A checkpoint that fits the engine: each rank reads the ranges that it holds.
+
+    Args:
+        reader: of its files, open.
+    """
+
+    has_state = True
+
+    def __init__(self, folder: Path, manifest: Manifest, holdings: Holdings, reader: Reader) -> None:
+        self.doing = f"loading {folder}"
+        self._manifest, self._holdings, self._reader = manifest, holdings, reader
+
+    def read(self, piece: NamedPiece) -> None:
+        saved = self._manifest.parameters[piece.managed.names[0]]["tensors"][piece.role]
+        self._reader.read(saved, piece.in_tensor.start if piece.in_tensor else 0, piece.values)
+
+    def keeps(self, managed: ManagedParameter) -> Keeps:
+        """Where numbers that are kept once lie is as torch's own `load_state_dict` has it: the number of steps on the
+        host, unless an update on the device wants it there, and all others on the device."""
+        saved, settings = self._manifest.parameters[managed.names[0]], self._holdings.groups.hyperparameters
+        updates_there = any(settings[managed.group].get(name) for name in ("fused", "capturable"))
+        found: dict[str, KeptTensor | KeptOnce] = {}
+        for name, value in saved["counts"].items():
+            once = restored(value, None) if isinstance(value, dict) else value
+            found[name] = KeptOnce(once, isinstance(once, torch.Tensor) and (name != "step" or updates_there))
+        for role, tensor in saved["tensors"].items():
+            if role != WEIGHT:
+                found[role] = KeptTensor(tensor["shape"] if managed.is_updated_whole else None, dtype_of(tensor))
+        return found
+
+    def fill_rest(self) -> None:
+        """Fill buffers, on as many ranks as saved them each with its own and otherwise all with those of rank 0; and
+        what modules keep."""
+        shards, holdings = self._holdings.collectives.shards, self._holdings
+        for name, values in buffers(holdings.model, holdings.buckets).items():
+            saved = self._manifest.buffers[name]
+            by_rank = {piece["file"]: piece for piece in saved["pieces"]}
+            rank = shards.rank if self._manifest.num_ranks == shards.size and shards.rank in by_rank else 0
+            if values.numel() > 0:
+                target = torch.empty(values.numel(), dtype=values.dtype)
+                self._reader.read({**saved, "pieces": [by_rank[rank]]}, 0, target)
+                values.data.copy_(target.view(values.shape))
+        restore_extra_states(holdings.model, self._manifest.content.get(EXTRA_STATE, {}), self._reader)

@@ -1,0 +1,201 @@
+"""Buckets of the same model as a source: cut otherwise before what trains has changed, or under another plan before the
+stage has.
+
+Bucket borders change no bits, so a change of what trains may move every parameter to another place: while it lasts a
+rank holds what it holds at rest twice, old and new. Under another plan the borders are the same: what this rank needs
+of a bucket it mostly has, and keeps.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerotrain.checkpoint.manifest import WEIGHT
+from zerotrain.comm.collectives import Collectives
+from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
+from zerotrain.engine.buckets.parts.spans import Span, update_range
+from zerotrain.engine.state.named import NamedPiece, capture, per_element
+from zerotrain.engine.state.source import Keeps, KeptOnce, KeptTensor, Source
+from zerotrain.errors import EngineStateError
+from zerotrain.sharding.flat_buffer import slot_view
+from zerotrain.sharding.layout import Slot
+from zerotrain.sharding.plan import Plan
+from zerotrain.sharding.units import ManagedParameter
+
+Described = dict[Any, dict[str, tuple[Any, Any]]]
+"""What the optimizer keeps, as ranks tell it: by (group, generation), or by name of what is updated whole."""
+
+
+class OtherBuckets(Source):
+    """Old buckets of a model whose parameters go to new ones, of other borders or under another plan.
+
+    Args:
+        buckets: as they lie now.
+        described: what `described_state` gave of them on this rank.
+        plan: of the new buckets.
+    """
+
+    is_collective = True
+    has_state = True
+
+    def __init__(self, buckets: Sequence[Bucket], described: Described, plan: Plan, collectives: Collectives) -> None:
+        self._plan, self._collectives = plan, collectives
+        self._homes: dict[nn.Parameter, tuple[Bucket, Slot]] = {
+            managed.parameter: (bucket, slot)
+            for bucket in buckets
+            for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True)
+        }
+        # A rank whose shards hold nothing of some parameters learns from the others what is kept of them.
+        everyone: Described = {}
+        for of_rank in collectives.gather_objects(described, name="optimizer state"):
+            everyone |= of_rank
+        self._keeps = {key: {name: _kept(each) for name, each in kept.items()} for key, kept in everyone.items()}
+        self._whole: torch.Tensor | None = None
+        """What was begun, from all ranks; None where this rank has what it needs of it."""
+        self._from_owners: dict[int, torch.Tensor] = {}
+
+    def keeps(self, managed: ManagedParameter) -> Keeps:
+        return self._keeps.get(managed.names[0] if managed.is_updated_whole else managed.span, {})
+
+    def begin(self, bucket: Bucket, role: str) -> None:
+        self._whole = None
+        self._from_owners = {}
+        old = self._old(bucket)
+        if old.spec is not bucket.spec:
+            self._whole = self._joined(bucket, role)
+        elif isinstance(old, TrainedBucket) and old.weights.plan.shards_optimizer and not self._plan.shards_optimizer:
+            if (dtype := self._dtype(bucket, role)) is not None:
+                self._whole = capture(old, role, dtype, self._collectives)
+            for span in old.update.spans if role != WEIGHT else ():
+                old.update.span_state(span).pop(role, None)
+            self._from_owners = dict(self._sent_by_owners(old, role))
+
+    def read(self, piece: NamedPiece) -> None:
+        assert self._whole is not None
+        piece.values.copy_(self._whole[piece.in_bucket])
+
+    def hand_over(self, bucket: Bucket, role: str, where: slice | int) -> torch.Tensor | None:
+        old = self._old(bucket)
+        assert isinstance(old, TrainedBucket)
+        if isinstance(where, int):
+            kept = self._from_owners[where] if where in self._from_owners else old.update.whole_state(where)[role]
+            assert isinstance(kept, torch.Tensor)
+            return kept
+        if self._whole is not None:
+            # Where all is kept it is not copied: a bucket is whole but once.
+            return self._whole[where].clone() if self._plan.shards_optimizer else self._whole[where]
+        for held, values in _held(old, role):
+            if held == where:
+                return values
+            if held.start <= where.start and where.stop <= held.stop:
+                return values[where.start - held.start : where.stop - held.start].clone()
+        raise AssertionError(f"{role} of {bucket.spec.name} is not where the plans have it")
+
+    def master_of(self, bucket: Bucket) -> torch.Tensor | None:
+        """The master weight of an old bucket over the range that this rank is to update under the new plan; None where
+        it is the model's."""
+        if not isinstance(bucket, TrainedBucket):
+            return None
+        bucket.update.current_weight()  # with what others than the engine have written
+        if not bucket.update.has_copy:
+            return None
+        self.begin(bucket, WEIGHT)
+        return self.hand_over(bucket, WEIGHT, update_range(bucket.layout, self._plan, self._collectives.shards.rank))
+
+    def let_go(self, bucket: Bucket) -> None:
+        """Others have all of an old bucket: keep nothing of it."""
+        self._whole = None
+        self._from_owners = {}
+        for managed in bucket.spec.parameters:
+            del self._homes[managed.parameter]
+
+    def _old(self, bucket: Bucket) -> Bucket:
+        return self._homes[bucket.spec.parameters[0].parameter][0]
+
+    def _dtype(self, bucket: Bucket, role: str) -> torch.dtype | None:
+        """Of what is kept for each element of a bucket; None where nothing is."""
+        if role == WEIGHT:
+            return torch.float32
+        kept = [self.keeps(managed).get(role) for managed in bucket.spec.parameters]
+        return next((each.dtype for each in kept if isinstance(each, KeptTensor) and each.shape is None), None)
+
+    def _joined(self, bucket: Bucket, role: str) -> torch.Tensor:
+        """(padded_numel,) of a new bucket, 0 for parameters that have none. Collective; an old bucket is whole too."""
+        members: dict[Bucket, list[tuple[Slot, Slot]]] = {}
+        for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True):
+            old, old_slot = self._homes[managed.parameter]
+            if role == WEIGHT or (isinstance(old, TrainedBucket) and role in self.keeps(managed)):
+                members.setdefault(old, []).append((slot, old_slot))
+        dtype = self._dtype(bucket, role)
+        whole = torch.zeros(bucket.layout.padded_numel, dtype=dtype, device=self._collectives.world.device)
+        for old, moving in members.items():
+            values = capture(old, role, whole.dtype, self._collectives)
+            for slot, old_slot in moving:
+                slot_view(whole, slot).copy_(slot_view(values, old_slot))
+        return whole
+
+    def _sent_by_owners(self, old: TrainedBucket, role: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """What is kept of tensors that are updated whole, by slot, on all ranks. Collective."""
+        device = self._collectives.world.device
+        for slot, owner in enumerate(old.update.owners):
+            kept = self.keeps(old.spec.parameters[slot]).get(role)
+            if isinstance(kept, KeptTensor):
+                if owner == self._collectives.shards.rank:
+                    values = old.update.whole_state(slot)[role].to(device).contiguous()
+                else:
+                    values = torch.empty(kept.shape or (), dtype=kept.dtype, device=device)
+                flat = values.view(-1).view(torch.uint8)
+                self._collectives.broadcast(flat, name=f"{role} of {old.spec.name}", source=owner)
+                yield slot, values
+
+
+def described_state(buckets: Sequence[Bucket]) -> Described:
+    """What the optimizer keeps on this rank: of a tensor its shape and dtype, and of what it keeps once the value.
+
+    Raises:
+        EngineStateError: it keeps something else.
+    """
+    mine: Described = {}
+    for bucket in (each for each in buckets if isinstance(each, TrainedBucket)):
+        for span in bucket.update.spans:
+            for name, value in bucket.update.span_state(span).items():
+                mine.setdefault(span.key, {})[name] = _described(name, value, span)
+        for slot in bucket.update.whole.targets if bucket.update.whole is not None else ():
+            for name, value in bucket.update.whole_state(slot).items():
+                is_tensor = isinstance(value, torch.Tensor) and value.ndim > 0
+                described = (tuple(value.shape), value.dtype) if is_tensor else _once(value)
+                mine.setdefault(bucket.spec.parameters[slot].names[0], {})[name] = described
+    return mine
+
+
+def _described(name: str, value: Any, span: Span) -> tuple[Any, Any]:
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return _once(value)
+    if per_element(span.target, {name: value}):
+        return None, value.dtype
+    raise EngineStateError(
+        f"the optimizer keeps {name!r} of shape {tuple(value.shape)} for {span.target.numel()} elements: what trains "
+        "cannot change with it; freeze before build_engine instead"
+    )
+
+
+def _once(value: Any) -> tuple[Any, Any]:
+    return (value.cpu(), not value.is_cpu) if isinstance(value, torch.Tensor) else (value, False)
+
+
+def _kept(described: tuple[Any, Any]) -> KeptTensor | KeptOnce:
+    return KeptTensor(*described) if isinstance(described[1], torch.dtype) else KeptOnce(*described)
+
+
+def _held(bucket: TrainedBucket, role: str) -> Iterator[tuple[slice, torch.Tensor]]:
+    """What this rank has of a bucket in one role, and which elements of the bucket that is."""
+    update = bucket.update
+    if role == WEIGHT:
+        yield update.where, update.current_weight()
+        return
+    for span in update.spans:
+        if role in (state := update.span_state(span)):
+            start = update.where.start
+            yield slice(start + span.where.start, start + span.where.stop), state[role]
