@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from zerotrain.device.device import lies_on_host
+from zerotrain.device.heap import reuse_what_is_freed
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.parts.segments import Segment
-from zerotrain.engine.heap import reuse_what_is_freed
 from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.gathers import Gathers
@@ -39,7 +40,7 @@ class Schedule:
         """The buckets with a gradient and an update, in list order."""
         self.gathers = Gathers(units, buckets, options)
         self.reductions = Reductions(self.trained, self._completing_units())
-        self._reuses_heap = buckets[0].weights.shard.is_cpu and not options.offload.uses_disk
+        self._reuses_heap = lies_on_host(buckets[0].weights.shard) and not options.offload.uses_disk
         """With a disk memory is to be flat."""
         self._frozen = [m for bucket in buckets if bucket not in self.trained for m in bucket.spec.parameters]
         self._backward = 0

@@ -14,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerotrain.comm.collectives import Collectives
+from zerotrain.device.device import lies_on_host
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.parts.spans import Span, update_range
 from zerotrain.engine.buckets.update import BucketUpdate
@@ -156,7 +157,7 @@ def _told(value: Any) -> Any:
     """(shape, dtype) of a tensor; of what is kept once the value, and whether it lies on the device."""
     if isinstance(value, torch.Tensor) and value.ndim > 0:
         return list(value.shape), value.dtype
-    return (value.cpu(), not value.is_cpu) if isinstance(value, torch.Tensor) else (value, False)
+    return (value.cpu(), not lies_on_host(value)) if isinstance(value, torch.Tensor) else (value, False)
 
 
 def _cut(old: BucketUpdate, new: BucketUpdate, span: Span) -> None:

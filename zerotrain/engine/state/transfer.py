@@ -13,6 +13,7 @@ from torch import nn
 
 from zerotrain.checkpoint.manifest import WEIGHT
 from zerotrain.comm.collectives import Collectives
+from zerotrain.device.device import lies_on_host
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.parts.spans import Span
 from zerotrain.engine.model.live_parameter import set_data
@@ -124,7 +125,7 @@ def _described(name: str, value: Any, span: Span) -> Any:
     if per_element(span.target, {name: value}):
         return value.dtype
     if value.ndim == 0:
-        return value.cpu(), not value.is_cpu
+        return value.cpu(), not lies_on_host(value)
     raise EngineStateError(
         f"the optimizer keeps {name!r} of shape {tuple(value.shape)} for {span.target.numel()} elements: what trains "
         "cannot change with it; freeze before build_engine instead"
