@@ -73,7 +73,7 @@ bench-gpu: ## GPT-2 in bf16 on one GPU: eager, compiled, one rank of 8; SIZES, E
 	done; exit $$code
 
 test-gpu: ## the tests for a GPU; PYTHON has torch and pytest, WHEELS is a folder with wheels of what else it lacks
-	$(WITH_WHEELS) $(PYTHON) -m pytest -m gpu -rs tests/distributed/test_gpu.py
+	$(WITH_WHEELS) $(PYTHON) -m pytest -m gpu -rs tests/distributed/test_gpu.py tests/unit/device/test_cuda.py
 
 install: $(INSTALLED) ## install only, into .venv
 

@@ -18,7 +18,7 @@ from benchmarks.network import sent_nbytes
 from benchmarks.split import Split, split_of
 from benchmarks.workload import Workload
 from zerotrain.comm.ranks.world import choose_device
-from zerotrain.engine.heap import reuse_what_is_freed
+from zerotrain.device.heap import reuse_what_is_freed
 from zerotrain.launching.end.signals import end_with_parent
 from zerotrain.training.figures.flops import count_flops
 from zerotrain.training.figures.metrics import device_peak_flops

@@ -116,7 +116,7 @@ def _kind(handle: Any) -> str:
 
 def _watch_courier(striker: Striker) -> None:
     from zerotrain.comm.wires.memory import shared_handles
-    from zerotrain.comm.wires.memory.courier import Courier
+    from zerotrain.comm.wires.memory.connections import Connections
     from zerotrain.comm.wires.memory.errand import READ, THERE
 
     def say(_: Any, peers: Any, message: bytes) -> None:
@@ -127,8 +127,8 @@ def _watch_courier(striker: Striker) -> None:
         if message[0] == THERE:
             striker.passed("courier: has said that something is there")
 
-    before(Courier, "_say", say)
-    after(Courier, "_say", said)
-    before(Courier, "_give_back", lambda *_: striker.passed("courier: has ended, and not given back"))
+    before(Connections, "send", say)
+    after(Connections, "send", said)
+    before(Connections, "close", lambda *_: striker.passed("courier: has ended, and not given back"))
     before(shared_handles._GatherErrand, "there", lambda *_: striker.passed("courier: reads what a gather wants"))
     before(shared_handles, "mean_by_tree", lambda *_, **__: striker.passed("courier: is in the midst of a mean"))

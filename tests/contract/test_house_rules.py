@@ -1,5 +1,5 @@
-"""Rules on the code that a machine can see: short files and functions, a stage that is a row of data, and no code that
-comes over the network."""
+"""Rules on the code that a machine can see: short files and functions, a stage that is a row of data, kinds of devices
+told apart in one place, and no code that comes over the network."""
 
 import ast
 from collections.abc import Iterator
@@ -61,6 +61,48 @@ def test_unpickling_is_seen():
     assert list(unpickling("class Any_(pickle.Unpickler):\n x = 1")) == ["Any_"]
     assert list(unpickling("class Any_(pickle._Unpickler):\n x = 1")) == ["Any_"]
     assert list(unpickling("class Few(pickle.Unpickler):\n def find_class(self, module, name): return dict")) == []
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] != "device"], ids=str)
+def test_no_code_asks_for_the_kind_of_a_device(path: Path):
+    """But in device/, whose `Device` answers what the others want to know."""
+    assert list(kinds_asked_for((PACKAGE / path).read_text())) == []
+
+
+def test_a_question_for_the_kind_of_a_device_is_seen():
+    texts = [
+        "if tensor.is_cuda: pass",
+        "ask = not self.shard.is_cpu",
+        "if world.device.type != wanted: pass",
+        "chosen.type == 'cuda'",
+        "match device.type:\n case 'cpu': 0",
+        "torch.cuda.synchronize()",
+        "stream: torch.cuda.Stream",
+        "import torch.cuda",
+        "from torch import cuda",
+        "from torch.cuda import Event",
+    ]
+    assert [len(list(kinds_asked_for(text))) for text in texts] == [1] * len(texts)
+    plain = "torch.backends.cuda.matmul.allow_tf32 = False; tensor.type(); item.type == IO; device_of(device).is_host"
+    assert list(kinds_asked_for(plain)) == []
+
+
+def kinds_asked_for(text: str) -> Iterator[str]:
+    """Every place that tells a CPU from a GPU, or calls one of them by name."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute):
+            of_device = node.attr == "type" and called(node.value) in ("device", "_device")
+            if of_device or node.attr in ("is_cpu", "is_cuda") or ast.unparse(node) == "torch.cuda":
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Compare) and called(node.left) == "type":
+            named = any(isinstance(each, ast.Constant) and each.value in ("cpu", "cuda") for each in node.comparators)
+            if named and called(node.left.value) not in ("device", "_device"):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name.startswith("torch.cuda"))
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = (f"{node.module}.{each.name}" for each in node.names)
+            yield from (name for name in names if name.startswith("torch.cuda"))
 
 
 def unpickling(text: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import zerotrain
 from zerotrain.checkpoint.manifest import read_manifest
-from zerotrain.deferred.freed import give_back_freed
+from zerotrain.device.heap import give_back_freed
 from zerotrain.testing.ranks import run_ranks
 
 MIB = 2**20

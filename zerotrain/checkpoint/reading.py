@@ -11,6 +11,7 @@ import torch
 
 from zerotrain.checkpoint.blocks import BLOCK_NBYTES, hash_of
 from zerotrain.checkpoint.manifest import Manifest, Piece, dtype_of, pieces_of
+from zerotrain.device.device import lies_on_host
 from zerotrain.errors import CheckpointError, listed
 from zerotrain.files.regular import only_regular
 
@@ -64,7 +65,7 @@ class Reader:
         """Neighbouring elements, all of which lie in this piece."""
         first = piece.byte + (start - piece.start) * dtype.itemsize
         stop = first + target.numel() * dtype.itemsize
-        memory = _memory_of(target) if target.dtype == dtype and target.device.type == "cpu" else None
+        memory = _memory_of(target) if target.dtype == dtype and lies_on_host(target) else None
         for index in range(first // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
             offset = index * BLOCK_NBYTES
             end = offset + self._nbytes_of(piece.file, index)

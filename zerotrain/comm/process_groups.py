@@ -35,6 +35,7 @@ from zerotrain.comm.wires.memory.local_peers import NotLocalError, require_all
 from zerotrain.comm.wires.memory.local_ranks import LocalRanks
 from zerotrain.comm.wires.memory.shared_handles import SharedGather, SharedReduction
 from zerotrain.comm.wires.posted_handles import PostedGather, PostedReduction
+from zerotrain.device.kinds import device_of
 from zerotrain.errors import EngineStateError
 
 MAX_RANKS_OF_EXCHANGE = 8
@@ -68,7 +69,7 @@ class ProcessGroups(Wire):
         self._hosts: Hosts | None = None
         """Where they are those of this host."""
         # Not on a GPU, where gloo may be too, nor in torch's fake group.
-        self._is_gloo_on_cpu = device.type == "cpu" and self._gathers._get_backend(device).name().lower() == "gloo"
+        self._is_gloo_on_cpu = device_of(device).is_host and self._gathers._get_backend(device).name().lower() == "gloo"
         if self._is_gloo_on_cpu:
             self._meet_locally()
 
@@ -92,7 +93,7 @@ class ProcessGroups(Wire):
         return DEFAULT_TIMEOUT_S if timeout is None else float(timeout.total_seconds())
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self._local is not None and device.type == "cpu":
+        if self._local is not None and device_of(device).is_host:
             return self._local.memory.zeros(numel, dtype)
         return super().zeros(numel, dtype, device)
 

@@ -24,6 +24,7 @@ from zerotrain.config.compose import first_line, from_values, known_keys, litera
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.suggest import did_you_mean
 from zerotrain.config.words import in_words_of_config, words_of_config
+from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.state.sources.files import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
@@ -153,8 +154,7 @@ def _evaluate(
         if problems := class_problems(config):
             raise ConfigError(*problems)
         num_local, num_ranks = _num_ranks(config, ranks)
-        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        config.launch.device, why = device_for(config.launch.device, num_local, num_gpus)
+        config.launch.device, why = device_for(config.launch.device, num_local, num_gpus())
         try:
             with _known_in_one_line(config, run.path):
                 data = _checked(config, told["weights"], num_local, num_ranks)
@@ -274,7 +274,7 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
     """
     wanted = config.launch.nproc_per_node
     if ranks is None:
-        num_ranks = wanted or max(1, 0 if config.launch.device == "cpu" else torch.cuda.device_count())
+        num_ranks = wanted or max(1, 0 if config.launch.device == "cpu" else num_gpus())
         return num_ranks, num_ranks
     if wanted not in (None, 1, ranks.local_world_size):
         raise ConfigError(

@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerotrain.deferred.freed import give_back_freed
 from zerotrain.deferred.refillable import RecordedCall, RefillableStorage, Step
+from zerotrain.device.heap import give_back_freed
+from zerotrain.device.kinds import device_of
 
 MIN_NBYTES = 2**16
 """Smaller tensors stay in memory: the state of the CPU's random number generator alone takes 5 KiB."""
@@ -226,7 +227,7 @@ def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, Initi
 
 def _is_plain(tensor: Any) -> bool:
     """Whether it is a tensor that has memory of the usual kind."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type != "meta"
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _written(call: RecordedCall) -> list[torch.Tensor]:
@@ -251,6 +252,4 @@ def _generator_of(call: RecordedCall, tensors: list[torch.Tensor]) -> torch.Gene
     if given:
         return given[0]
     device = tensors[0].device if tensors else torch.device(call.kwargs.get("device") or "cpu")
-    if device.type != "cuda":
-        return torch.default_generator
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return device_of(device).generator

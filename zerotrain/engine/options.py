@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from zerotrain.comm.ranks.world import World
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.precision.policy import Precision, precision_named
 from zerotrain.errors import ConfigError
@@ -36,12 +37,12 @@ class EngineOptions:
         Raises:
             ConfigError: virtual ranks that the ranks cannot share, or whose micro-batches are to be reduced one by one.
         """
-        zero, precision = given.zero, given.precision
+        zero, precision, on_gloo = given.zero, given.precision, device_of(world.device).backend == "gloo"
         return cls(
             given=deepcopy(given),
             plan=STAGES[zero.stage],
             precision=precision_named(precision.name, tuple(precision.keep_fp32)),
-            ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and world.device.type == "cpu"),
+            ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and on_gloo),
             leaves_per_rank=leaves_per_rank(given.virtual_ranks, world.shards.size, zero.accumulate),
         )
 

@@ -13,8 +13,8 @@ from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ranks.world import World
 from zerotrain.comm.scratch import ScratchPools
-from zerotrain.deferred.freed import give_back_freed
 from zerotrain.deferred.init import InitialValues
+from zerotrain.device.heap import give_back_freed
 from zerotrain.engine.agreement import require_same
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.places.homes import Homes

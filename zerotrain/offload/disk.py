@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
-from zerotrain.offload.memory import PAGE_NBYTES, host_bytes, whole_pages
+from zerotrain.device.cpu import mapped_bytes
+from zerotrain.device.device import Event
+from zerotrain.offload.memory import PAGE_NBYTES, whole_pages
 from zerotrain.offload.scratch_file import ScratchFile, lies_in_memory
-from zerotrain.offload.tier import Place, Tier, Window, window_memory
-from zerotrain.offload.transfer import OnStream, OnThreadAndStream, OnThreads, Transfer
+from zerotrain.offload.tier import Place, Tier, Window
+from zerotrain.offload.transfer import OnThreadAndStream, OnThreads
 
 PIECE_NBYTES = 4 * 2**20
 """Of one read or write. Measured (2026-11-21, a virtual disk, 256 MiB): one thread wrote 0.9 to 1.5 GB/s and read 0.6
@@ -61,10 +63,9 @@ class DiskTier(Tier):
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="zerotrain-offload")
         self._maps: dict[Place, mmap.mmap] = {}
         self._free = Gaps()
-        if device.type == "cuda":
-            self._copying = torch.cuda.Stream(device)
-            # A thread of its own: it waits for the pieces, which must not wait for it.
-            self._conductor = ThreadPoolExecutor(1, thread_name_prefix="zerotrain-offload-gpu")
+        self._copying = self._device.stream()
+        # A thread of its own, where there is staging: it waits for the pieces, which must not wait for it.
+        self._conductor = ThreadPoolExecutor(1, thread_name_prefix="zerotrain-offload-gpu")
 
     @property
     def where(self) -> str:
@@ -92,7 +93,7 @@ class DiskTier(Tier):
 
     def look(self, place: Place, start: int, nbytes: int) -> torch.Tensor:
         first = start // PAGE_NBYTES * PAGE_NBYTES
-        memory = host_bytes(whole_pages(start + nbytes - first), pinned=False)
+        memory = mapped_bytes(whole_pages(start + nbytes - first))
         bytes_there = memory.numpy().data
         for at in range(0, memory.nbytes, PIECE_NBYTES):
             self.file.read(place.offset + first + at, bytes_there[at : at + PIECE_NBYTES])
@@ -102,15 +103,17 @@ class DiskTier(Tier):
         self._maps[place].madvise(mmap.MADV_DONTNEED)
 
     def window(self, nbytes: int) -> Window:
-        memory = window_memory(nbytes, self.device, (self._copying,) if self.device.type == "cuda" else ())
-        return Window(memory, host_bytes(nbytes, pinned=True) if memory.is_cuda else None)
+        return Window(self._device.bytes_for(nbytes, self._copying), self._staging(nbytes))
 
     def _unwaited_window(self, nbytes: int) -> Window:
-        if self.device.type != "cuda":
+        if self._device.is_host:
             return self.window(nbytes)
-        return Window(super()._unwaited_window(nbytes).memory, host_bytes(nbytes, pinned=True))
+        return Window(super()._unwaited_window(nbytes).memory, self._staging(nbytes))
 
-    def _fetch(self, place: Place, window: Window, stored: Transfer, unused: Transfer) -> Transfer:
+    def _staging(self, nbytes: int) -> torch.Tensor | None:
+        return None if self._device.is_host else self._device.host_bytes(nbytes)
+
+    def _fetch(self, place: Place, window: Window, stored: Event, unused: Event) -> Event:
         stored.settle()
         on_host = window.memory if window.staging is None else window.staging
         parts = self._pieces(self.file.read, place, on_host)
@@ -118,7 +121,7 @@ class DiskTier(Tier):
             return OnThreads(parts)
         return OnThreadAndStream(self._conductor.submit(self._up, OnThreads(parts), window, place.nbytes, unused))
 
-    def _store(self, window: Window, place: Place) -> Transfer:
+    def _store(self, window: Window, place: Place) -> Event:
         if window.staging is None:
             return OnThreads(self._pieces(self.file.write, place, window.memory))
         return OnThreads([self._conductor.submit(self._down, self.read(), window, place)])
@@ -134,18 +137,13 @@ class DiskTier(Tier):
             for start in range(0, place.nbytes, PIECE_NBYTES)
         ]
 
-    def _up(self, on_host: Transfer, window: Window, nbytes: int, unused: Transfer) -> OnStream:
+    def _up(self, on_host: Event, window: Window, nbytes: int, unused: Event) -> Event:
         assert window.staging is not None
         on_host.wait()
-        with torch.cuda.stream(self._copying):
-            unused.wait()
-            window.memory[:nbytes].copy_(window.staging[:nbytes], non_blocking=True)
-        return OnStream(self._copying)
+        return self._copying.copy(window.memory[:nbytes], window.staging[:nbytes], after=[unused])
 
-    def _down(self, computed: Transfer, window: Window, place: Place) -> None:
+    def _down(self, computed: Event, window: Window, place: Place) -> None:
         assert window.staging is not None
         computed.settle()
-        with torch.cuda.stream(self._copying):
-            window.staging[: place.nbytes].copy_(window.memory[: place.nbytes], non_blocking=True)
-        OnStream(self._copying).settle()
+        self._copying.copy(window.staging[: place.nbytes], window.memory[: place.nbytes]).settle()
         OnThreads(self._pieces(self.file.write, place, window.staging)).wait()

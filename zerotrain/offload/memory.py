@@ -1,14 +1,11 @@
-"""Host memory: how much there is, and such as a disk and a GPU can be given directly, which begins on a page."""
+"""Host memory: its pages, and how much of it there is."""
 
 import math
-import mmap
 import os
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-
-import torch
 
 PAGE_NBYTES = 4096
 """Borders that direct reads and writes of any disk keep to."""
@@ -17,18 +14,6 @@ PAGE_NBYTES = 4096
 def whole_pages(nbytes: int) -> int:
     """The bytes of the pages that hold so many."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-
-
-def host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """(nbytes,) uint8, of any values.
-
-    Args:
-        nbytes: above 0.
-        pinned: for copies from and to a GPU beside its work.
-    """
-    if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def most_of_process() -> float:

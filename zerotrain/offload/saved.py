@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from zerotrain.device.device import DONE, Event
 from zerotrain.offload.tier import Place
-from zerotrain.offload.transfer import DONE, Transfer
 from zerotrain.offload.windows import Windows
 
 MIN_NBYTES = 64 * 2**10
@@ -33,10 +33,10 @@ class _Stored:
     """While this is held, no other memory gets the same identity."""
     version: int
     place: Place
-    storing: Transfer
+    storing: Event
     memory: torch.Tensor | None
     """(nbytes,) uint8 on the device; None: they are in their place alone."""
-    arriving: Transfer = DONE
+    arriving: Event = DONE
 
     def fetch(self) -> None:
         """Begin to bring the bytes to the device, if they are not there."""
@@ -158,7 +158,7 @@ class SavedTensors:
         self._device = torch.empty(0, device=windows.device).device  # cuda:0, where cuda was given
         self.reached: Callable[[], SavingCall | None] = _weak(None)
         """The call that a backward has come to last, if its graph is there."""
-        self.ended: deque[tuple[Place, Transfer, Transfer, torch.Tensor | None]] = deque()
+        self.ended: deque[tuple[Place, Event, Event, torch.Tensor | None]] = deque()
         """Of what no graph needs any more, with what was last begun with it."""
         self._newest: Callable[[], SavingCall | None] = _weak(None)
         self._stored: weakref.WeakValueDictionary[int, _Stored] = weakref.WeakValueDictionary()

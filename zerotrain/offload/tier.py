@@ -1,14 +1,14 @@
 """What a place to offload to can do: have room, fetch into a window, store from it. And the host's memory as one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
-from zerotrain.offload.memory import host_bytes, whole_pages
-from zerotrain.offload.transfer import DONE, OnStream, Transfer
+from zerotrain.device.device import DONE, Event
+from zerotrain.device.kinds import device_of
+from zerotrain.offload.memory import whole_pages
 
 
 @dataclass(eq=False)
@@ -20,10 +20,10 @@ class Place:
     to give what is read of it ends the process; `Tier.look` raises."""
     offset: int = 0
     """Of a disk, in its file."""
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
+    def __post_init__(self) -> None:
+        self.nbytes = self.memory.nbytes
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Tier(ABC):
     stored_nbytes = 0
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._device = device, device_of(device)
 
     @property
     @abstractmethod
@@ -75,25 +75,25 @@ class Tier(ABC):
     def window(self, nbytes: int) -> Window:
         """A new window of so many bytes, whole pages."""
 
-    def fetch(self, place: Place, window: Window) -> Transfer:
+    def fetch(self, place: Place, window: Window) -> Event:
         """Begin to bring a place's bytes into a window that is as large or larger."""
         self.fetched_nbytes += place.nbytes
         return self._fetch(place, window, DONE, DONE)
 
-    def fetched(self, place: Place, stored: Transfer) -> tuple[torch.Tensor, Transfer]:
+    def fetched(self, place: Place, stored: Event) -> tuple[torch.Tensor, Event]:
         """Begin to bring a place's bytes, as soon as they are `stored` there, into memory of their own: (nbytes,) uint8
         on the device, which is not to be let go before the transfer was waited for."""
         self.fetched_nbytes += place.nbytes
         window = self._unwaited_window(place.nbytes)
         return window.memory, self._fetch(place, window, stored, self.read())
 
-    def store(self, window: Window, place: Place) -> Transfer:
+    def store(self, window: Window, place: Place) -> Event:
         """Begin to bring a window's bytes, as the device has them when its work until now is done, to a place."""
         self.stored_nbytes += place.nbytes
         return self._store(window, place)
 
     @abstractmethod
-    def _fetch(self, place: Place, window: Window, stored: Transfer, unused: Transfer) -> Transfer:
+    def _fetch(self, place: Place, window: Window, stored: Event, unused: Event) -> Event:
         """Fetch when both are done; with the second the window's memory is not used any more."""
 
     def _unwaited_window(self, nbytes: int) -> Window:
@@ -101,11 +101,11 @@ class Tier(ABC):
         return Window(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
     @abstractmethod
-    def _store(self, window: Window, place: Place) -> Transfer: ...
+    def _store(self, window: Window, place: Place) -> Event: ...
 
-    def read(self) -> Transfer:
+    def read(self) -> Event:
         """Done when what the device has been told until now is done: a window that it reads may then be used again."""
-        return OnStream(torch.cuda.current_stream(self.device)) if self.device.type == "cuda" else DONE
+        return self._device.event()
 
     def look(self, place: Place, start: int, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8: some of the bytes at rest, for a host that only reads; on any thread.
@@ -126,16 +126,14 @@ class HostTier(Tier):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._is_cuda = device.type == "cuda"
-        if self._is_cuda:
-            self._reading, self._writing = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._reading, self._writing = self._device.stream(), self._device.stream()
 
     @property
     def where(self) -> str:
-        return "pinned host memory" if self._is_cuda else "host memory apart"
+        return "host memory apart" if self._device.is_host else "pinned host memory"
 
     def place(self, nbytes: int) -> Place:
-        place = Place(host_bytes(whole_pages(nbytes), pinned=self._is_cuda))
+        place = Place(self._device.host_bytes(whole_pages(nbytes)))
         self.placed_nbytes += place.nbytes
         return place
 
@@ -143,38 +141,10 @@ class HostTier(Tier):
         self.placed_nbytes -= place.nbytes
 
     def window(self, nbytes: int) -> Window:
-        streams = (self._reading, self._writing) if self._is_cuda else ()
-        return Window(window_memory(nbytes, self.device, streams))
+        return Window(self._device.bytes_for(nbytes, self._reading, self._writing))
 
-    def _fetch(self, place: Place, window: Window, stored: Transfer, unused: Transfer) -> Transfer:
-        if not self._is_cuda:
-            window.memory[: place.nbytes].copy_(place.memory)
-            return DONE
-        return self._copy(self._reading, window.memory[: place.nbytes], place.memory, (stored, unused))
+    def _fetch(self, place: Place, window: Window, stored: Event, unused: Event) -> Event:
+        return self._reading.copy(window.memory[: place.nbytes], place.memory, after=(stored, unused))
 
-    def _store(self, window: Window, place: Place) -> Transfer:
-        if not self._is_cuda:
-            place.memory.copy_(window.memory[: place.nbytes])
-            return DONE
-        return self._copy(self._writing, place.memory, window.memory[: place.nbytes], (self.read(),))
-
-    def _copy(
-        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: tuple[Transfer, ...]
-    ) -> Transfer:
-        with torch.cuda.stream(stream):
-            for each in after:
-                each.wait()
-            target.copy_(source, non_blocking=True)
-        return OnStream(stream)
-
-
-def window_memory(nbytes: int, device: torch.device, streams: Iterable[torch.cuda.Stream]) -> torch.Tensor:
-    """(nbytes,) uint8 on the device, that these streams may use from now on: when it is freed, nobody gets it before
-    they have done what they were told."""
-    if device.type != "cuda":
-        return host_bytes(nbytes, pinned=False)
-    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    torch.cuda.current_stream(device).synchronize()  # which may still use what the memory was before
-    for stream in streams:
-        memory.record_stream(stream)
-    return memory
+    def _store(self, window: Window, place: Place) -> Event:
+        return self._writing.copy(place.memory, window.memory[: place.nbytes], after=(self.read(),))

@@ -1,31 +1,13 @@
-"""Bytes on their way between a place of rest and a window, as an object that is waited for."""
+"""Bytes on their way between a disk and a window, as an event that is waited for."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-import torch
+from zerotrain.device.device import Event
 
 
-class Transfer:
-    """One copy that was begun. This one is done as soon as it is made."""
-
-    def wait(self) -> None:
-        """What this thread computes from here on, on the device, finds the bytes where they were to go.
-
-        Raises:
-            OffloadError: they cannot be brought there.
-        """
-
-    def settle(self) -> None:
-        """The same for the host, and for whoever uses the source again."""
-        self.wait()
-
-
-DONE = Transfer()
-
-
-class OnThreads(Transfer):
-    """What threads read or write."""
+class OnThreads(Event):
+    """Pieces that threads read or write. To wait for them raises OffloadError, where one cannot be."""
 
     def __init__(self, parts: Sequence["Future[None]"]) -> None:
         self._parts = parts
@@ -38,24 +20,10 @@ class OnThreads(Transfer):
             raise errors[0]
 
 
-class OnStream(Transfer):
-    """What a stream of a GPU copies."""
+class OnThreadAndStream(Event):
+    """Pieces that threads read, and that a stream of a GPU copies behind them; waited for as `OnThreads`."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-    def settle(self) -> None:
-        self._event.synchronize()
-
-
-class OnThreadAndStream(Transfer):
-    """What threads read, and a stream of a GPU copies behind them."""
-
-    def __init__(self, copied: "Future[OnStream]") -> None:
+    def __init__(self, copied: "Future[Event]") -> None:
         self._copied = copied
 
     def wait(self) -> None:

@@ -2,8 +2,8 @@
 
 import torch
 
+from zerotrain.device.device import Event
 from zerotrain.offload.tier import Tier, Window
-from zerotrain.offload.transfer import Transfer
 
 
 class Windows:
@@ -15,7 +15,7 @@ class Windows:
 
     def __init__(self, tier: Tier, num_windows: int = 3) -> None:
         self.tier, self._num_windows = tier, num_windows
-        self._resting: list[tuple[Window, Transfer]] = []
+        self._resting: list[tuple[Window, Event]] = []
         """Those not lent, each with the last that was begun with it; the oldest first."""
         self._num_lent = 0
 
@@ -39,7 +39,7 @@ class Windows:
             del window  # its memory may serve the larger one
         return self.tier.window(nbytes)
 
-    def give_back(self, window: Window, last: Transfer) -> None:
+    def give_back(self, window: Window, last: Event) -> None:
         """End a loan; `last` was begun with the window."""
         self._num_lent -= 1
         self._resting.append((window, last))

@@ -10,6 +10,7 @@ import torch
 
 from zerotrain.data.preparing.prepare import NUM_BYTE_VALUES
 from zerotrain.data.preparing.tokenizer import TextTokenizer
+from zerotrain.device.kinds import num_gpus
 from zerotrain.errors import ConfigError
 from zerotrain.files.remote_code import MAX_NBYTES, refusal, require_no_kernels
 from zerotrain.files.untrusted import read_json
@@ -53,7 +54,7 @@ def text_model(path: Path, *, trust_code: bool = False) -> TextModel:
         ConfigError: there is no text to be got from it: no tokenizer, or no model that its config builds.
         CheckpointError: there is no checkpoint, or it is not what was written.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if num_gpus() else "cpu")
     for file in ("config.json", "adapter_config.json"):
         if (path / file).is_file():
             return _of_hugging_face(path, device)

@@ -4,11 +4,11 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
 from zerotrain.data.reading.batches import GlobalBatchSampler
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.training.figures.report import UNITS, in_unit
 
@@ -81,12 +81,7 @@ def _repeated(train: Any, num_rows: int) -> Iterator[str]:
 
 
 def _ranks(engine: ZeroEngine) -> str:
-    device = engine.world.device
-    if device.type == "cuda":
-        where = torch.cuda.get_device_name(device)
-    else:
-        where = f"CPU, threads of each: {torch.get_num_threads()}"
-    return f"{engine.world.size} on {where}; {engine.precision.name}{_leaves(engine)}"
+    return f"{engine.world.size} on {device_of(engine.world.device).name}; {engine.precision.name}{_leaves(engine)}"
 
 
 def _leaves(engine: ZeroEngine) -> str:

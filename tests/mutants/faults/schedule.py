@@ -293,7 +293,7 @@ FAULTS = {
         "reuse_what_is_freed(reuses=False)",
         "reuse_what_is_freed()",
         "what lives longer than a step stays resident when it is freed",
-        ("unit/engine/test_heap.py",),
+        ("unit/device/test_heap.py",),
     ),
     "freed-buckets-stay-resident": Fault(
         "engine/build.py",

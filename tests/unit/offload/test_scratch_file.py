@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from zerotrain.device.cpu import mapped_bytes
 from zerotrain.errors import OffloadError
-from zerotrain.offload.memory import PAGE_NBYTES, host_bytes
+from zerotrain.offload.memory import PAGE_NBYTES
 from zerotrain.offload.scratch_file import ScratchFile, file_system_of, lies_in_memory
 
 NBYTES = 8 * PAGE_NBYTES
@@ -19,13 +20,13 @@ NBYTES = 8 * PAGE_NBYTES
 
 def random_bytes(nbytes: int = NBYTES) -> torch.Tensor:
     """On pages, as direct access wants it."""
-    values = host_bytes(nbytes, pinned=False)
+    values = mapped_bytes(nbytes)
     return values.copy_(torch.randint(256, (nbytes,), dtype=torch.uint8))
 
 
 def gone_through(file: ScratchFile) -> bool:
     """Whether what is written comes back."""
-    start, written, found = file.extend(NBYTES), random_bytes(), host_bytes(NBYTES, pinned=False)
+    start, written, found = file.extend(NBYTES), random_bytes(), mapped_bytes(NBYTES)
     file.write(start, written.numpy().data)
     file.read(start, found.numpy().data)
     return torch.equal(written, found)
@@ -48,7 +49,7 @@ def test_a_folder_is_made_and_nothing_is_seen_in_it(tmp_path: Path) -> None:
 
 def test_two_with_one_folder_do_not_meet(tmp_path: Path) -> None:
     files = [ScratchFile(tmp_path, f"rank {rank}") for rank in range(2)]
-    written, found = [random_bytes() for _ in files], host_bytes(NBYTES, pinned=False)
+    written, found = [random_bytes() for _ in files], mapped_bytes(NBYTES)
     for file, values in zip(files, written, strict=True):
         file.write(file.extend(NBYTES), values.numpy().data)
     for file, values in zip(files, written, strict=True):
@@ -90,7 +91,7 @@ def test_a_read_behind_the_end_is_named(tmp_path: Path) -> None:
     file = ScratchFile(tmp_path, "rank 0")
     file.extend(PAGE_NBYTES)
     with pytest.raises(OffloadError, match=r"cannot be read at bytes 4096 to 8192 \(the file ends there\)"):
-        file.read(0, host_bytes(2 * PAGE_NBYTES, pinned=False).numpy().data)
+        file.read(0, mapped_bytes(2 * PAGE_NBYTES).numpy().data)
 
 
 def test_a_disk_without_room_is_named_with_what_is_there_and_what_is_free(

@@ -5,14 +5,15 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from zerotrain.device.device import DONE, Event
 from zerotrain.errors import OffloadError
 from zerotrain.offload.memory import PAGE_NBYTES
 from zerotrain.offload.tier import HostTier
-from zerotrain.offload.transfer import DONE, OnThreads, Transfer
+from zerotrain.offload.transfer import OnThreads
 from zerotrain.offload.windows import Windows
 
 
-class Noted(Transfer):
+class Noted(Event):
     """Notes that it was settled."""
 
     def __init__(self, notes: list[str], name: str) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from zerotrain.comm.accounts.whereabouts import Whereabouts
 from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.comm.ranks.meeting import meet
+from zerotrain.device.kinds import device_of, num_gpus
 from zerotrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,17 +79,17 @@ class World:
         ranks = RankEnvironment.read(whole=False)
         local_rank = 0 if ranks is None else ranks.local_rank
         chosen = choose_device(device, local_rank)
-        if chosen.type == "cuda":
-            torch.cuda.set_device(chosen)
+        kind = device_of(chosen)
+        kind.use()
         if ranks is None or ranks.world_size == 1:
             return cls(rank=0, size=1, local_rank=0, device=chosen)
         dist.init_process_group(
-            backend="nccl" if chosen.type == "cuda" else "gloo",
+            backend=kind.backend,
             store=meet(ranks, timeout_s),
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=timedelta(seconds=timeout_s),
-            device_id=chosen if chosen.type == "cuda" else None,
+            device_id=None if kind.is_host else chosen,
         )
         return cls._around(chosen, local_rank, started_here=True, shared_memory=shared_memory)
 
@@ -101,7 +102,7 @@ class World:
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(rank=0, size=1, local_rank=0, device=device)
-        if device.type == "cpu" and "gloo" not in dist.get_backend():
+        if device_of(device).is_host and "gloo" not in dist.get_backend():
             raise ConfigError(
                 f"the process group is {dist.get_backend()} and the model is on the CPU; move the model to this rank's "
                 "GPU before build_engine, or initialise the group with gloo"
@@ -167,9 +168,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """What carries tensors of `device` in a group: gloo, nccl, ...; of torch's fake group, in which benchmarks measure
     one rank of many alone, what would carry them in earnest."""
     name = group._get_backend(device).name().lower()
-    if name == "fake":
-        return "gloo" if device.type == "cpu" else "nccl"
-    return name
+    return device_of(device).backend if name == "fake" else name
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -182,17 +181,17 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
         ConfigError: there is no GPU, or none left for this local rank.
     """
     if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        wanted = "cuda" if num_gpus() else "cpu"
     if wanted == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not num_gpus():
         raise ConfigError(
             "World.from_environment(device='cuda'), but torch sees no GPU here; use "
             "World.from_environment(device='cpu') or auto"
         )
-    if local_rank >= torch.cuda.device_count():
+    if local_rank >= num_gpus():
         raise ConfigError(
-            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; use "
-            f"torchrun --nproc-per-node={torch.cuda.device_count()} or less, or World.from_environment(device='cpu')"
+            f"local rank {local_rank} has no GPU: this machine has {num_gpus()}; use "
+            f"torchrun --nproc-per-node={num_gpus()} or less, or World.from_environment(device='cpu')"
         )
     return torch.device("cuda", local_rank)

@@ -5,14 +5,15 @@ from typing import Any, NamedTuple
 import torch
 
 from zerotrain.data.reading.inputs import to_device, with_tensors
+from zerotrain.device.device import DONE, Event
+from zerotrain.device.kinds import device_of
 
 
 class Copied(NamedTuple):
     """Micro-batches whose copies were issued."""
 
     batches: list[Any]
-    done: torch.cuda.Event | None
-    """None where nothing is to be waited for."""
+    done: Event
 
 
 class DeviceCopies:
@@ -25,27 +26,25 @@ class DeviceCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device_of(device)
+        self._stream = self._device.stream()
         self._in_use: list[Any] = []
 
     def start(self, batches: list[Any]) -> Copied:
         """Issue the copies of some micro-batches in the host's memory."""
-        if self._stream is None:
-            return Copied([to_device(batch, self._device) for batch in batches], None)
-        with torch.cuda.stream(self._stream):
+        device = self._device.device
+        if self._device.is_host:
+            return Copied([to_device(batch, device) for batch in batches], DONE)
+        with self._stream.current():
             # torch keeps pinned memory that a copy was issued from until the copy is over.
             pinned = [with_tensors(batch, torch.Tensor.pin_memory) for batch in batches]
-            return Copied(
-                [to_device(batch, self._device, non_blocking=True) for batch in pinned], self._stream.record_event()
-            )
+            return Copied([to_device(batch, device, non_blocking=True) for batch in pinned], self._device.event())
 
     def finish(self, copied: Copied) -> list[Any]:
         """The same micro-batches on the device, for the current stream. The ones before may be written over from now
         on."""
-        if self._stream is not None and copied.done is not None:
-            current = torch.cuda.current_stream(self._device)
-            self._stream.wait_event(current.record_event())
-            current.wait_event(copied.done)
+        if copied.done is not DONE:
+            self._stream.wait(self._device.event())
+            copied.done.wait()
         self._in_use = copied.batches
         return copied.batches

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerotrain.deferred.freed import give_back_freed
+from zerotrain.device.heap import give_back_freed
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.update import BucketUpdate
 from zerotrain.engine.buckets.weights import BucketWeights

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from zerotrain.checkpoint.manifest import dtype_of
+from zerotrain.device.device import lies_on_host
 from zerotrain.errors import EngineStateError
 
 _TOLD_AS_IT_IS = frozenset({float, int, bool, str, type(None)})
@@ -43,7 +44,7 @@ def told(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [told(each) for each in value]
     if isinstance(value, torch.Tensor):
-        return value.tolist() if value.is_cpu else _ON_THE_DEVICE
+        return value.tolist() if lies_on_host(value) else _ON_THE_DEVICE
     return float(value) if isinstance(value, Real) else type(value).__name__
 
 
@@ -54,7 +55,7 @@ def told_values(groups: Iterable[Mapping[str, Any]]) -> tuple[str, list[torch.Te
     if _ON_THE_DEVICE not in text:
         return text, []
     nested = [each for value in values for each in (value if isinstance(value, list | tuple) else [value])]
-    return text, [each for each in nested if isinstance(each, torch.Tensor) and not each.is_cpu]
+    return text, [each for each in nested if isinstance(each, torch.Tensor) and not lies_on_host(each)]
 
 
 def mixed(numbers: Sequence[torch.Tensor]) -> torch.Tensor:

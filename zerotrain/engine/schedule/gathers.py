@@ -4,7 +4,7 @@ Gathers come in list order after the step (stages 1 and 2) or in the order in wh
 on every rank, as long as all ranks call the same units.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -31,11 +31,11 @@ class Gathers:
         self._gathers_updated = self.plan.shards_optimizer and not self.plan.shards_parameters
         self._running: list[LiveUnit] = []
         """The units whose forward is under way, outermost first."""
-        self.in_backward: LiveUnit | None = None
+        self._in_backward: LiveUnit | None = None
         """The unit that a backward reached last."""
-        self.prefetch = options.prefetch if self.plan.shards_parameters else 0
+        self._prefetch = options.prefetch if self.plan.shards_parameters else 0
         """Units that are gathered ahead."""
-        self._look_ahead(self.prefetch)
+        self._look_ahead(self._prefetch)
 
     def _look_ahead(self, prefetch: int) -> None:
         """Fill in what each unit gathers ahead; units that share all their buckets count as one."""
@@ -93,12 +93,29 @@ class Gathers:
     def begin_backward(self) -> None:
         """What the forward left full for its backward must be there, also if another call has freed it since."""
         self.complete([bucket for bucket in self._buckets if bucket.awaits_backward])
-        self.in_backward = None
+        self._in_backward = None
 
     def before_backward(self, unit: LiveUnit) -> None:
         """Make the unit's parameters complete for its backward, gather the unit before it, free the one behind it."""
         self._free_behind(unit)
         self.complete(unit.buckets, unit.ahead_in_backward, unit.fetched_in_backward)
+
+    def skipped_before(self, unit: LiveUnit, backward: int) -> Iterator[tuple[LiveUnit, set[LiveUnit]]]:
+        """The units that this backward jumps over to reach `unit`, since this rank did not call them; each with those
+        behind.
+
+        At each of them a rank that did call it closes what is behind and gathers ahead, and so must this one, in that
+        order. (Seen without overlap: one rank skipped a block, and waited with the reduction of that block for a rank
+        that waited for the gather of the block before it.) No more than are gathered ahead anyway: ranks that jump
+        further may all call few units.
+        """
+        index = self._units.index(unit)
+        end = len(self._units) if self._in_backward is None else self._units.index(self._in_backward)
+        skipped = self._units[index + 1 : end]
+        if len(skipped) > self._prefetch or any(each.was_called(backward) for each in skipped):
+            return
+        for place in range(end - 1, index, -1):
+            yield self._units[place], set(self._units[place + 1 :])
 
     def gather_ahead(self, unit: LiveUnit) -> None:
         """A backward passes by a unit that was not called on this rank."""
@@ -113,7 +130,7 @@ class Gathers:
         the backward of the second. (Seen: two blocks in one bucket, the one between them frozen. Freed behind the
         second, the bucket was gathered again for the first; not so on a rank that skipped the second. The ranks hung.)
         """
-        behind, self.in_backward = self.in_backward, unit
+        behind, self._in_backward = self._in_backward, unit
         if not self.frees_after_use or behind is None or behind is unit or behind.calls_units:
             return
         for bucket in behind.first_of:

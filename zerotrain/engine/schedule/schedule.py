@@ -1,16 +1,17 @@
 """Where the model is, and what that means for gathers and for reductions."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from zerotrain.device.device import lies_on_host
+from zerotrain.device.heap import reuse_what_is_freed
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.life import Phase
 from zerotrain.engine.buckets.parts.segments import Segment
-from zerotrain.engine.heap import reuse_what_is_freed
 from zerotrain.engine.model.live_parameter import ENGINE_IS_GONE, LEFT_ITS_UNIT, settle
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.gathers import Gathers
@@ -40,7 +41,7 @@ class Schedule:
         """The buckets with a gradient and an update, in list order."""
         self.gathers = Gathers(units, buckets, options)
         self.reductions = Reductions(self.trained, self._completing_units())
-        self._reuses_heap = buckets[0].weights.shard.is_cpu and not options.offload.uses_disk
+        self._reuses_heap = lies_on_host(buckets[0].weights.shard) and not options.offload.uses_disk
         """With a disk memory is to be flat."""
         self._frozen = [m for bucket in buckets if bucket not in self.trained for m in bucket.spec.parameters]
         self._owners = [BucketOwner(bucket, self) for bucket in buckets]
@@ -137,7 +138,7 @@ class Schedule:
             return
         call.reached_in = unit.reached_in = self._backward
         call.is_used_up = self._frees_graph
-        for skipped, behind in self._skipped_before(unit):
+        for skipped, behind in self.gathers.skipped_before(unit, self._backward):
             self.reductions.close_passed(position, within=behind)
             self.gathers.gather_ahead(skipped)
         self.reductions.close_passed(position)
@@ -153,23 +154,6 @@ class Schedule:
         later. (Seen: a forward that is computed again takes the gradient by its input, the output of the unit before.)
         The backward that a reentrant checkpoint makes is none: it runs over nodes made meanwhile."""
         return position < self._first_new_node and torch._C._current_graph_task_id() != self._root_task
-
-    def _skipped_before(self, unit: LiveUnit) -> Iterator[tuple[LiveUnit, set[LiveUnit]]]:
-        """The units that the backward has just jumped over, since this rank did not call them; each with those behind.
-
-        At each of them a rank that did call it closes what is behind and gathers ahead, and so must this one, in that
-        order. (Seen without overlap: one rank skipped a block, and waited with the reduction of that block for a rank
-        that waited for the gather of the block before it.) No more than are gathered ahead anyway: ranks that jump
-        further may all call few units.
-        """
-        reached = self.gathers.in_backward
-        index = self.units.index(unit)
-        end = len(self.units) if reached is None else self.units.index(reached)
-        skipped = self.units[index + 1 : end]
-        if len(skipped) > self.gathers.prefetch or any(each.was_called(self._backward) for each in skipped):
-            return
-        for place in range(end - 1, index, -1):
-            yield self.units[place], set(self.units[place + 1 :])
 
     def segment_arrived(self, bucket: TrainedBucket, segment: Segment) -> None:
         """All gradients of a segment are there."""

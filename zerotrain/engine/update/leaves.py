@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from zerotrain.device.device import lies_on_host
 from zerotrain.errors import EngineStateError
 
 MicroBatch = Sequence[Any] | Mapping[str, Any]
@@ -16,7 +17,7 @@ BeforeEach = Callable[[int, int], object]
 
 def weighs_nothing(weight: Weight) -> bool:
     """Whether a loss of this weight counts for nothing, as far as the host can know without waiting for the device."""
-    is_known = not isinstance(weight, torch.Tensor) or weight.device.type == "cpu"
+    is_known = not isinstance(weight, torch.Tensor) or lies_on_host(weight)
     return is_known and bool(weight == 0)
 
 

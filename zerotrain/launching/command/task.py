@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -21,6 +20,7 @@ from zerotrain.config.checks import OPEN_GROUPS, checked_config, doubtful, witho
 from zerotrain.config.compose import first_line
 from zerotrain.config.places import with_place
 from zerotrain.config.schema import Config
+from zerotrain.device.kinds import num_gpus
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.printable import printable
 from zerotrain.files.regular import only_regular
@@ -203,9 +203,8 @@ def _settings(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None
     """The config, and a line for each of its values that cannot be, and for what lies in the run's folder."""
     config, problems = checked_config(composed)
     problems = [_placed(problem) for problem in problems]
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     num_local = _num_local_ranks(config) if ranks is None else ranks.local_world_size
-    device, why = device_for(config.launch.device, num_local, num_gpus)
+    device, why = device_for(config.launch.device, num_local, num_gpus())
     if why:
         print(f"warning: {why}", file=sys.stderr)
         config.launch.device = device
@@ -280,5 +279,4 @@ def _placed(problem: str) -> str:
 
 def _num_local_ranks(config: Config) -> int:
     """Ranks to start on this machine: as set, else one for each GPU, else one."""
-    num_gpus = 0 if config.launch.device == "cpu" else torch.cuda.device_count()
-    return config.launch.nproc_per_node or max(1, num_gpus)
+    return config.launch.nproc_per_node or max(1, 0 if config.launch.device == "cpu" else num_gpus())

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, checkpoints_in
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.config.interpolation import quoted
 from zerotrain.config.schema import Config
+from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.launching.job.earlier import AUTO
@@ -114,7 +113,7 @@ def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_rank
     saved: Any = manifest.content["config"]
     for name in ("launch", "threads_per_rank"):
         saved = saved.get(name) if isinstance(saved, dict) else None
-    is_on_cpu = config.launch.device == "cpu" or not torch.cuda.is_available()
+    is_on_cpu = config.launch.device == "cpu" or not num_gpus()
     if is_on_cpu and config.launch.threads_per_rank is None and type(saved) is int and 0 < saved <= MAX_THREADS:
         own = num_threads_per_rank(config, num_local_ranks)
         if saved != own:

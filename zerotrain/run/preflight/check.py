@@ -18,6 +18,7 @@ from zerotrain.config.targets import HYDRA_KEYS
 from zerotrain.config.words import word, words_of_config
 from zerotrain.data.reading.fetch import RowError
 from zerotrain.data.reading.fingerprint import Fingerprint, fingerprint_of
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.places.homes import NOT_ON_HOST
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
 from zerotrain.engine.groups.trial import Trials
@@ -245,7 +246,7 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
     for name in names | {"matrices"} if hasattr(factory, "needs_whole") else names or {"matrices"}:
         given = {"params": [torch.zeros(SAMPLE_SHAPE)], "name": name}
         made = build_optimizer(factory, [given])
-        if device is not None and device.type == "cpu":
+        if device is not None and device_of(device).is_host:
             settings = {key: value for key, value in made.param_groups[0].items() if key != "params"}
             Trials(factory, device).require_fit(settings)
     return factory

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.inputs import as_inputs, with_tensors
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes, updates_whole
 from zerotrain.engine.precision.kept_fp32 import dtypes_of
 from zerotrain.engine.precision.policy import precision_named
@@ -50,8 +51,7 @@ class Room:
     @classmethod
     def of_machine(cls, device: torch.device | None, num_local: int) -> "Room":
         """That of this one, shared by its ranks."""
-        is_gpu = device is not None and device.type == "cuda"
-        gpu = torch.cuda.get_device_properties(device).total_memory if is_gpu else 0
+        gpu = 0 if device is None else device_of(device).own_nbytes
         return cls(min(available_nbytes() / num_local, most_of_process()), gpu)
 
     @property

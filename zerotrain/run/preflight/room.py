@@ -6,10 +6,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from zerotrain.config.schema import Config
+from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, sampled_nbytes
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.errors import ConfigError, OffloadError
@@ -73,7 +73,7 @@ def file_problems(num_ranks: int) -> list[str]:
 
 def in_memory(config: Config, run_dir: Path) -> list[str]:
     """A line where what is offloaded stays in the memory that it comes from; none otherwise."""
-    if config.offload.activations == "cpu" and (config.launch.device == "cpu" or not torch.cuda.is_available()):
+    if config.offload.activations == "cpu" and (config.launch.device == "cpu" or not num_gpus()):
         return [
             "offload.activations=cpu: a run on CPU has its activations in the host's memory already, and holds copies "
             "of some beside them; leave it out, or give disk"

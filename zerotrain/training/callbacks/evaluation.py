@@ -13,6 +13,7 @@ from zerotrain.comm.ranks.world import World
 from zerotrain.data.reading.fetch import Collate, fetch_rows
 from zerotrain.data.reading.inputs import as_inputs, num_labels, to_device, tokens_known
 from zerotrain.data.reading.items import source_name
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.update.leaves import call_model
 
@@ -110,8 +111,7 @@ def evaluate(
     num_rounds = max(1, math.ceil(len(rows) / (world.size * micro_batch_size)))
     # By the number of the micro-batch: sum of losses, number of labels. Each is filled in by one rank.
     parts = torch.zeros(num_rounds * world.size, 2, dtype=torch.float64, device=world.device)
-    cuda = [world.device] if world.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(cuda), in_evaluation_mode(engine):
+    with torch.no_grad(), device_of(world.device).keep_generators(), in_evaluation_mode(engine):
         for number in range(world.rank, len(parts), world.size):
             mine = rows[number * micro_batch_size : (number + 1) * micro_batch_size]
             # A rank that has no row left runs a forward all the same and counts nothing of it: where parameters are

@@ -9,6 +9,8 @@ import torch
 from rich.console import Console
 
 from zerotrain.comm.ranks.world import World
+from zerotrain.device.device import Device, MemoryHistory
+from zerotrain.device.kinds import device_of
 
 NUM_TRACED_STEPS = 3
 NUM_STEPS_BEFORE = 3
@@ -28,17 +30,18 @@ def recorded_steps(
         memory: record allocations, for pytorch.org/memory_viz; there are none to record on the CPU.
         console: told so.
     """
-    rank, device = world.rank, world.device
-    if memory and device.type != "cuda":
+    rank, device = world.rank, device_of(world.device)
+    history = device.memory_history() if memory else None
+    if memory and history is None:
         console.print("warning: train.memory_snapshot=true has no effect on the CPU", highlight=False)
-    recorders: list[torch.profiler.profile | _MemoryHistory] = []
+    recorders: list[torch.profiler.profile | _Allocations] = []
     with ExitStack() as stack:
         if trace and max_steps > 0:
             folder.mkdir(exist_ok=True)
             recorders.append(stack.enter_context(_profiler(folder / f"rank{rank}.json", device, max_steps)))
-        if memory and device.type == "cuda":
+        if history is not None:
             folder.mkdir(exist_ok=True)
-            recorders.append(stack.enter_context(_MemoryHistory(folder / f"memory_rank{rank}.pickle")))
+            recorders.append(stack.enter_context(_Allocations(history, folder / f"memory_rank{rank}.pickle")))
 
         def step_done() -> None:
             for recorder in recorders:
@@ -47,15 +50,12 @@ def recorded_steps(
         yield step_done
 
 
-def _profiler(path: Path, device: torch.device, max_steps: int) -> torch.profiler.profile:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
+def _profiler(path: Path, device: Device, max_steps: int) -> torch.profiler.profile:
     num_traced = min(NUM_TRACED_STEPS, max_steps)
     num_before = min(NUM_STEPS_BEFORE, max_steps - num_traced)
     num_warmup = min(1, num_before)
     return torch.profiler.profile(
-        activities=activities,
+        activities=device.activities,
         schedule=torch.profiler.schedule(wait=num_before - num_warmup, warmup=num_warmup, active=num_traced, repeat=1),
         # The thread that reads data ahead, too.
         experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True),
@@ -63,28 +63,24 @@ def _profiler(path: Path, device: torch.device, max_steps: int) -> torch.profile
     )
 
 
-class _MemoryHistory:
+class _Allocations:
     """The allocations on the GPU up to the end of the traced steps, or to the error that ended the run before."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, history: MemoryHistory, path: Path) -> None:
+        self._history, self._path = history, path
         self._num_steps_left = NUM_STEPS_BEFORE + NUM_TRACED_STEPS
 
-    def __enter__(self) -> "_MemoryHistory":
-        torch.cuda.memory._record_memory_history()
+    def __enter__(self) -> "_Allocations":
+        self._history.begin()
         return self
 
     def step(self) -> None:
         self._num_steps_left -= 1
         if self._num_steps_left == 0:
-            self._write()
+            self._history.write(self._path)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._num_steps_left > 0:
-            self._write()
-
-    def _write(self) -> None:
-        torch.cuda.memory._dump_snapshot(str(self._path))
-        torch.cuda.memory._record_memory_history(enabled=None)
+            self._history.write(self._path)

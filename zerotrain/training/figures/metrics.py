@@ -8,6 +8,8 @@ from types import TracebackType
 
 import torch
 
+from zerotrain.device.kinds import device_of
+
 NUM_WARMUP_STEPS = 3
 """First steps, which allocate and compile, left out of the run's speed where there are more."""
 
@@ -36,9 +38,9 @@ PEAK_TFLOPS = {
 
 def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Floating point operations per second the device can do in `dtype`; None where that is not known."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
-    device_name = torch.cuda.get_device_name(device)
+    device_name = device_of(device).name
     for name, (in_16_bits, in_32_bits) in PEAK_TFLOPS.items():
         if name in device_name:
             return 1e12 * (in_32_bits if dtype == torch.float32 else in_16_bits)

@@ -1,7 +1,5 @@
 """What a run says: lines, and at its end the table of what each rank holds and sends, beside what theory says."""
 
-import resource
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
@@ -11,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from zerotrain.comm.ranks.world import World
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.files.printable import printable
 from zerotrain.training.figures.result import RunResult
@@ -62,18 +61,10 @@ def measure_usage(*, engine: ZeroEngine, device: torch.device, num_micro_batches
         theory_gradients_nbytes=theory["gradients"],
         theory_optimizer_nbytes=theory["optimizer"],
         theory_sent_nbytes=engine.theoretical_sent_nbytes(num_micro_batches),
-        peak_nbytes=peak_memory_nbytes(device),
+        peak_nbytes=device_of(device).peak_nbytes(),
         offloaded_nbytes=memory["offloaded"],
         theory_offloaded_nbytes=theory["offloaded"],
     )
-
-
-def peak_memory_nbytes(device: torch.device) -> int:
-    """Most bytes held at once: by tensors on the GPU, or by the whole process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
 def gather_usages(usage: RankUsage, world: World) -> list[RankUsage]:
@@ -91,8 +82,7 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
         usages: of all ranks, in rank order, at the end.
         device: what the ranks ran on, which decides what their peak counts.
     """
-    peak_of = "tensors on the GPU" if device.type == "cuda" else "the whole process"
-    caption = f"measured / theory; peak of {peak_of}"
+    caption = f"measured / theory; peak of {device_of(device).peak_of}"
     told = [entry for entry in result.stages[:-1] if entry["ranks"]]
     by_stage = [[RankUsage(**each) for each in entry["ranks"]] for entry in told] + [list(usages)]
     if told:

@@ -1,14 +1,12 @@
 import io
 import re
-import sys
 from dataclasses import asdict, replace
 
-import pytest
 import torch
 from rich.console import Console
 
 from zerotrain.training import RunResult
-from zerotrain.training.figures.report import RankUsage, gather_usages, peak_memory_nbytes, print_report
+from zerotrain.training.figures.report import RankUsage, gather_usages, print_report
 
 USAGE = RankUsage(
     parameters_nbytes=248_879_616,
@@ -71,15 +69,3 @@ def test_one_rank_that_sends_nothing_can_be_shown():
 
 def test_gathering_in_one_process_gives_its_own_usage(world):
     assert gather_usages(USAGE, world) == [USAGE]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_peak_of_a_cpu_process_is_that_of_its_resident_memory():
-    block = torch.ones(2**24)  # 64 MiB, touched
-    assert peak_memory_nbytes(torch.device("cpu")) > block.nbytes
-    assert peak_memory_nbytes(torch.device("cpu")) == pytest.approx(resident_high_water_nbytes(), rel=0.05)
-
-
-def resident_high_water_nbytes() -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))

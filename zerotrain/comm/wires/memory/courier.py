@@ -6,28 +6,21 @@ said is there, in whatever order it comes; so no rank waits for the main thread 
 """
 
 import os
-import select
-import selectors
 import signal
 import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from socket import MSG_DONTWAIT, MSG_NOSIGNAL
+from collections.abc import Mapping
 
 import torch
 
+from zerotrain.comm.wires.memory.connections import Connections, closed_by
 from zerotrain.comm.wires.memory.errand import MESSAGE, READ, THERE, Errand, MovingThread
 from zerotrain.comm.wires.memory.local_peers import LocalPeer
 
 _LINGER_S = 2.0
 """Until a rank that ends gives up on what is under way."""
-_CLOSE_S = 1.0
-"""Until what it still has to say is given up."""
-_AT_ONCE = int(MSG_DONTWAIT | MSG_NOSIGNAL)
-"""Flags of a send. Put together in each, they are three calls of Python."""
 
 
 class Courier:
@@ -38,35 +31,20 @@ class Courier:
     """
 
     def __init__(self, peers: Mapping[int, LocalPeer]) -> None:
-        self._peers = peers
+        self.connections = Connections(peers)
         self._errands: dict[int, Errand] = {}
         """Under way, by number."""
         self._said: dict[int, dict[int, deque[tuple[int, int, int]]]] = defaultdict(lambda: defaultdict(deque))
         """(code, offset, bytes) that peers have said are there, by number and peer, in their order."""
-        self._unsent: dict[int, deque[bytes]] = {peer: deque() for peer in peers}
         self._issued: deque[int] = deque()
         """Numbers for the thread to look at, since peers were there before."""
-        self._gone: set[int] = set()
         self._failure: str | None = None
         self._is_over = False
-        self._descriptors = threading.RLock()
-        """Held while they are used or closed: a number that was closed may soon be another file's. The thread takes it
-        again where Python collects this very engine in its send (3.12 collects behind calls)."""
-        self._selector = selectors.DefaultSelector()
-        self._ends: dict[int, select.poll] = {}
-        """Which tell whether a peer has ended its connection, though messages of it wait."""
-        for peer, each in peers.items():
-            each.connection.setblocking(False)
-            self._selector.register(each.connection, selectors.EVENT_READ, peer)
-            self._ends[peer] = select.poll()
-            self._ends[peer].register(each.connection, select.POLLRDHUP)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector.register(self._wake, selectors.EVENT_READ)
         self._thread = MovingThread(target=self._run, name="zerotrain courier", daemon=True)
         try:
             self._thread.start()
         except RuntimeError:  # the system gives no thread
-            self._give_back()
+            self.connections.close()
             raise
         _OF_THIS_PROCESS.add(self)
 
@@ -80,17 +58,17 @@ class Courier:
         """
         # First: the thread looks at the errands behind setting what is looked at here, so one of both sees the other.
         self._errands[errand.number] = errand
-        if self._is_over or self._gone:
+        if self._is_over or self.connections.gone:
             self._errands.pop(errand.number, None)
-            self.close(_closed_by(self._gone))  # the others may wait for this rank, and not for who is gone
+            self.close(closed_by(self.connections.gone))  # the others may wait for this rank, and not for who is gone
             raise RuntimeError(self._failure)
         if errand.number in self._said:
             self._issued.append(errand.number)
-            self._wake_up()
+            self.connections.wake_up()
 
     def tell(self, message: bytes) -> None:
         """Send all peers the message of an errand that was begun; from any thread."""
-        self._say(self._peers, message)
+        self.connections.send(self.connections.peers, message)
 
     def wait(self, errand: Errand, timeout_s: float) -> None:
         """Until an errand is done.
@@ -121,7 +99,7 @@ class Courier:
     def close(self, failure: str) -> None:
         """End the thread, which reads and writes nothing any more when this returns; the peers see it."""
         self._failure = self._failure or failure
-        self._wake_up()
+        self.connections.wake_up()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -133,23 +111,6 @@ class Courier:
         """
         if self._failure is not None:
             raise RuntimeError(self._failure)
-
-    def _wake_up(self) -> None:
-        with self._descriptors:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
-
-    # ---- both
-
-    def _say(self, peers: Iterable[int], message: bytes) -> None:
-        for peer in peers:
-            try:
-                with self._descriptors:
-                    self._peers[peer].connection.send(message, _AT_ONCE)
-            except OSError:  # full, or gone, which the thread reads
-                # Order does not matter: a number is used again when it was read by all.
-                self._unsent[peer].append(message)
-                self._wake_up()
 
     # ---- the thread
 
@@ -166,39 +127,12 @@ class Courier:
         self._end()
 
     def _go_on(self) -> None:
-        for peer, unsent in self._unsent.items():
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
-            if peer not in self._gone and self._selector.get_key(self._peers[peer].connection).events != events:
-                self._selector.modify(self._peers[peer].connection, events, peer)
-        for key, events in self._selector.select():
-            if key.data is None:
-                os.eventfd_read(self._wake)
-                continue
-            if events & selectors.EVENT_WRITE:
-                self._send_unsent(key.data)
-            if events & selectors.EVENT_READ:
-                self._hear(key.data)
-        while self._issued:
-            self._look_at(self._issued.popleft())
-
-    def _send_unsent(self, peer: int) -> None:
-        unsent = self._unsent[peer]
-        with suppress(OSError):
-            while unsent:
-                self._peers[peer].connection.send(unsent[0], MSG_NOSIGNAL)
-                unsent.popleft()
-
-    def _hear(self, peer: int) -> None:
-        while self._failure is None:
-            try:
-                message = self._peers[peer].connection.recv(MESSAGE.size)
-            except BlockingIOError:
+        for peer, message in self.connections.messages():
+            if self._failure is not None:
                 return
-            except ConnectionResetError:  # it left without reading all; what it had to say comes before its end
-                continue
             if not message:
                 self._lose(peer)
-                return
+                continue
             kind, code, number, offset, nbytes = MESSAGE.unpack(message)
             if kind == THERE:
                 self._said[number][peer].append((code, offset, nbytes))
@@ -206,6 +140,8 @@ class Courier:
             else:
                 self._errands[number].not_read.discard(peer)
                 self._end_if_done(number)
+        while self._issued:
+            self._look_at(self._issued.popleft())
 
     def _look_at(self, number: int) -> None:
         """Read what is there of an errand, if it is under way here."""
@@ -226,22 +162,11 @@ class Courier:
                     f"{errand.nbytes}"
                 )
             errand.not_there.discard(peer)
-            read = tuple(errand.there(peer, self._peers[peer].file.fileno(), offset))
-            self._require_here(read)
-            self._say(read, errand.message(READ))
+            read = tuple(errand.there(peer, self.connections.peers[peer].file.fileno(), offset))
+            self.connections.require_here(read)
+            self.connections.send(read, errand.message(READ))
             if not errand.not_there:
                 errand.all_read()
-
-    def _require_here(self, peers: Iterable[int]) -> None:
-        """Make sure that what was read is what was sent: who gives up, and only then its memory, ends its connection
-        first, and who is done has been told that all was read.
-
-        Raises:
-            ConnectionError: a peer has given up.
-        """
-        for peer in peers:
-            if self._ends[peer].poll(0):
-                raise ConnectionError(_closed_by({peer}))
 
     def _end_if_done(self, number: int) -> None:
         if not (self._errands[number].not_there or self._errands[number].not_read):
@@ -250,41 +175,22 @@ class Courier:
             self._errands.pop(number).ended.release()
 
     def _lose(self, peer: int) -> None:
-        self._gone.add(peer)
-        self._selector.unregister(self._peers[peer].connection)
         for errand in list(self._errands.values()):
             if peer in errand.not_read or (peer in errand.not_there and not self._said[errand.number][peer]):
-                raise ConnectionError(_closed_by({peer}))
+                raise ConnectionError(closed_by({peer}))
 
     def _end(self) -> None:
-        for peer, unsent in self._unsent.items():
-            if unsent and peer not in self._gone:
-                self._peers[peer].connection.settimeout(_CLOSE_S)
-                self._send_unsent(peer)
+        self.connections.finish_sending()
         self._is_over = True
-        self._give_back()  # before anybody is told: the peers are to see the end before memory is given back
+        self.connections.close()  # before anybody is told: the peers are to see the end before memory is given back
         while self._errands:
             self._errands.popitem()[1].ended.release()
 
-    def _give_back(self) -> None:
-        with self._descriptors:
-            self._selector.close()
-            for peer in self._peers.values():
-                peer.close()
-            wake, self._wake = self._wake, -1
-            os.close(wake)
-
     def leave_in_child(self) -> None:
-        """In a forked process, which has no thread: end nothing but its own use. Held here, a connection would not end
-        when the rank does."""
+        """In a forked process, which has no thread: end nothing but its own use."""
         if not self._is_over:
             self._failure, self._is_over = "this process was forked from a rank, and is none", True
-            self._descriptors = threading.RLock()  # another thread may have held it
-            self._give_back()
-
-
-def _closed_by(peers: Iterable[int]) -> str:
-    return f"Connection closed by peer: rank {', '.join(map(str, sorted(peers)))} is gone"
+            self.connections.close_in_child()
 
 
 _OF_THIS_PROCESS: "weakref.WeakSet[Courier]" = weakref.WeakSet()

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from zerotrain.deferred.freed import give_back_freed
+from zerotrain.device.device import DONE, Event, lies_on_host
+from zerotrain.device.heap import give_back_freed
 from zerotrain.errors import EngineStateError
 from zerotrain.offload.memory import whole_pages
 from zerotrain.offload.tier import Place, Window
-from zerotrain.offload.transfer import DONE, Transfer
 from zerotrain.offload.windows import Windows
 
 ALIGN_NBYTES = 256
@@ -125,8 +125,8 @@ class OffloadedHome(Home):
         self._slots: dict[Hashable, _Slot] = {}
         self._place: Place = windows.tier.place(max(planned_nbytes, 1))
         self._window: Window | None = None
-        self._arriving: Transfer = DONE
-        self._leaving: Transfer = DONE
+        self._arriving: Event = DONE
+        self._leaving: Event = DONE
         self._is_open = False
         self._took_in = False
         """Whether tensors came whose memory is not given back yet."""
@@ -192,7 +192,7 @@ class OffloadedHome(Home):
     def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
         place = self._place
         start = tensor.data_ptr() - place.memory.data_ptr()
-        if not (tensor.is_cpu and 0 <= start < place.nbytes):
+        if not (lies_on_host(tensor) and 0 <= start < place.nbytes):
             return tensor
         found = self._windows.tier.look(place, start, tensor.nbytes)
         return found.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())

@@ -3,35 +3,31 @@
 import torch
 
 from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, Entry
+from zerotrain.device.device import Event, lies_on_host
+from zerotrain.device.kinds import device_of
 
 
 class ChunkReader:
-    """Reads from the CPU without a copy, and from a GPU through one pinned buffer, on a stream of its own.
+    """Reads from the host's memory without a copy, and from a GPU's through one buffer, on a stream of its own.
 
-    Made on the thread that trains: what that has queued until then is done before anything is read.
+    Made on the thread that trains: what that has told the device until then is done before anything is read.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._copied: dict[Entry, torch.cuda.Event] = {}
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            self._begun = torch.cuda.Event()
-            self._begun.record()
-            self._buffer = torch.empty(CHUNK_NBYTES, dtype=torch.uint8, pin_memory=True)
+        self._device = device_of(device)
+        self._stream, self._begun = self._device.stream(), self._device.event()
+        self._buffer = self._device.host_bytes(CHUNK_NBYTES)
+        self._copied: dict[Entry, Event] = {}
 
     def was_copied(self, entry: Entry) -> None:
         """From now on the bytes of an entry are read from a copy, which was queued just now."""
-        if entry.values.is_cuda:
-            self._copied[entry] = torch.cuda.Event()
-            self._copied[entry].record()
+        if not lies_on_host(entry.values):
+            self._copied[entry] = self._device.event()
 
     def read(self, entry: Entry, source: torch.Tensor) -> memoryview:
         """Bytes of an entry, at most `CHUNK_NBYTES` of them: they stay until the next call."""
-        if not source.is_cuda:
+        if lies_on_host(source):
             return source.numpy().data
         target = self._buffer[: source.numel()]
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._copied.get(entry, self._begun))
-            target.copy_(source, non_blocking=True)
-            self._stream.synchronize()
+        self._stream.copy(target, source, after=[self._copied.get(entry, self._begun)]).settle()
         return target.numpy().data

@@ -14,6 +14,7 @@ from torch import nn
 
 from zerotrain.checkpoint.manifest import WEIGHT
 from zerotrain.comm.collectives import Collectives
+from zerotrain.device.device import lies_on_host
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.parts.spans import Span, update_range
 from zerotrain.engine.state.named import NamedPiece, capture, per_element
@@ -182,7 +183,7 @@ def _described(name: str, value: Any, span: Span) -> tuple[Any, Any]:
 
 
 def _once(value: Any) -> tuple[Any, Any]:
-    return (value.cpu(), not value.is_cpu) if isinstance(value, torch.Tensor) else (value, False)
+    return (value.cpu(), not lies_on_host(value)) if isinstance(value, torch.Tensor) else (value, False)
 
 
 def _kept(described: tuple[Any, Any]) -> KeptTensor | KeptOnce:

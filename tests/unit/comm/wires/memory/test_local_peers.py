@@ -51,12 +51,12 @@ def open_files() -> int:
 def require_they_read_each_other(ranks: list[LocalRanks]) -> None:
     sent = [ranks[rank].memory.zeros(10, torch.float32).fill_(rank) for rank in range(len(ranks))]
     for rank in ranks:
-        assert sorted(rank.courier._peers) == list(rank.peers)
+        assert sorted(rank.courier.connections.peers) == list(rank.peers)
         for peer in rank.peers:
             # Or a program that user code starts by os.system would hold all ranks' memory.
-            assert not os.get_inheritable(rank.courier._peers[peer].file.fileno())
+            assert not os.get_inheritable(rank.courier.connections.peers[peer].file.fileno())
             target, offset = torch.empty(10), ranks[peer].memory.offset_of(sent[peer])
-            read_into(target.data_ptr(), target.nbytes, rank.courier._peers[peer].file.fileno(), offset)
+            read_into(target.data_ptr(), target.nbytes, rank.courier.connections.peers[peer].file.fileno(), offset)
             assert torch.equal(target, sent[peer])
 
 
@@ -190,8 +190,8 @@ def test_an_engine_that_is_collected_in_a_send_of_its_thread_ends_it() -> None:
     errands = [Read(1, 0, 0, each.peers) for each in (one, other)]
     one.courier.begin(errands[0])
     # The selector knows the socket itself, so only what is sent goes by way of this.
-    connection: Any = Collecting(one.courier._peers[1].connection, one.courier.leave)
-    peers: Any = one.courier._peers
+    connection: Any = Collecting(one.courier.connections.peers[1].connection, one.courier.leave)
+    peers: Any = one.courier.connections.peers
     peers[1] = replace(peers[1], connection=connection)
     other.courier.begin(errands[1])
     other.courier.tell(errands[1].message(THERE))

@@ -1,0 +1,127 @@
+"""Questions to a device, which each kind of device answers in its own way."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+lies_on_host = attrgetter("is_cpu")
+"""Tells of a tensor whether the host reads it as it is, without waiting for a device. No frame of Python."""
+
+
+class Event:
+    """Work that a device was told to do. This one is done as soon as it is made."""
+
+    def wait(self) -> None:
+        """Let all that this thread tells the device from here on find the work done."""
+
+    def settle(self) -> None:
+        """Wait on the host until the work is done; its source may be used again."""
+        self.wait()
+
+
+DONE = Event()
+
+
+class Stream(ABC):
+    """An order of work on a device, beside the one in which it computes."""
+
+    @abstractmethod
+    def current(self) -> AbstractContextManager[object]:
+        """In here this thread tells the device its work in this order."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Let all that comes later in this order find the work of an event of the same device done."""
+
+    @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
+        """Begin to copy once these events are done."""
+
+
+class MemoryHistory(ABC):
+    """The allocations of all devices of this process since `begin`."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Note allocations from now on."""
+
+    @abstractmethod
+    def write(self, path: Path) -> None:
+        """Write a snapshot for pytorch.org/memory_viz, and note no more."""
+
+
+class Device(ABC):
+    """One device, and what differs from kind to kind.
+
+    Args:
+        device: as torch knows it.
+    """
+
+    backend: ClassVar[str]
+    """The backend of torch.distributed whose ranks compute on such devices."""
+    is_host: ClassVar[bool]
+    """Whether it computes in the host's memory, and has done a piece of work when it is told the next."""
+    peak_of: ClassVar[str]
+    """Subject of `peak_nbytes`, in words."""
+    activities: ClassVar[tuple[torch.profiler.ProfilerActivity, ...]]
+    """Those that torch's profiler records."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Its name, for who starts a run."""
+
+    @property
+    @abstractmethod
+    def own_nbytes(self) -> int:
+        """Size of the memory that is not the host's."""
+
+    @abstractmethod
+    def peak_nbytes(self) -> int:
+        """Most bytes held at once."""
+
+    @abstractmethod
+    def use(self) -> None:
+        """Make this the device that torch takes where none is named."""
+
+    @abstractmethod
+    def event(self) -> Event:
+        """Done when all is done that this thread has told the device until now."""
+
+    @abstractmethod
+    def stream(self) -> Stream:
+        """A new stream."""
+
+    @abstractmethod
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8, of any values, on the host, for copies to and from the device beside its work.
+
+        Args:
+            nbytes: above 0.
+        """
+
+    @abstractmethod
+    def bytes_for(self, nbytes: int, *streams: Stream) -> torch.Tensor:
+        """(nbytes,) uint8 on the device, that these streams may use from now on: when it is freed, nobody gets it
+        before they have done what they were told."""
+
+    @property
+    @abstractmethod
+    def generator(self) -> torch.Generator:
+        """Draws the random numbers of tensors on this device."""
+
+    @abstractmethod
+    def keep_generators(self) -> AbstractContextManager[None]:
+        """Random numbers that are drawn in here change none that are drawn behind it."""
+
+    def memory_history(self) -> MemoryHistory | None:
+        """Of its allocations; None: torch does not note them."""
+        return None
