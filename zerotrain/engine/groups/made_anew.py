@@ -3,7 +3,7 @@
 What an optimizer keeps elsewhere stays behind: in a dict of its own, in another optimizer inside it, in a counter.
 """
 
-from collections import deque
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
@@ -89,14 +89,9 @@ def _leaves(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return list(value)
     if isinstance(value, type | ModuleType) or isroutine(value):
         return []
-    slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
-    return [*slots, *getattr(value, "__dict__", {}).values()]
+    return list(value.values()) if isinstance(value, Mapping) else gc.get_referents(value)
 
 
 def _are_same(left: Sequence[Any], right: Sequence[Any]) -> bool:
