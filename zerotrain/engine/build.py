@@ -61,8 +61,8 @@ class Builder:
         self._homes = homes
         self._model, self._dtypes, self._options = model, dtypes, options
         self._groups, self._collectives, self._pools = groups, collectives, pools
-        self._max_numel = max(1, int(options.bucket_mb * 2**20) // options.precision.compute.itemsize)
-        self._units = cut_units(model, parameters, options.units, self._max_numel)
+        self._max_numel = max(1, int(options.zero.bucket_mb * 2**20) // options.precision.compute.itemsize)
+        self._units = cut_units(model, parameters, options.zero.unit_patterns, self._max_numel)
 
     def schedule(self, initial: InitialValues, fill: Callable[[BucketSpec], None] | None = None) -> Schedule:
         """Cut the model into buckets, move its parameters into them and order them.

@@ -85,9 +85,9 @@ class ShardedModel:
         self.module = model
         self.world = world
         self.options = options
-        self.plan, self.precision, self.max_grad_norm = options.plan, options.precision, options.max_grad_norm
+        self.plan, self.precision, self.max_grad_norm = options.plan, options.precision, options.given.max_grad_norm
         self.ledger = Ledger()
-        self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.overlap)
+        self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.zero.overlap)
         require_same(self.collectives, options.settings())
         parameters = model_parameters(model)
         dtypes = dtypes_of(parameters, self.precision)
@@ -95,7 +95,7 @@ class ShardedModel:
             parameters, optimizer, param_groups, decay_all=decay_all, device=world.device, warns=world.rank == 0
         )
         self._pools = ScratchPools(world.device, self.collectives.zeros)
-        self._homes = Homes(options.offload, world, options.prefetch)
+        self._homes = Homes(options.offload, world, options.zero.prefetch)
         share_unmanaged(model, parameters, self.collectives)
         self._builder = Builder(
             model,
@@ -109,7 +109,7 @@ class ShardedModel:
         )
         self._newcomers = Newcomers(model, [each.parameter for each in parameters])
         if self._homes.saved is not None:
-            restore = offload_saved(model, options.units, self._homes.saved, options.offload.activations)
+            restore = offload_saved(model, options.zero.unit_patterns, self._homes.saved, options.offload.activations)
             weakref.finalize(self, restore).atexit = False
         self._connect(self._builder.schedule(initial or InitialValues()))
         self._homes.measure()
@@ -303,7 +303,7 @@ class ShardedModel:
     def theoretical_sent_nbytes(self, num_micro_batches: int) -> int:
         """Bytes this rank sends in a step by ZeRO's count, without padding and without the norm's few bytes; and
         those of tensors that are updated whole, on their way to their owners and back."""
-        volume, reshards = volume_of(self.schedule, self.world.shards.size), self.options.reshard_after_forward
+        volume, reshards = volume_of(self.schedule, self.world.shards.size), self.options.zero.reshard_after_forward
         whole_tensors = sum(bucket.update.sent_nbytes for bucket in self.schedule.trained)
         num_reductions = num_micro_batches if self.options.reduces_each else 1
         return volume.sent_nbytes(self.plan, num_micro_batches, reshards, num_reductions) + whole_tensors

@@ -96,7 +96,7 @@ def _moved_nbytes(schedule: Schedule, options: EngineOptions, num_micro_batches:
     state = sum(bucket.update.home.nbytes for bucket in trained) if offload.optimizer == tier else 0
     if offload.parameters != tier:
         return state, state
-    num_gathers = 2 * num_micro_batches if options.reshard_after_forward else 1
+    num_gathers = 2 * num_micro_batches if options.zero.reshard_after_forward else 1
     gathered = sum(bucket.weights.home.nbytes for bucket in schedule.buckets)
     masters = sum(bucket.weights.home.nbytes for bucket in trained if not bucket.update.has_copy)
     updated = sum(bucket.weights.home.nbytes for bucket in trained)
