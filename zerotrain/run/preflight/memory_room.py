@@ -19,14 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.inputs import as_inputs, with_tensors
-from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes, updates_whole
-from zerotrain.engine.precision.kept_fp32 import dtypes_of
+from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.errors import ConfigError
 from zerotrain.offload.memory import available_nbytes, most_of_process
-from zerotrain.run.preflight.room import Ranks
-from zerotrain.sharding.plan import STAGES, Plan, Volume
-from zerotrain.sharding.units import model_parameters
+from zerotrain.run.preflight.room import Ranks, model_sizes
+from zerotrain.sharding.plan import STAGES, Plan
 
 LARGE_NUMEL = 2**20
 """Elements of a micro-batch from which on its forward is tried without memory."""
@@ -96,9 +94,8 @@ def refusing_too_large(config: Config, ranks: Ranks, room: Room) -> Iterator[Non
             return
         made[id(parameter)] = parameter
         nbytes += parameter.numel() * itemsize / num_sharing
-        if (
-            nbytes > getattr(room, room.device) and time.monotonic() > patient_until_s
-        ):  # of what the constructor has made and dropped, nothing counts
+        if nbytes > getattr(room, room.device) and time.monotonic() > patient_until_s:
+            # Of what the constructor has made and dropped, nothing counts.
             nbytes = sum(each.numel() for each in made.values()) * itemsize / num_sharing
             room.require("model", {room.device: nbytes}, ranks.num_local, "the weights", SMALLER_MODEL)
 
@@ -144,7 +141,7 @@ def require_memory(
     Raises:
         ConfigError: there is none, with the bytes needed and those that there are.
     """
-    volume, optimizer_nbytes = _sizes(config, model, optimizer, ranks)
+    volume, optimizer_nbytes = model_sizes(config, model, optimizer, ranks)
     saved_nbytes = _saved_nbytes(config, model, row)
     for plan in _plans(stages):
         kept: dict[str, float] = {**volume.memory_nbytes(plan, optimizer_nbytes)}
@@ -160,27 +157,6 @@ def require_memory(
 def _plans(stages: Iterable[int]) -> list[Plan]:
     """Of those that there are: what is wrong with another is told elsewhere."""
     return [STAGES[stage] for stage in stages if 0 <= stage < len(STAGES)]
-
-
-def _sizes(config: Config, model: nn.Module, factory: OptimizerFactory, ranks: Ranks) -> tuple[Volume, int]:
-    """What weights and gradients take, and the optimizer's state with master weights that are copies; of a state that
-    cannot be tried here, as it needs a GPU, 0."""
-    precision = precision_named(config.precision.name, tuple(config.precision.keep_fp32))
-    held = dtypes_of(model_parameters(model), precision)
-    trained = {each: dtype for each, dtype in held.items() if each.requires_grad}
-    nbytes = {each: each.numel() * dtype.itemsize for each, dtype in held.items()}
-    trainable = sum(nbytes[each] for each in trained)
-    per_element = 0.0
-    with suppress(Exception):
-        sampled = [sampled_nbytes(factory, is_whole=True)] if updates_whole(factory) else []
-        if hasattr(factory, "needs_whole") or not sampled:
-            sampled.append(sampled_nbytes(factory, is_whole=False))
-        per_element = min(sampled) / (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
-    copies = sum(
-        each.numel() * precision.master.itemsize for each, dtype in trained.items() if dtype != precision.master
-    )
-    state = per_element * sum(each.numel() for each in trained) + copies
-    return Volume(trainable, sum(nbytes.values()) - trainable, ranks.num_ranks), round(state)
 
 
 def _by_memory(config: Config, plan: Plan, kept: Mapping[str, float], device: str) -> dict[str, float]:
