@@ -46,11 +46,7 @@ class EngineOptions:
         )
 
     def at_stage(self, stage: int) -> "EngineOptions":
-        """The same with everything placed as another stage has it.
-
-        Raises:
-            ConfigError: there is no such stage.
-        """
+        """The same with everything placed as another stage has it; ConfigError where there is no such stage."""
         given = replace(self.given, zero=replace(self.given.zero, stage=stage))
         if problems := problems_in(given.zero):
             raise ConfigError(*problems)

@@ -33,9 +33,6 @@ _OF_DCP = "model"
 def exported_run(folder: Path, *, trust_code: bool = False) -> OfRun | None:
     """What an exported folder is of; None where it is no exported folder.
 
-    Args:
-        trust_code: see `OfRun.trusts_code`.
-
     Raises:
         ConfigError: it does not say so, or has a config of another version.
     """
@@ -71,15 +68,7 @@ def _tensors(folder: Path, form: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def opened_or_exported(path: str | os.PathLike[str], *, trust_code: bool = False) -> Iterator[OfRun]:
-    """Of what a user named an exported folder, or the newest checkpoint.
-
-    Args:
-        trust_code: see `OfRun.trusts_code`.
-
-    Raises:
-        ConfigError: see `exported_run`.
-        CheckpointError: there is none, or its manifest is not what was written.
-    """
+    """Of what a user named an exported folder, or the newest checkpoint; raises as `exported_run` and `opened_run`."""
     exported = exported_run(Path(path).absolute(), trust_code=trust_code)
     if exported is not None:
         yield exported

@@ -52,11 +52,7 @@ class OfRun:
     """Whether classes may be built that `zerotrain.run.trust` does not know: the user trusts whoever wrote this."""
 
     def require_config(self) -> Config:
-        """The config.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The config; ConfigError where there is none."""
         if self.config is None:
             raise ConfigError(f"{self.path} {NO_CONFIG}")
         return self.config
@@ -97,11 +93,7 @@ class OfRun:
                 raise ConfigError(f"{self.path}: {in_group(group, error, values)}") from error
 
     def on_meta(self) -> nn.Module:
-        """The model without memory.
-
-        Raises:
-            ConfigError: it cannot be built.
-        """
+        """The model without memory; ConfigError where it cannot be built."""
         model: Any = self.built("model", build_on_meta)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: {self.require_config().model.get('_target_')} cannot be built without memory")
@@ -178,9 +170,6 @@ def config_from(values: Any, path: Path) -> Config | None:
 @contextmanager
 def opened_run(path: str | os.PathLike[str], *, trust_code: bool = False) -> Iterator[SavedRun]:
     """Of what a user named, a checkpoint, a folder of them or a run, the newest checkpoint.
-
-    Args:
-        trust_code: see `OfRun.trusts_code`.
 
     Raises:
         CheckpointError: there is none, or its manifest is not what was written.

@@ -44,10 +44,7 @@ class _Tokens:
 
 
 def text_model(path: Path, *, trust_code: bool = False) -> TextModel:
-    """Of what a user named.
-
-    Args:
-        trust_code: see `OfRun.trusts_code`.
+    """The model of what a user named.
 
     Raises:
         ConfigError: there is no text to be got from it: no tokenizer, or no model that its config builds.

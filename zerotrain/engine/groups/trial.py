@@ -93,22 +93,15 @@ class _NoRandomNumbers(TorchDispatchMode):
 
 
 class Trials:
-    """Tries the optimizers that a factory makes, each set of hyperparameters once.
-
-    Args:
-        device: what they are tried on.
-    """
+    """Tries the optimizers that a factory makes on a device, each set of hyperparameters once."""
 
     def __init__(self, factory: OptimizerFactory, device: torch.device) -> None:
         self._factory, self._device = factory, device
         self._passed: set[str] = set()
 
     def require_fit(self, settings: Mapping[str, Any]) -> None:
-        """Make sure that an optimizer of these hyperparameters does here what it does in plain PyTorch.
-
-        Raises:
-            ConfigError: it does not, or its step fails.
-        """
+        """Make sure that an optimizer of these hyperparameters does here what it does in plain PyTorch, or raise
+        ConfigError."""
         tried = {name: told(value) for name, value in settings.items() if name not in ("name", "lr", "initial_lr")}
         key = repr((settings["name"].startswith("whole "), tried))
         if key not in self._passed:

@@ -146,11 +146,7 @@ def _stages_to_come(goes_on_from: Manifest | None, config: Config) -> list[int]:
 
 
 def prepare_data(config: Config) -> None:
-    """Let the data be made that lies in a cache of this machine.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Let the data be made that lies in a cache of this machine; ConfigError where it cannot be."""
     with words_of_config():
         dataset_of(config)
 

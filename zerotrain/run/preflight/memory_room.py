@@ -58,11 +58,7 @@ class Room:
         return "gpu" if self.gpu else "host"
 
     def require(self, group: str, taken: Mapping[str, float], num_local: int, what: str, advice: str) -> None:
-        """Make sure of a rank's bytes, by the memory that they lie in.
-
-        Raises:
-            ConfigError: there is no room for them.
-        """
+        """Make sure that there is room for a rank's bytes, by the memory that they lie in."""
         for memory, where, num in (("gpu", "its GPU has", 1), ("host", "there are", num_local)):
             if taken.get(memory, 0) > getattr(self, memory):
                 whose = "a rank" if num == 1 else f"{num} ranks of this machine"
@@ -108,14 +104,7 @@ def refusing_too_large(config: Config, ranks: Ranks, room: Room) -> Iterator[Non
 
 
 def require_rows(config: Config, row_nbytes: int, num_rows: int, ranks: Ranks, room: Room) -> None:
-    """Make sure that there is memory for the rows that each rank of this machine reads in a step.
-
-    Args:
-        num_rows: of the data.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Make sure that there is memory for the rows, of the `num_rows` of the data, that each rank reads in a step."""
     num_rows = min(num_rows, config.train.micro_batch_size * config.train.gradient_accumulation_steps)
     taken = {"host": float(num_rows * row_nbytes)}
     room.require("data", taken, ranks.num_local, f"the {num_rows} rows of a step", SMALLER_BATCH)
@@ -137,9 +126,6 @@ def require_memory(
         optimizer: what it is made by.
         row: a batch of one.
         stages: that the run is to be at.
-
-    Raises:
-        ConfigError: there is none, with the bytes needed and those that there are.
     """
     volume, optimizer_nbytes = model_sizes(config, model, optimizer, ranks)
     saved_nbytes = _saved_nbytes(config, model, row)

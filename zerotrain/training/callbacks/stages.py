@@ -17,12 +17,7 @@ from zerotrain.training.figures.result import RunResult
 
 
 def stages_named(stages: Mapping[int, int], step: int = 0) -> str:
-    """Such as "stage 2, 3 after step 500".
-
-    Args:
-        stages: steps done, and the stage from there on.
-        step: steps done now.
-    """
+    """Such as "stage 2, 3 after step 500", by steps done and the stage from there on."""
     later = [f"{stages[each]} after step {each}" for each in sorted(stages) if each > step]
     return ", ".join([f"stage {stage_at(stages, step)}", *later])
 
@@ -91,11 +86,8 @@ class RunStages:
         return _with_asked(self._schedule, self.asked)
 
     def go_on(self, step: int, log: Callable[[dict[str, Any]], None], asked: int | None = None) -> None:
-        """Be at the stage that is due after this step, and say so where that is another. Collective.
-
-        Args:
-            asked: what an operator asks for now.
-        """
+        """Be at the stage that is due after this step, or that an operator asks for now, and say so where that is
+        another. Collective."""
         if asked is not None:
             self.asked[str(step)] = asked
         now, due = self._engine.options.zero.stage, stage_at(self._due, step)
