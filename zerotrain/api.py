@@ -98,7 +98,9 @@ def assemble_engine(
     """
     options = EngineOptions.resolve(given, world)
     model, initial = _with_initial_values(model, world, options.plan)
-    replace_forwards(model, units=options.units, compile=compile, activation_checkpointing=activation_checkpointing)
+    replace_forwards(
+        model, units=options.zero.unit_patterns, compile=compile, activation_checkpointing=activation_checkpointing
+    )
     return ZeroEngine(
         model,
         optimizer=optimizer,

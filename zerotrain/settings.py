@@ -131,6 +131,7 @@ def _is_scale(value: float) -> bool:
 TRUE_OR_FALSE = one_of(True, False)
 STAGE = Rule("0, 1, 2 or 3", lambda value: type(value) is int and value in range(4))
 STEPS = at_least(1, "steps")
+VIRTUAL_RANKS = or_null(at_least(1, "virtual ranks"), " for as many as ranks")
 CLIPPING = or_null(positive("a number above 0"), " for no clipping")
 UNITS = Rule("auto or a list of module name patterns such as [blocks.*]", _are_units)
 KEPT = Rule("a list of name patterns such as ['*norm*']", _are_patterns)
@@ -254,9 +255,8 @@ class EngineConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     max_grad_norm: float | None = setting(None, CLIPPING)
-    """Clip the global L2 norm of the gradient to this; None for no clipping."""
+    """See `zerotrain.build_engine`."""
     max_skipped_steps: int = setting(20, STEPS)
-    """As many steps skipped in a row, since their gradient is not finite, stop the training."""
-    virtual_ranks: int | None = setting(None, or_null(at_least(1, "virtual ranks"), " for as many as ranks"))
-    """Leaves of the sum over ranks, a power of two times their number. Runs with as many come to the same bits, on
-    whatever number of ranks."""
+    """See `zerotrain.build_engine`."""
+    virtual_ranks: int | None = setting(None, VIRTUAL_RANKS)
+    """See `zerotrain.build_engine`."""

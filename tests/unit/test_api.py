@@ -45,7 +45,7 @@ def test_settings_that_change_later_change_nothing_in_the_engine() -> None:
     zero = zerotrain.ZeroConfig(stage=3)
     engine = zerotrain.build_engine(torch.nn.Linear(2, 2), optimizer=torch.optim.AdamW, zero=zero)
     zero.prefetch = 7
-    assert engine.options.prefetch == 1
+    assert engine.options.zero.prefetch == 1
 
 
 def test_an_engine_needs_neither_hydra_nor_omegaconf() -> None:

@@ -1,1 +1,1 @@
-"""What a run is told: a typed schema and the checks on it. Imports no torch."""
+"""The typed schema of what a run is told, and the checks on it, without torch."""

@@ -15,6 +15,7 @@ from zerotrain.settings import (
     STAGE,
     STEPS,
     TRUE_OR_FALSE,
+    VIRTUAL_RANKS,
     Effect,
     OffloadConfig,
     PrecisionConfig,
@@ -121,7 +122,7 @@ class TrainConfig:
     virtual_ranks."""
     gradient_accumulation_steps: int = setting(1, at_least(1, "micro-batches"))
     """Micro-batches per virtual rank in one optimizer step."""
-    virtual_ranks: int | None = setting(None, or_null(at_least(1, "virtual ranks"), " for as many as ranks"))
+    virtual_ranks: int | None = setting(None, VIRTUAL_RANKS)
     """Shares of the global batch, a power of two times the number of ranks: each rank runs as many one after the other,
     and any number of ranks comes to the same weights. null: one for each rank."""
     max_grad_norm: float | None = setting(1.0, CLIPPING)

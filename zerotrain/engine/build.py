@@ -60,8 +60,8 @@ class Builder:
         self._homes = homes
         self._model, self._dtypes, self._options = walked.model, dtypes, options
         self._groups, self._collectives, self._pools = groups, collectives, pools
-        self._max_numel = max(1, int(options.bucket_mb * 2**20) // options.precision.compute.itemsize)
-        self._units = cut_units(walked, options.units, self._max_numel)
+        self._max_numel = max(1, int(options.zero.bucket_mb * 2**20) // options.precision.compute.itemsize)
+        self._units = cut_units(walked, options.zero.unit_patterns, self._max_numel)
 
     def schedule(self, initial: InitialValues, source: Source | None = None) -> Schedule:
         """Cut the model into buckets, move its parameters into them and order them.

@@ -75,7 +75,7 @@ class ZeroEngine:
         self.steps = steps = Steps(held, loss_scaler)
         self.checkpoints = Checkpoints(held, steps)
         self.module, self.world, self.precision = held.module, held.world, held.precision
-        self.collectives, self.ledger, self.max_grad_norm = held.collectives, held.ledger, options.max_grad_norm
+        self.collectives, self.ledger, self.max_grad_norm = held.collectives, held.ledger, options.given.max_grad_norm
         self.stamps, self.virtual_ranks, self.loss_scaler = steps.stamps, steps.virtual_ranks, steps.loss_scaler
 
     # ---- a step, see `Steps`

@@ -19,7 +19,7 @@ class EngineOptions:
     """What is sharded and how it is moved, computed and clipped: as it was given, and what was left open decided.
 
     Meaning and units of what was given are in `zerotrain.settings`, which also the config reads: a new setting is there
-    and in `settings` at once, without a line here.
+    and in `settings` at once, without a line here; whoever needs it reads `zero`, `offload` or `given`.
     """
 
     given: EngineConfig
@@ -47,11 +47,7 @@ class EngineOptions:
         )
 
     def at_stage(self, stage: int) -> "EngineOptions":
-        """The same with everything placed as another stage has it.
-
-        Raises:
-            ConfigError: there is no such stage.
-        """
+        """The same with everything placed as another stage has it; ConfigError where there is no such stage."""
         given = replace(self.given, zero=replace(self.given.zero, stage=stage))
         if problems := problems_in(given.zero):
             raise ConfigError(*problems)
@@ -64,18 +60,6 @@ class EngineOptions:
     @property
     def offload(self) -> OffloadConfig:
         return self.given.offload
-
-    @property
-    def bucket_mb(self) -> float:
-        return self.zero.bucket_mb
-
-    @property
-    def overlap(self) -> bool:
-        return self.zero.overlap
-
-    @property
-    def prefetch(self) -> int:
-        return self.zero.prefetch
 
     @property
     def reduces_each(self) -> bool:
@@ -91,23 +75,6 @@ class EngineOptions:
     def sends_masters(self) -> bool:
         """Whether what travels, a leaf or a sum of leaves, is of the master dtype."""
         return self.widens or self.leaves_per_rank > 1
-
-    @property
-    def units(self) -> list[str] | None:
-        """Module name patterns; None: the repeated blocks."""
-        return self.zero.unit_patterns
-
-    @property
-    def reshard_after_forward(self) -> bool:
-        return self.zero.reshard_after_forward
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        return self.given.max_grad_norm
-
-    @property
-    def max_skipped_steps(self) -> int:
-        return self.given.max_skipped_steps
 
     def loss_scaler(self) -> LossScaler | None:
         """A new one, for a precision that needs it."""

@@ -99,16 +99,16 @@ class ShardedModel:
         self.module = model
         self.world = world
         self.options = options
-        self.plan, self.precision, self.max_grad_norm = options.plan, options.precision, options.max_grad_norm
+        self.plan, self.precision, self.max_grad_norm = options.plan, options.precision, options.given.max_grad_norm
         self.ledger = Ledger()
-        self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.overlap)
+        self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.zero.overlap)
         require_same(self.collectives, options.settings())
         dtypes = dtypes_of(walked.managed, self.precision)
         self.groups = ParamGroups(
             walked.managed, optimizer, param_groups, decay_all=decay_all, device=world.device, warns=world.rank == 0
         )
         self.pools = ScratchPools(world.device, self.collectives.zeros)
-        self.homes = Homes(options.offload, world, options.prefetch)
+        self.homes = Homes(options.offload, world, options.zero.prefetch)
         share_unmanaged(walked, self.collectives)
         self._builder = Builder(
             walked,
@@ -121,7 +121,7 @@ class ShardedModel:
         )
         self._newcomers = Newcomers(walked)
         if self.homes.saved is not None:
-            restore = offload_saved(walked, options.units, self.homes.saved, options.offload.activations)
+            restore = offload_saved(walked, options.zero.unit_patterns, self.homes.saved, options.offload.activations)
             weakref.finalize(self, restore).atexit = False
         self._connect(self._builder.schedule(initial or InitialValues()), walked)
         self.homes.measure()

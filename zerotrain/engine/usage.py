@@ -128,7 +128,7 @@ class Usage:
         those of tensors that are updated whole, on their way to their owners and back."""
         whole_tensors = sum(bucket.update.sent_nbytes for bucket in self.schedule.trained)
         num_reductions = num_micro_batches if self.options.reduces_each else 1
-        reshards = self.options.reshard_after_forward
+        reshards = self.options.zero.reshard_after_forward
         return self._volume.sent_nbytes(self.options.plan, num_micro_batches, reshards, num_reductions) + whole_tensors
 
     def switch_nbytes(self, plan: Plan) -> int:
@@ -177,7 +177,7 @@ class Usage:
         state = sum(bucket.update.home.nbytes for bucket in trained) if offload.optimizer == tier else 0
         if offload.parameters != tier:
             return state, state
-        num_gathers = 2 * num_micro_batches if self.options.reshard_after_forward else 1
+        num_gathers = 2 * num_micro_batches if self.options.zero.reshard_after_forward else 1
         gathered = sum(bucket.weights.home.nbytes for bucket in self.schedule.buckets)
         masters = sum(bucket.weights.home.nbytes for bucket in trained if not bucket.update.has_copy)
         updated = sum(bucket.weights.home.nbytes for bucket in trained)

@@ -1,1 +1,1 @@
-"""Files as the whole house reads them, and output as it writes it. Nothing here imports torch or another part of it."""
+"""Files as the whole house reads them, and output as it writes it, without torch or another part of the house."""

@@ -274,11 +274,7 @@ def _with_adapters(
 
 
 def _transformers() -> Any:
-    """The package, which takes a second to import and which few runs need.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """The package, which takes a second to import and which few runs need; ImportError where it is not installed."""
     try:
         import transformers
     except ImportError as error:

@@ -16,11 +16,7 @@ MAX_INDEX_NBYTES = 100_000_000
 
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    """A safetensors file.
-
-    Raises:
-        ValueError: it is none, is damaged, or has no tensor of the name that is asked for.
-    """
+    """A safetensors file; ValueError where it is none, is damaged, or has no tensor of the name that is asked for."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -71,15 +67,8 @@ def _find(name_or_path: str, file: str) -> str | None:
 
 
 def require_shapes(model: nn.Module, files: Mapping[str, str]) -> None:
-    """Check that fields of the config which were changed leave the model one that its files fit.
-
-    Args:
-        model: may be on the meta device.
-        files: name of each tensor -> its safetensors file.
-
-    Raises:
-        ValueError: a tensor has another shape than the model's of the same name.
-    """
+    """Check that fields of the config which were changed leave the model, which may be on the meta device, one that
+    its files fit; ValueError where a tensor has another shape than the model's of the same name."""
     targets, shapes = model.state_dict(keep_vars=True), _shapes(files)
     for name in targets.keys() & shapes.keys():
         given, wanted = shapes[name], tuple(targets[name].shape)
@@ -91,15 +80,8 @@ def require_shapes(model: nn.Module, files: Mapping[str, str]) -> None:
 
 
 def load_weights(model: nn.Module, files: Mapping[str, str]) -> bool:
-    """Copy tensors from files into the parameters and buffers of the same names.
-
-    Args:
-        files: name of each tensor -> its safetensors file.
-
-    Returns:
-        False, and nothing is copied, where names or shapes are not exactly those of the model. One name of tied
-        tensors is enough.
-    """
+    """Copy tensors from files into the parameters and buffers of the same names. False, and nothing is copied, where
+    names or shapes are not exactly those of the model. One name of tied tensors is enough."""
     targets, shapes = model.state_dict(keep_vars=True), _shapes(files)
     given = {id(targets[name]) for name in files if name in targets}
     if any(id(tensor) not in given for tensor in targets.values()):

@@ -168,20 +168,14 @@ def _settings(config: Config, virtual_ranks: int) -> dict[str, Any]:
 
 
 def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:
-    """The user's function that makes a batch of items; None for torch's.
-
-    Raises:
-        ConfigError: it cannot be found or refuses its arguments.
-    """
+    """The user's function that makes a batch of items; None for torch's. Raises as `build`."""
     values = config.data_switches["collate_fn"]
     return None if values is None else build("data.collate_fn", values)
 
 
 def build_data(config: Config) -> Any:
-    """The dataset. What it draws when it is made follows from the seed: it is the same on all ranks.
-
-    Raises: as `build`.
-    """
+    """The dataset. What it draws when it is made follows from the seed: it is the same on all ranks. Raises as
+    `build`."""
     with seeded("data", config.seed):
         return build("data", config.data_target)
 
@@ -206,11 +200,7 @@ def build(group: str, values: dict[str, Any]) -> Any:
 
 
 def try_schedule(config: Config) -> None:
-    """Ask the schedule for a factor.
-
-    Raises:
-        ConfigError: it gives something else.
-    """
+    """Ask the schedule for a factor; ConfigError where it gives something else."""
     factor = build("scheduler", config.scheduler)(0, config.train.max_steps)
     if not isinstance(factor, int | float):
         raise ConfigError(

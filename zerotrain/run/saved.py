@@ -2,10 +2,9 @@
 without an engine."""
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,49 +31,28 @@ NO_CONFIG = (
 )
 
 
-@dataclass(frozen=True)
-class OfRun(ABC):
+@dataclass(frozen=True, kw_only=True)
+class OfRun:
     """What a run has left."""
 
+    path: Path
+    """Of the folder."""
+    step: int
+    """Steps done."""
     config: Config | None
     """Resolved; None for a loop of one's own."""
-    trusts_code: bool = field(default=False, kw_only=True)
+    form: str | None = None
+    """What was made of the weights, see `zerotrain.run.exported`; None: nothing."""
+    data_fingerprint: Mapping[str, Any] | None
+    """What the run's data was, by `zerotrain.data.reading.fingerprint`; None where nobody knows."""
+    tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+    """Gives parameters, under their first name if tied, and buffers, one at a time; raises CheckpointError where they
+    are not what was written."""
+    trusts_code: bool = False
     """Whether classes may be built that `zerotrain.run.trust` does not know: the user trusts whoever wrote this."""
 
-    @property
-    @abstractmethod
-    def path(self) -> Path:
-        """Of the folder."""
-
-    @property
-    @abstractmethod
-    def step(self) -> int:
-        """Steps done."""
-
-    @property
-    def form(self) -> str | None:
-        """What was made of the weights, see `zerotrain.run.exported`; None: nothing."""
-        return None
-
-    @property
-    @abstractmethod
-    def data_fingerprint(self) -> Mapping[str, Any] | None:
-        """What the run's data was, by `zerotrain.data.reading.fingerprint`; None where nobody knows."""
-
-    @abstractmethod
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters, under their first name if tied, and buffers, one at a time.
-
-        Raises:
-            CheckpointError: they are not what was written.
-        """
-
     def require_config(self) -> Config:
-        """The config.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The config; ConfigError where there is none."""
         if self.config is None:
             raise ConfigError(f"{self.path} {NO_CONFIG}")
         return self.config
@@ -115,11 +93,7 @@ class OfRun(ABC):
                 raise ConfigError(f"{self.path}: {in_group(group, error, values)}") from error
 
     def on_meta(self) -> nn.Module:
-        """The model without memory.
-
-        Raises:
-            ConfigError: it cannot be built.
-        """
+        """The model without memory; ConfigError where it cannot be built."""
         model: Any = self.built("model", build_on_meta)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: {self.require_config().model.get('_target_')} cannot be built without memory")
@@ -155,30 +129,11 @@ class OfRun(ABC):
         return model.to(device).eval()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SavedRun(OfRun):
     """An open checkpoint."""
 
     saved: CheckpointTensors
-
-    @property
-    def path(self) -> Path:
-        return self.saved.path
-
-    @property
-    def step(self) -> int:
-        return self.saved.manifest.step
-
-    @property
-    def data_fingerprint(self) -> Mapping[str, Any] | None:
-        found: Any = self.saved.manifest.content["extra"]
-        for name in (OF_TRAINER, "run", "data", "fingerprint"):
-            found = found.get(name) if isinstance(found, dict) else None
-        return found if isinstance(found, dict) else None
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in self.saved.names:
-            yield name, self.saved.read(name)
 
 
 def has_tokenizer(name: str) -> bool:
@@ -190,12 +145,14 @@ def has_tokenizer(name: str) -> bool:
     return any(True for kind in kinds for _ in Path(name).glob(kind))
 
 
-def config_from(values: Any, path: Path) -> Config:
-    """The config that was noted in a file.
+def config_from(values: Any, path: Path) -> Config | None:
+    """The config that was noted in a file; None where it is none of a run.
 
     Raises:
         ConfigError: it is of another version, or was edited.
     """
+    if not isinstance(values, dict) or "model" not in values:
+        return None
     unknown = f"{path} has a config that this zerotrain does not know: "
     try:
         config = from_values(values)
@@ -214,14 +171,21 @@ def config_from(values: Any, path: Path) -> Config:
 def opened_run(path: str | os.PathLike[str], *, trust_code: bool = False) -> Iterator[SavedRun]:
     """Of what a user named, a checkpoint, a folder of them or a run, the newest checkpoint.
 
-    Args:
-        trust_code: see `OfRun.trusts_code`.
-
     Raises:
         CheckpointError: there is none, or its manifest is not what was written.
         ConfigError: its config is of another version.
     """
     with opened(Path(path).absolute()) as saved:
-        values = saved.manifest.content["config"]
-        config = config_from(values, saved.path) if isinstance(values, dict) and "model" in values else None
-        yield SavedRun(config, saved, trusts_code=trust_code)
+        content = saved.manifest.content
+        fingerprint: Any = content["extra"]
+        for name in (OF_TRAINER, "run", "data", "fingerprint"):
+            fingerprint = fingerprint.get(name) if isinstance(fingerprint, dict) else None
+        yield SavedRun(
+            path=saved.path,
+            step=saved.manifest.step,
+            config=config_from(content["config"], saved.path),
+            data_fingerprint=fingerprint if isinstance(fingerprint, dict) else None,
+            tensors=lambda: ((name, saved.read(name)) for name in saved.names),
+            trusts_code=trust_code,
+            saved=saved,
+        )

@@ -4,6 +4,7 @@ A checkpoint's manifest, and the json of an export, say what the run was made of
 compute and read. Anything else needs the user's word.
 """
 
+import inspect
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
@@ -99,22 +100,13 @@ def _named(target: str) -> Any:
 @cache
 def _known() -> frozenset[Any]:
     """Read at the first use, when torch.nn is whole."""
-    layers = [
+    kinds = ((torch.nn, torch.nn.Module, "torch.nn.modules."), (torch.optim, torch.optim.Optimizer, "torch."))
+    of_torch = [
         each
-        for each in vars(torch.nn).values()
-        if isinstance(each, type)
-        and issubclass(each, torch.nn.Module)
-        and each.__module__.startswith("torch.nn.modules.")
+        for package, kind, home in kinds
+        for each in vars(package).values()
+        if isinstance(each, type) and issubclass(each, kind) and each.__module__.startswith(home)
     ]
-    optimizers = [
-        each
-        for each in vars(torch.optim).values()
-        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each.__module__.startswith("torch.")
-    ]
-    ours = [
-        each
-        for package in (zerotrain.models, zerotrain.data)
-        for each in map(vars(package).get, package.__all__)
-        if isinstance(each, type)
-    ]
-    return frozenset([*layers, *optimizers, *ours, MuonWithAdamW, constant, warmup_cosine])
+    packages = (zerotrain.models, zerotrain.data)
+    ours = [vars(package).get(name) for package in packages for name in package.__all__]
+    return frozenset([*of_torch, *filter(inspect.isclass, ours), MuonWithAdamW, constant, warmup_cosine])

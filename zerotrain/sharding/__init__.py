@@ -1,1 +1,1 @@
-"""What is sharded, where each element lies, and how parameters are cut into buckets. No collectives here."""
+"""Plans of what is sharded, layouts of elements and cuts into buckets, without collectives."""

@@ -69,14 +69,8 @@ class Measuring:
         self._result.train_s = self.clock.train_s
 
     def of_ranks(self, usages: list[RankUsage]) -> list[RankUsage]:
-        """What is known at the end only: the weights, and of this rank what it holds and sends. Collective.
-
-        Args:
-            usages: of all ranks.
-
-        Returns:
-            The same.
-        """
+        """What is known at the end only: the weights, and of this rank what it holds and sends. Returns the usages
+        of all ranks that it was given. Collective."""
         usage = usages[self._world.rank]
         self._result.weights_sha256 = self._engine.weights_sha256()
         self._result.comm_bytes_per_step = {"sent": usage.sent_nbytes, "theory": usage.theory_sent_nbytes}

@@ -153,8 +153,8 @@ FAULTS = {
     ),
     "evaluate-of-other-data-in-silence": Fault(
         "run/exported.py",
-        '        found = self.said["data_fingerprint"]\n',
-        "        found = None\n",
+        'str(said["form"]), said["data_fingerprint"]',
+        'str(said["form"]), None',
         "a loss of data that has changed is taken for the run's",
         OF_EVALUATE,
     ),

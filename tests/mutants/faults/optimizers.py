@@ -25,8 +25,8 @@ FAULTS = {
     ),
     "tensors-not-tried-apart": Fault(
         TRIAL,
-        "        if self._gives(plain.rows, chosen, _apart):\n",
-        "        if plain is not None:\n",
+        "        if self._gives(rows, chosen, _apart):\n",
+        "        if rows is not None:\n",
         "an optimizer that clips over all tensors is told to declare itself, and clips each rank's",
         OF_TRIAL,
     ),

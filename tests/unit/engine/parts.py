@@ -67,7 +67,7 @@ class OneBucket:
         values = FlatBuffer(self.layout, torch.zeros(self.layout.padded_numel))
         for view, parameter in zip(values.views(), self.parameters, strict=True):
             view.copy_(parameter.detach())
-        homes = Homes(self.options.offload, self.world, self.options.prefetch)
+        homes = Homes(self.options.offload, self.world, self.options.zero.prefetch)
         return BucketWeights(
             self.spec, self.layout, values, plan=self.options.plan, collectives=self.collectives, homes=homes
         )

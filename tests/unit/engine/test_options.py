@@ -60,5 +60,5 @@ def test_a_loss_scale_is_made_where_it_is_needed() -> None:
 
 
 def test_units_are_patterns_or_found() -> None:
-    assert options(EngineConfig()).units is None
-    assert options(EngineConfig(ZeroConfig(units=["blocks.*"]))).units == ["blocks.*"]
+    assert options(EngineConfig()).zero.unit_patterns is None
+    assert options(EngineConfig(ZeroConfig(units=["blocks.*"]))).zero.unit_patterns == ["blocks.*"]

@@ -51,7 +51,7 @@ class BucketGradient:
         self.segments = cut_segments(spec)
         self._pool, self._wire_pool = pool, wire_pool
         self._widens = options.widens
-        self._exact_norm = options.max_grad_norm is not None
+        self._exact_norm = options.given.max_grad_norm is not None
         self._own: Scratch | None = None
         """The bucket's own buffer, where gradients are replicated."""
         self._unreduced: Scratch | None = None

@@ -3,7 +3,7 @@
 What an optimizer keeps elsewhere stays behind: in a dict of its own, in another optimizer inside it, in a counter.
 """
 
-from collections import deque
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
@@ -33,11 +33,8 @@ def made_anew(
 
 
 def unfit_in_state(optimizer: torch.optim.Optimizer, *, is_whole: bool) -> list[str]:
-    """What of an optimizer's state is not the state of one tensor, or has tensors in it that nobody can cut.
-
-    Args:
-        is_whole: nothing is cut.
-    """
+    """What of an optimizer's state is not the state of one tensor, or has tensors in it that nobody can cut: of what
+    is updated whole nothing is cut."""
     tensors = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     found = [f"self.state[{key!r}]" for key in optimizer.state if id(key) not in tensors]
     kept = [each for key, state in optimizer.state.items() if id(key) in tensors for each in state.items()]
@@ -89,14 +86,9 @@ def _leaves(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return list(value)
     if isinstance(value, type | ModuleType) or isroutine(value):
         return []
-    slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
-    return [*slots, *getattr(value, "__dict__", {}).values()]
+    return list(value.values()) if isinstance(value, Mapping) else gc.get_referents(value)
 
 
 def _are_same(left: Sequence[Any], right: Sequence[Any]) -> bool:

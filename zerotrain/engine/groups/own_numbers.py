@@ -22,11 +22,7 @@ def is_number(value: object) -> bool:
 
 @contextmanager
 def own_numbers(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """In here groups have the numbers that the optimizer has added to them.
-
-    Args:
-        settings: for each group what is not the optimizer's own.
-    """
+    """In here groups have the numbers that the optimizer has added to them, beside the `settings` of each."""
     for group in optimizer.param_groups:
         for target in group["params"]:
             state = optimizer.state.get(target, {})

@@ -12,8 +12,9 @@ test tries each): they make one step.
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,32 +92,16 @@ class _NoRandomNumbers(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-class _Watched(NamedTuple):
-    """What some steps have done."""
-
-    rows: torch.Tensor
-    """(num_steps + 1, numel) fp32: the elements before and after each step."""
-    optimizer: torch.optim.Optimizer
-    """In the end, the first if there are several."""
-
-
 class Trials:
-    """Tries the optimizers that a factory makes, each set of hyperparameters once.
-
-    Args:
-        device: what they are tried on.
-    """
+    """Tries the optimizers that a factory makes on a device, each set of hyperparameters once."""
 
     def __init__(self, factory: OptimizerFactory, device: torch.device) -> None:
         self._factory, self._device = factory, device
         self._passed: set[str] = set()
 
     def require_fit(self, settings: Mapping[str, Any]) -> None:
-        """Make sure that an optimizer of these hyperparameters does here what it does in plain PyTorch.
-
-        Raises:
-            ConfigError: it does not, or its step fails.
-        """
+        """Make sure that an optimizer of these hyperparameters does here what it does in plain PyTorch, or raise
+        ConfigError."""
         tried = {name: told(value) for name, value in settings.items() if name not in ("name", "lr", "initial_lr")}
         key = repr((settings["name"].startswith("whole "), tried))
         if key not in self._passed:
@@ -138,93 +123,94 @@ class _Trial:
 
     def problem(self) -> str | None:
         """What is wrong with the optimizer; None for nothing."""
-        if _wants_an_argument(type(self._sample).step):
-            return CLOSURE
         if _is_torchs_own(self._sample):
-            return _failure(self._step_of_torch)
-        choices = (_all, _matrices) if self._is_whole else (_all, _matrices, _flat)
+            # Without what torch puts around it, which imports its compiler: half a second of each start.
+            return self._failure_of_sample(partial(inspect.unwrap(type(self._sample).step), self._sample))
         failures = []
-        for chosen in choices:
+        for chosen in (list, _matrices) if self._is_whole else (list, _matrices, _flat):
             try:
                 with _NoRandomNumbers():
-                    failures.append(_failure(partial(self._watch, chosen, _together, num_steps=2)))
+                    rows, optimizer = self._watch(chosen, _in_one)
             except _ProblemError as problem:
                 return str(problem)
-            if failures[-1] is None:
-                return self._problem_in_parts(chosen)
-        if _failure(lambda: self._step_sample(lambda: torch.zeros(()))) is None:
+            except Exception as error:
+                failures.append(_failure(error))
+            else:
+                return self._problem_in_parts(rows, optimizer, chosen)
+        if self._failure_of_sample(partial(self._sample.step, lambda: torch.zeros((), requires_grad=True))) is None:
             return CLOSURE
         return None if self._is_whole else failures[0]  # one that is declared may want shapes that are not tried
 
-    def _step_sample(self, *closure: Any) -> None:
+    def _failure_of_sample(self, step: Callable[[], object]) -> str | None:
+        """What one step fails with; None if it does not."""
         (tensor,) = self._sample.param_groups[0]["params"]
         tensor.grad = torch.ones_like(tensor)
-        self._sample.step(*closure)
+        try:
+            with torch.no_grad():
+                step()
+        except Exception as error:
+            return _failure(error)
+        return None
 
-    def _step_of_torch(self) -> None:
-        (tensor,) = self._sample.param_groups[0]["params"]
-        tensor.grad = torch.ones_like(tensor)
-        with torch.no_grad():
-            # Without what torch puts around it, which imports its compiler: half a second of each start.
-            inspect.unwrap(type(self._sample).step)(self._sample)
-
-    def _problem_in_parts(self, chosen: Choice) -> str | None:
-        plain = self._watch(chosen, _together)
-        (shown,) = plain.optimizer.param_groups
+    def _problem_in_parts(self, rows: torch.Tensor, optimizer: torch.optim.Optimizer, chosen: Choice) -> str | None:
+        (shown,) = optimizer.param_groups
         changed = [name for name, value in self._settings.items() if told(shown.get(name)) != told(value)]
         if changed:
             return OWN_NUMBERS.format(", ".join(changed))
-        if not self._is_whole and self._gives(plain.rows, chosen, _pieces):
-            return self._problem_made_anew(plain, chosen)
-        if self._gives(plain.rows, chosen, _apart):
-            return self._problem_made_anew(plain, chosen) if self._is_whole else WHOLE
-        return EVERYTHING if self._gives(plain.rows, chosen, _together) else RANDOM
+        if not self._is_whole and self._gives(rows, chosen, _pieces):
+            return self._problem_made_anew(rows, optimizer, chosen)
+        if self._gives(rows, chosen, _apart):
+            return self._problem_made_anew(rows, optimizer, chosen) if self._is_whole else WHOLE
+        return EVERYTHING if self._gives(rows, chosen, _in_one) else RANDOM
 
-    def _problem_made_anew(self, plain: _Watched, chosen: Choice) -> str | None:
+    def _problem_made_anew(self, rows: torch.Tensor, optimizer: torch.optim.Optimizer, chosen: Choice) -> str | None:
         """What the optimizer keeps that does not go along when it is made anew, if any."""
-        if unfit := unfit_in_state(plain.optimizer, is_whole=self._is_whole):
+        if unfit := unfit_in_state(optimizer, is_whole=self._is_whole):
             return UNFIT.format(" and ".join(unfit))
-        before = kept_elsewhere(plain.optimizer)
-        try:
-            renewed = self._watch(chosen, _together, anew_after=STEPS_BEFORE_ANEW)
-            after = kept_elsewhere(renewed.optimizer)
-            if _agree(plain.rows, renewed.rows) and not differing(tensors_alone(before), tensors_alone(after)):
+        before, names = kept_elsewhere(optimizer), []
+        with suppress(Exception):
+            renewed, made = self._watch(chosen, _in_one, anew_after=STEPS_BEFORE_ANEW)
+            after = kept_elsewhere(made)
+            if _agree(rows, renewed) and not differing(tensors_alone(before), tensors_alone(after)):
                 return None
             names = differing(before, after)
-        except Exception:
-            names = []
         names = names or [name for name, kept in tensors_alone(before).items() if kept]
         return ELSEWHERE.format(" and ".join(f"self.{name}" for name in names) or "what it needs")
 
-    def _gives(self, plain: torch.Tensor, chosen: Choice, split: Split) -> bool:
+    def _gives(self, rows: torch.Tensor, chosen: Choice, split: Split) -> bool:
         """Whether tensors split over several optimizers become what they do with one. What fails does not."""
-        try:
-            return _agree(plain, self._watch(chosen, split).rows)
-        except Exception:
-            return False
+        with suppress(Exception):
+            return _agree(rows, self._watch(chosen, split)[0])
+        return False
 
     def _watch(
-        self, chosen: Choice, split: Split, num_steps: int = NUM_STEPS, anew_after: int | None = None
-    ) -> _Watched:
-        """Let some steps be made.
+        self, chosen: Choice, split: Split, anew_after: int | None = None
+    ) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+        """Let `NUM_STEPS` be made.
 
         Args:
             split: which of the tensors, or which pieces of them, have an optimizer of their own.
             anew_after: steps after which all is made anew.
+
+        Returns:
+            (NUM_STEPS + 1, numel) fp32, the elements before and after each step; and the first optimizer, in the end.
         """
-        parts = split(chosen([tensor.to(self._device, copy=True) for tensor in _weights()]))
+        parts = self._parts(chosen, split, _weights())
         optimizers = [self._optimizer(part) for part in parts]
         rows, former = [_row(parts)], []
-        for step in range(num_steps):
+        for step in range(NUM_STEPS):
             if step == anew_after:
                 former.append((parts, optimizers))  # or others would get the same places in memory
                 renewed = [made_anew(*each, self._optimizer) for each in zip(optimizers, parts, strict=True)]
                 parts, optimizers = [part for part, _ in renewed], [optimizer for _, optimizer in renewed]
-            gradients = split(chosen([tensor.to(self._device, copy=True) for tensor in _gradients(step)]))
+            gradients = self._parts(chosen, split, _gradients(step))
             for optimizer, part, theirs in zip(optimizers, parts, gradients, strict=True):
                 self._step(optimizer, part, theirs)
             rows.append(_row(parts))
-        return _Watched(torch.stack(rows), optimizers[0])
+        return torch.stack(rows), optimizers[0]
+
+    def _parts(self, chosen: Choice, split: Split, tensors: Tensors) -> list[Tensors]:
+        return split(chosen([tensor.to(self._device, copy=True) for tensor in tensors]))
 
     def _step(self, optimizer: torch.optim.Optimizer, tensors: Tensors, gradients: Tensors) -> None:
         forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -239,15 +225,8 @@ class _Trial:
         return self._factory([{"params": tensors, **self._settings}])
 
 
-def _failure(attempt: Callable[[], object]) -> str | None:
-    """What an attempt of steps fails with; None if it does not."""
-    try:
-        attempt()
-    except _ProblemError:
-        raise
-    except Exception as error:
-        return FAILS.format(type(error).__name__, (str(error).splitlines() or [""])[0])
-    return None
+def _failure(error: Exception) -> str:
+    return FAILS.format(type(error).__name__, (str(error).splitlines() or [""])[0])
 
 
 # ---- the tensors that are tried, and how they are cut
@@ -275,19 +254,15 @@ def _waves(number: int) -> Tensors:
     return [part.view(shape) for part, shape in zip(values.float().split(numels), SHAPES, strict=True)]
 
 
-def _all(tensors: Tensors) -> Tensors:
-    return tensors
+def _flat(tensors: Tensors) -> Tensors:
+    return [torch.cat([tensor.flatten() for tensor in tensors])]
 
 
 def _matrices(tensors: Tensors) -> Tensors:
     return [tensor for tensor in tensors if tensor.ndim == 2]
 
 
-def _flat(tensors: Tensors) -> Tensors:
-    return [torch.cat([tensor.flatten() for tensor in tensors])]
-
-
-def _together(tensors: Tensors) -> list[Tensors]:
+def _in_one(tensors: Tensors) -> list[Tensors]:
     return [tensors]
 
 
@@ -323,9 +298,3 @@ def _rate_like(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.full_like(value, RATE)
     return RATE if isinstance(value, int | float) else value
-
-
-def _wants_an_argument(step: Callable[..., Any]) -> bool:
-    """Beside the optimizer itself."""
-    _, *arguments = inspect.signature(step).parameters.values()
-    return any(each.default is each.empty and not each.kind.name.startswith("VAR_") for each in arguments)

@@ -25,7 +25,7 @@ class Gathers:
 
     def __init__(self, units: Sequence[LiveUnit], buckets: Sequence[Bucket], options: EngineOptions) -> None:
         self.plan = options.plan
-        self.frees_after_use = self.plan.shards_parameters and options.reshard_after_forward
+        self.frees_after_use = self.plan.shards_parameters and options.zero.reshard_after_forward
         """Whether a unit's parameters are freed behind its forward, and gathered anew for its backward."""
         self._units, self._buckets = units, buckets
         self._gathers_updated = self.plan.shards_optimizer and not self.plan.shards_parameters
@@ -33,7 +33,7 @@ class Gathers:
         """The units whose forward is under way, outermost first."""
         self._in_backward: LiveUnit | None = None
         """The unit that a backward reached last."""
-        self._prefetch = options.prefetch if self.plan.shards_parameters else 0
+        self._prefetch = options.zero.prefetch if self.plan.shards_parameters else 0
         """Units that are gathered ahead."""
         self._look_ahead(self._prefetch)
 

@@ -39,9 +39,9 @@ class OptimizerStep:
         loss_scaler: LossScaler | None,
     ) -> None:
         self._model, self._collectives, self._stamps = model, collectives, stamps
-        self._max_grad_norm = options.max_grad_norm
+        self._max_grad_norm = options.given.max_grad_norm
         self._loss_scaler = loss_scaler
-        self.skipped_steps = SkippedSteps(options.max_skipped_steps, loss_scaler)
+        self.skipped_steps = SkippedSteps(options.given.max_skipped_steps, loss_scaler)
 
     def run(
         self,

@@ -13,9 +13,9 @@ from torch import nn
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.ranks.world import choose_device
 from zerotrain.config.compose import first_line
-from zerotrain.config.schema import Config
+from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.targets import HYDRA_KEYS
-from zerotrain.config.words import word, words_of_config
+from zerotrain.config.words import in_words_of_config, word, words_of_config
 from zerotrain.data.reading.fetch import RowError
 from zerotrain.data.reading.fingerprint import Fingerprint, fingerprint_of
 from zerotrain.device.kinds import device_of
@@ -28,20 +28,14 @@ from zerotrain.engine.model.unit_forward import replace_forwards, require_units
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.engine.precision.kept_fp32 import dtypes_of
 from zerotrain.engine.precision.policy import precision_named
+from zerotrain.engine.state.sources.files import weight_misfits
+from zerotrain.engine.state.sources.fit import model_misfits
 from zerotrain.errors import ConfigError
-from zerotrain.run.factory import (
-    TOO_LARGE_A_TENSOR,
-    build,
-    build_on_meta,
-    ended_in,
-    in_group,
-    try_schedule,
-)
+from zerotrain.run.factory import TOO_LARGE_A_TENSOR, build, build_on_meta, ended_in, in_group, try_schedule
 from zerotrain.run.preflight.data import dataset_of, first_batches_of, require_enough, require_fit
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
 from zerotrain.run.preflight.room import Ranks, require_room
-from zerotrain.run.preflight.start import start_misfits
-from zerotrain.sharding.units import cut_units, walk
+from zerotrain.sharding.units import cut_units, model_parameters, walk
 from zerotrain.training.callbacks.stages import stage_at, stages_from
 
 
@@ -78,12 +72,12 @@ def check(
     model = None
     if _take_vocab_size(config, data):
         with refusing_too_large(config, ranks, room):
-            model = attempt("model", lambda config: _require_module(build_on_meta(config), config))
+            model = attempt("model", lambda config: _require_module(config))
     batches = None if data is None else attempt("data", lambda config: _first_batches(data, config, ranks, room))
     fingerprint = None if batches is None else attempt("data", lambda config: fingerprint_of(data, seed=config.seed))
     can_train = model is not None and attempt("model", lambda config: _try_model(model, config))
     if model is not None and can_train:
-        problems += start_misfits(model, config.checkpoint, goes_on_from)
+        problems += _start_misfits(model, config.checkpoint, goes_on_from)
     if model is not None and can_train and batches is not None:
         attempt("data", lambda _: require_fit(model, data, batches))
     if batches is not None:
@@ -136,6 +130,16 @@ def _first_batches(data: Any, config: Config, ranks: Ranks, room: Room) -> list[
     return first_batches_of(data, config)
 
 
+def _start_misfits(model: nn.Module, checkpoint: CheckpointConfig, goes_on_from: Manifest | None) -> list[str]:
+    """A line for each kind of what does not fit the model of what the run begins with, as names and shapes tell."""
+    if goes_on_from is not None:
+        return [f"checkpoint.resume: {line}" for line in model_misfits(goes_on_from, model_parameters(model))]
+    if checkpoint.init_from is None or not checkpoint.strict:
+        return []
+    lines = weight_misfits(checkpoint.init_from, model)
+    return [f"checkpoint.init_from: {in_words_of_config(line)}" for line in lines]
+
+
 def _stages_to_come(goes_on_from: Manifest | None, config: Config) -> list[int]:
     stages, step = stages_from(goes_on_from, config.zero.stages)
     later = [stages[each] for each in stages if step < each < config.train.max_steps]
@@ -143,11 +147,7 @@ def _stages_to_come(goes_on_from: Manifest | None, config: Config) -> list[int]:
 
 
 def prepare_data(config: Config) -> None:
-    """Let the data be made that lies in a cache of this machine.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Let the data be made that lies in a cache of this machine; ConfigError where it cannot be."""
     with words_of_config():
         dataset_of(config)
 
@@ -204,13 +204,17 @@ def _of_row(error: RowError) -> str:
     return f"{str(error).splitlines()[0]} ({frame.filename}, line {frame.lineno})"
 
 
-def _require_module(model: Any, config: Config) -> Any:
-    if model is not None and not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model._target_: got {config.model.get('_target_')}, which makes a {type(model).__name__}; it must make a "
-            "torch.nn.Module"
-        )
+def _require_module(config: Config) -> nn.Module | None:
+    model = build_on_meta(config)
+    if model is not None:
+        _require_kind("model", config.model, model, nn.Module, "torch.nn.Module")
     return model
+
+
+def _require_kind(group: str, values: dict[str, Any], made: object, kind: type, called: str) -> None:
+    if not isinstance(made, kind):
+        path, got = values.get("_target_"), type(made).__name__
+        raise ConfigError(f"{group}._target_: got {path}, which makes a {got}; it must make a {called}")
 
 
 def _try_model(model: nn.Module, config: Config) -> bool:
@@ -239,7 +243,8 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
     factory = build("optimizer", config.optimizer)
     units = [] if model is None else cut_units(walk(model), config.zero.unit_patterns, max_numel=1)
     with suppress(ValueError):  # which build_optimizer has a sentence for
-        _require_optimizer(factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}]), config)
+        made = factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}])
+        _require_kind("optimizer", config.optimizer, made, torch.optim.Optimizer, "torch.optim.Optimizer")
     names = {"whole matrices"} if model is not None and needing_whole(factory, units) else set()
     if names and config.offload.optimizer != "device" and config.offload.update == "host":
         raise ConfigError(NOT_ON_HOST)
@@ -250,11 +255,3 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
             settings = {key: value for key, value in made.param_groups[0].items() if key != "params"}
             Trials(factory, device).require_fit(settings)
     return factory
-
-
-def _require_optimizer(made: object, config: Config) -> None:
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optimizer._target_: got {config.optimizer.get('_target_')}, which makes a {type(made).__name__}; it must "
-            "make a torch.optim.Optimizer"
-        )

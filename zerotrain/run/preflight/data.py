@@ -17,11 +17,7 @@ MIN_SEQUENCES = 1024
 
 
 def dataset_of(config: Config) -> Any:
-    """The data.
-
-    Raises:
-        ConfigError: it is no data at all.
-    """
+    """The data; ConfigError where it is no data at all."""
     data, path = build_data(config), config.data.get("_target_")
     for name in SETS:
         if getattr(data, name, None) is None:
@@ -72,11 +68,7 @@ def require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -
 
 
 def require_enough(data: Any, config: Config) -> None:
-    """Check that a step does not read the data many times over: all that a rank reads in it lies in memory at once.
-
-    Raises:
-        ConfigError: it would.
-    """
+    """Check that a step does not read the data many times over: all that a rank reads in it lies in memory at once."""
     train, most = config.train, max(len(data.train), MIN_SEQUENCES)
     per_rank = train.micro_batch_size * train.gradient_accumulation_steps
     if per_rank > most:

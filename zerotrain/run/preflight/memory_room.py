@@ -20,14 +20,12 @@ from torch.utils._pytree import tree_leaves
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.inputs import as_inputs, with_tensors
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes, updates_whole
-from zerotrain.engine.precision.kept_fp32 import dtypes_of
+from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.errors import ConfigError
 from zerotrain.offload.memory import available_nbytes, most_of_process
-from zerotrain.run.preflight.room import Ranks
-from zerotrain.sharding.plan import STAGES, Plan, Volume
-from zerotrain.sharding.units import model_parameters
+from zerotrain.run.preflight.room import Ranks, model_sizes
+from zerotrain.sharding.plan import STAGES, Plan
 
 LARGE_NUMEL = 2**20
 """Elements of a micro-batch from which on its forward is tried without memory."""
@@ -60,11 +58,7 @@ class Room:
         return "gpu" if self.gpu else "host"
 
     def require(self, group: str, taken: Mapping[str, float], num_local: int, what: str, advice: str) -> None:
-        """Make sure of a rank's bytes, by the memory that they lie in.
-
-        Raises:
-            ConfigError: there is no room for them.
-        """
+        """Make sure that there is room for a rank's bytes, by the memory that they lie in."""
         for memory, where, num in (("gpu", "its GPU has", 1), ("host", "there are", num_local)):
             if taken.get(memory, 0) > getattr(self, memory):
                 whose = "a rank" if num == 1 else f"{num} ranks of this machine"
@@ -96,9 +90,8 @@ def refusing_too_large(config: Config, ranks: Ranks, room: Room) -> Iterator[Non
             return
         made[id(parameter)] = parameter
         nbytes += parameter.numel() * itemsize / num_sharing
-        if (
-            nbytes > getattr(room, room.device) and time.monotonic() > patient_until_s
-        ):  # of what the constructor has made and dropped, nothing counts
+        if nbytes > getattr(room, room.device) and time.monotonic() > patient_until_s:
+            # Of what the constructor has made and dropped, nothing counts.
             nbytes = sum(each.numel() for each in made.values()) * itemsize / num_sharing
             room.require("model", {room.device: nbytes}, ranks.num_local, "the weights", SMALLER_MODEL)
 
@@ -111,14 +104,7 @@ def refusing_too_large(config: Config, ranks: Ranks, room: Room) -> Iterator[Non
 
 
 def require_rows(config: Config, row_nbytes: int, num_rows: int, ranks: Ranks, room: Room) -> None:
-    """Make sure that there is memory for the rows that each rank of this machine reads in a step.
-
-    Args:
-        num_rows: of the data.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Make sure that there is memory for the rows, of the `num_rows` of the data, that each rank reads in a step."""
     num_rows = min(num_rows, config.train.micro_batch_size * config.train.gradient_accumulation_steps)
     taken = {"host": float(num_rows * row_nbytes)}
     room.require("data", taken, ranks.num_local, f"the {num_rows} rows of a step", SMALLER_BATCH)
@@ -140,11 +126,8 @@ def require_memory(
         optimizer: what it is made by.
         row: a batch of one.
         stages: that the run is to be at.
-
-    Raises:
-        ConfigError: there is none, with the bytes needed and those that there are.
     """
-    volume, optimizer_nbytes = _sizes(config, model, optimizer, ranks)
+    volume, optimizer_nbytes = model_sizes(config, model, optimizer, ranks)
     saved_nbytes = _saved_nbytes(config, model, row)
     for plan in _plans(stages):
         kept: dict[str, float] = {**volume.memory_nbytes(plan, optimizer_nbytes)}
@@ -160,27 +143,6 @@ def require_memory(
 def _plans(stages: Iterable[int]) -> list[Plan]:
     """Of those that there are: what is wrong with another is told elsewhere."""
     return [STAGES[stage] for stage in stages if 0 <= stage < len(STAGES)]
-
-
-def _sizes(config: Config, model: nn.Module, factory: OptimizerFactory, ranks: Ranks) -> tuple[Volume, int]:
-    """What weights and gradients take, and the optimizer's state with master weights that are copies; of a state that
-    cannot be tried here, as it needs a GPU, 0."""
-    precision = precision_named(config.precision.name, tuple(config.precision.keep_fp32))
-    held = dtypes_of(model_parameters(model), precision)
-    trained = {each: dtype for each, dtype in held.items() if each.requires_grad}
-    nbytes = {each: each.numel() * dtype.itemsize for each, dtype in held.items()}
-    trainable = sum(nbytes[each] for each in trained)
-    per_element = 0.0
-    with suppress(Exception):
-        sampled = [sampled_nbytes(factory, is_whole=True)] if updates_whole(factory) else []
-        if hasattr(factory, "needs_whole") or not sampled:
-            sampled.append(sampled_nbytes(factory, is_whole=False))
-        per_element = min(sampled) / (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
-    copies = sum(
-        each.numel() * precision.master.itemsize for each, dtype in trained.items() if dtype != precision.master
-    )
-    state = per_element * sum(each.numel() for each in trained) + copies
-    return Volume(trainable, sum(nbytes.values()) - trainable, ranks.num_ranks), round(state)
 
 
 def _by_memory(config: Config, plan: Plan, kept: Mapping[str, float], device: str) -> dict[str, float]:

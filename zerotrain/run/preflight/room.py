@@ -3,6 +3,7 @@
 import os
 import resource
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +11,15 @@ from torch import nn
 
 from zerotrain.config.schema import Config
 from zerotrain.device.kinds import num_gpus
-from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, sampled_nbytes
+from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes, updates_whole
+from zerotrain.engine.precision.kept_fp32 import dtypes_of
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.errors import ConfigError, OffloadError
 from zerotrain.offload.rates import SAMPLE_NBYTES
 from zerotrain.offload.scratch_file import ScratchFile, file_system_of, lies_in_memory
 from zerotrain.run.factory import build
-from zerotrain.sharding.plan import STAGES, Plan
+from zerotrain.sharding.plan import STAGES, Plan, Volume
+from zerotrain.sharding.units import model_parameters
 
 FILES_OF_A_RANK = 22
 """Beside one for each rank: two ranks ended well with 24 and hung with 20, four did with 26 (torch 2.13, gloo)."""
@@ -95,18 +98,32 @@ def _folders(given: Path) -> tuple[Path, Path]:
 
 def _needed_nbytes(config: Config, model: nn.Module, plan: Plan, ranks: Ranks) -> int:
     """Of all ranks of this machine, with what they measure its rates by."""
-    precision = precision_named(config.precision.name, tuple(config.precision.keep_fp32))
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    held = sum(each.numel() for each in model.parameters()) * precision.compute.itemsize
-    needed = 0.0
+    volume, optimizer_nbytes = model_sizes(config, model, build("optimizer", config.optimizer), ranks)
+    held, needed = volume.memory_nbytes(plan, optimizer_nbytes), 0.0
     if config.offload.optimizer == "disk":
-        sampled = sampled_nbytes(build("optimizer", config.optimizer), is_whole=False) / (
-            SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1]
-        )
-        each = sampled + (4 if precision.separate_master else 0)
-        share = ranks.num_local / (ranks.num_ranks if plan.shards_optimizer else 1)
-        needed += trained * each * (1 - config.offload.keep) * share
+        needed += ranks.num_local * held["optimizer"] * (1 - config.offload.keep)
     if config.offload.parameters == "disk" and plan.shards_parameters:
-        needed += held * ranks.num_local / ranks.num_ranks
+        needed += ranks.num_local * held["parameters"]
     sample = min(needed, ranks.num_local * SAMPLE_NBYTES)
     return round(needed + sample)
+
+
+def model_sizes(config: Config, model: nn.Module, factory: OptimizerFactory, ranks: Ranks) -> tuple[Volume, int]:
+    """Bytes of weights and gradients; and of the optimizer's state, with master weights that are copies: 0 of a state
+    that cannot be tried here, as it needs a GPU."""
+    precision = precision_named(config.precision.name, tuple(config.precision.keep_fp32))
+    held = dtypes_of(model_parameters(model), precision)
+    trained = {each: dtype for each, dtype in held.items() if each.requires_grad}
+    trainable, frozen = (
+        sum(each.numel() * dtype.itemsize for each, dtype in held.items() if each.requires_grad is trains)
+        for trains in (True, False)
+    )
+    per_element = 0.0
+    with suppress(Exception):
+        sampled = [sampled_nbytes(factory, is_whole=True)] if updates_whole(factory) else []
+        if hasattr(factory, "needs_whole") or not sampled:
+            sampled.append(sampled_nbytes(factory, is_whole=False))
+        per_element = min(sampled) / (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
+    copies = sum(each.numel() for each, dtype in trained.items() if dtype != precision.master)
+    state = per_element * sum(each.numel() for each in trained) + copies * precision.master.itemsize
+    return Volume(trainable, frozen, ranks.num_ranks), round(state)

@@ -218,10 +218,7 @@ class RunCheckpoints:
 
     def _settle(self, *, waited: bool = False) -> None:
         """Wait for the save that is under way, and say what came of it. Older checkpoints go then, and not before.
-
-        Args:
-            waited: nothing was trained beside it.
-        """
+        Nothing was trained beside a save that is `waited` for."""
         saving, self._under_way = self._under_way, None
         if saving is None:
             return

@@ -10,13 +10,8 @@ MAX_PLAIN_LINES = 10
 
 
 class ProgressDisplay:
-    """Shows how far training is, and as a `MetricSink` what was measured. Print through `console` until it is closed.
-
-    Args:
-        console: where to; a quiet one shows nothing.
-        max_steps: steps of the run.
-        first_step: steps that were done before.
-    """
+    """Shows on a console how far training is, and as a `MetricSink` what was measured. Print through `console` until
+    it is closed; a quiet one shows nothing."""
 
     def __init__(self, *, console: Console, max_steps: int, first_step: int = 0) -> None:
         self._console = console

@@ -36,11 +36,7 @@ _STATE = {
 
 
 def require_run_state(path: Path, state: Any) -> None:
-    """Make sure that a run can go on from what a checkpoint has for it.
-
-    Raises:
-        CheckpointError: it cannot.
-    """
+    """Make sure that a run can go on from what a checkpoint has for it, or raise CheckpointError."""
     try:
         require_schema(state, {"built_groups": [dict], "run": _STATE})
     except UntrustedFileError as error:

@@ -14,11 +14,7 @@ NUM_PROMPT_TOKENS = 32
 
 
 def show_sample(console: Console, engine: ZeroEngine, dataset: Any, *, num_tokens: int, seed: int) -> None:
-    """Let the model continue the beginning of the validation text. Collective.
-
-    Args:
-        num_tokens: of the continuation; 0 for none.
-    """
+    """Let the model continue the beginning of the validation text, unless by 0 tokens. Collective."""
     if num_tokens == 0:
         return
     decode = getattr(dataset, "decode", None)

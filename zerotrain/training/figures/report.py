@@ -75,13 +75,8 @@ def gather_usages(usage: RankUsage, world: World) -> list[RankUsage]:
 
 
 def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUsage], device: torch.device) -> None:
-    """Print one line of results and one table of bytes, readable at 80 columns; where the stage has changed, with rows
-    for each.
-
-    Args:
-        usages: of all ranks, in rank order, at the end.
-        device: what the ranks ran on, which decides what their peak counts.
-    """
+    """Print one line of results and one table of bytes, readable at 80 columns; where the stage has changed, with
+    rows for each. `usages` are those of all ranks at the end, in rank order."""
     caption = f"measured / theory; peak of {device_of(device).peak_of}"
     told = [entry for entry in result.stages[:-1] if entry["ranks"]]
     by_stage = [[RankUsage(**each) for each in entry["ranks"]] for entry in told] + [list(usages)]
