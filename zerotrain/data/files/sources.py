@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerotrain.data.files.text_kinds import BINARY, require_no_dataset, require_text, why_left
-from zerotrain.files.untrusted import UntrustedFileError, read_json
+from zerotrain.files.lock import read_note
 
 STDLIB_SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 """Other people's packages, and tests, which only some distributions of Python install."""
 _OWN_FILES = (("multirun.yaml",), ("ranks", "config.yaml"), ("lock", "seal.json"), ("lock", "preparing.json"))
 _OF_RUNS = "of runs and caches"
-MAX_LOCK_NBYTES = 10_000
 
 
 @dataclass
@@ -113,11 +112,8 @@ def _holds_run(folder: Path) -> bool:
     """Whether a folder is that of a run, on this machine or another, of a sweep, or of prepared tokens."""
     if any(all((folder / name).exists() for name in names) for names in _OWN_FILES):
         return True
-    try:  # what is there before anything else of a run; other programs' locks say something else
-        read_json(folder / ".lock", dict.fromkeys(("pid", "host", "started"), object), max_nbytes=MAX_LOCK_NBYTES)
-        return True
-    except (OSError, UntrustedFileError):
-        return False
+    # A run's lock is there before anything else of it; other programs' locks say something else.
+    return read_note(folder / ".lock", dict.fromkeys(("pid", "host", "started"), object)) is not None
 
 
 def _source_files(folder: str) -> Iterator[Path]:

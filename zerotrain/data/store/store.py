@@ -14,9 +14,7 @@ is written last, so a folder with an index is complete. An index from before 202
 
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ import numpy as np
 
 from zerotrain.data.store.shards import Shard, ShardReader
 from zerotrain.files.untrusted import UntrustedFileError, read_json, shown
+from zerotrain.files.whole import whole
 
 FORMAT = 1
 INDEX_NAME = "index.json"
@@ -176,43 +175,10 @@ def write_index(
     if documents is not None:
         _require_rising(documents, sum(tokens for _, tokens in shards), folder / DOCUMENTS_NAME)
         pieces = range(0, len(documents), _PIECE)
-        write_whole(folder / DOCUMENTS_NAME, (documents[at : at + _PIECE].astype("<u8").tobytes() for at in pieces))
-    write_whole(folder / INDEX_NAME, [json.dumps(index, indent=1).encode() + b"\n"])
-
-
-def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write a file under another name and move it into place once the disk has it: it is there whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fchmod(descriptor, 0o666 & ~_umask())  # mkstemp makes it for the user alone
-            os.fsync(descriptor)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _umask() -> int:
-    """Of this process; it can only be read by setting it."""
-    with suppress(OSError, ValueError, IndexError):  # without a race, where Linux tells
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("Umask:", 1)[1].split(maxsplit=1)[0], 8)
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+        with whole(folder / DOCUMENTS_NAME, lasting=True) as file:
+            file.writelines(documents[at : at + _PIECE].astype("<u8").tobytes() for at in pieces)
+    with whole(folder / INDEX_NAME, lasting=True) as file:
+        file.write(json.dumps(index, indent=1).encode() + b"\n")
 
 
 def _read_index(file: Path) -> dict[str, Any]:
