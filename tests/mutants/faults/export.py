@@ -54,7 +54,7 @@ FAULTS = {
         OF_EXPORT,
     ),
     "export-cut-off-by-a-signal": Fault(
-        "commands/export/arguments.py",
+        "commands/export/command.py",
         "        with ended_in_order():\n",
         "        if True:\n",
         "SIGTERM leaves half an export beside the place of a whole one",

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from zerotrain.data.store.shards import Shard, ShardReader
-from zerotrain.files.untrusted import UntrustedFileError, read_json, shown
+from zerotrain.files.untrusted import FileName, Natural, OneOf, UntrustedFileError, has_schema, read_json, shown
 from zerotrain.files.whole import whole
 
 FORMAT = 1
@@ -205,15 +205,14 @@ def _require_index(index: Any, file: Path) -> None:
             f"{file} has format {shown(index['format'])}, and this zerotrain reads format {FORMAT}; make the "
             "store anew, or read it with the zerotrain that wrote it"
         )
-    shards = index.get("shards")
+    shards, documents, count = index.get("shards"), index.get("documents", 0), index.get("num_documents", 0)
     checks = {
-        "dtype": index.get("dtype") in STORE_DTYPES,
-        "vocab_size": _is_count(index.get("vocab_size")) and 0 < index["vocab_size"] <= MAX_VOCAB_SIZE,
-        "tokenizer": isinstance(index.get("tokenizer", 0), str | None),
-        "shards": isinstance(shards, list) and all(_is_shard(each) for each in shards) and _are_distinct(shards, index),
-        "documents": index.get("documents", 0) is None or _is_name(index.get("documents")),
-        "num_documents": _is_count(count := index.get("num_documents", 0))
-        and not (count and index.get("documents") is None),
+        "dtype": has_schema(index.get("dtype"), OneOf(STORE_DTYPES)),
+        "vocab_size": has_schema(index.get("vocab_size"), Natural(MAX_VOCAB_SIZE)) and index["vocab_size"] > 0,
+        "tokenizer": has_schema(index.get("tokenizer", 0), (str, None)),
+        "shards": has_schema(shards, [{"name": FileName(), "tokens": Natural()}]) and _are_distinct(shards, documents),
+        "documents": documents is None or has_schema(documents, FileName()),
+        "num_documents": has_schema(count, Natural()) and not (count and documents is None),
     }
     for field, fits in checks.items():
         if not fits:
@@ -221,24 +220,10 @@ def _require_index(index: Any, file: Path) -> None:
             raise ValueError(f"{file}: {field} is {given}, which no store of tokens has; make the store anew")
 
 
-def _is_shard(given: Any) -> bool:
-    return isinstance(given, dict) and _is_name(given.get("name")) and _is_count(given.get("tokens"))
-
-
-def _are_distinct(shards: list[dict[str, Any]], index: dict[str, Any]) -> bool:
+def _are_distinct(shards: Any, documents: Any) -> bool:
     """Whether no file is named twice."""
-    names = [*(each["name"] for each in shards), INDEX_NAME]
-    names += [index["documents"]] if _is_name(index.get("documents")) else []
+    names = [INDEX_NAME, *(each["name"] for each in shards), *([documents] if isinstance(documents, str) else [])]
     return len(set(names)) == len(names)
-
-
-def _is_name(given: Any) -> bool:
-    """Whether it names a file of the folder itself."""
-    return isinstance(given, str) and given not in ("", ".", "..") and "/" not in given and given.isprintable()
-
-
-def _is_count(given: Any) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and given >= 0
 
 
 def _nbytes(file: Path) -> int:
