@@ -29,7 +29,7 @@ from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.printable import printable
 from zerotrain.files.untrusted import Each, read_json
-from zerotrain.launching.command.task import device_for
+from zerotrain.launching.command.task import device_for, num_local_ranks
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import Failure, RunError
 from zerotrain.launching.job.job import Job, num_threads_per_rank
@@ -269,8 +269,7 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
     """
     wanted = config.launch.nproc_per_node
     if ranks is None:
-        num_ranks = wanted or max(1, 0 if config.launch.device == "cpu" else torch.cuda.device_count())
-        return num_ranks, num_ranks
+        return (num_ranks := num_local_ranks(config)), num_ranks
     if wanted not in (None, 1, ranks.local_world_size):
         raise ConfigError(
             f"launch.nproc_per_node: got {wanted}; torchrun has started {ranks.local_world_size}; leave it out"

@@ -1,5 +1,6 @@
 """Which files a text dataset reads."""
 
+import functools
 import glob
 import os
 import sysconfig
@@ -78,7 +79,8 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
         require_text(file := Path(expanded), sources.path)
         require_no_dataset(file, text_field, sources.path, is_named=True)
         return _usable([file], sources)
-    is_own = _OwnFolders(without)
+    own = {folder.resolve() for folder in without}
+    is_own = functools.cache(lambda folder: folder.resolve() in own or _holds_run(folder))
     if os.path.isdir(expanded):
         return _usable(_text_files(_walk(expanded, is_own, sources), sources, text_field), sources)
     if not glob.has_magic(expanded):
@@ -93,19 +95,6 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
     if not matches:
         raise FileNotFoundError(f"data.path={path} matches no file; give a pattern that does, or a file or a folder")
     return _usable(_text_files(_outside(matches, named, is_own, sources), sources, text_field), sources)
-
-
-class _OwnFolders:
-    """Knows the folders that a run or this program writes to."""
-
-    def __init__(self, without: Sequence[Path]) -> None:
-        self._without = {folder.resolve() for folder in without}
-        self._known: dict[Path, bool] = {}
-
-    def __call__(self, folder: Path) -> bool:
-        if folder not in self._known:
-            self._known[folder] = folder.resolve() in self._without or _holds_run(folder)
-        return self._known[folder]
 
 
 def _holds_run(folder: Path) -> bool:

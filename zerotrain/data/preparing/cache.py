@@ -54,6 +54,13 @@ class Seal:
 _SEAL = {"nbytes": Natural(), "sha256": str, "sources_sha256": str, "stamp": str, "recipe": str}
 
 
+def cache_folder(cache_dir: str | None) -> Path:
+    """The folder for what can be made again of the data; it need not be there yet."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotrain"
+
+
 def kept_store(
     folder: Path, sources: Sequence[Path], recipe: str, write: Callable[[Path, str], None], *, private: bool = True
 ) -> Path:

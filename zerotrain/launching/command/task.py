@@ -119,7 +119,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
         note_kept(run_dir)
         print(f"{shown_from(Path.cwd(), run_dir)} holds this run, completed before; it is left as it is", flush=True)
         return kept, 0
-    num_ranks = _num_local_ranks(config) if ranks is None else ranks.world_size
+    num_ranks = num_local_ranks(config) if ranks is None else ranks.world_size
     for warning in without_effect(config, num_ranks) + doubtful(config) + in_memory(config, run_dir):
         print(f"warning: {warning}", file=sys.stderr)
     if config.checkpoint.save_at_end is None:
@@ -204,7 +204,7 @@ def _settings(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None
     config, problems = checked_config(composed)
     problems = [_placed(problem) for problem in problems]
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    num_local = _num_local_ranks(config) if ranks is None else ranks.local_world_size
+    num_local = num_local_ranks(config) if ranks is None else ranks.local_world_size
     device, why = device_for(config.launch.device, num_local, num_gpus)
     if why:
         print(f"warning: {why}", file=sys.stderr)
@@ -230,7 +230,7 @@ def _checked(
         ConfigError: there are problems, these or others.
     """
     data_checked, to_try, manifest = None, [], None
-    num_local = _num_local_ranks(config) if ranks is None else ranks.local_world_size
+    num_local = num_local_ranks(config) if ranks is None else ranks.local_world_size
     num_ranks = num_local if ranks is None else ranks.world_size
     try:
         resuming.require_weights(config)
@@ -278,7 +278,7 @@ def _placed(problem: str) -> str:
     return with_place(problem, dict(reversed(chosen.items())), folders, _given(hydra))
 
 
-def _num_local_ranks(config: Config) -> int:
+def num_local_ranks(config: Config) -> int:
     """Ranks to start on this machine: as set, else one for each GPU, else one."""
     num_gpus = 0 if config.launch.device == "cpu" else torch.cuda.device_count()
     return config.launch.nproc_per_node or max(1, num_gpus)

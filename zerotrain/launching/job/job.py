@@ -92,17 +92,7 @@ class Job:
 
     def to_json(self) -> str:
         """For ranks that another process starts."""
-        values = {
-            "config": asdict(self.config),
-            "run_dir": str(self.run_dir),
-            "overrides": self.overrides,
-            "data_checked": self.data_checked,
-            "resume_from": self.resume_from,
-            "restarts": self.restarts,
-            "stage": self.stage,
-            "evaluates": self.evaluates,
-        }
-        return json.dumps(values)
+        return json.dumps(asdict(self) | {"run_dir": str(self.run_dir)})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Job":
