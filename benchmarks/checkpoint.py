@@ -36,7 +36,8 @@ from torch.distributed.tensor import DTensor, Shard
 import zerotrain
 from benchmarks.report import markdown
 from benchmarks.rounds import machine
-from zerotrain.checkpoint.blocks import BLOCK_NBYTES, sync_folder
+from zerotrain.checkpoint.blocks import BLOCK_NBYTES
+from zerotrain.files.whole import sync_folder
 from zerotrain.testing.ranks import run_ranks
 
 WIDTH = 1024

@@ -7,7 +7,7 @@ MODULES = {
     "train": "zerotrain.commands.train",
     "generate": "zerotrain.commands.generate",
     "evaluate": "zerotrain.commands.evaluate",
-    "export": "zerotrain.commands.export.arguments",
+    "export": "zerotrain.commands.export.command",
     "inspect": "zerotrain.commands.inspection",
     "prepare": "zerotrain.commands.prepare",
 }

@@ -32,7 +32,7 @@ from lures import (
 )
 
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
-from zerotrain.commands.export.arguments import main as export
+from zerotrain.commands.export.command import main as export
 from zerotrain.config.schema import Config
 from zerotrain.run import factory
 from zerotrain.run.exported import ABOUT

@@ -1,5 +1,6 @@
 """Rules on the code that a machine can see: small folders, files, classes and functions, a name that stands for one
-class, a stage that is a row of data, kinds of devices told apart in one place, and no code that comes over the network.
+class, a stage that is a row of data, kinds of devices told apart in one place, one lock, one way to replace a
+file, and no code that comes over the network.
 
 A list of exceptions may only become shorter: an entry that breaks its rule no longer fails the test too.
 """
@@ -23,6 +24,20 @@ MAX_CLASS_METHODS = 20
 LARGE_CLASSES = {"BucketGradient", "BucketUpdate", "BucketWeights", "Courier", "Schedule", "ShardedModel"}
 SPLIT_CLASSES = {"CheckpointedModel"}
 """Base classes that know what a subclass in another file sets."""
+IN_ONE_PLACE = {
+    "fcntl.flock": ["files/lock.py"],
+    "fcntl.lockf": [],
+    "os.replace": ["files/whole.py"],
+    "os.rename": [],
+    "shutil.move": [],
+    ".replace": [],
+    ".rename": [  # whole folders, each after what its own promise asks for
+        "checkpoint/folder.py",  # a save appears once its names are on the disk
+        "checkpoint/kept.py",  # one that is to be removed, or to be set aside, loses its name first
+        "commands/export/destination.py",  # an export that is replaced, which comes back after an error
+    ],
+}
+"""Calls, of a module's function or of a path's method, and the files that alone have them."""
 UNPICKLING = (
     "pickle.load",
     "pickle.loads",
@@ -284,6 +299,35 @@ def split_classes(classes: list[DefinedClass]) -> dict[str, list[str]]:
             if known := (base.declared | base.read) & sub.given - own:
                 split.setdefault(base.node.name, set()).update(known)
     return {name: sorted(known) for name, known in split.items()}
+
+
+@pytest.mark.parametrize("call", IN_ONE_PLACE)
+def test_a_lock_is_taken_and_a_file_replaced_in_one_place(call: str):
+    found = [str(path) for path in FILES if path.parts[0] != "testing" and calls_of((PACKAGE / path).read_text(), call)]
+    assert found == IN_ONE_PLACE[call]
+
+
+def test_a_second_lock_and_a_second_rename_are_seen():
+    text = "fcntl.flock(file, 2); os.replace(a, b); path.with_name(x).rename(b); path.rename(b); Path(a).replace(b)"
+    text += "; from fcntl import lockf; from os import path, rename as put; shutil.move(a, b)"
+    found = {call: calls_of(text, call) for call in IN_ONE_PLACE}
+    assert found == dict.fromkeys(IN_ONE_PLACE, 1) | {".rename": 2}
+    harmless = "text.replace('a', 'b'); replace(x, y=1); dataclasses.replace(x, y=1); import os; os.path.join(a)"
+    assert [calls_of(harmless, call) for call in IN_ONE_PLACE] == [0] * len(IN_ONE_PLACE)
+
+
+def calls_of(text: str, call: str) -> int:
+    """How often a text calls a function of a module, or imports it by its own name; of ".name" how often it calls a
+    method with one argument."""
+    module, _, name = call.rpartition(".")
+    found = 0
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module == module:
+            found += name in [each.name for each in node.names]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
+            is_method = not module and len(node.args) == 1 and not node.keywords
+            found += ast.unparse(node.func.value) == module or is_method
+    return found
 
 
 def unpickling(text: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from commands import REPOSITORY
 
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.commands import evaluate, generate
-from zerotrain.commands.export.arguments import main as export
+from zerotrain.commands.export.command import main as export
 from zerotrain.commands.generate import characters
 
 SETTINGS = (

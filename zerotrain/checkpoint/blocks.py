@@ -91,23 +91,3 @@ class BlockWriter:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
-
-
-def sync_file(path: Path) -> None:
-    """Wait until a file that somebody has written is on the disk."""
-    _sync(path, os.O_RDONLY)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(descriptor)

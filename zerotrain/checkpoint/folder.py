@@ -7,8 +7,6 @@ Who saves holds a lock in the partial folder, which the kernel drops with the pr
 a dead one, and removes it.
 """
 
-import errno
-import fcntl
 import os
 import re
 import secrets
@@ -16,14 +14,14 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from zerotrain.checkpoint.blocks import BlockWriter, sync_folder
+from zerotrain.checkpoint.blocks import BlockWriter
 from zerotrain.checkpoint.manifest import MANIFEST, Manifest
 from zerotrain.errors import CheckpointError
+from zerotrain.files.lock import can_lock, lock
+from zerotrain.files.whole import sync_folder
 
 PARTIAL = re.compile(r"\..+\.partial-[0-9a-f]{16}")
 LOCK = "lock"
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Of file systems that have none: a save goes on, and what a dead one leaves there stays."""
 
 
 def file_name(rank: int) -> str:
@@ -64,11 +62,10 @@ class PartialFolder:
         self.path.mkdir()
         self._lock = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            _try_lock(self._lock)
-        except OSError as error:
-            if error.errno not in _WITHOUT_LOCKS:
-                self.remove()
-                raise
+            lock(self._lock)  # where there are no locks, what a dead save leaves stays
+        except OSError:
+            self.remove()
+            raise
 
     def publish(self, manifest: Manifest) -> None:
         """Write the manifest, wait until all names are on the disk, and give the folder its own.
@@ -128,7 +125,7 @@ def remove_dead(parent: Path) -> None:
 
 def _remove_if_dead(path: Path) -> None:
     try:
-        lock = os.open(path / LOCK, os.O_WRONLY | os.O_NONBLOCK)
+        descriptor = os.open(path / LOCK, os.O_WRONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         with suppress(OSError):
             path.rmdir()  # one that was made and never locked is empty; any other is none of ours
@@ -136,13 +133,10 @@ def _remove_if_dead(path: Path) -> None:
     except OSError:
         return
     try:
-        _try_lock(lock)
-    except OSError:
-        return  # it is alive; or nobody can tell
-    else:
-        _remove_all(path)
+        if can_lock(descriptor):  # otherwise it is alive, or nobody can tell
+            _remove_all(path)
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
 def _remove_all(path: Path) -> None:
@@ -152,10 +146,6 @@ def _remove_all(path: Path) -> None:
             with suppress(OSError):
                 os.unlink(path / name)
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _try_lock(descriptor: int) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _make_folders(path: Path) -> None:

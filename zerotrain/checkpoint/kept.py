@@ -7,7 +7,6 @@ What is to go gets its hidden name first, and that is on the disk before the fir
 half removed has a checkpoint's name, and the next removal in that place finishes it.
 """
 
-import fcntl
 import os
 import re
 import secrets
@@ -17,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from zerotrain.checkpoint.blocks import sync_folder
 from zerotrain.checkpoint.folder import LOCK, PARTIAL
 from zerotrain.checkpoint.manifest import MANIFEST
 from zerotrain.errors import CheckpointError
+from zerotrain.files.lock import can_lock, lock
+from zerotrain.files.whole import sync_folder
 
 CHECKPOINTS = "checkpoints"
 """The folder of them in a run's folder."""
@@ -98,18 +98,15 @@ def is_under_way(partial: Path) -> bool:
     try:
         if time.time() - partial.stat().st_mtime < JUST_MADE_S:
             return True
-        lock = os.open(partial / LOCK, os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = os.open(partial / LOCK, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     except OSError:
         return True
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        return not can_lock(descriptor, shared=True)
     finally:
-        os.close(lock)
-    return False
+        os.close(descriptor)
 
 
 ALLOWED = (
@@ -160,7 +157,7 @@ def held(path: Path) -> Iterator[Path]:
                 raise
             continue  # the one that was listed has been removed, and the newer one came behind the listing
         try:
-            descriptor = _locked(folder / MANIFEST, fcntl.LOCK_SH)
+            descriptor = _locked(folder / MANIFEST, shared=True)
         except OSError as error:
             raise CheckpointError(_sentence(error, folder / MANIFEST)) from error
         if descriptor is None:
@@ -174,7 +171,7 @@ def held(path: Path) -> Iterator[Path]:
     yield candidates(path)[0]
 
 
-def _locked(manifest: Path, kind: int) -> int | None:
+def _locked(manifest: Path, *, shared: bool) -> int | None:
     """A descriptor that holds a lock of a manifest, where locks work; None where another one excludes it, or where the
     manifest is not there any more.
 
@@ -186,7 +183,7 @@ def _locked(manifest: Path, kind: int) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        lock(descriptor, shared=shared)
         is_held = True
     except OSError as error:
         is_held = not isinstance(error, BlockingIOError)
@@ -272,13 +269,13 @@ def _hidden(folder: Path, old: Sequence[Path], problems: list[str]) -> dict[Path
         for path in old:
             name = path.with_name(f".{path.name}.removed-{secrets.token_hex(8)}")
             try:
-                if (lock := _locked(path / MANIFEST, fcntl.LOCK_EX)) is None:
+                if (descriptor := _locked(path / MANIFEST, shared=False)) is None:
                     continue  # it is being read: the next removal finds it again
                 try:
                     path.rename(name)
                     hidden[path] = name
                 finally:
-                    os.close(lock)
+                    os.close(descriptor)
             except OSError as error:
                 problems.append(_sentence(error, path))
         sync_folder(folder)

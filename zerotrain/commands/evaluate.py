@@ -1,6 +1,5 @@
 """`python -m zerotrain evaluate RUN [SETTING=VALUE ...]`: the validation loss of a checkpoint, as the run had it."""
 
-import argparse
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.commands.frame import RUN, TRUST, exit_code, parser_of
 from zerotrain.config.checks import OPEN_GROUPS as CHECKED_GROUPS
 from zerotrain.config.checks import class_problems, value_problems
 from zerotrain.config.compose import first_line, from_values, known_keys, literal
@@ -30,7 +30,7 @@ from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.printable import printable
 from zerotrain.files.untrusted import Each, read_json
-from zerotrain.launching.command.task import device_for
+from zerotrain.launching.command.task import device_for, num_local_ranks
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import Failure, RunError
 from zerotrain.launching.job.job import Job, num_threads_per_rank
@@ -75,26 +75,21 @@ OTHER_DATA = "the data is not what the run has seen: its files or their split ha
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zerotrain evaluate",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("path", type=Path, metavar="RUN", help="or a checkpoint, or an exported folder")
+    parser = parser_of("evaluate", __doc__, EXAMPLES)
+    parser.add_argument("path", **RUN)
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="other than the run's")
-    parser.add_argument("--trust-code", action="store_true", help="build classes of others too, whose code runs")
+    parser.add_argument("--trust-code", **TRUST)
     given = parser.parse_intermixed_args(arguments)
+    return exit_code(lambda: _run(given.path, given.settings, given.trust_code), is_told=not _is_one_of_others())
+
+
+def _run(path: Path, settings: Sequence[str], trust_code: bool) -> int:
+    ranks = RankEnvironment.read()
     try:
-        ranks = RankEnvironment.read()
         with words_of_config():
-            step, loss, by_source = evaluate(given.path, given.settings, trust_code=given.trust_code)
-    except (ConfigError, CheckpointError) as error:
-        if not _is_one_of_others():
-            print(error, file=sys.stderr)
-        return exits.CONFIG_PROBLEM
-    except KeyboardInterrupt:
-        return exits.of_signal(2)
+            step, loss, by_source = evaluate(path, settings, trust_code=trust_code)
+    except (ConfigError, CheckpointError):
+        raise
     except Exception as error:
         _tell(error, 0 if ranks is None else ranks.rank)
         if ranks is not None:
@@ -274,8 +269,7 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
     """
     wanted = config.launch.nproc_per_node
     if ranks is None:
-        num_ranks = wanted or max(1, 0 if config.launch.device == "cpu" else num_gpus())
-        return num_ranks, num_ranks
+        return (num_ranks := num_local_ranks(config)), num_ranks
     if wanted not in (None, 1, ranks.local_world_size):
         raise ConfigError(
             f"launch.nproc_per_node: got {wanted}; torchrun has started {ranks.local_world_size}; leave it out"

@@ -1,18 +1,15 @@
 """`python -m zerotrain generate RUN --prompt "def main"`: text from a checkpoint or an exported folder."""
 
-import argparse
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.commands.frame import RUN, TRUST, exit_code, parser_of
+from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
-from zerotrain.launching.end import exits
 from zerotrain.run.text_model import TextModel, text_model
 from zerotrain.training.callbacks.generate import next_token
 
@@ -31,62 +28,48 @@ Exit code 0; 2: an argument, or nothing that can be read, one line; 130: Ctrl-C.
 class Sampling:
     """How tokens are chosen."""
 
-    max_tokens: int = 200
-    temperature: float = 0.8
-    top_k: int = 50
-    seed: int = 0
+    max_tokens: int
+    temperature: float
+    top_k: int
+    seed: int
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("max-tokens", self.max_tokens, 0),
-            ("top-k", self.top_k, 1),
-            ("seed", self.seed, 0),
-        ):
-            if value < least or value >= 1 << 63:
-                raise ConfigError(f"--{name}: got {value}; it must be {least} or more")
+        for name, least in (("max_tokens", 0), ("top_k", 1), ("seed", 0)):
+            if not least <= (value := getattr(self, name)) < 1 << 63:
+                raise ConfigError(f"--{name.replace('_', '-')}: got {value}; it must be {least} or more")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(f"--temperature: got {self.temperature}; it must be 0 (the likeliest token) or above")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zerotrain generate",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("path", type=Path, metavar="RUN", help="or a checkpoint, or an exported folder")
+    parser = parser_of("generate", __doc__, EXAMPLES)
+    parser.add_argument("path", **RUN)
     parser.add_argument("--prompt", metavar="TEXT", help="what is continued; without it, lines of the input")
     parser.add_argument("--max-tokens", type=int, default=200, help="default 200")
     parser.add_argument("--temperature", type=float, default=0.8, help="default 0.8; 0: the likeliest token")
     parser.add_argument("--top-k", type=int, default=50, help="choose among so many, default 50")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text, default 0")
-    parser.add_argument("--trust-code", action="store_true", help="build classes of others too, whose code runs")
+    parser.add_argument("--trust-code", **TRUST)
     given = vars(parser.parse_args(arguments))
     path, prompt, trust_code = given.pop("path"), given.pop("prompt"), given.pop("trust_code")
     for stream in (sys.stdin, sys.stdout):  # bytes that are no text, characters that a terminal has not
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    try:
+
+    def generate() -> None:
         sampling = Sampling(**given)
         with nothing_imported_from(path):
             model = text_model(path, trust_code=trust_code)
             for each in _lines() if prompt is None else [prompt]:
                 print(each, end="", flush=True)
-                for text in continuation(model, each, sampling):
-                    print(text, end="", flush=True)
-                print(flush=True)
-    except (ConfigError, CheckpointError) as error:
-        print(error, file=sys.stderr)
-        return exits.CONFIG_PROBLEM
-    except KeyboardInterrupt:
-        print(flush=True)
-        return exits.of_signal(2)
-    except BrokenPipeError:  # such as of `| head`; Python would complain once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return exits.of_signal(13)
-    return exits.COMPLETED
+                try:
+                    for text in continuation(model, each, sampling):
+                        print(text, end="", flush=True)
+                finally:
+                    print(flush=True)
+
+    return exit_code(generate, when_stopped="")
 
 
 def _lines() -> Iterator[str]:

@@ -4,9 +4,7 @@ written; `--diff A B` compares two.
 One process, no ranks. Exit code 0; 1 for a checkpoint that is damaged or, with --diff, two that differ; 2 for none.
 """
 
-import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +25,7 @@ from zerotrain.checkpoint.kept import (
 )
 from zerotrain.checkpoint.manifest import MANIFEST, Manifest, dtype_of, pieces_of, read_manifest
 from zerotrain.checkpoint.verify import problems_in
+from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.errors import CheckpointError
 from zerotrain.files.printable import printable
 from zerotrain.files.untrusted import shown
@@ -39,24 +38,20 @@ FILES_OF_RUNS = ("config.yaml", "result.json")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what was asked for; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        "python -m zerotrain inspect", description="What lies in checkpoints of zerotrain."
-    )
+    parser = parser_of("inspect", "What lies in checkpoints of zerotrain.")
     parser.add_argument("path", nargs="*", metavar="PATH", help="the folder of a checkpoint, or of a run")
-    parser.add_argument(
-        "--diff", nargs=2, metavar=("A", "B"), help="which tensors differ between two checkpoints or runs"
-    )
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="which tensors differ between two of them")
     asked = parser.parse_args(arguments)
     if not asked.path and asked.diff is None:
         parser.error("give the PATH of a checkpoint or of a run, or --diff A B")
-    try:
+
+    def inspect() -> int:
         codes = [show_run(path) if _is_run(path) else show(path) for path in map(Path, asked.path)]
         if asked.diff is not None:
             codes.append(compare(*(candidates(Path(path))[0] for path in asked.diff)))
         return max(codes)
-    except CheckpointError as error:
-        print(error, file=sys.stderr)
-        return 2
+
+    return exit_code(inspect)
 
 
 def show(folder: Path) -> int:

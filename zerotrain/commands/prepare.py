@@ -1,7 +1,5 @@
 """Make the tokens of a text once, before a run or for many: `python -m zerotrain prepare`, settings as for a run."""
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +7,11 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
+from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.commands.train import CONF
 from zerotrain.config.checks import checked_config
 from zerotrain.config.explain import composition_problems
 from zerotrain.errors import ConfigError
-from zerotrain.launching.end import exits
 
 TARGET = "zerotrain.data.TextDataset"
 EXAMPLES = """\
@@ -33,25 +31,15 @@ Exit code 0: the tokens are there; 2: a setting, one line each; 130: Ctrl-C.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m zerotrain prepare",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("prepare", __doc__, EXAMPLES)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="as for launch.py")
     parser.add_argument("--out", type=Path, metavar="DIR", help="a folder for the tokens; it is made, or goes on")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="yamls of your own, as for launch.py")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        print(prepare(_data(options.settings, options.config_dir), options.out), flush=True)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return exits.CONFIG_PROBLEM
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C; the same command goes on", file=sys.stderr)
-        return exits.of_signal(2)
-    return exits.COMPLETED
+    return exit_code(
+        lambda: print(prepare(_data(options.settings, options.config_dir), options.out), flush=True),
+        when_stopped="stopped by Ctrl-C; the same command goes on",
+    )
 
 
 def prepare(data: dict[str, Any], out: Path | None) -> str:

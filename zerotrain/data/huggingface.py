@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from zerotrain.data.preparing.document_end import DocumentEnd
 from zerotrain.data.preparing.tokenizer import TextTokenizer
 from zerotrain.data.reading.batches import IGNORED_LABEL
+from zerotrain.files.extras import package
 from zerotrain.files.printable import printable
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
@@ -203,12 +204,7 @@ class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def _load(path: str) -> dict[str, Any]:
     """The splits of a dataset, by name."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            "HuggingFaceDataset needs datasets, which is not installed; pip install 'zerotrain[datasets]'"
-        ) from error
+    datasets = package("datasets", extra="datasets", needed_by="HuggingFaceDataset")
     place = Path(path).expanduser()
     if not place.exists():
         raise FileNotFoundError(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from zerotrain.data.files.places import cache_folder
+from zerotrain.data.preparing.cache import cache_folder
 from zerotrain.data.store import facts
 from zerotrain.data.store.formats import open_files
 from zerotrain.data.store.scan import require_known

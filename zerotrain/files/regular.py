@@ -15,7 +15,7 @@ class NotRegularError(OSError):
         super().__init__(errno.EINVAL, f"it is {kind_of(mode)}, and must be a regular file", os.fspath(path))
 
 
-def only_regular(path: str | os.PathLike[str], flags: int) -> int:
+def only_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
     """An opener, as in `open(path, "w", opener=only_regular)`: a FIFO without a reader would make that wait for ever.
 
     Raises:
@@ -23,7 +23,7 @@ def only_regular(path: str | os.PathLike[str], flags: int) -> int:
         OSError: it cannot be opened.
     """
     try:
-        descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno == errno.EISDIR:
             raise NotRegularError(path, stat.S_IFDIR) from None

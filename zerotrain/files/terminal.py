@@ -12,7 +12,27 @@ _NOBODY_READS = (errno.EPIPE, errno.EIO)
 """Of a pipe, and of a terminal that was closed."""
 
 
-class LastingStream(io.TextIOBase):
+class StandIn(io.TextIOBase):
+    """Stands in the place of a stream, and answers as that one when asked what it is."""
+
+    def __init__(self, stream: TextIO | io.TextIOBase) -> None:
+        self._stream = stream
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+
+class LastingStream(StandIn):
     """Passes on what is written, until that fails. Rank 0 failed in its next line when nobody read any more, and the
     run was said to have lost rank 1 (2026-11-21).
 
@@ -24,7 +44,8 @@ class LastingStream(io.TextIOBase):
     """Why what was written went nowhere, though somebody may have waited for it."""
 
     def __init__(self, stream: TextIO, *, ends_with_reader: bool = False) -> None:
-        self._stream, self._ends_with_reader = stream, ends_with_reader
+        super().__init__(stream)
+        self._ends_with_reader = ends_with_reader
 
     def write(self, text: str) -> int:
         """Write, or do nothing."""
@@ -34,23 +55,6 @@ class LastingStream(io.TextIOBase):
     def flush(self) -> None:
         """Flush, or do nothing."""
         self._last(self._stream.flush)
-
-    def isatty(self) -> bool:
-        """Whether it is a terminal."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """The stream's."""
-        return self._stream.fileno()
-
-    def writable(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The stream's."""
-        return self._stream.encoding
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -98,6 +98,11 @@ def require_schema(value: Any, schema: Any) -> None:
         raise UntrustedFileError(f"{'.'.join(place) or 'it'} is {shown(found)}, and must be {must}")
 
 
+def has_schema(value: Any, schema: Any) -> bool:
+    """Whether a value has a schema."""
+    return not any(_misfits(value, schema, ()))
+
+
 def shown(value: Any) -> str:
     """A value out of a file, short enough for a message and printable."""
     return printable(value if isinstance(value, str) else repr(value)[: 10 * _NUM_SHOWN], 2000, keep="")[:_NUM_SHOWN]

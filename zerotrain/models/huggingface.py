@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerotrain.files.extras import package
 from zerotrain.files.remote_code import refusal, require_no_kernels
 from zerotrain.models.arguments import require_at_least, require_fraction, require_names
 from zerotrain.models.loss import mean_cross_entropy
@@ -253,10 +254,7 @@ def _require_adapters(adapters: dict[str, Any]) -> None:
 def _with_adapters(
     model: nn.Module, *, rank: int, alpha: int, dropout: float, targets: Sequence[str] | None
 ) -> nn.Module:
-    try:
-        import peft
-    except ImportError as error:
-        raise ImportError("model.lora needs peft, which is not installed; pip install 'zerotrain[hf]'") from error
+    peft = package("peft", extra="hf", needed_by="model.lora")
     is_transposed = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2's linear layers
     config = peft.LoraConfig(
         r=rank,
@@ -274,11 +272,5 @@ def _with_adapters(
 
 
 def _transformers() -> Any:
-    """The package, which takes a second to import and which few runs need; ImportError where it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            "HuggingFaceModel needs transformers, which is not installed; pip install 'zerotrain[hf]'"
-        ) from error
-    return transformers
+    """The package, which takes a second to import and which few runs need."""
+    return package("transformers", extra="hf", needed_by="HuggingFaceModel")

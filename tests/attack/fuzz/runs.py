@@ -12,6 +12,7 @@ from tests.attack.fuzz.common import require_printable
 from zerotrain.config.schema import Config
 from zerotrain.data.files import sources
 from zerotrain.data.preparing import lock as prepare_lock
+from zerotrain.files.lock import holder
 from zerotrain.launching.command import sweep
 from zerotrain.launching.end.failures import Failure, first_failure
 from zerotrain.launching.end.presence import RankState, continue_stopped, read_states, seen_alive
@@ -80,7 +81,7 @@ def make_lock(folder: Path) -> None:
 
 def read_lock(folder: Path) -> Any:
 
-    holders = folder_lock._holder(folder), prepare_lock._holder(folder)
+    holders = holder(folder / folder_lock.LOCK_NAME), holder(folder / prepare_lock.LOCK_NAME)
     require_printable(holders)
     return *holders, sources._holds_run(folder)
 

@@ -54,7 +54,7 @@ FAULTS = {
         OF_EXPORT,
     ),
     "export-cut-off-by-a-signal": Fault(
-        "commands/export/arguments.py",
+        "commands/export/command.py",
         "        with ended_in_order():\n",
         "        if True:\n",
         "SIGTERM leaves half an export beside the place of a whole one",
@@ -139,8 +139,8 @@ FAULTS = {
     ),
     "evaluate-of-what-is-removed": Fault(
         "checkpoint/kept.py",
-        "                if (lock := _locked(path / MANIFEST, fcntl.LOCK_EX)) is None:\n",
-        "                if (lock := os.open(path / MANIFEST, os.O_RDONLY)) is None:\n",
+        "                if (descriptor := _locked(path / MANIFEST, shared=False)) is None:\n",
+        "                if (descriptor := os.open(path / MANIFEST, os.O_RDONLY)) is None:\n",
         "a run that saves often removes the checkpoint that is being evaluated",
         OF_READING,
     ),

@@ -67,9 +67,9 @@ FAULTS = {
         OF_EARLIER,
     ),
     "runs-empty-what-the-lock-links-to": Fault(
-        "launching/job/folder_lock.py",
-        "flags | os.O_NOFOLLOW",
-        "flags",
+        "files/lock.py",
+        "os.O_NOFOLLOW | (os.O_CREAT if make else 0)",
+        "os.O_CREAT if make else 0",
         "a run empties the file that its lock is a link to",
         OF_LOCKS,
     ),
@@ -103,8 +103,8 @@ FAULTS = {
     ),
     "sweep-forgets-what-it-left": Fault(
         "launching/job/folder_lock.py",
-        '        file.write(json.dumps(_myself() | {"kept": True}) + "\\n")\n',
-        '        file.write(json.dumps(_myself()) + "\\n")\n',
+        "note_holder(file, kept=True)",
+        "note_holder(file)",
         "completed jobs are missing in the table of a sweep that goes on",
         OF_LOCKS,
     ),

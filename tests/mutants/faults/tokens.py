@@ -38,8 +38,8 @@ FAULTS = {
     ),
     "tokens-of-a-path-outside": Fault(
         STORE,
-        ' and "/" not in given and ',
-        " and ",
+        'has_schema(shards, [{"name": FileName(), ',
+        'has_schema(shards, [{"name": str, ',
         "an index names files outside of its folder",
         OF_STORE,
     ),

@@ -18,7 +18,7 @@ from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.blocks import hash_of
 from zerotrain.checkpoint.manifest_schema import DTYPES
 from zerotrain.commands import inspection as inspect
-from zerotrain.commands.export.arguments import main as export
+from zerotrain.commands.export.command import main as export
 from zerotrain.errors import CheckpointError, ZeroTrainError
 from zerotrain.testing.fake_wire import run_threads
 

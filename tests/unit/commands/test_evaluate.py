@@ -11,7 +11,7 @@ from torch import nn
 
 from zerotrain.checkpoint.kept import remove_old
 from zerotrain.commands import evaluate, generate
-from zerotrain.commands.export.arguments import main as export
+from zerotrain.commands.export.command import main as export
 from zerotrain.config.schema import Config
 from zerotrain.run import factory
 from zerotrain.run.exported import ABOUT

@@ -1,8 +1,9 @@
-"""What the command does."""
+"""`python -m zerotrain export RUN_OR_CHECKPOINT --out DIR`: what is trained, in the forms of others."""
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,27 @@ from zerotrain.checkpoint.others.safetensors_out import OutTensor, write_safeten
 from zerotrain.commands.export import hugging_face, weights
 from zerotrain.commands.export.destination import made, require_apart, require_free
 from zerotrain.commands.export.optimizer import require_optimizer, write_optimizer
+from zerotrain.commands.frame import TRUST, exit_code, parser_of
 from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
+from zerotrain.files.terminal import code_of
+from zerotrain.launching.end import exits
+from zerotrain.launching.end.signals import ended_in_order
 from zerotrain.run import exported
 from zerotrain.run.saved import SavedRun, opened_run
 
+EXAMPLES = """\
+Without more: model.safetensors, in parts where it is large; of model=huggingface a folder that from_pretrained opens;
+of its adapters one that peft opens, or with --merge one of the whole model. Of a run its newest checkpoint is taken.
+What is written was verified; the folder appears when it is whole.
+
+  python -m zerotrain export outputs/2026-11-22/10-00-00 --out exported --dtype bf16
+  python -m zerotrain export outputs/2026-11-22/10-00-00/checkpoints/step-00000100 --out exported --optimizer
+  python -m zerotrain export outputs/2026-11-22/10-00-00 --out dcp --dcp
+
+Exit code 0: it is there; 1: the disk failed; 2: an argument or a checkpoint that is not what was written, one line;
+130, 143, 129: a signal, and nothing is left.
+"""
 MB = 10**6
 
 
@@ -26,13 +43,40 @@ class Asked:
     """The options of the command."""
 
     out: Path
-    dtype: str | None = None
-    merge: bool = False
-    optimizer: bool = False
-    dcp: bool = False
-    shard_mb: float = 5000.0
-    overwrite: bool = False
-    trust_code: bool = False
+    dtype: str | None
+    merge: bool
+    optimizer: bool
+    dcp: bool
+    shard_mb: float
+    overwrite: bool
+    trust_code: bool
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    parser = parser_of("export", __doc__, EXAMPLES)
+    parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument("--dtype", metavar="NAME", help="of all floating-point weights: fp32, bf16 or fp16")
+    parser.add_argument("--merge", action="store_true", help="add the adapters to the weights")
+    parser.add_argument("--optimizer", action="store_true", help="optimizer.pt too, for torch.optim")
+    parser.add_argument("--dcp", action="store_true", help="a folder of torch.distributed.checkpoint instead")
+    parser.add_argument("--shard-mb", type=float, default=5000.0, metavar="MB", help="of a file at most, default 5000")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    parser.add_argument("--trust-code", **TRUST)
+    given = vars(parser.parse_args(arguments))
+
+    def work() -> int:
+        try:
+            with ended_in_order():
+                for line in export(given.pop("path"), Asked(**given)):
+                    print(line, flush=True)
+        except SystemExit as ending:
+            print("stopped by a signal; nothing is left", file=sys.stderr)
+            return code_of(ending)
+        return exits.COMPLETED
+
+    return exit_code(work, when_stopped="stopped by Ctrl-C; nothing is left", of_disk=exits.FAILED)
 
 
 def export(path: str | os.PathLike[str], asked: Asked) -> Iterator[str]:

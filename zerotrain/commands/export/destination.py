@@ -11,12 +11,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from zerotrain.checkpoint.blocks import sync_file, sync_folder
 from zerotrain.checkpoint.folder import LOCK, PartialFolder
 from zerotrain.checkpoint.kept import CHECKPOINTS
 from zerotrain.checkpoint.others.safetensors_out import write_text
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.untrusted import FilePath, Optional, UntrustedFileError, read_json
+from zerotrain.files.whole import sync_file, sync_folder
 from zerotrain.run.exported import ABOUT
 
 FILES = "files"

@@ -1,5 +1,6 @@
 """Which files a text dataset reads."""
 
+import functools
 import glob
 import os
 import sysconfig
@@ -9,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerotrain.data.files.text_kinds import BINARY, require_no_dataset, require_text, why_left
-from zerotrain.files.untrusted import UntrustedFileError, read_json
+from zerotrain.files.lock import read_note
 
 STDLIB_SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 """Other people's packages, and tests, which only some distributions of Python install."""
 _OWN_FILES = (("multirun.yaml",), ("ranks", "config.yaml"), ("lock", "seal.json"), ("lock", "preparing.json"))
 _OF_RUNS = "of runs and caches"
-MAX_LOCK_NBYTES = 10_000
 
 
 @dataclass
@@ -79,7 +79,8 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
         require_text(file := Path(expanded), sources.path)
         require_no_dataset(file, text_field, sources.path, is_named=True)
         return _usable([file], sources)
-    is_own = _OwnFolders(without)
+    own = {folder.resolve() for folder in without}
+    is_own = functools.cache(lambda folder: folder.resolve() in own or _holds_run(folder))
     if os.path.isdir(expanded):
         return _usable(_text_files(_walk(expanded, is_own, sources), sources, text_field), sources)
     if not glob.has_magic(expanded):
@@ -96,28 +97,12 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
     return _usable(_text_files(_outside(matches, named, is_own, sources), sources, text_field), sources)
 
 
-class _OwnFolders:
-    """Knows the folders that a run or this program writes to."""
-
-    def __init__(self, without: Sequence[Path]) -> None:
-        self._without = {folder.resolve() for folder in without}
-        self._known: dict[Path, bool] = {}
-
-    def __call__(self, folder: Path) -> bool:
-        if folder not in self._known:
-            self._known[folder] = folder.resolve() in self._without or _holds_run(folder)
-        return self._known[folder]
-
-
 def _holds_run(folder: Path) -> bool:
     """Whether a folder is that of a run, on this machine or another, of a sweep, or of prepared tokens."""
     if any(all((folder / name).exists() for name in names) for names in _OWN_FILES):
         return True
-    try:  # what is there before anything else of a run; other programs' locks say something else
-        read_json(folder / ".lock", dict.fromkeys(("pid", "host", "started"), object), max_nbytes=MAX_LOCK_NBYTES)
-        return True
-    except (OSError, UntrustedFileError):
-        return False
+    # A run's lock is there before anything else of it; other programs' locks say something else.
+    return read_note(folder / ".lock", dict.fromkeys(("pid", "host", "started"), object)) is not None
 
 
 def _source_files(folder: str) -> Iterator[Path]:

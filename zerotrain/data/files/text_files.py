@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from zerotrain.data.files.pieces import AnyPlace, Cut, cut_text
+from zerotrain.files.extras import package
 from zerotrain.files.untrusted import UntrustedFileError, parse_json
 
 JSONL = (".jsonl", ".ndjson")
@@ -120,12 +121,7 @@ def _opened(path: Path, stack: ExitStack) -> tuple[BinaryIO, Callable[[], int]]:
     if path.suffix.lower() == ".gz":
         opened = stack.enter_context(gzip.GzipFile(fileobj=raw))
     if path.suffix.lower() == ".zst":
-        try:
-            import zstandard
-        except ImportError as error:
-            raise ImportError(
-                f"data.path: {path} needs zstandard, which is not installed; pip install 'zerotrain[zstd]'"
-            ) from error
+        zstandard = package("zstandard", extra="zstd", needed_by=f"data.path: {path}")
         stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
         opened = stack.enter_context(io.BufferedReader(stream))
     return opened, raw.tell
@@ -205,14 +201,9 @@ def _document(text: str | None, cut: Cut, after: int, reached: int) -> Iterator[
 
 
 def _parquet(path: Path, field: str, start: int, cut: Cut) -> Iterator[TextPiece]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(
-            f"data.path: {path} needs pyarrow, which is not installed; pip install 'zerotrain[parquet]'"
-        ) from error
+    parquet = package("pyarrow.parquet", extra="parquet", needed_by=f"data.path: {path}")
     nbytes = os.path.getsize(path)
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with parquet.ParquetFile(path) as file:
         names, total = file.schema_arrow.names, max(1, file.metadata.num_rows)
         if field not in names:
             raise ValueError(

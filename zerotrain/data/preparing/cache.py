@@ -21,8 +21,9 @@ from pathlib import Path
 
 from zerotrain.data.preparing.lock import sole_writer, try_lock
 from zerotrain.data.preparing.writer import forget_notes, is_begun, remove_store
-from zerotrain.data.store.store import INDEX_NAME, write_whole
+from zerotrain.data.store.store import INDEX_NAME
 from zerotrain.files.untrusted import Natural, UntrustedFileError, read_json
+from zerotrain.files.whole import whole
 
 SEAL_NAME = "seal.json"
 MAX_SEAL_NBYTES = 1 << 16
@@ -51,6 +52,13 @@ class Seal:
 
 
 _SEAL = {"nbytes": Natural(), "sha256": str, "sources_sha256": str, "stamp": str, "recipe": str}
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """The folder for what can be made again of the data; it need not be there yet."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotrain"
 
 
 def kept_store(
@@ -237,4 +245,5 @@ def _require_unchanged(sources: Sequence[Path], marks: list[tuple[int, ...]], fo
 
 
 def _write_seal(folder: Path, seal: Seal) -> None:
-    write_whole(folder / SEAL_NAME, [json.dumps(asdict(seal)).encode()])
+    with whole(folder / SEAL_NAME, lasting=True) as file:
+        file.write(json.dumps(asdict(seal)).encode())

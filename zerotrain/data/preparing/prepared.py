@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from zerotrain.data.files.places import cache_folder
 from zerotrain.data.files.sources import find_sources
 from zerotrain.data.files.text_files import is_plain
-from zerotrain.data.preparing.cache import kept_store, remove_abandoned, sealed_recipe, store_name
+from zerotrain.data.preparing.cache import cache_folder, kept_store, remove_abandoned, sealed_recipe, store_name
 from zerotrain.data.preparing.lock import LOCK_NAME
 from zerotrain.data.preparing.prepare import Recipe, write_store
 from zerotrain.data.preparing.tokenizer import TextTokenizer

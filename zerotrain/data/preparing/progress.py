@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
 
 QUIET_S = 2.0
 """Work that is done by then says nothing."""
@@ -26,12 +25,10 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._last and self._is_terminal:
             print(file=sys.stderr)
-        elif self._last and error is None:
+        elif self._last and kind is None:
             self._print(self._last)
 
     def start(self, reached: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from zerotrain.files.extras import package
 from zerotrain.files.remote_code import only_errors, refusal
 
 
@@ -22,15 +23,10 @@ class TextTokenizer:
     """
 
     def __init__(self, name_or_path: str) -> None:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ImportError(
-                "data.tokenizer needs transformers, which is not installed; pip install 'zerotrain[hf]'"
-            ) from error
+        transformers = package("transformers", extra="hf", needed_by="data.tokenizer")
         try:
             with only_errors():
-                self._tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+                self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
         except Exception as error:  # transformers raises all kinds for files that it cannot read
             raise ValueError(
                 f"data.tokenizer={name_or_path} is neither a folder with a tokenizer nor one that the Hugging Face hub "

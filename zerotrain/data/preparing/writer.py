@@ -12,8 +12,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from zerotrain.data.store.store import INDEX_NAME, write_index, write_whole
+from zerotrain.data.store.store import INDEX_NAME, write_index
 from zerotrain.files.untrusted import Natural, UntrustedFileError, read_json
+from zerotrain.files.whole import whole
 
 SHARD_TOKENS = 1 << 27
 """Of every shard but the last: where they are cut does not depend on how often the writing was ended."""
@@ -103,7 +104,8 @@ class StoreWriter:
                 os.fsync(written.fileno())
             self.done.file, self.done.offset = file, offset
             noted = asdict(self.done) | {"hash": _hash_of(self.done)}
-            write_whole(self._folder / NOTES_NAME, [json.dumps(noted).encode()])
+            with whole(self._folder / NOTES_NAME, lasting=True) as notes:
+                notes.write(json.dumps(noted).encode())
         self._noted_s = time.monotonic()
 
     def complete(self, *, vocab_size: int, tokenizer: str | None, with_documents: bool) -> None:

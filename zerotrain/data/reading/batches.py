@@ -12,6 +12,7 @@ rows are read:
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ class RowsToRead(NamedTuple):
     """In which pass over the dataset each of them is read, from 0."""
 
 
+@dataclass(kw_only=True, eq=False)
 class GlobalBatchSampler(Sampler[list[int]]):
     """Batch sampler that yields, for each step, the rows of one rank: its virtual ranks one after another, and of each
     the micro-batches.
@@ -65,39 +67,28 @@ class GlobalBatchSampler(Sampler[list[int]]):
         ValueError: an argument is out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        num_sequences: int,
-        micro_batch_size: int,
-        num_micro_batches: int,
-        rank: int,
-        num_ranks: int,
-        seed: int,
-        leaves_per_rank: int = 1,
-        rows_consumed: int = 0,
-        order: Order | None = None,
-        fingerprint: Mapping[str, Any] | None = None,
-    ) -> None:
-        if min(num_sequences, micro_batch_size, num_micro_batches, num_ranks) < 1:
+    num_sequences: int
+    micro_batch_size: int
+    num_micro_batches: int
+    rank: int
+    num_ranks: int
+    seed: int
+    leaves_per_rank: int = 1
+    rows_consumed: int = 0
+    order: Order | None = None
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rank, num_ranks, seed = self.rank, self.num_ranks, self.seed
+        if min(self.num_sequences, self.micro_batch_size, self.num_micro_batches, num_ranks) < 1:
             raise ValueError(
-                f"num_sequences={num_sequences}, micro_batch_size={micro_batch_size}, "
-                f"num_micro_batches={num_micro_batches} and num_ranks={num_ranks} must all be at least 1"
+                f"num_sequences={self.num_sequences}, micro_batch_size={self.micro_batch_size}, "
+                f"num_micro_batches={self.num_micro_batches} and num_ranks={num_ranks} must all be at least 1"
             )
         if not 0 <= rank < num_ranks or not 0 <= seed < 1 << 63:
             raise ValueError(f"rank={rank} must be in 0..{num_ranks - 1} and seed={seed} in 0..2**63 - 1")
-        if not 0 <= rows_consumed < MAX_POSITION:
-            raise ValueError(f"rows_consumed={rows_consumed} must be in 0..2**63 - 1")
-        self.num_sequences = num_sequences
-        self.micro_batch_size = micro_batch_size
-        self.num_micro_batches = num_micro_batches
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.leaves_per_rank = leaves_per_rank
-        self.seed = seed
-        self.rows_consumed = rows_consumed
-        self._order = order
-        self.fingerprint = {"rows": num_sequences} | dict(fingerprint or {})
+        _require_position(self.rows_consumed)
+        self.fingerprint = {"rows": self.num_sequences} | dict(self.fingerprint)
 
     @property
     def global_batch_size(self) -> int:
@@ -134,8 +125,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return [RowsToRead(*each) for each in zip(rows.tolist(), epochs.tolist(), strict=True)]
 
     def _rows_and_epochs(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        if self._order is not None:
-            return self._order(positions, seed=self.seed)
+        if self.order is not None:
+            return self.order(positions, seed=self.seed)
         return rows_at(positions, seed=self.seed, num_rows=self.num_sequences), positions // self.num_sequences
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -161,8 +152,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             rows_consumed, theirs = int(state["rows_consumed"]), _compared(state)
         except (KeyError, TypeError) as error:
             raise ValueError(f"the position in the data lacks {error}; give what state_dict() has given") from error
-        if not 0 <= rows_consumed < MAX_POSITION:
-            raise ValueError(f"rows_consumed={rows_consumed} must be in 0..2**63 - 1")
+        _require_position(rows_consumed)
         mine = _compared(self.state_dict())
         different = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
         if different:
@@ -175,6 +165,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 "data and the seed, or start from the first row"
             )
         self.rows_consumed = rows_consumed
+
+
+def _require_position(rows_consumed: int) -> None:
+    if not 0 <= rows_consumed < MAX_POSITION:
+        raise ValueError(f"rows_consumed={rows_consumed} must be in 0..2**63 - 1")
 
 
 def _compared(state: Mapping[str, Any]) -> dict[str, Any]:

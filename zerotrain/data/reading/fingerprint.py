@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -45,14 +46,10 @@ def fingerprint_of(data: Any, *, seed: int = 0) -> Fingerprint:
 
 
 def _hash_of_item(dataset: Any, row: int, seed: int, name: str) -> str:
-    item = fetch_rows(dataset, [row], seed=seed, epochs=[0], step=1, collate=_only_one, name=f"data.{name}")
+    item = fetch_rows(dataset, [row], seed=seed, epochs=[0], step=1, collate=itemgetter(0), name=f"data.{name}")
     digest = hashlib.sha256()
     _add(digest, item)
     return digest.hexdigest()
-
-
-def _only_one(items: list[Any]) -> Any:
-    return items[0]
 
 
 def _add(digest: Any, value: Any) -> None:

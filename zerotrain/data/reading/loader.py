@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -137,9 +136,7 @@ class StepLoader:
     def __enter__(self) -> "StepLoader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
 
@@ -170,9 +167,7 @@ class ReadAhead(Iterator[Any]):
     def __enter__(self) -> "ReadAhead":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Read no more. What is being read just now is waited for, unless it takes long."""
         with self._changed:
             self._closed = True

@@ -1,22 +1,22 @@
 """Looks once through all tokens of a store for such as are beyond the vocabulary, and keeps what it found."""
 
-import fcntl
 import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from zerotrain.data.store.store import TokenStore
 from zerotrain.data.store.windows import unknown_token
+from zerotrain.files.lock import lock, open_lock
 from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_regular
 
 PIECE_TOKENS = 1 << 23
@@ -69,7 +69,7 @@ def _kept_extremes(store: TokenStore, source: str, cache_folder: Path) -> Extrem
     path = cache_folder / f"scan-{_key(store)}.json"
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        file = open_lock(path, mode=0o600)
     except OSError as error:  # of a folder that is only read something may still be known
         with suppress(OSError, UntrustedFileError):
             return _said(read_regular(path, max_nbytes=MAX_NBYTES))
@@ -80,7 +80,8 @@ def _kept_extremes(store: TokenStore, source: str, cache_folder: Path) -> Extrem
             flush=True,
         )
         return _extremes(store, source)
-    with os.fdopen(descriptor, "r+b") as file, _locked(descriptor, source):
+    with file:
+        _wait_for(file, source)
         with suppress(UntrustedFileError):  # empty, or half written: by a process that was ended
             return _said(file.read(MAX_NBYTES))
         found = _extremes(store, source)
@@ -97,17 +98,15 @@ def _said(text: bytes) -> Extremes:
     return Extremes(**{name: said[name] for name in _EXTREMES})
 
 
-@contextmanager
-def _locked(descriptor: int, source: str) -> Iterator[None]:
-    """Inside, no other process has this file locked; on a file system without locks others may."""
+def _wait_for(file: BinaryIO, source: str) -> None:
+    """Lock a file until it is closed, where files can be locked."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file)
     except BlockingIOError:
         print(f"{source}: waits for another process that reads its files", file=sys.stderr, flush=True)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(file, wait=True)
     except OSError:
         pass
-    yield
 
 
 def _key(store: TokenStore) -> str:

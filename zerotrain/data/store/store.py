@@ -14,9 +14,7 @@ is written last, so a folder with an index is complete. An index from before 202
 
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from zerotrain.data.store.shards import Shard, ShardReader
-from zerotrain.files.untrusted import UntrustedFileError, read_json, shown
+from zerotrain.files.untrusted import FileName, Natural, OneOf, UntrustedFileError, has_schema, read_json, shown
+from zerotrain.files.whole import whole
 
 FORMAT = 1
 INDEX_NAME = "index.json"
@@ -176,43 +175,10 @@ def write_index(
     if documents is not None:
         _require_rising(documents, sum(tokens for _, tokens in shards), folder / DOCUMENTS_NAME)
         pieces = range(0, len(documents), _PIECE)
-        write_whole(folder / DOCUMENTS_NAME, (documents[at : at + _PIECE].astype("<u8").tobytes() for at in pieces))
-    write_whole(folder / INDEX_NAME, [json.dumps(index, indent=1).encode() + b"\n"])
-
-
-def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write a file under another name and move it into place once the disk has it: it is there whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fchmod(descriptor, 0o666 & ~_umask())  # mkstemp makes it for the user alone
-            os.fsync(descriptor)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _umask() -> int:
-    """Of this process; it can only be read by setting it."""
-    with suppress(OSError, ValueError, IndexError):  # without a race, where Linux tells
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("Umask:", 1)[1].split(maxsplit=1)[0], 8)
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+        with whole(folder / DOCUMENTS_NAME, lasting=True) as file:
+            file.writelines(documents[at : at + _PIECE].astype("<u8").tobytes() for at in pieces)
+    with whole(folder / INDEX_NAME, lasting=True) as file:
+        file.write(json.dumps(index, indent=1).encode() + b"\n")
 
 
 def _read_index(file: Path) -> dict[str, Any]:
@@ -239,15 +205,14 @@ def _require_index(index: Any, file: Path) -> None:
             f"{file} has format {shown(index['format'])}, and this zerotrain reads format {FORMAT}; make the "
             "store anew, or read it with the zerotrain that wrote it"
         )
-    shards = index.get("shards")
+    shards, documents, count = index.get("shards"), index.get("documents", 0), index.get("num_documents", 0)
     checks = {
-        "dtype": index.get("dtype") in STORE_DTYPES,
-        "vocab_size": _is_count(index.get("vocab_size")) and 0 < index["vocab_size"] <= MAX_VOCAB_SIZE,
-        "tokenizer": isinstance(index.get("tokenizer", 0), str | None),
-        "shards": isinstance(shards, list) and all(_is_shard(each) for each in shards) and _are_distinct(shards, index),
-        "documents": index.get("documents", 0) is None or _is_name(index.get("documents")),
-        "num_documents": _is_count(count := index.get("num_documents", 0))
-        and not (count and index.get("documents") is None),
+        "dtype": has_schema(index.get("dtype"), OneOf(STORE_DTYPES)),
+        "vocab_size": has_schema(index.get("vocab_size"), Natural(MAX_VOCAB_SIZE)) and index["vocab_size"] > 0,
+        "tokenizer": has_schema(index.get("tokenizer", 0), (str, None)),
+        "shards": has_schema(shards, [{"name": FileName(), "tokens": Natural()}]) and _are_distinct(shards, documents),
+        "documents": documents is None or has_schema(documents, FileName()),
+        "num_documents": has_schema(count, Natural()) and not (count and documents is None),
     }
     for field, fits in checks.items():
         if not fits:
@@ -255,24 +220,10 @@ def _require_index(index: Any, file: Path) -> None:
             raise ValueError(f"{file}: {field} is {given}, which no store of tokens has; make the store anew")
 
 
-def _is_shard(given: Any) -> bool:
-    return isinstance(given, dict) and _is_name(given.get("name")) and _is_count(given.get("tokens"))
-
-
-def _are_distinct(shards: list[dict[str, Any]], index: dict[str, Any]) -> bool:
+def _are_distinct(shards: Any, documents: Any) -> bool:
     """Whether no file is named twice."""
-    names = [*(each["name"] for each in shards), INDEX_NAME]
-    names += [index["documents"]] if _is_name(index.get("documents")) else []
+    names = [INDEX_NAME, *(each["name"] for each in shards), *([documents] if isinstance(documents, str) else [])]
     return len(set(names)) == len(names)
-
-
-def _is_name(given: Any) -> bool:
-    """Whether it names a file of the folder itself."""
-    return isinstance(given, str) and given not in ("", ".", "..") and "/" not in given and given.isprintable()
-
-
-def _is_count(given: Any) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and given >= 0
 
 
 def _nbytes(file: Path) -> int:

@@ -1,6 +1,7 @@
 """Sequences cut from a store of tokens, and the split of a store into training and validation."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,28 +14,28 @@ from zerotrain.data.store.store import TokenStore
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
+@dataclass(eq=False)
 class TokenWindows(Dataset[Batch]):
     """Windows of `seq_len` tokens of a store, one beside the other.
 
     Args:
         store: is read when a window is.
-        rows: which tokens each window has.
+        layout: which tokens each window has.
         seq_len: tokens of a window.
         vocab_size: tokens allowed are below this.
         source: what the tokens are read from, as the user named it ("data.path=corpus.bin").
         split: how these were chosen from the store, in words.
     """
 
-    def __init__(
-        self, store: TokenStore, rows: Rows, *, seq_len: int, vocab_size: int, source: str, split: str = "whole"
-    ) -> None:
-        self.store = store
-        self.layout = rows
-        self.seq_len = seq_len
-        self.vocab_size = vocab_size
-        self.source = source
-        self.split = split
-        self.tokens_per_sequence = seq_len
+    store: TokenStore
+    layout: Rows
+    seq_len: int
+    vocab_size: int
+    source: str
+    split: str = "whole"
+
+    def __post_init__(self) -> None:
+        self.tokens_per_sequence = self.seq_len
 
     def __len__(self) -> int:
         return len(self.layout)
@@ -87,7 +88,7 @@ def whole(store: TokenStore, *, seq_len: int, vocab_size: int, source: str) -> T
             "give more data or a smaller data.seq_len"
         )
     rows = RowsWithinRuns(np.array([0]), np.array([store.tokens]), seq_len)
-    return TokenWindows(store, rows, seq_len=seq_len, vocab_size=vocab_size, source=source)
+    return TokenWindows(store, rows, seq_len, vocab_size, source)
 
 
 def split(
@@ -104,10 +105,10 @@ def split(
     """
     train, validation, unit = split_rows(store, seq_len=seq_len, validation_fraction=validation_fraction, source=source)
     words = f"by {unit}, {validation_fraction}"
-    return (
-        TokenWindows(store, train, seq_len=seq_len, vocab_size=vocab_size, source=source, split=words),
-        TokenWindows(store, validation, seq_len=seq_len, vocab_size=vocab_size, source=source, split=words),
+    train_windows, validation_windows = (
+        TokenWindows(store, rows, seq_len, vocab_size, source, words) for rows in (train, validation)
     )
+    return train_windows, validation_windows
 
 
 def unknown_token(store: TokenStore, token: int, position: int, *, vocab_size: int, source: str) -> ValueError:

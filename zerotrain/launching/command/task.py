@@ -119,7 +119,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
         note_kept(run_dir)
         print(f"{shown_from(Path.cwd(), run_dir)} holds this run, completed before; it is left as it is", flush=True)
         return kept, 0
-    num_ranks = _num_local_ranks(config) if ranks is None else ranks.world_size
+    num_ranks = num_local_ranks(config) if ranks is None else ranks.world_size
     for warning in without_effect(config, num_ranks) + doubtful(config) + in_memory(config, run_dir):
         print(f"warning: {warning}", file=sys.stderr)
     if config.checkpoint.save_at_end is None:
@@ -203,7 +203,7 @@ def _settings(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None
     """The config, and a line for each of its values that cannot be, and for what lies in the run's folder."""
     config, problems = checked_config(composed)
     problems = [_placed(problem) for problem in problems]
-    num_local = _num_local_ranks(config) if ranks is None else ranks.local_world_size
+    num_local = num_local_ranks(config) if ranks is None else ranks.local_world_size
     device, why = device_for(config.launch.device, num_local, num_gpus())
     if why:
         print(f"warning: {why}", file=sys.stderr)
@@ -229,7 +229,7 @@ def _checked(
         ConfigError: there are problems, these or others.
     """
     data_checked, to_try, manifest = None, [], None
-    num_local = _num_local_ranks(config) if ranks is None else ranks.local_world_size
+    num_local = num_local_ranks(config) if ranks is None else ranks.local_world_size
     num_ranks = num_local if ranks is None else ranks.world_size
     try:
         resuming.require_weights(config)
@@ -277,6 +277,6 @@ def _placed(problem: str) -> str:
     return with_place(problem, dict(reversed(chosen.items())), folders, _given(hydra))
 
 
-def _num_local_ranks(config: Config) -> int:
+def num_local_ranks(config: Config) -> int:
     """Ranks to start on this machine: as set, else one for each GPU, else one."""
     return config.launch.nproc_per_node or max(1, 0 if config.launch.device == "cpu" else num_gpus())

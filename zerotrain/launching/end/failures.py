@@ -3,7 +3,6 @@
 import errno
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Mapping
@@ -16,8 +15,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zerotrain.errors import CommError, ConfigError, DisagreementError, ZeroTrainError
 from zerotrain.files.printable import printable
-from zerotrain.files.regular import only_new
 from zerotrain.files.untrusted import Each, Natural, read_json, require_schema
+from zerotrain.files.whole import whole
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.presence import RankState, clock_error, read_states
 
@@ -87,11 +86,9 @@ class Failure:
 
     def write(self, ranks_dir: Path) -> None:
         """Leave it in the folder of the ranks' logs, for `first_failure`, which another rank may call meanwhile."""
-        path = ranks_dir / f"{self.rank}.error.json"
-        temporary = path.with_suffix(".tmp")
-        with open(temporary, "w", opener=only_new) as file:
-            file.write(json.dumps(asdict(replace(self, time_s=self.time_s + clock_error(temporary)))))
-        os.replace(temporary, path)
+        with whole(ranks_dir / f"{self.rank}.error.json") as file:
+            time_s = self.time_s + clock_error(Path(file.name))
+            file.write(json.dumps(asdict(replace(self, time_s=time_s))).encode())
 
     @classmethod
     def read(cls, path: Path) -> "Failure":

@@ -4,8 +4,6 @@ A rank that is gone without a word left no error, and under torchrun no other ra
 lock is free tells of it; a rank whose work is done takes its state away.
 """
 
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -16,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from zerotrain.files.lock import can_lock, lock
 from zerotrain.files.regular import only_regular
 from zerotrain.files.untrusted import Natural, parse_json
 
@@ -64,10 +63,8 @@ class Presence:
     """This process's own state."""
 
     def __init__(self, ranks_dir: Path, rank: int) -> None:
-        self._ranks_dir, self._state = (
-            ranks_dir,
-            RankState(rank, "starting", pid=os.getpid(), host=socket.gethostname()),
-        )
+        self._ranks_dir = ranks_dir
+        self._state = RankState(rank, "starting", pid=os.getpid(), host=socket.gethostname())
         self._path = ranks_dir / f"{rank}.state"
         self._path.unlink(missing_ok=True)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -75,11 +72,7 @@ class Presence:
         self._say()
         self.begin(0)
         self._clock_error_s = clock_error(self._path)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
+        lock(self._descriptor)
         # A worker that this process forks would keep the lock when it is gone.
         os.register_at_fork(after_in_child=lambda: os.close(self._descriptor))
 
@@ -161,11 +154,7 @@ def clock_error(written: Path) -> float:
 
 def _is_locked(descriptor: int) -> bool:
     """Whether a process holds the lock. Asked for as a shared one, so that two who ask do not see each other."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # it does, or the file system has no locks and nothing is known
-        return True
-    return False
+    return not can_lock(descriptor, shared=True)
 
 
 def continue_stopped(ranks_dir: Path) -> None:

@@ -23,7 +23,7 @@ RANKS = "ranks"
 """The folder of what the ranks say."""
 COMPOSITION = ".hydra"
 """That of what Hydra has composed."""
-_OF_A_RANK = re.compile(r"[0-9]+\.(log|state|error\.json|error\.tmp)|ending\.(lock|txt)")
+_OF_A_RANK = re.compile(r"[0-9]+\.(log|state|error\.json(\.[0-9a-f]+\.tmp)?)|ending\.(lock|txt)")
 """Files in `RANKS`; nobody else's go."""
 _JOB = {
     "config": dict, "run_dir": str, "overrides": [str], "data_checked": (dict, None), "resume_from": [str],
@@ -92,17 +92,7 @@ class Job:
 
     def to_json(self) -> str:
         """For ranks that another process starts."""
-        values = {
-            "config": asdict(self.config),
-            "run_dir": str(self.run_dir),
-            "overrides": self.overrides,
-            "data_checked": self.data_checked,
-            "resume_from": self.resume_from,
-            "restarts": self.restarts,
-            "stage": self.stage,
-            "evaluates": self.evaluates,
-        }
-        return json.dumps(values)
+        return json.dumps(asdict(self) | {"run_dir": str(self.run_dir)})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Job":

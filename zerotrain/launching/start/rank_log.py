@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import TextIO
 
 from zerotrain.files.regular import only_regular
-from zerotrain.files.terminal import LastingStream, escape_what_cannot_be_written
+from zerotrain.files.terminal import LastingStream, StandIn, escape_what_cannot_be_written
 
 _MOVES_THE_CURSOR = re.compile(r"\r|\x1b\[[\d;]*[A-K]|\x1b\[\?")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
-class TerminalAndFile(io.TextIOBase):
+class TerminalAndFile(StandIn):
     """Writes to both. To those who ask, it is the terminal: a progress bar works as if there were no file.
 
     The file gets whole lines, without colours, and nothing of a line that is drawn again and again.
     """
 
     def __init__(self, terminal: TextIO | io.TextIOBase, file: TextIO) -> None:
-        self._terminal = terminal
+        super().__init__(terminal)
         self._file = file
         self._unfinished_line = ""
 
@@ -32,31 +32,14 @@ class TerminalAndFile(io.TextIOBase):
         else:
             lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
             self._file.write(_COLOUR.sub("", lines + newline))
-        written = self._terminal.write(text)
-        self._terminal.flush()
+        written = self._stream.write(text)
+        self._stream.flush()
         return written
 
     def flush(self) -> None:
         """Flush both."""
         self._file.flush()
-        self._terminal.flush()
-
-    def isatty(self) -> bool:
-        """Whether the terminal is one."""
-        return self._terminal.isatty()
-
-    def fileno(self) -> int:
-        """The terminal's."""
-        return self._terminal.fileno()
-
-    def writable(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The terminal's."""
-        return self._terminal.encoding
+        self._stream.flush()
 
 
 def open_rank_log(ranks_dir: Path, rank: int, append: bool = False) -> TextIO:

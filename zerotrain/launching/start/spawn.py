@@ -4,10 +4,12 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -22,10 +24,11 @@ from zerotrain.launching.end.signals import handlers_restored
 from zerotrain.launching.end.stopping import pass_on
 from zerotrain.launching.job.job import Job, num_threads_per_rank
 from zerotrain.launching.job.restarts import Attempts
-from zerotrain.launching.start.agent_folder import agent_folder
 from zerotrain.training.callbacks.stop import StopRequest, stop_requests
 
 RANK_MODULE = "zerotrain.launching.start.rank_process"
+_REMOVE_BEHIND_US = 'read _; for second in 1 2 3 4 5; do rm -rf "$0" && exit; sleep 1; done'
+"""Of a shell whose input ends with this process: ranks that are about to end may still write there."""
 
 
 def run_ranks(attempts: Attempts, num_ranks: int) -> int:
@@ -85,6 +88,29 @@ def _run_once(job: Job, num_ranks: int, stop: StopRequest) -> None:
             raise _ended_at_once(error.sigval) from error
         finally:
             Console().show_cursor(True)  # which the progress bar of a killed rank 0 leaves hidden
+
+
+@contextmanager
+def agent_folder() -> Iterator[str]:
+    """A folder in TMPDIR that only its owner may read, in which this process and its ranks meet. It goes with this
+    process, however that ends: `kill -9` left it, with the job in it (2026-11-23)."""
+    with tempfile.TemporaryDirectory(prefix="zerotrain_") as folder:
+        remover = None
+        with suppress(OSError):  # no process to be had: it is removed but for kill -9
+            # In a session of its own, which no Ctrl-C reaches.
+            remover = subprocess.Popen(
+                ["/bin/sh", "-c", _REMOVE_BEHIND_US, folder],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+            )
+        try:
+            yield folder
+        finally:
+            if remover is not None:
+                remover.communicate()
 
 
 def _ended_at_once(signum: int) -> BaseException:

@@ -1,6 +1,5 @@
 """Being started by torchrun (or anything that sets its variables): one rank composes, the others receive."""
 
-import fcntl
 import functools
 import json
 import os
@@ -21,6 +20,7 @@ from zerotrain.comm.ranks.meeting import await_ranks, open_store
 from zerotrain.config.schema import LaunchConfig
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import CommError, ConfigError
+from zerotrain.files.lock import lock, open_lock
 from zerotrain.files.regular import only_regular
 from zerotrain.files.terminal import LastingStream
 from zerotrain.launching.end import exits
@@ -182,8 +182,8 @@ def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
         return
     with ExitStack() as stack:
         with suppress(OSError):  # a file system without locks, or none of ours is there
-            file = stack.enter_context(open(job.ranks_dir / "ending.lock", "w", opener=only_regular))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            file = stack.enter_context(open_lock(job.ranks_dir / "ending.lock"))
+            lock(file, wait=True)
         failure = first_failure(job.ranks_dir)
         was_stopped = failure is None or failure.stopped_by is not None
         cause = "stopped by a signal" if failure is None else str(failure.as_error(job.ranks_dir))

@@ -9,9 +9,7 @@ What was done, or why not, replaces what was asked: `answer: ...`. So nothing is
 whoever writes it meanwhile, the run neither waits nor ends.
 """
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ from rich.console import Console
 from zerotrain.checkpoint.kept import step_name
 from zerotrain.comm.ranks.world import World
 from zerotrain.files.printable import printable
-from zerotrain.files.regular import only_new
 from zerotrain.files.untrusted import UntrustedFileError, read_regular, shown
+from zerotrain.files.whole import whole
 from zerotrain.training.callbacks.stop import SAVE, STOP
 from zerotrain.training.figures.report import say
 
@@ -83,14 +81,10 @@ class Control:
         lines = [f"# {ALLOWED}\n", "answer:\n", *(f"  - '{part}'\n" for part in quoted)]
         if self._state() != self._seen:  # something else is asked for by now, and is not to be lost
             return
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         try:
-            with open(temporary, "w", encoding="utf-8", opener=only_new) as file:
-                file.write("".join(lines))
-            os.replace(temporary, self._path)
+            with whole(self._path) as file:
+                file.write("".join(lines).encode())
         except OSError as error:  # a full disk, or a folder; the log has said it
-            with suppress(OSError):
-                temporary.unlink()
             say(self._console, f"warning: {self._path} cannot be answered in: {error.strerror}")
         self._seen = self._state()
 

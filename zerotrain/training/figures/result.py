@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.files.printable import printable
-from zerotrain.files.regular import only_new
 from zerotrain.files.untrusted import Natural, OneOf, Optional, UntrustedFileError, read_json, require_schema
+from zerotrain.files.whole import whole
 
 RESULT_NAME = "result.json"
 KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source", "stages")
@@ -133,14 +133,8 @@ class RunResult:
 
     def write(self, run_dir: Path) -> None:
         """Write `run_dir`/result.json, whole or not at all."""
-        temporary = run_dir / f"{RESULT_NAME}.{os.getpid()}.tmp"
-        try:
-            with open(temporary, "w", opener=only_new) as file:
-                file.write(json.dumps(self.body(), indent=2) + "\n")
-            os.replace(temporary, run_dir / RESULT_NAME)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        with whole(run_dir / RESULT_NAME) as file:
+            file.write((json.dumps(self.body(), indent=2) + "\n").encode())
 
 
 def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from zerotrain.files.regular import only_new, only_regular
+from zerotrain.files.regular import only_regular
 from zerotrain.files.untrusted import UntrustedFileError, parse_json
+from zerotrain.files.whole import whole
 from zerotrain.training.figures.result import RunResult, without_non_finite
 
 METRICS_NAME = "metrics.jsonl"
@@ -85,16 +86,8 @@ def keep_lines(source: Path, target: Path, *, until: int) -> None:
     goes on from step 100 comes to the steps after it again. Nothing where there is no such file."""
     if not source.exists():
         return
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    try:
-        with open(source, "rb", opener=only_regular) as lines, open(temporary, "wb", opener=only_new) as kept:
-            for line in lines:
-                if _step_of(line) <= until:
-                    kept.write(line)
-        os.replace(temporary, target)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with open(source, "rb", opener=only_regular) as lines, whole(target) as kept:
+        kept.writelines(line for line in lines if _step_of(line) <= until)
 
 
 def _step_of(line: bytes) -> float:

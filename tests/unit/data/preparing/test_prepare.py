@@ -247,6 +247,15 @@ def test_who_waits_says_for_whom_and_a_dead_holder_frees_the_lock(tmp_path, monk
     assert all(line.startswith(f"waits for pid {holder.pid} on ") and "prepares" in line for line in said)
 
 
+def test_a_lock_that_is_a_link_empties_no_other_file(tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/lock").symlink_to("../mine")
+    with pytest.raises(OSError, match="Too many levels"), sole_writer(tmp_path / "store", private=True):
+        raise AssertionError
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
 def test_rows_without_any_text_are_refused_with_how_many_there_were(tmp_path, capsys):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.jsonl").write_text(f"{NULL}\n{NULL}\n")

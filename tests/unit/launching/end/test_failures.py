@@ -241,13 +241,14 @@ def foreign(ranks_dir: Path, *names: str) -> None:
         (ranks_dir / f"x.{name}").write_bytes(b"\xff\xfe")
 
 
-def test_what_is_none_of_the_ranks_is_neither_waited_for_nor_believed(tmp_path: Path):
+def test_what_is_none_of_the_ranks_is_neither_waited_for_nor_believed(tmp_path: Path, monkeypatch):
     foreign(tmp_path, "error.json", "state")
     assert read_states(tmp_path) == []
     assert first_failure(tmp_path) is None
-    os.mkfifo(tmp_path / "1.error.tmp")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0")
+    os.mkfifo(tmp_path / "1.error.json.0.tmp")
     (tmp_path / "mine").write_text("kept")
-    (tmp_path / "2.error.tmp").symlink_to("mine")
+    (tmp_path / "2.error.json.0.tmp").symlink_to("mine")
     for rank in (1, 2):
         Failure.of(ValueError(f"rank {rank}"), rank).write(tmp_path)
     assert first_failure(tmp_path).rank == 1

@@ -15,9 +15,8 @@ import os, sys, time
 from pathlib import Path
 from zerotrain.launching.end.presence import Presence
 presence = Presence(Path(sys.argv[1]), 3)
-if (pid := os.fork()) == 0:
-    time.sleep(600)
-print(pid, flush=True)
+if os.fork() == 0:
+    print(os.getpid(), flush=True)  # by now it has closed what it does not need of the rank's
 time.sleep(600)
 """
 

@@ -316,8 +316,11 @@ def test_a_request_that_comes_before_the_answer_to_another_is_done_too(control, 
     assert yaml.safe_load(path.read_text()) == {"answer": ["stop: after step 2, saved"]}
 
 
-def test_what_lies_where_an_answer_is_prepared_is_neither_waited_for_nor_written_through(control, tmp_path):
-    path, temporary = tmp_path / "control.yaml", tmp_path / f"control.yaml.{os.getpid()}.tmp"
+def test_what_lies_where_an_answer_is_prepared_is_neither_waited_for_nor_written_through(
+    control, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0")
+    path, temporary = tmp_path / "control.yaml", tmp_path / "control.yaml.0.tmp"
     for step, make in enumerate([make_fifo, link_to("mine")], 1):
         (tmp_path / "mine").write_text("kept")
         make(temporary)

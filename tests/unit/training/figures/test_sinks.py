@@ -48,7 +48,7 @@ def test_lines_of_later_steps_and_one_that_was_cut_off_do_not_stay(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["now.jsonl", "then.jsonl"]
 
 
-def test_a_fifo_is_neither_waited_for_nor_written_to(tmp_path):
+def test_a_fifo_is_neither_waited_for_nor_written_to(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "metrics.jsonl")
     for append in (False, True):
         with pytest.raises(OSError, match="it is a FIFO, and must be a regular file"):
@@ -57,6 +57,7 @@ def test_a_fifo_is_neither_waited_for_nor_written_to(tmp_path):
         keep_lines(tmp_path / "metrics.jsonl", tmp_path / "kept.jsonl", until=3)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     (tmp_path / "was.jsonl").write_text('{"step": 1}\n{"step": 9}\n')
-    os.mkfifo(tmp_path / f"now.jsonl.{os.getpid()}.tmp")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0")
+    os.mkfifo(tmp_path / "now.jsonl.0.tmp")
     keep_lines(tmp_path / "was.jsonl", tmp_path / "now.jsonl", until=3)
     assert (tmp_path / "now.jsonl").read_text() == '{"step": 1}\n'

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.launching.start.agent_folder import agent_folder
+from zerotrain.launching.start.spawn import agent_folder
 
 MADE = (
-    "import sys, tempfile; from pathlib import Path; from zerotrain.launching.start.agent_folder import agent_folder\n"
+    "import sys, tempfile; from pathlib import Path; from zerotrain.launching.start.spawn import agent_folder\n"
     "with agent_folder() as folder:\n"
     "    (Path(folder) / 'job.json').touch(); print(folder, flush=True); sys.stdin.read()\n"
 )

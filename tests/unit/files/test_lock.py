@@ -1,0 +1,101 @@
+"""One lock for the whole house: who holds it, what lies in its place, and file systems that have none."""
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from zerotrain.files.lock import can_lock, holder, lock, note_holder, open_lock, read_note
+from zerotrain.files.regular import NotRegularError
+
+
+def test_a_lock_excludes_others_until_it_is_closed(tmp_path: Path):
+    with open_lock(tmp_path / "it") as mine, open_lock(tmp_path / "it") as other:
+        assert lock(mine) is None
+        for shared in (False, True):
+            assert not can_lock(other, shared=shared)
+            with pytest.raises(BlockingIOError):
+                lock(other.fileno(), shared=shared)
+        mine.close()
+        assert can_lock(other)
+
+
+def test_those_who_share_a_lock_exclude_one_who_does_not(tmp_path: Path):
+    with open_lock(tmp_path / "it") as first, open_lock(tmp_path / "it") as second, open_lock(tmp_path / "it") as third:
+        assert can_lock(first, shared=True)
+        assert can_lock(second, shared=True)
+        assert not can_lock(third)
+
+
+def test_who_waits_has_the_lock_once_its_holder_is_killed(tmp_path: Path):
+    to_parent, from_child = os.pipe()
+    child = os.fork()
+    if not child:
+        with open_lock(tmp_path / "it") as file:
+            lock(file)
+            note_holder(file)
+            os.write(from_child, b"1")
+            signal.pause()
+    os.read(to_parent, 1)
+    with open_lock(tmp_path / "it") as file:
+        assert not can_lock(file)
+        assert holder(tmp_path / "it").startswith(f"pid {child} on {socket.gethostname()}, started 20")
+        os.kill(child, signal.SIGKILL)
+        assert lock(file, wait=True) is None
+    os.waitpid(child, 0)
+    os.close(to_parent)
+    os.close(from_child)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO])
+def test_a_file_system_without_locks_is_told_and_what_else_goes_wrong_raised(tmp_path, monkeypatch, number: int):
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with open_lock(tmp_path / "it") as file:
+        assert not can_lock(file)
+        if number == errno.EIO:
+            with pytest.raises(OSError, match=os.strerror(number)):
+                lock(file)
+        else:
+            assert lock(file) == os.strerror(number)
+
+
+def test_a_note_replaces_the_last_and_is_read_by_its_schema(tmp_path: Path):
+    with open_lock(tmp_path / "it") as file:
+        note_holder(file, why="x" * 200)
+        note_holder(file, kept=True)
+    assert read_note(tmp_path / "it", {"kept": bool, "pid": int})["kept"] is True
+    assert read_note(tmp_path / "it", {"why": str}) is None
+    for content in ("", "x", "[" * 5000, '{"pid": "1", "host": "h", "started": "s"}', " " * 20_000):
+        (tmp_path / "it").write_text(content)
+        assert holder(tmp_path / "it") == "another process"
+    (tmp_path / "it").write_text('{"pid": 1, "host": "\\u001b[2J", "started": "s"}')
+    assert holder(tmp_path / "it").isprintable()
+
+
+@pytest.mark.parametrize("make", [True, False])
+def test_what_is_no_file_is_neither_locked_nor_waited_for(tmp_path: Path, make: bool):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    for name in ("fifo", "folder"):
+        with pytest.raises(NotRegularError):
+            open_lock(tmp_path / name, make=make)
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "link").symlink_to("mine")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        open_lock(tmp_path / "link", make=make)
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_lock_is_made_only_where_it_is_asked_for_and_for_whom(tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        open_lock(tmp_path / "it", make=False)
+    assert list(tmp_path.iterdir()) == []
+    open_lock(tmp_path / "it", mode=0o600).close()
+    assert (tmp_path / "it").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,51 @@
+"""The frame of a command: what it is called with, the words it fails in, and its exit code."""
+
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.launching.end import exits
+
+RUN: dict[str, Any] = {"type": Path, "metavar": "RUN", "help": "or a checkpoint, or an exported folder"}
+TRUST: dict[str, Any] = {"action": "store_true", "help": "build classes of others too, whose code runs"}
+"""The arguments "path" and "--trust-code" of the commands that have them."""
+
+
+def parser_of(verb: str, description: str | None, examples: str = "") -> ArgumentParser:
+    """The parser of a command, as yet without arguments; its help ends with the examples."""
+    return ArgumentParser(
+        prog=f"python -m zerotrain {verb}",
+        description=description,
+        epilog=examples,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+
+
+def exit_code(
+    work: Callable[[], int | None],
+    *,
+    when_stopped: str | None = None,
+    of_disk: int = exits.CONFIG_PROBLEM,
+    is_told: bool = True,
+) -> int:
+    """Do the work of a command; return the exit code. What the user can mend is told on stderr, a line each.
+
+    Args:
+        work: may return a code; None for success.
+        when_stopped: what is told of Ctrl-C; None: nothing.
+        of_disk: the exit code where a checkpoint could not be read or written since the disk has failed.
+        is_told: whether this process tells what is wrong, and not another one.
+    """
+    try:
+        return work() or exits.COMPLETED
+    except (ConfigError, CheckpointError) as error:
+        if is_told:
+            print(error, file=sys.stderr)
+        return of_disk if isinstance(error.__cause__, OSError) else exits.CONFIG_PROBLEM
+    except KeyboardInterrupt:
+        if when_stopped is not None:
+            print(when_stopped, file=sys.stderr)
+        return exits.of_signal(2)

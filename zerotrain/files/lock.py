@@ -1,0 +1,96 @@
+"""The one kind of lock of the house: flock on a file. The kernel drops it with the process, however that ends.
+
+A file that is locked is never removed by its holder, so that nobody locks one that is about to go, unless the folder
+that it lies in goes with it.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from zerotrain.files.regular import only_regular
+from zerotrain.files.untrusted import UntrustedFileError, read_json, shown
+
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_HOLDER = {"pid": int, "host": str, "started": str}
+_MAX_NBYTES = 10_000
+
+
+def open_lock(path: Path, *, make: bool = True, mode: int = 0o666) -> BinaryIO:
+    """The file of a lock, made where there is none. It is locked until it is closed, once `lock` has locked it.
+
+    A link is not followed: the file that it leads to would be emptied.
+
+    Args:
+        make: whether it is made where there is none.
+        mode: who may read and write one that is made.
+
+    Raises:
+        NotRegularError: a FIFO, a device or a folder lies there.
+        OSError: it cannot be opened.
+    """
+    more = os.O_NOFOLLOW | (os.O_CREAT if make else 0)
+    return open(path, "r+b", opener=lambda name, flags: only_regular(name, flags | more, mode))
+
+
+def lock(file: BinaryIO | int, *, shared: bool = False, wait: bool = False) -> str | None:
+    """Lock an open file until it is closed.
+
+    Args:
+        shared: whether others may hold it too, who have asked for a shared one.
+        wait: whether to wait for whoever holds it.
+
+    Returns:
+        None; on a file system that has no locks, in words why it is not locked: the caller goes on without.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        OSError: it cannot be locked.
+    """
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        return error.strerror
+    return None
+
+
+def can_lock(file: BinaryIO | int, *, shared: bool = False) -> bool:
+    """Lock an open file if that is possible at once. False where another process holds it, or nobody can tell."""
+    try:
+        return lock(file, shared=shared) is None
+    except OSError:
+        return False
+
+
+def note_holder(file: BinaryIO, **more: Any) -> None:
+    """Write into the file of a lock that this process holds it, for `read_note`.
+
+    Args:
+        more: what else is to be said.
+    """
+    said = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+    os.ftruncate(file.fileno(), 0)
+    os.pwrite(file.fileno(), (json.dumps(said | more) + "\n").encode(), 0)
+
+
+def read_note(path: Path, schema: Any) -> Any:
+    """The note in the file of a lock; None where there is none of this schema."""
+    try:
+        return read_json(path, schema, max_nbytes=_MAX_NBYTES)
+    except (OSError, UntrustedFileError):
+        return None
+
+
+def holder(path: Path) -> str:
+    """The process that holds a lock, as it says itself: "pid 17 on node3, started 2026-11-21 10:00:00"."""
+    said = read_note(path, _HOLDER)
+    if said is None:  # it is about to say so
+        return "another process"
+    return f"pid {said['pid']} on {shown(said['host'])}, started {shown(said['started'])}"
