@@ -1,17 +1,12 @@
 """Several machines, or ranks that were started one by one: who is missing, or was told something else, is named."""
 
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import psutil
-from commands import REPOSITORY, TINY, Command, by_hand, by_torchrun, result_of
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+import pytest
+from commands import REPOSITORY, TINY, Command, by_hand, by_torchrun, free_port, result_of
 
 
 def test_a_machine_that_was_given_something_else_is_named_on_all_and_nothing_runs(tmp_path: Path):
@@ -33,6 +28,44 @@ def test_a_machine_that_was_given_something_else_is_named_on_all_and_nothing_run
     assert told in commands[1].stderr.splitlines()
     assert result_of(tmp_path / "run")["error"] == told
     assert not (tmp_path / "run/ranks").exists()
+
+
+REFUSED = "rank 0 has refused the settings; its terminal says why"
+DIFFERS = "rank 2: its command line is not that of rank 0, which counts for all: it has {} and lacks {}; give every "
+
+
+@pytest.mark.parametrize(
+    ("of_nodes", "told"),
+    [
+        (("zero.stage=9", "zero.stage=1"), ("zero.stage: got 9; it must be 0, 1, 2 or 3; the default is 2", REFUSED)),
+        (("zero.stage=1", "zero.stage=9"), (DIFFERS.format("zero.stage=9", "zero.stage=1") + "machine the same",) * 2),
+        (("seed=1", "-m"), (DIFFERS.format("-m", "seed=1") + "machine the same",) * 2),
+    ],
+    ids=["on the first", "on the second", "a sweep on the second"],
+)
+def test_a_typo_on_one_of_two_machines_is_one_line_on_each_and_both_end(
+    tmp_path: Path, of_nodes: tuple[str, str], told: tuple[str, str]
+):
+    """Typed on the first, the agent of the second took what its ranks did for a success, and waited for the first's."""
+    at = ("--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    arguments = (*TINY, f"hydra.run.dir={tmp_path / 'run'}")
+    commands = [
+        by_torchrun(
+            *arguments,
+            setting,
+            folder=tmp_path,
+            options=("--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}", *at),
+        )
+        for node, setting in enumerate(of_nodes)
+    ]
+    assert [command.wait() for command in commands] == [1, 1]
+    for command, line in zip(commands, told, strict=True):
+        first, *agents = command.stderr.splitlines()
+        assert first == line
+        assert line not in agents
+        assert "frame #" not in command.stderr
+        assert sum("failed (exitcode: 2) local_rank: 0 " in each for each in agents) == 1
+        assert command.wait_until_gone() == []
 
 
 def test_ranks_started_one_by_one_say_who_is_missing_until_their_time_is_up(tmp_path: Path):

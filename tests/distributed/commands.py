@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -135,6 +136,11 @@ def by_torchrun(*arguments: str, folder: Path, options: tuple[str, ...] = ("--np
     """`torchrun ... launch.py ...`"""
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
     return Command([*torchrun, str(REPOSITORY / "launch.py"), *arguments], folder)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def result_of(run_dir: Path) -> dict[str, Any]:

@@ -50,7 +50,8 @@ EXAMPLES = """\
 A run, of which the newest checkpoint is taken, a checkpoint, or an exported folder. Settings are those of the run but
 for what is given, each by its whole name. With none, or others of zero and launch alone, the loss is that of the run at
 this step, to the bit, on a CPU: its launch.threads_per_rank is taken too. One process, unless launch.nproc_per_node or
-torchrun asks for more. Nothing is written into the run's folder, which may be under way.
+torchrun asks for more. Nothing is written into the run's folder, which may be under way, nor where its settings say:
+text is prepared in your own cache, unless you give data.cache_dir.
 
   python -m zerotrain evaluate outputs/2026-11-22/10-00-00
   python -m zerotrain evaluate outputs/2026-11-22/10-00-00 zero.stage=3 launch.nproc_per_node=4
@@ -206,8 +207,18 @@ def _of_evaluation(run: OfRun) -> Config:
     config.zero.stage, config.zero.schedule = stage_at(config.zero.stages, run.step), None
     config.train.virtual_ranks, config.train.gradient_accumulation_steps = None, 1
     config.offload, config.checkpoint = OffloadConfig(), CheckpointConfig()
+    config.data = _kept_in_own_cache(config.data)
     config.launch.nproc_per_node, config.launch.max_restarts = 1, 0
     return config
+
+
+def _kept_in_own_cache(values: Any) -> Any:
+    """The arguments of data, of a mix too, whose tokens go into the user's own cache: a file names no folder that is
+    written to."""
+    if isinstance(values, dict):
+        is_place = {name: name == "cache_dir" and isinstance(each, str) for name, each in values.items()}
+        return {name: None if is_place[name] else _kept_in_own_cache(each) for name, each in values.items()}
+    return [_kept_in_own_cache(each) for each in values] if isinstance(values, list) else values
 
 
 def with_settings(config: Config, settings: Sequence[str]) -> Config:

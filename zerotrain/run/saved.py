@@ -4,19 +4,20 @@ without an engine."""
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from torch import nn
 
 from zerotrain.checkpoint.whole import CheckpointTensors, opened
-from zerotrain.config.checks import value_problems
+from zerotrain.config.checks import must_be, value_problems
 from zerotrain.config.compose import first_line, from_values
 from zerotrain.config.schema import Config
 from zerotrain.config.targets import target_problems
+from zerotrain.config.words import word
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.run.factory import build, build_on_meta, in_group
@@ -156,7 +157,9 @@ def config_from(values: Any, path: Path) -> Config | None:
     unknown = f"{path} has a config that this zerotrain does not know: "
     try:
         config = from_values(values)
-    except (OmegaConfBaseException, ValueError, TypeError, LookupError, RecursionError) as error:
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{unknown}{_refused(values, error)}") from None
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ConfigError(f"{unknown}{first_line(error)}") from None
     for group in fields(config):
         found, expected = getattr(config, group.name), type(getattr(Config(), group.name))
@@ -165,6 +168,20 @@ def config_from(values: Any, path: Path) -> Config | None:
     if problems := value_problems(config):
         raise ConfigError(*(f"{unknown}{line}" for line in problems))
     return config
+
+
+def _refused(values: Any, error: OmegaConfBaseException) -> str:
+    """What OmegaConf has refused of a config, as a user would say it: the setting, and what it got."""
+    if isinstance(error, ConfigKeyError):
+        return f"{error.full_key}: there is no such setting"
+    name = str(error.full_key or "").partition("[")[0]
+    if not name:  # of a group that is none
+        known = asdict(Config())
+        name = next(each for each in values if isinstance(known[each], dict) and not isinstance(values[each], dict))
+    got: Any = values
+    for part in name.split("."):
+        got = got.get(part) if isinstance(got, dict) else None
+    return must_be(name, got) or f"{name}: got {word(got)}; it must be a group of settings"
 
 
 @contextmanager

@@ -8,8 +8,6 @@ from typing import Any
 from tests.attack.fuzz import data, runs, tensors
 from tests.attack.fuzz.mutations import damaged_bytes, damaged_json, text_of
 from zerotrain.errors import CheckpointError, ConfigError
-from zerotrain.training.callbacks import control
-from zerotrain.training.figures import result
 
 Refusals = tuple[type[BaseException], ...]
 Reader = Callable[[Path], Any]
@@ -106,8 +104,6 @@ TARGETS: dict[str, Target] = {
     ".lock": _of_run(runs.make_lock, ".lock", runs.read_lock, json=True),
     "lock of a store": _of_run(runs.make_lock, "lock", runs.read_lock, json=True),
     "metrics.jsonl": _of_run(runs.make_metrics, "metrics.jsonl", runs.read_metrics),
+    "result.json": _of_run(runs.make_result, "0/result.json", runs.read_result, json=True),
+    "control.yaml": _of_run(runs.make_control, "control.yaml", runs.read_control),
 }
-if hasattr(result, "read_result"):
-    TARGETS["result.json"] = _of_run(runs.make_result, "0/result.json", runs.read_result, json=True)
-if hasattr(control, "MAX_NBYTES"):
-    TARGETS["control.yaml"] = _of_run(runs.make_control, "control.yaml", runs.read_control)

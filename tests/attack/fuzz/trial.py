@@ -168,7 +168,7 @@ WORDS_OF_PYTHON = (
     "Error:",
     "Traceback",
     "object has no attribute",
-    "'NoneType' object",
+    "NoneType",
     "unexpected keyword",
     "list index",
 )

@@ -50,6 +50,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     return folder, result["final_val_loss"]
 
 
+class Bytes(Drawn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.output = torch.randn(256, 8), nn.Linear(8, 256)
+
+
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
     assert evaluate.main([*map(str, arguments), "--trust-code"]) == 2
     return capsys.readouterr().err.splitlines()
@@ -67,6 +73,30 @@ def test_a_setting_without_an_effect_is_told_and_so_are_groups(run: tuple[Path, 
     [line] = refused(capsys, run[0], "precision=bf16")
     assert line.startswith("precision=bf16: precision is a group; give one of its settings: precision.")
     assert refused(capsys, run[0], "zero.stage=7") == ["zero.stage: got 7; it must be 0, 1, 2 or 3; the default is 2"]
+
+
+def test_text_is_prepared_where_the_user_says_and_never_where_a_file_does(tmp_path: Path, monkeypatch) -> None:
+    """A checkpoint of somebody else had a folder of its choice made, and files in it."""
+    texts, of_file, mine, given = (tmp_path / name for name in ("texts", "of_file", "mine", "given"))
+    texts.mkdir()
+    for name in ("a", "b"):
+        (texts / name).write_text("some words " * 50)
+    text = {"_target_": "zerotrain.data.TextDataset", "path": str(texts), "seq_len": 8, "cache_dir": str(of_file)}
+    mix = {"_target_": "zerotrain.data.Mix", "seq_len": 8, "sources": {"one": {"weight": 1, "data": text}}}
+    for data, own in ((text, ["data.cache_dir=given"]), (mix, ["data.sources.one.data.cache_dir=given"])):
+        config = Config(model={"_target_": f"{__name__}.Bytes"}, data=data, optimizer=ADAMW, scheduler=COSINE)
+        config.train.max_steps, config.train.eval_batches = 1, 1
+        folder = tmp_path / str(len(own[0]))
+        folder.mkdir()
+        loss = factory.run(config, folder, overrides=[], config_hash="abc")["final_val_loss"]
+        shutil.rmtree(of_file)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(mine))
+        monkeypatch.chdir(tmp_path)
+        for settings, used in (([], mine / "zerotrain"), (own, given)):
+            assert evaluate.evaluate(folder, settings, trust_code=True)[1] == loss
+            assert not of_file.exists()
+            assert any(used.iterdir())
+            shutil.rmtree(used)
 
 
 def test_what_a_file_says_is_never_resolved_and_what_the_user_says_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
     """Do this process's part of the command line, and exit.
 
     Started by hand, it composes and starts the ranks. Under torchrun every rank gets here: rank 0 composes and shares
-    the job, except for a sweep, which the first rank drives as if started by hand, with ranks of its own.
+    the job, or tells the others that there is none, except for a sweep on one machine, which the first rank drives as
+    if started by hand, with ranks of its own.
 
     Args:
         main: the function that `hydra.main` has decorated.
@@ -39,7 +40,6 @@ def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
 
 def _exit_code(main: Callable[[], None], conf: Path) -> int:
     outlast_readers()
-    put_options_last(sys.argv)
     try:
         # Users name classes of modules that lie in the folder they work in.
         sys.path.append(os.getcwd())
@@ -57,6 +57,9 @@ def _exit_code(main: Callable[[], None], conf: Path) -> int:
         return _run_hydra(main, conf)
     # Torchrun ends its ranks, but not when it is killed itself.
     end_with_parent(signal.SIGTERM)
+    if ranks.local_world_size < ranks.world_size:  # a rank that ended of its command line would be waited for
+        return _run_as_rank(main, conf, ranks)
+    put_options_last(sys.argv)
     return _drive_sweep(main, conf, ranks) if is_sweep() else _run_as_rank(main, conf, ranks)
 
 
@@ -79,20 +82,18 @@ def _run_as_rank(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -
     except KeyboardInterrupt:
         return exits.of_signal(signal.SIGINT)
     if ranks.rank == 0:
+        code = exits.FAILED
         try:
-            return _run_hydra(main, conf)
+            code = _run_hydra(main, conf, may_sweep=False)
         finally:
-            exchange.withdraw()
+            exchange.withdraw(code)
+        return code
     if job is not None:
         run_here(job, ranks)
     return exits.COMPLETED
 
 
 def _drive_sweep(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -> int:
-    if ranks.local_world_size != ranks.world_size:
-        if ranks.rank == 0:
-            print("-m: a sweep runs on one machine; under torchrun with several, start each job apart", file=sys.stderr)
-        return exits.CONFIG_PROBLEM if ranks.rank == 0 else exits.COMPLETED
     if ranks.rank > 0:
         return exits.COMPLETED
     ranks.leave()
@@ -101,9 +102,13 @@ def _drive_sweep(main: Callable[[], None], conf: Path, ranks: RankEnvironment) -
     return _run_hydra(main, conf)
 
 
-def _run_hydra(main: Callable[[], None], conf: Path) -> int:
+def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> int:
     """Run Hydra on the command line; return the exit code."""
     try:
+        put_options_last(sys.argv)
+        if not may_sweep and is_sweep():
+            print("-m: a sweep runs on one machine; under torchrun with several, start each job apart", file=sys.stderr)
+            return exits.CONFIG_PROBLEM
         main()
         code = exits.COMPLETED
     except KeyboardInterrupt:

@@ -34,10 +34,14 @@ _JOB_KEY = "job"
 _RUN_DIR_KEY = "run_dir"
 _NO_JOB = "none"
 _REFUSED = "refused "
+_FAILED = "failed "
 _POLL_S = 0.1
+_HEARING_S = 9.0
+"""Less than the time after which a line says who is missing."""
 _MAX_TIMEOUT_S = 1e6
 _PEER_HEAD_START_S = 2.0
 _STOP_HEAD_START_S = 1.0
+_STORE_LASTS_S = 1.0
 
 
 class JobExchange:
@@ -58,6 +62,7 @@ class JobExchange:
         self._ranks, self._arguments = ranks, sys.argv[1:]
         self._came = dist.PrefixStore("came", self._store)
         self._came.set(str(ranks.rank), json.dumps(self._arguments))
+        self._heard = dist.PrefixStore("heard", self._store)
 
     def require_same_commands(self, timeout_s: float) -> None:
         """Wait for all ranks, and refuse the job on all of them where one was started with another command line: it
@@ -102,18 +107,29 @@ class JobExchange:
         store = dist.PrefixStore("data", self._store)
         prepare_everywhere(store, self._ranks, lambda: preflight.prepare_data(job.config), job.config.launch.timeout_s)
 
-    def withdraw(self) -> None:
-        """Tell the other ranks that there is no job, unless there is one."""
+    def withdraw(self, code: int) -> None:
+        """Tell the other ranks that there is no job, unless there is one, and why: this process is to end with `code`.
+
+        After a failure it waits, not for long, until they have heard: the torchrun of its machine ends with it, and the
+        store with that. The others ended in mid-read, with frames of C++ (2026-11-23).
+        """
+        said = {
+            exits.COMPLETED: _NO_JOB,
+            exits.CONFIG_PROBLEM: _REFUSED + "rank 0 has refused the settings; its terminal says why",
+        }.get(code, _FAILED + "rank 0 has ended before it had a job for the others; its terminal says why")
         with suppress(dist.DistError):  # torchrun was killed, and its store is gone
             if not self._store.check([_JOB_KEY]):
-                self._store.set(_JOB_KEY, _NO_JOB)
+                self._store.set(_JOB_KEY, said)
+            if code in (exits.CONFIG_PROBLEM, exits.FAILED):
+                self._heard.set("0", "")
+                self._end_in_order()
 
     def receive(self) -> Job | None:
         """Wait for the job of rank 0, which may prepare the data for long; None where it has none.
 
         Raises:
-            ConfigError: it has refused the job since a command line differs.
-            CommError: rank 0 has not come.
+            ConfigError: it has refused the job, its settings or a command line that differs.
+            CommError: rank 0 has not come, or has failed.
         """
         try:
             with words_of_config():
@@ -121,11 +137,24 @@ class JobExchange:
             while not self._store.check([_JOB_KEY]):
                 time.sleep(_POLL_S)
             message = self._store.get(_JOB_KEY).decode()
+            self._heard.set(str(self._ranks.rank), "")
         except dist.DistError as error:
             raise CommError("rank 0 has ended, and the store with it, before it had a job for the others") from error
-        if message.startswith(_REFUSED):
-            raise ConfigError(message.removeprefix(_REFUSED))
+        for prefix, kind in ((_REFUSED, ConfigError), (_FAILED, CommError)):
+            if message.startswith(prefix):
+                self._end_in_order()
+                raise kind(message.removeprefix(prefix))
         return None if message == _NO_JOB else Job.from_json(message)
+
+    def _end_in_order(self) -> None:
+        """Wait until all ranks have heard that there is no job, then for those that are to end before this one: the
+        first of each machine says why, torchrun ends the others with it, and rank 0 keeps the store for all of them."""
+        with suppress(CommError, dist.DistError):
+            await_ranks(self._heard, self._ranks, range(self._ranks.world_size), _HEARING_S)
+        if self._ranks.local_rank > 0:
+            time.sleep(_PEER_HEAD_START_S)
+        elif self._ranks.rank == 0:
+            time.sleep(_STORE_LASTS_S)
 
 
 @functools.cache

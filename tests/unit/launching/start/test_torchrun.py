@@ -14,6 +14,7 @@ from zerotrain.comm.ranks import meeting
 from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.errors import CommError, ConfigError
+from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import Failure
 from zerotrain.launching.job.job import Job
 from zerotrain.launching.job.resuming import with_run_dir
@@ -104,7 +105,7 @@ def test_a_job_passes_to_a_rank_of_the_same_command_line_in_whatever_order(excha
     first = exchange(0, "zero.stage=3", "seed=1")
     first.require_same_commands(10.0)
     first.publish(Job(config=Config(seed=1), run_dir=tmp_path, overrides=["seed=1"]))
-    first.withdraw()
+    first.withdraw(exits.COMPLETED)
     job = second.receive()
     assert job is not None
     assert (job.config, job.run_dir, job.overrides) == (Config(seed=1), tmp_path, ["seed=1"])
@@ -170,8 +171,49 @@ def test_without_a_job_there_is_none_and_without_rank_0_the_wait_ends(exchange, 
     second = exchange(1, "launch.timeout_s=0.2")
     with pytest.raises(CommError, match=r"rank 0 did not come within 0\.2 s \(launch\.timeout_s\); start all ranks"):
         second.receive()
-    exchange(0, "--help").withdraw()
+    exchange(0, "--help").withdraw(exits.COMPLETED)
     assert second.receive() is None
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "told"),
+    [
+        (exits.CONFIG_PROBLEM, ConfigError, "rank 0 has refused the settings; its terminal says why"),
+        (exits.FAILED, CommError, "rank 0 has ended before it had a job for the others; its terminal says why"),
+        (exits.of_signal(2), CommError, "rank 0 has ended before it had a job for the others; its terminal says why"),
+    ],
+)
+def test_what_rank_0_has_refused_or_failed_at_is_no_success_of_the_others(
+    exchange, code: int, kind: type[Exception], told: str
+):
+    """They ended with exit code 0, and torchrun's agent of their machine waited for rank 0's (2026-11-23)."""
+    second, first = exchange(1), exchange(0, "zero.stage=9")
+    withdrawing = threading.Thread(target=first.withdraw, args=(code,))
+    withdrawing.start()
+    with pytest.raises(kind) as ended:
+        second.receive()
+    assert str(ended.value) == told
+    withdrawing.join(30.0)
+    assert not withdrawing.is_alive()
+
+
+@pytest.mark.parametrize("code", [exits.CONFIG_PROBLEM, exits.FAILED])
+def test_rank_0_keeps_the_store_until_all_have_heard_that_there_is_no_job(exchange, monkeypatch, code: int):
+    monkeypatch.setattr(torchrun, "_HEARING_S", 1e6)
+    second, first = exchange(1), exchange(0)
+    withdrawing = threading.Thread(target=first.withdraw, args=(code,), daemon=True)
+    withdrawing.start()
+    withdrawing.join(0.5)
+    assert withdrawing.is_alive()
+    with pytest.raises((ConfigError, CommError)):
+        second.receive()
+    withdrawing.join(30.0)
+    assert not withdrawing.is_alive()
+
+
+def test_rank_0_does_not_wait_for_ever_for_ranks_that_never_come(exchange, monkeypatch):
+    monkeypatch.setattr(torchrun, "_HEARING_S", 0.2)
+    exchange(0).withdraw(exits.CONFIG_PROBLEM)
 
 
 @pytest.mark.parametrize("given", ["abc", "-1", "nan", "inf", "1e300"])

@@ -1,0 +1,42 @@
+"""What is said of a config that a file has, and that is none."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerotrain.config.schema import Config
+from zerotrain.errors import ConfigError
+from zerotrain.run.saved import config_from
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("seed", None, "seed: got null; it must be between 0 and 2**63 - 1; the default is 0"),
+        ("seed", {"a": None}, "seed: got {'a': None}; it must be between 0 and 2**63 - 1; the default is 0"),
+        ("zero.stage", "a", "zero.stage: got a; it must be 0, 1, 2 or 3; the default is 2"),
+        ("zero.overlap", "maybe", "zero.overlap: got maybe; it must be true or false; the default is true"),
+        (
+            "precision.keep_fp32",
+            [None],
+            "precision.keep_fp32: got [None]; it must be a list of name patterns such as ['*norm*']; the default is []",
+        ),
+        ("launch.device", [], "launch.device: got []; it must be auto, cpu or cuda; the default is auto"),
+        ("zero", None, "zero: got null; it must be a group of settings"),
+        ("zero", 3, "zero: got 3; it must be a group of settings"),
+        ("model", [1], "model: got [1]; it must be a group of settings"),
+        ("data", "x", "data: got x; it must be a group of settings"),
+        ("zero.un[its", 1, "zero.un[its: there is no such setting"),
+        ("nonsense", None, "nonsense: there is no such setting"),
+    ],
+)
+def test_what_a_config_of_a_file_cannot_be_is_told_with_the_setting_and_what_it_got(name: str, value: Any, told: str):
+    """OmegaConf said "NoneType is not a subclass of str", and not of what."""
+    values = asdict(Config())
+    group, _, setting = name.rpartition(".")
+    (values[group] if group else values)[setting] = value
+    with pytest.raises(ConfigError) as refused:
+        config_from(values, Path("/run"))
+    assert str(refused.value) == f"/run has a config that this zerotrain does not know: {told}"
