@@ -12,7 +12,7 @@ rows are read:
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +76,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     leaves_per_rank: int = 1
     rows_consumed: int = 0
     order: Order | None = None
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         rank, num_ranks, seed = self.rank, self.num_ranks, self.seed
@@ -88,7 +88,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if not 0 <= rank < num_ranks or not 0 <= seed < 1 << 63:
             raise ValueError(f"rank={rank} must be in 0..{num_ranks - 1} and seed={seed} in 0..2**63 - 1")
         _require_position(self.rows_consumed)
-        self.fingerprint = {"rows": self.num_sequences} | dict(self.fingerprint)
+        self.fingerprint = {"rows": self.num_sequences} | dict(self.fingerprint or {})
 
     @property
     def global_batch_size(self) -> int:
@@ -139,7 +139,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             "rows_consumed": self.rows_consumed,
             "seed": self.seed,
             "order_version": ORDER_VERSION,
-            "fingerprint": dict(self.fingerprint),
+            "fingerprint": dict(self.fingerprint or {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
