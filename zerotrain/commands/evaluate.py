@@ -194,11 +194,7 @@ def _warnings(why: str | None, is_other_data: bool, settings: Sequence[str]) -> 
 
 
 def _of_evaluation(run: OfRun) -> Config:
-    """The run's config, without what is of training alone.
-
-    Raises:
-        ConfigError: there is none, or the weights are not whole.
-    """
+    """The run's config, without what is of training alone. A ConfigError where it has none, or no whole weights."""
     config, form = run.require_config(), run.form
     if form == ADAPTERS:
         raise ConfigError(f"{run.path} has adapters alone; give the run, or what `--merge` of the export has written")
@@ -273,11 +269,7 @@ def _is_at_work(name: str) -> bool:
 
 
 def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]:
-    """Ranks of this machine, and of all.
-
-    Raises:
-        ConfigError: torchrun has started others than asked for.
-    """
+    """The ranks of this machine, and of all. A ConfigError where torchrun has started others than asked for."""
     wanted = config.launch.nproc_per_node
     if ranks is None:
         return (num_ranks := num_local_ranks(config)), num_ranks
@@ -289,11 +281,7 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
 
 
 def _checked(config: Config, weights: str, num_local: int, num_ranks: int) -> dict[str, Any]:
-    """What the data is, after all that can be checked without ranks.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
+    """The data as it is after all that can be checked without ranks. A ConfigError with every problem found."""
     data = preflight.check(config, num_local, num_ranks)
     model = build_on_meta(config)
     if model is not None and (misfits := weight_misfits(weights, model)):
@@ -302,11 +290,7 @@ def _checked(config: Config, weights: str, num_local: int, num_ranks: int) -> di
 
 
 def _by_ranks(config: Config, told: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """What ranks come to that are started here.
-
-    Raises:
-        ConfigError, RunError: the first cause of the failure of a rank.
-    """
+    """The loss by ranks that are started here. A ConfigError or RunError with the first cause of a failure."""
     with _folder_of_ranks() as folder:
         job = Job(config=config, run_dir=folder, overrides=[], evaluates=told)
         job.ranks_dir.mkdir()

@@ -70,11 +70,8 @@ def show(folder: Path) -> int:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether it has checkpoints or may come to have some.
-
-    Raises:
-        CheckpointError: it is neither that nor a checkpoint.
-    """
+    """Tell a run, which has checkpoints or may come to have some, from a checkpoint. A CheckpointError where it is
+    neither."""
     if os.path.isfile(path / MANIFEST):
         return False
     if any(os.path.lexists(path / name) for name in (CHECKPOINTS, *FILES_OF_RUNS)) or checkpoints_in(path):

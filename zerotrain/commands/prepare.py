@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import hydra
-from omegaconf import DictConfig
-
 from zerotrain.commands.frame import exit_code, parser_of
 from zerotrain.commands.train import CONF
 from zerotrain.config.checks import checked_config
 from zerotrain.config.explain import composition_problems
 from zerotrain.errors import ConfigError
+from zerotrain.launching.command.command_line import composing
 
 TARGET = "zerotrain.data.TextDataset"
 EXAMPLES = """\
@@ -80,20 +78,11 @@ def prepare(data: dict[str, Any], out: Path | None) -> str:
 
 
 def _data(settings: list[str], config_dir: Path | None) -> dict[str, Any]:
-    """The `data` that a run with these settings would have.
-
-    Raises:
-        ConfigError: a setting is wrong, or the data is no text.
-    """
+    """The `data` of a run with these settings. A ConfigError where one of them is wrong, or the data is no text."""
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(f"--config-dir: got {config_dir}; there is no such folder in {Path.cwd()}")
-    searched = [] if config_dir is None else [f"hydra.searchpath=['file://{config_dir.absolute()}']"]
     folders = [folder for folder in (config_dir, CONF) if folder is not None]
-
-    def compose(overrides: list[str]) -> DictConfig:
-        return hydra.compose("train", [*overrides, *searched])
-
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+    with composing(folders) as compose:
         try:
             config, problems = checked_config(compose(settings))
         except Exception as error:

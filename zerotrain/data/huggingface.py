@@ -241,11 +241,7 @@ def _loaded(load: Callable[[], Any], path: str) -> Any:
 
 
 def _names_of(splits: dict[str, Any], split: str, validation_split: str | None, path: str) -> list[str]:
-    """What the rows to train on are called, and those to validate on, where they have a name.
-
-    Raises:
-        ValueError: there is no such split.
-    """
+    """The splits to train on and, where there is one, to validate on. A ValueError where there is no such split."""
     for field, name in (("split", split), ("validation_split", validation_split)):
         if name is not None and name not in splits:
             raise ValueError(f"data.{field}={name}: data.path={path} has no such split; it has {_listed(splits)}")
@@ -263,11 +259,7 @@ def _without_nulls(rows: Any, column: str) -> Any:
 
 
 def _two(named: list[Any], fraction: float, path: str) -> list[Any]:
-    """The rows to train on and to validate on.
-
-    Raises:
-        ValueError: there are none, or nothing to split off.
-    """
+    """The rows to train on and to validate on. A ValueError where there are none, or nothing to split off."""
     train = named[0]
     if len(named) == 1:
         if not 0 < fraction < 1:

@@ -193,11 +193,7 @@ def _seed_of(name: str, seed: int) -> int:
 
 
 def _sources(sources: Any) -> tuple[dict[str, Any], dict[str, float]]:
-    """The datasets and their weights.
-
-    Raises:
-        ValueError: one of them is none.
-    """
+    """The datasets and their weights. A ValueError where one of them is none."""
     if not isinstance(sources, Mapping) or not sources:
         raise ValueError(f"data.sources={sources} names no source; give {{name: {NEEDED}, ...}}")
     weights: dict[str, float] = {}
@@ -234,11 +230,7 @@ def _require_fit(name: str, data: Any, seq_len: int | None) -> None:
 
 
 def _vocab_size(sources: Mapping[str, Any], given: int | None) -> int | None:
-    """That of all sources.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """The size that all sources have. A ValueError where they differ."""
     known = {} if given is None else {"data.vocab_size": given}
     for name, data in sources.items():
         if isinstance(size := getattr(data, "vocab_size", None), int):

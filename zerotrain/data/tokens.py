@@ -110,11 +110,7 @@ def _validation_files(given: str | None, found: TokenPaths, source: str) -> tupl
 
 
 def _require_apart(train: TokenStore, validation: TokenStore, name: str) -> None:
-    """Check that no file is read for both.
-
-    Raises:
-        ValueError: one is.
-    """
+    """Check that no file is read for both."""
     places = {(status.st_dev, status.st_ino) for status in (shard.path.stat() for shard in train.shards)}
     for shard in validation.shards:
         status = shard.path.stat()

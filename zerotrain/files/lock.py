@@ -1,8 +1,4 @@
-"""The one kind of lock of the house: flock on a file. The kernel drops it with the process, however that ends.
-
-A file that is locked is never removed by its holder, so that nobody locks one that is about to go, unless the folder
-that it lies in goes with it.
-"""
+"""The one kind of lock of the house: flock on a file. The kernel drops it with the process, however that ends."""
 
 import errno
 import fcntl

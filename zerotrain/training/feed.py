@@ -11,7 +11,7 @@ from zerotrain.data.reading.device_copies import DeviceCopies
 from zerotrain.data.reading.fetch import Collate, may_be_read_beside
 from zerotrain.data.reading.fingerprint import fingerprint_of
 from zerotrain.data.reading.inputs import as_inputs, tokens_known
-from zerotrain.data.reading.loader import MicroBatchReader, StepLoader
+from zerotrain.data.reading.loader import StepLoader, reader_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError
 from zerotrain.training.sameness.same_data import require_same_data
@@ -118,7 +118,7 @@ class TrainingFeed:
         numbers, position = range(self.sampler.num_virtual_ranks), self.sampler.rows_consumed
         if virtual_rank not in numbers:
             raise ValueError(f"virtual_rank={virtual_rank}: there are {len(numbers)}; give 0 to {numbers[-1]}")
-        reader = MicroBatchReader(self._dataset.train, self.sampler.seed, self._collate, self._vocab_size)
+        reader = reader_of(self._dataset.train, self.sampler.seed, self._collate, self._vocab_size)
         step = 1 + position // self.sampler.global_batch_size
         read = [reader((rows, step)) for rows in self.sampler.micro_batches(position, [virtual_rank])]
         copies = DeviceCopies(self._world.device)

@@ -130,8 +130,8 @@ FAULTS = {
     ),
     "loader-knows-no-tokens": Fault(
         LOADER,
-        "                vocab_size=self.vocab_size,\n",
-        "",
+        "collate=collate, vocab_size=vocab_size))",
+        "collate=collate))",
         "a token that the model does not know is an index out of range hours into a run",
         OF_FEED,
     ),

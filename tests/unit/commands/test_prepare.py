@@ -1,5 +1,6 @@
 """`python -m zerotrain prepare`: a store of its own, or what a run will find in the cache."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,12 @@ def test_a_folder_of_other_tokens_is_not_overwritten_and_one_of_changed_text_is_
     code, _, err = answer("data.path=texts", "--out", "tokens")
     assert (code, err[0]) == (0, "tokens is made anew: the text it was made of has changed")
     assert Path("tokens/000000.bin").read_bytes() == (TEXT.upper() + TEXT).encode()
+
+
+def test_a_folder_of_yamls_may_have_any_name(texts, tmp_path, answer):
+    folder = tmp_path / "it's, {mine}"
+    (folder / "data").mkdir(parents=True)
+    of_text = Path(__file__).parents[3] / "conf/data/text.yaml"
+    (folder / "data/one_text.yaml").write_text(re.sub("(?m)^path: .*", "path: texts/a.txt", of_text.read_text()))
+    code, [line], _ = answer("data=one_text", "--config-dir", str(folder), "data.cache_dir=cache")
+    assert (code, line) == (0, "8,800 tokens of uint8, vocab_size 256, in 1 documents: texts")

@@ -226,11 +226,7 @@ def _read_seal(folder: Path) -> Seal:
 
 
 def _require_unchanged(sources: Sequence[Path], marks: list[tuple[int, ...]], folder: Path) -> None:
-    """Remove what was made of files that are no longer as they were before they were read.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Remove what was made, with a ValueError, of files that are no longer as they were before they were read."""
     for source, before in zip(sources, marks, strict=True):
         try:
             is_same = _mark(source.stat()) == before

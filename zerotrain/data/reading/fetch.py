@@ -75,37 +75,25 @@ def fetch_rows(
     Raises:
         RowError: the dataset or collate raised an exception, which is its cause; or a token is not known.
     """
-    batch = _read(dataset, rows, seed=seed, epochs=epochs, step=step, collate=collate, name=name)
+    if collate is None and hasattr(dataset, "rows"):
+        with _named(name, rows, epochs, step, "cannot be read"):
+            batch = dataset.rows(list(rows))
+    else:
+        with _generators_put_back(draws(dataset, collate)) as seed_by:
+            items = []
+            for row, epoch in zip(rows, epochs, strict=True):
+                with _named(name, [row], [epoch], step, "cannot be read"):
+                    seed_by("row", seed, epoch, row)
+                    items.append(dataset[row])
+            with _named(name, rows, epochs, step, "cannot be put together to a batch"):
+                seed_by("batch", seed, *epochs, *rows)
+                batch = (collate or default_collate)(items)
     if vocab_size is not None and (unknown := unknown_token(batch, vocab_size)) is not None:
         item, token = unknown
         at = slice(item, item + 1) if item < len(rows) else slice(None)
         with _named(name, rows[at], epochs[at], step, "cannot be learnt"):
             raise ValueError(f"the token {token} is not among the model's, 0 to {vocab_size - 1}")
     return batch
-
-
-def _read(
-    dataset: Any,
-    rows: Sequence[int],
-    *,
-    seed: int,
-    epochs: Sequence[int],
-    step: int,
-    collate: Collate | None,
-    name: str,
-) -> Any:
-    if collate is None and hasattr(dataset, "rows"):
-        with _named(name, rows, epochs, step, "cannot be read"):
-            return dataset.rows(list(rows))
-    with _generators_put_back(draws(dataset, collate)) as seed_by:
-        items = []
-        for row, epoch in zip(rows, epochs, strict=True):
-            with _named(name, [row], [epoch], step, "cannot be read"):
-                seed_by("row", seed, epoch, row)
-                items.append(dataset[row])
-        with _named(name, rows, epochs, step, "cannot be put together to a batch"):
-            seed_by("batch", seed, *epochs, *rows)
-            return (collate or default_collate)(items)
 
 
 def draws(dataset: Any, collate: Collate | None = None) -> bool:

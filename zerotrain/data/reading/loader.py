@@ -10,9 +10,9 @@ Three ways to read, chosen by what the dataset allows; the rows are the same, to
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -38,30 +38,20 @@ class LoadedStep(NamedTuple):
     """In each of them, those that count."""
 
 
-@dataclass(frozen=True)
-class MicroBatchReader:
-    """Reads micro-batches of a dataset; can be pickled if the dataset can."""
+Read = Callable[[tuple[RowsToRead, int]], tuple[Any, int]]
+"""(a micro-batch, its labels that count) of (rows, number of the step from 1)."""
 
-    dataset: Any
-    seed: int
-    collate: Collate | None
-    vocab_size: int | None = None
-    """Tokens that the model knows, see `fetch_rows`."""
 
-    def __call__(self, wanted: tuple[RowsToRead, int]) -> tuple[Any, int]:
-        """(a micro-batch, its labels that count) of (rows, number of the step from 1)."""
-        (rows, epochs), step = wanted
-        with torch.profiler.record_function("zerotrain data: read rows"):
-            batch = fetch_rows(
-                self.dataset,
-                rows,
-                seed=self.seed,
-                epochs=epochs,
-                step=step,
-                collate=self.collate,
-                vocab_size=self.vocab_size,
-            )
-            return batch, num_labels(batch, len(rows))
+def reader_of(dataset: Any, seed: int, collate: Collate | None, vocab_size: int | None = None) -> Read:
+    """Reads micro-batches of a dataset, with arguments of `fetch_rows`; can be pickled if the dataset can."""
+    return partial(_read, partial(fetch_rows, dataset, seed=seed, collate=collate, vocab_size=vocab_size))
+
+
+def _read(fetch: Callable[..., Any], wanted: tuple[RowsToRead, int]) -> tuple[Any, int]:
+    (rows, epochs), step = wanted
+    with torch.profiler.record_function("zerotrain data: read rows"):
+        batch = fetch(rows, epochs=epochs, step=step)
+        return batch, num_labels(batch, len(rows))
 
 
 class StepLoader:
@@ -99,7 +89,7 @@ class StepLoader:
         self._copies = DeviceCopies(device)
         self._open = ExitStack()
         self._num_micro_batches = sampler.num_micro_batches * sampler.leaves_per_rank
-        reader = MicroBatchReader(dataset, sampler.seed, collate, vocab_size)
+        reader = reader_of(dataset, sampler.seed, collate, vocab_size)
         size, start = sampler.global_batch_size, sampler.rows_consumed
         wanted = (
             (rows, first_step + step + 1)

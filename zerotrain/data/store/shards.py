@@ -117,11 +117,7 @@ class ShardReader:
         return file
 
     def _require_unchanged(self, shard: int, offset: int) -> None:
-        """Check that a file is as it was.
-
-        Raises:
-            OSError: it is not; with its size, then and now, and the token that was to be read.
-        """
+        """Check that a file is as it was. An OSError says its size, then and now, and the token that was to be read."""
         file = self._file(shard, offset)  # kept by name: another thread may put it away before fstat
         then, now = self._states[shard], _state(os.fstat(file.descriptor))
         if then == now:

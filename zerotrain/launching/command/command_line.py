@@ -4,7 +4,8 @@ import errno
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
@@ -12,7 +13,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain.config.explain import composition_problems
@@ -151,15 +152,23 @@ def _interval_problems(arguments: Namespace) -> Iterator[str]:
 
 
 def _composition_problems(arguments: Namespace, conf: Path) -> list[str]:
-    *more, primary = config_folders(arguments, conf)
+    folders = config_folders(arguments, conf)
+    with composing(folders, arguments.config_name or PRIMARY_CONFIG) as compose:
+        return composition_problems(arguments.overrides, compose, is_sweep=is_sweep(), folders=folders)
+
+
+@contextmanager
+def composing(folders: Sequence[Path], name: str = PRIMARY_CONFIG) -> Iterator[Callable[[list[str]], DictConfig]]:
+    """Inside, a function that composes a config out of settings.
+
+    Args:
+        folders: of the yamls, in the order in which they are looked for; the last has those of the package.
+        name: of the yaml to begin with.
+    """
+    *more, primary = folders
     searched = [f"hydra.searchpath=[{','.join(quoted(f'file://{path.absolute()}') for path in more)}]"] if more else []
     with hydra.initialize_config_dir(config_dir=str(primary.resolve()), version_base="1.3"):
-        return composition_problems(
-            arguments.overrides,
-            lambda overrides: hydra.compose(arguments.config_name or PRIMARY_CONFIG, [*overrides, *searched]),
-            is_sweep=is_sweep(),
-            folders=[*more, primary],
-        )
+        yield lambda settings: hydra.compose(name, [*settings, *searched])
 
 
 def _raw_value(error: OmegaConfBaseException) -> str:

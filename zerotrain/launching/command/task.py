@@ -223,11 +223,8 @@ def _settings(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None
 def _checked(
     config: Config, problems: list[str], run_dir: Path, ranks: RankEnvironment | None
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """What the data was after all that can be checked without ranks, and what to go on from.
-
-    Raises:
-        ConfigError: there are problems, these or others.
-    """
+    """The data as it was after all that can be checked without ranks, and the checkpoints to go on from. A ConfigError
+    with all problems, these and others."""
     data_checked, to_try, manifest = None, [], None
     num_local = num_local_ranks(config) if ranks is None else ranks.local_world_size
     num_ranks = num_local if ranks is None else ranks.world_size

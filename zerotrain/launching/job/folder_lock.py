@@ -22,6 +22,7 @@ _OF_THE_FOLDER = (
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Keep other runs out of a folder; two at once trained one's config and reported the other's success (2026-11-21).
+    The file stays, so that nobody locks one that is about to go.
 
     Raises:
         ConfigError: another run is under way there, or it is no folder that can be written.

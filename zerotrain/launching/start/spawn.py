@@ -64,11 +64,8 @@ def run_ranks(attempts: Attempts, num_ranks: int) -> int:
 
 
 def _run_once(job: Job, num_ranks: int, stop: StopRequest) -> None:
-    """One attempt.
-
-    Raises:
-        As `run_ranks`, but for signals that `stop` hears of: KeyboardInterrupt where the ranks were ended at once.
-    """
+    """One attempt, with the errors of `run_ranks`; KeyboardInterrupt where `stop` has heard of a signal and the ranks
+    were ended at once."""
     with agent_folder() as agent_dir, _rank_environment(job, num_ranks, agent_dir):
         launch = elastic_launch(_launch_config(num_ranks, agent_dir), sys.executable)
         # A file of their own: two runs in one folder once trained the config.yaml of the later one (2026-11-21).
