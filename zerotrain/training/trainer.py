@@ -27,8 +27,15 @@ from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.figures.flops import ModelFlops
 from zerotrain.training.figures.report import RankUsage
 from zerotrain.training.figures.result import RunResult
-from zerotrain.training.figures.sinks import METRICS_NAME, MetricsFile, MetricSink, keep_lines, log_to
-from zerotrain.training.figures.tracking import restore_states, states_of
+from zerotrain.training.figures.sinks import (
+    METRICS_NAME,
+    MetricsFile,
+    MetricSink,
+    keep_lines,
+    log_to,
+    restore_states,
+    states_of,
+)
 from zerotrain.training.measuring import Measuring
 from zerotrain.training.sameness.seeds import seed_leaf
 from zerotrain.training.schedule import set_rates

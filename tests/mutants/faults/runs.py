@@ -152,8 +152,8 @@ FAULTS = {
     ),
     "control-takes-one-for-true": Fault(
         "training/callbacks/control.py",
-        '(value == "now" or value is True):',
-        '(value in ("now", True)):',
+        "any(type(value) is type(each) and value == each for each in REQUESTS[name][1])",
+        "value in REQUESTS[name][1]",
         "`save: 1` saves",
         OF_CONTROL,
     ),

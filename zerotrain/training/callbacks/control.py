@@ -28,7 +28,12 @@ from zerotrain.training.figures.report import say
 CONTROL_NAME = "control.yaml"
 ONE_STAGE = SAVE << 1
 """As many of these as the stage that is asked for, and one more, are in the number of rank 0."""
-NUM_STAGES = 4
+REQUESTS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "stage": ("0, 1, 2 or 3", (0, 1, 2, 3)),
+    "save": ("now", ("now", True)),
+    "stop": ("true", (True,)),
+}
+"""What each may be, in words and as values."""
 ALLOWED = "stage: 0 to 3, save: now, stop: true"
 MAX_NBYTES = 2**16
 MAX_PROBLEMS = 10
@@ -110,19 +115,11 @@ def _requests(path: Path) -> tuple[dict[str, Any], list[str]]:
     asked: dict[str, Any] = {}
     problems = []
     for name, value in content.items():
-        if name == "answer":
-            continue
-        if name == "stage" and type(value) is int and value in range(NUM_STAGES):
-            asked["stage"] = value
-        elif name == "stage":
-            problems.append(f"stage: got {shown(repr(value))}; it must be 0, 1, 2 or 3")
-        elif name == "save" and (value == "now" or value is True):
-            asked["save"] = True
-        elif name == "stop" and value is True:
-            asked["stop"] = True
-        elif name in ("save", "stop"):
-            problems.append(f"{name}: got {shown(repr(value))}; it must be {'now' if name == 'save' else 'true'}")
-        else:
+        if name in REQUESTS and any(type(value) is type(each) and value == each for each in REQUESTS[name][1]):
+            asked[name] = value
+        elif name in REQUESTS:
+            problems.append(f"{name}: got {shown(repr(value))}; it must be {REQUESTS[name][0]}")
+        elif name != "answer":
             problems.append(f"{shown(name)}: there is no such request; there are {ALLOWED}")
     if len(problems) > MAX_PROBLEMS:
         problems[MAX_PROBLEMS:] = [f"and {len(problems) - MAX_PROBLEMS} more that are wrong"]

@@ -78,7 +78,7 @@ class RunStages:
         now, due = self._engine.options.zero.stage, stage_at(self._due, step)
         if due != now:
             self._change(due, step)
-        self._enter({"stage": due, "from_step": step, "sent_nbytes": None, "theory_sent_nbytes": None, "ranks": None})
+        self._enter(due, step, {"sent_nbytes": None, "theory_sent_nbytes": None})
         return stages_named(self._due, step)
 
     @property
@@ -93,10 +93,10 @@ class RunStages:
         now, due = self._engine.options.zero.stage, stage_at(self._due, step)
         if due == now:
             return
-        self._leave()
+        self.end()
         switch = self._change(due, step)
         sent = {"sent_nbytes": switch.sent_nbytes, "theory_sent_nbytes": switch.theory_sent_nbytes}
-        self._enter({"stage": due, "from_step": step, **sent, "ranks": None})
+        self._enter(due, step, sent)
         log({"stage": due, **{f"stage_{name}": value for name, value in sent.items()}})
 
     def _change(self, due: int, step: int) -> StageSwitch:
@@ -111,19 +111,16 @@ class RunStages:
         )
         return switch
 
-    def end(self) -> list[RankUsage]:
-        """Note what the last stage came to: the usage of all ranks. Collective."""
-        return self._leave()
-
-    def _enter(self, entry: dict[str, Any]) -> None:
+    def _enter(self, due: int, step: int, sent: Mapping[str, int | None]) -> None:
         """Note a stage that is begun, or gone on with; one that no step was trained at is none of the run."""
-        stages, self._result.stage = self._result.stages, entry["stage"]
-        if stages and stages[-1]["from_step"] == entry["from_step"] and stages[-1]["stage"] != entry["stage"]:
+        stages, self._result.stage = self._result.stages, due
+        if stages and stages[-1]["from_step"] == step and stages[-1]["stage"] != due:
             stages.pop()
-        if not stages or stages[-1]["stage"] != entry["stage"]:
-            stages.append(entry)
+        if not stages or stages[-1]["stage"] != due:
+            stages.append({"stage": due, "from_step": step, **sent, "ranks": None})
 
-    def _leave(self) -> list[RankUsage]:
+    def end(self) -> list[RankUsage]:
+        """Note what the stage came to: the usage of all ranks. Collective."""
         device = self._world.device
         usage = measure_usage(engine=self._engine, device=device, num_micro_batches=self._num_micro_batches)
         usages = gather_usages(usage, self._world)
