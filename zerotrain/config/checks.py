@@ -80,19 +80,14 @@ def without_effect(config: Config, world_size: int) -> list[str]:
 
 def doubtful(config: Config) -> list[str]:
     """One line for each pair of settings that trains, but hardly what is wanted."""
-    lines = _about_tokens(config)
-    last = max(config.zero.stages)
+    lines = []
+    pretrained, last = config.model.get("name_or_path"), max(config.zero.stages)
+    if pretrained is not None and config.data.get("tokenizer", "") is None:
+        unseen = f"which model.name_or_path={pretrained} has never seen"
+        lines.append(f"data.tokenizer=null reads bytes, {unseen}; use data=tokenized")
     if last >= config.train.max_steps:
         lines.append(f"zero.schedule: step {last} is not reached with train.max_steps={config.train.max_steps}")
     return lines
-
-
-def _about_tokens(config: Config) -> list[str]:
-    pretrained = config.model.get("name_or_path")
-    if pretrained is None or config.data.get("tokenizer", "") is not None:
-        return []
-    unseen = f"which model.name_or_path={pretrained} has never seen"
-    return [f"data.tokenizer=null reads bytes, {unseen}; use data=tokenized"]
 
 
 def _settings_of(config: Config) -> Iterator[tuple[str, Setting, Any]]:

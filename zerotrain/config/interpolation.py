@@ -22,7 +22,8 @@ def interpolation_problems(node: Any, prefix: str = "") -> Iterator[str]:
         try:
             value = None if OmegaConf.is_missing(node, name) else node[name]
         except OmegaConfBaseException as error:
-            yield interpolation_line(key, _raw(node, name), error)
+            unresolved_values: Any = OmegaConf.to_container(node, resolve=False)
+            yield interpolation_line(key, unresolved_values[name], error)
         else:
             yield from interpolation_problems(value, f"{key}.")
 
@@ -51,10 +52,6 @@ def interpolation_line(key: str, got: Any, error: Exception) -> str:
         return f"{key}: got {got}, which leads back to itself; give {key}=..."
     line = said.strip().split("\n")[0].rstrip(".")
     return f"{key}: got {got}; {line}; give {key}=..."
-
-
-def _raw(node: DictConfig | ListConfig, name: Any) -> Any:
-    return OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index]
 
 
 def quoted(text: str) -> str:

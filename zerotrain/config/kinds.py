@@ -26,8 +26,8 @@ def kind_problems(
             continue
         default = parameter.default
         annotation = hints.get(name, _of_default(default))
-        taken = _takes_null(annotation, default) if value is None else _fits(value, annotation)
-        if not taken:
+        # A default of None is often left out of the annotation.
+        if not _fits(value, annotation) and (value is not None or default is not None):
             shown = list(default) if isinstance(default, tuple) else default
             otherwise = "" if default is parameter.empty else f"; its default is {word(shown)}"
             yield name, f"{_describe(annotation)}{otherwise}"
@@ -45,11 +45,6 @@ def _of_default(default: Any) -> Any:
     if isinstance(default, bool):
         return bool
     return float if isinstance(default, int | float) else Any
-
-
-def _takes_null(annotation: Any, default: Any) -> bool:
-    """A default of None is often left out of the annotation, and a text may be asked whether it is one."""
-    return default is None or any(_fits(None, member) for member in _members(annotation))
 
 
 def _fits(value: Any, annotation: Any) -> bool:

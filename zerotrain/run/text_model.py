@@ -38,6 +38,8 @@ class TextModel:
 
 @dataclass(frozen=True)
 class _Tokens:
+    """The fields of a `TextModel` that a tokenizer gives."""
+
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     stop_token: int | None = None
@@ -64,11 +66,9 @@ def _of_run(run: OfRun, device: torch.device) -> TextModel:
     limit = getattr(model, "max_seq_len", None) or config.data.get("seq_len")
     return TextModel(
         logits=model,
-        encode=tokens.encode,
-        decode=tokens.decode,
+        **vars(tokens),
         vocab_size=int(getattr(model, "vocab_size", NO_LIMIT)),
         max_seq_len=limit if isinstance(limit, int) else NO_LIMIT,
-        stop_token=tokens.stop_token,
         device=device,
     )
 
@@ -97,11 +97,9 @@ def _of_hugging_face(path: Path, device: torch.device) -> TextModel:
     positions = getattr(config, "max_position_embeddings", None)
     return TextModel(
         logits=lambda ids: model(input_ids=ids).logits,
-        encode=tokens.encode,
-        decode=tokens.decode,
+        **vars(tokens),
         vocab_size=int(config.vocab_size),
         max_seq_len=positions if isinstance(positions, int) and positions > 0 else NO_LIMIT,
-        stop_token=tokens.stop_token,
         device=device,
     )
 
@@ -126,15 +124,14 @@ def _tokens_of(run: OfRun) -> _Tokens:
     if not str(config.data.get("_target_")).startswith("zerotrain.data."):
         dataset = run.built("data", build_data)
         if callable(getattr(dataset, "encode", None)) and callable(getattr(dataset, "decode", None)):
-            return _Tokens(lambda text: torch.as_tensor(dataset.encode(text)).tolist(), _decoder(dataset.decode))
+            return _Tokens(
+                lambda text: torch.as_tensor(dataset.encode(text)).tolist(),
+                lambda ids: str(dataset.decode(torch.tensor(ids, dtype=torch.int64))),
+            )
     raise ConfigError(
         f"{run.path}: data._target_ was {config.data.get('_target_')}, without a tokenizer: there is no text to begin "
         "with; export it, and put the tokenizer's files beside the model"
     )
-
-
-def _decoder(decode: Callable[[torch.Tensor], str]) -> Callable[[list[int]], str]:
-    return lambda ids: str(decode(torch.tensor(ids, dtype=torch.int64)))
 
 
 def _bytes() -> _Tokens:

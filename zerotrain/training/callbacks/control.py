@@ -79,7 +79,8 @@ class Control:
         parts = [done[name] for name in self._asked] + self._problems
         self._asked, self._problems = {}, []
         say(self._console, f"{CONTROL_NAME}: {'; '.join(parts)}")
-        lines = [f"# {ALLOWED}\n", "answer:\n", *(f"  - {_quoted(part)}\n" for part in parts)]
+        quoted = [part.replace("'", "''") for part in parts]
+        lines = [f"# {ALLOWED}\n", "answer:\n", *(f"  - '{part}'\n" for part in quoted)]
         if self._state() != self._seen:  # something else is asked for by now, and is not to be lost
             return
         temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
@@ -124,7 +125,3 @@ def _requests(path: Path) -> tuple[dict[str, Any], list[str]]:
     if len(problems) > MAX_PROBLEMS:
         problems[MAX_PROBLEMS:] = [f"and {len(problems) - MAX_PROBLEMS} more that are wrong"]
     return asked, problems
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"

@@ -125,9 +125,6 @@ class StepClock:
 
     def _of(self, last_steps: int | None, *values: list[float]) -> list[list[float]]:
         """What belongs to the last so many steps, or to this sitting without its first steps."""
-        first = _num_warmup_steps(len(self._durations_s)) if last_steps is None else -last_steps
+        num_warmup = NUM_WARMUP_STEPS if len(self._durations_s) > NUM_WARMUP_STEPS else 0
+        first = num_warmup if last_steps is None else -last_steps
         return [each[first:] for each in values]
-
-
-def _num_warmup_steps(num_steps: int) -> int:
-    return NUM_WARMUP_STEPS if num_steps > NUM_WARMUP_STEPS else 0
