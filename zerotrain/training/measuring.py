@@ -20,12 +20,7 @@ DATA_WAIT_SHOWN = 0.05
 
 
 class Measuring:
-    """Fills in the result of a run.
-
-    Args:
-        model_flops: for MFU; None where it is not known.
-        log_every: steps that the speed of a step is taken over.
-    """
+    """Fills in the result of a run. The speed of a step is taken over `log_every` steps."""
 
     def __init__(
         self,
