@@ -137,7 +137,8 @@ class _Trial:
                 failures.append(_failure(error))
             else:
                 return self._problem_in_parts(rows, optimizer, chosen)
-        if self._failure_of_sample(partial(self._sample.step, lambda: torch.zeros((), requires_grad=True))) is None:
+        with_closure = partial(self._sample.step, lambda: torch.zeros((), requires_grad=True))
+        if self._failure_of_sample(self._sample.step) and not self._failure_of_sample(with_closure):
             return CLOSURE
         return None if self._is_whole else failures[0]  # one that is declared may want shapes that are not tried
 
