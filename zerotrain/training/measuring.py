@@ -64,7 +64,7 @@ class Measuring:
         self._result.train_s = self.clock.train_s
 
     def of_ranks(self, usages: list[RankUsage]) -> list[RankUsage]:
-        """What is known at the end only: the weights, and of this rank what it holds and sends. Returns the usages
+        """Note what is known at the end only: the weights, and of this rank what it holds and sends. Returns the usages
         of all ranks that it was given. Collective."""
         usage = usages[self._world.rank]
         self._result.weights_sha256 = self._engine.weights_sha256()

@@ -17,7 +17,7 @@ from zerotrain.training.figures.result import RunResult
 
 
 def stages_named(stages: Mapping[int, int], step: int = 0) -> str:
-    """Such as "stage 2, 3 after step 500", by steps done and the stage from there on."""
+    """The stages from a step on, such as "stage 2, 3 after step 500"."""
     later = [f"{stages[each]} after step {each}" for each in sorted(stages) if each > step]
     return ", ".join([f"stage {stage_at(stages, step)}", *later])
 
