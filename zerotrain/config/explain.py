@@ -24,16 +24,10 @@ Compose = Callable[[list[str]], DictConfig]
 
 _IN_FILE = re.compile(r"In '([^']+)': \w+ raised while composing config:")
 _PLUGINS = {
-    "hydra/launcher=joblib": "hydra-joblib-launcher",
-    "hydra/launcher=ray": "hydra-ray-launcher",
-    "hydra/launcher=rq": "hydra-rq-launcher",
-    "hydra/launcher=submitit_local": "hydra-submitit-launcher",
-    "hydra/launcher=submitit_slurm": "hydra-submitit-launcher",
-    "hydra/sweeper=ax": "hydra-ax-sweeper",
-    "hydra/sweeper=nevergrad": "hydra-nevergrad-sweeper",
-    "hydra/sweeper=optuna": "hydra-optuna-sweeper",
+    "hydra/launcher": ("joblib", "ray", "rq", "submitit_local", "submitit_slurm"),
+    "hydra/sweeper": ("ax", "nevergrad", "optuna"),
 }
-"""Choices that come with a package of their own."""
+"""Choices that come with a package of their own, such as hydra-submitit-launcher."""
 
 
 def composition_problems(
@@ -127,7 +121,8 @@ def _missing_choice(override: str, error: MissingConfigException) -> str:
     key, _, got = override.lstrip("+~").partition("=")
     asked, options = error.missing_cfg_file or "", error.options or []
     choices = f"; there are {', '.join(options)}" if options else ""
-    if package := _PLUGINS.get(f"{key}={got}"):
+    if got in _PLUGINS.get(key, ()):
+        package = f"hydra-{got.partition('_')[0]}-{key.removeprefix('hydra/')}"
         return f"{override}: is not installed; pip install {package}{choices}"
     if asked in ("", f"{key}/{got}", got):
         return f"{override}: there is no such choice{did_you_mean(got, options)}{choices}"

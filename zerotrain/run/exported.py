@@ -31,7 +31,7 @@ _OF_DCP = "model"
 
 
 def exported_run(folder: Path, *, trust_code: bool = False) -> OfRun | None:
-    """What an exported folder is of; None where it is no exported folder.
+    """The run that an exported folder is of; None where it is no exported folder.
 
     Raises:
         ConfigError: it does not say so, or has a config of another version.
@@ -68,7 +68,7 @@ def _tensors(folder: Path, form: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def opened_or_exported(path: str | os.PathLike[str], *, trust_code: bool = False) -> Iterator[OfRun]:
-    """Of what a user named an exported folder, or the newest checkpoint; raises as `exported_run` and `opened_run`."""
+    """Open an exported folder, or the newest checkpoint of what a user named; raises as `exported_run`."""
     exported = exported_run(Path(path).absolute(), trust_code=trust_code)
     if exported is not None:
         yield exported

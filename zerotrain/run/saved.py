@@ -34,7 +34,7 @@ NO_CONFIG = (
 
 @dataclass(frozen=True, kw_only=True)
 class OfRun:
-    """What a run has left."""
+    """A run, as a checkpoint or an exported folder has it."""
 
     path: Path
     """Of the folder."""
@@ -186,7 +186,7 @@ def _refused(values: Any, error: OmegaConfBaseException) -> str:
 
 @contextmanager
 def opened_run(path: str | os.PathLike[str], *, trust_code: bool = False) -> Iterator[SavedRun]:
-    """Of what a user named, a checkpoint, a folder of them or a run, the newest checkpoint.
+    """Open the newest checkpoint of what a user named: a checkpoint, a folder of them or a run.
 
     Raises:
         CheckpointError: there is none, or its manifest is not what was written.

@@ -64,7 +64,7 @@ class Turns:
 
 
 class Board:
-    """Where the ranks of one run leave what they send. Ranks that wait give up their turns, if there are any."""
+    """A board on which the ranks of one run leave what they send; who waits gives up its turn."""
 
     def __init__(self, size: int, turns: Turns | None = None) -> None:
         self.size, self.turns = size, turns
@@ -86,7 +86,7 @@ class Board:
         return nullcontext() if self.turns is None else self.turns.given_up()
 
     def parts(self, key: Any) -> list[Any]:
-        """What each rank has left, in rank order, waited for; DistError where a rank did not come."""
+        """The parts that the ranks have left, in rank order, waited for; DistError where a rank did not come."""
         with self.waiting(), self._changed:
             if not self._changed.wait_for(lambda: len(self._parts[key]) == self.size, TIMEOUT_S):
                 raise dist.DistError(f"{key}: only ranks {sorted(self._parts[key])} have come")

@@ -14,6 +14,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 _PRELOADED = ("torch._dynamo", "zerotrain.api", "zerotrain.models", "zerotrain.training", "hydra", "pytest")
 """Imported once by the fork server and not by each rank, which takes 1.5 s: the first step of an optimizer imports
@@ -75,17 +76,9 @@ def run_ranks(
 
 def _start_fork_server() -> None:
     """Start it, if it does not run yet, with this process's path: it would import another copy of zerotrain."""
-    path = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path), "PYTHONSAFEPATH": "1"}
-    before = {name: os.environ.get(name) for name in path}
-    os.environ.update(path)
-    try:
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    with patch.dict(os.environ, PYTHONPATH=path, PYTHONSAFEPATH="1"):
         forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:

@@ -18,14 +18,7 @@ from zerotrain.training.sameness.same_data import require_same_data
 
 
 class TrainingFeed:
-    """The micro-batches of this rank, step by step.
-
-    Args:
-        dataset: with map-style `train` and `validation`.
-        first_step: steps done before.
-        num_workers: processes that read.
-        collate: makes a batch of items.
-    """
+    """The micro-batches of this rank, step by step. Arguments are those of the `Trainer`."""
 
     def __init__(
         self,

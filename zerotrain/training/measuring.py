@@ -20,12 +20,7 @@ DATA_WAIT_SHOWN = 0.05
 
 
 class Measuring:
-    """Fills in the result of a run.
-
-    Args:
-        model_flops: for MFU; None where it is not known.
-        log_every: steps that the speed of a step is taken over.
-    """
+    """Fills in the result of a run. The speed of a step is taken over `log_every` steps."""
 
     def __init__(
         self,
@@ -69,7 +64,7 @@ class Measuring:
         self._result.train_s = self.clock.train_s
 
     def of_ranks(self, usages: list[RankUsage]) -> list[RankUsage]:
-        """What is known at the end only: the weights, and of this rank what it holds and sends. Returns the usages
+        """Note what is known at the end only: the weights, and of this rank what it holds and sends. Returns the usages
         of all ranks that it was given. Collective."""
         usage = usages[self._world.rank]
         self._result.weights_sha256 = self._engine.weights_sha256()

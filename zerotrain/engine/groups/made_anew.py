@@ -33,8 +33,8 @@ def made_anew(
 
 
 def unfit_in_state(optimizer: torch.optim.Optimizer, *, is_whole: bool) -> list[str]:
-    """What of an optimizer's state is not the state of one tensor, or has tensors in it that nobody can cut: of what
-    is updated whole nothing is cut."""
+    """The parts of an optimizer's state that belong to no tensor, or hold tensors that nobody can cut; nothing is cut
+    where tensors are updated whole."""
     tensors = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     found = [f"self.state[{key!r}]" for key in optimizer.state if id(key) not in tensors]
     kept = [each for key, state in optimizer.state.items() if id(key) in tensors for each in state.items()]

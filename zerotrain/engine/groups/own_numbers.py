@@ -22,7 +22,7 @@ def is_number(value: object) -> bool:
 
 @contextmanager
 def own_numbers(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """In here groups have the numbers that the optimizer has added to them, beside the `settings` of each."""
+    """Give groups, in here, the numbers that the optimizer has added to them, beside the `settings` of each."""
     for group in optimizer.param_groups:
         for target in group["params"]:
             state = optimizer.state.get(target, {})

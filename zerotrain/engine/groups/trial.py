@@ -1,4 +1,4 @@
-"""Whether an optimizer can work on what ranks hold: tried on small tensors before it gets the model's.
+"""A trial, on small tensors, of whether an optimizer can work on what ranks hold.
 
 What a rank updates as one tensor is a flat piece of many, with an optimizer of its own. An optimizer that takes a norm,
 a mean or any other number over more than one element gives other weights then, and no name of a class tells. So it is
@@ -112,7 +112,7 @@ class Trials:
 
 
 class _Trial:
-    """Of one set of hyperparameters."""
+    """The trial of one set of hyperparameters."""
 
     def __init__(self, factory: OptimizerFactory, settings: Mapping[str, Any], device: torch.device) -> None:
         self._factory, self._device = factory, device
@@ -122,7 +122,7 @@ class _Trial:
         self.kind = type(self._sample).__name__
 
     def problem(self) -> str | None:
-        """What is wrong with the optimizer; None for nothing."""
+        """The sentence on what the optimizer does that it must not; None for nothing."""
         if _is_torchs_own(self._sample):
             # Without what torch puts around it, which imports its compiler: half a second of each start.
             return self._failure_of_sample(partial(inspect.unwrap(type(self._sample).step), self._sample))
@@ -137,12 +137,13 @@ class _Trial:
                 failures.append(_failure(error))
             else:
                 return self._problem_in_parts(rows, optimizer, chosen)
-        if self._failure_of_sample(partial(self._sample.step, lambda: torch.zeros((), requires_grad=True))) is None:
+        with_closure = partial(self._sample.step, lambda: torch.zeros((), requires_grad=True))
+        if self._failure_of_sample(self._sample.step) and not self._failure_of_sample(with_closure):
             return CLOSURE
         return None if self._is_whole else failures[0]  # one that is declared may want shapes that are not tried
 
     def _failure_of_sample(self, step: Callable[[], object]) -> str | None:
-        """What one step fails with; None if it does not."""
+        """The sentence on what one step fails with; None if it does not."""
         (tensor,) = self._sample.param_groups[0]["params"]
         tensor.grad = torch.ones_like(tensor)
         try:
@@ -164,7 +165,7 @@ class _Trial:
         return EVERYTHING if self._gives(rows, chosen, _in_one) else RANDOM
 
     def _problem_made_anew(self, rows: torch.Tensor, optimizer: torch.optim.Optimizer, chosen: Choice) -> str | None:
-        """What the optimizer keeps that does not go along when it is made anew, if any."""
+        """The sentence on what the optimizer keeps that does not go along when it is made anew; None for nothing."""
         if unfit := unfit_in_state(optimizer, is_whole=self._is_whole):
             return UNFIT.format(" and ".join(unfit))
         before, names = kept_elsewhere(optimizer), []

@@ -97,7 +97,7 @@ def _folders(given: Path) -> tuple[Path, Path]:
 
 
 def _needed_nbytes(config: Config, model: nn.Module, plan: Plan, ranks: Ranks) -> int:
-    """Of all ranks of this machine, with what they measure its rates by."""
+    """Bytes of all ranks of this machine, with those that they measure its rates by."""
     volume, optimizer_nbytes = model_sizes(config, model, build("optimizer", config.optimizer), ranks)
     held, needed = volume.memory_nbytes(plan, optimizer_nbytes), 0.0
     if config.offload.optimizer == "disk":

@@ -89,14 +89,11 @@ def evaluate(
     Collective.
 
     Args:
-        engine: called with the items of a micro-batch for its mean loss.
-        dataset: the validation set.
-        num_sequences: how many of its sequences are read, over all ranks.
+        num_sequences: how many of the dataset's are read, over all ranks.
         micro_batch_size: sequences of one rank's forward.
         seed: of the run, which follows what a dataset draws for its items: in every evaluation the same.
-        step: steps done, for messages.
+        step, name: steps done and the dataset's name, for messages.
         collate: makes a batch of a list of items; None: torch's `default_collate`.
-        name: of the dataset, for messages.
 
     Returns:
         nan where no label counts. Where there are no labels at all, each sequence counts as one.

@@ -52,8 +52,7 @@ def next_token(logits: torch.Tensor, *, temperature: float, top_k: int, generato
 
     Args:
         logits: (vocab_size,) fp32, on the CPU.
-        temperature: below 1 prefers likely tokens; 0: the likeliest.
-        top_k: choose among this many likeliest tokens.
+        temperature, top_k: as for `generate`; 0: the likeliest.
     """
     if temperature == 0:
         return logits.argmax(dim=0, keepdim=True)

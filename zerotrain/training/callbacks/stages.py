@@ -17,7 +17,7 @@ from zerotrain.training.figures.result import RunResult
 
 
 def stages_named(stages: Mapping[int, int], step: int = 0) -> str:
-    """Such as "stage 2, 3 after step 500", by steps done and the stage from there on."""
+    """The stages from a step on, such as "stage 2, 3 after step 500"."""
     later = [f"{stages[each]} after step {each}" for each in sorted(stages) if each > step]
     return ", ".join([f"stage {stage_at(stages, step)}", *later])
 
@@ -111,13 +111,13 @@ class RunStages:
         )
         return switch
 
-    def _enter(self, stage: int, step: int, sent: Mapping[str, int | None]) -> None:
+    def _enter(self, due: int, step: int, sent: Mapping[str, int | None]) -> None:
         """Note a stage that is begun, or gone on with; one that no step was trained at is none of the run."""
-        stages, self._result.stage = self._result.stages, stage
-        if stages and stages[-1]["from_step"] == step and stages[-1]["stage"] != stage:
+        stages, self._result.stage = self._result.stages, due
+        if stages and stages[-1]["from_step"] == step and stages[-1]["stage"] != due:
             stages.pop()
-        if not stages or stages[-1]["stage"] != stage:
-            stages.append({"stage": stage, "from_step": step, **sent, "ranks": None})
+        if not stages or stages[-1]["stage"] != due:
+            stages.append({"stage": due, "from_step": step, **sent, "ranks": None})
 
     def end(self) -> list[RankUsage]:
         """Note what the stage came to: the usage of all ranks. Collective."""

@@ -51,19 +51,13 @@ class RankUsage:
 def measure_usage(*, engine: ZeroEngine, device: torch.device, num_micro_batches: int) -> RankUsage:
     """What this rank holds now, between steps, and sent in the last step."""
     memory = engine.memory_bytes()
-    theory = memory["theory"]
+    held = {f"{kind}_nbytes": memory[kind] for kind in memory["theory"]}
     return RankUsage(
-        parameters_nbytes=memory["parameters"],
-        gradients_nbytes=memory["gradients"],
-        optimizer_nbytes=memory["optimizer"],
+        **held,
+        **{f"theory_{kind}_nbytes": nbytes for kind, nbytes in memory["theory"].items()},
         sent_nbytes=engine.ledger.last_step.sent_nbytes,
-        theory_parameters_nbytes=theory["parameters"],
-        theory_gradients_nbytes=theory["gradients"],
-        theory_optimizer_nbytes=theory["optimizer"],
         theory_sent_nbytes=engine.theoretical_sent_nbytes(num_micro_batches),
         peak_nbytes=device_of(device).peak_nbytes(),
-        offloaded_nbytes=memory["offloaded"],
-        theory_offloaded_nbytes=theory["offloaded"],
     )
 
 

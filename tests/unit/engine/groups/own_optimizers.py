@@ -166,6 +166,12 @@ class WantsAClosure(Own):
         closure()
 
 
+class GoesBackward(Own):
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure().backward()
+
+
 class Sharpness(Own):
     """SAM: the closure may be left out, says its signature alone."""
 
@@ -177,3 +183,19 @@ class Sharpness(Own):
 class Fails(Own):
     def begin(self, weights: list[torch.Tensor]) -> None:
         raise KeyError("layers")
+
+
+class FailsLater(Own):
+    """As one does that looks back on steps before."""
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        state["count"] = state.get("count", 0) + 1
+        return gradient if state["count"] < 4 else gradient * {}["rate"]
+
+
+class DrawsLater(Own):
+    """As one does that adds noise after a warm-up."""
+
+    def change(self, weight: torch.Tensor, gradient: torch.Tensor, group: Any, state: Any) -> torch.Tensor:
+        state["count"] = state.get("count", 0) + 1
+        return gradient if state["count"] < 4 else gradient + torch.randn_like(gradient)

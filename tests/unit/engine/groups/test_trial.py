@@ -25,9 +25,10 @@ REFUSED: dict[type[Own], str] = {
     **dict.fromkeys([own.Centred, own.OnceInTen, own.MatricesOnly, own.InBlocksOf8Bits], IN_PARTS),
     **dict.fromkeys([own.ClipsAll, own.GuessesItsRate], ON_OTHERS),
     own.KeepsNumbersInItsGroup: "its step changes k in its param_groups",
-    **dict.fromkeys([own.Langevin, own.PythonsNoise], "its step draws random numbers"),
-    **dict.fromkeys([own.WantsAClosure, own.Sharpness], "its step calls a closure"),
+    **dict.fromkeys([own.Langevin, own.PythonsNoise, own.DrawsLater], "its step draws random numbers"),
+    **dict.fromkeys([own.WantsAClosure, own.GoesBackward, own.Sharpness], "its step calls a closure"),
     own.Fails: "its step fails on small tensors .KeyError: 'layers'.",
+    own.FailsLater: "its step fails on small tensors .KeyError: 'rate'.",
 }
 
 
@@ -123,7 +124,7 @@ def test_each_group_of_hyperparameters_is_tried_once() -> None:
         engine_on(alone(), optimizer=Optional, param_groups=[groups[0], groups[1] | {"normed": True}])
 
 
-@pytest.mark.parametrize("kind", [own.Momentum, own.LayerwiseRate, own.Langevin])
+@pytest.mark.parametrize("kind", [own.Momentum, own.LayerwiseRate, own.Langevin, own.DrawsLater])
 def test_a_trial_draws_no_random_numbers_and_prints_nothing(
     kind: type[Own], capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
