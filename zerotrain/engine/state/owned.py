@@ -13,7 +13,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.state.named import NamedPiece, per_element, pieces, roles
+from zerotrain.engine.state.named import NamedPiece, kept_states, pieces, roles
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.units import ManagedParameter
 
@@ -79,24 +79,10 @@ def counts(holdings: Holdings) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for bucket in holdings.trained:
-        update = bucket.update
-        for span in update.spans:
-            state = update.span_state(span)
-            kept = {
-                name: _count(name, value)
-                for name, value in state.items()
-                if not per_element(span.target, {name: value})
-            }
-            for managed in bucket.spec.parameters:
-                if managed.span == span.key and not managed.is_updated_whole:
-                    found[managed.names[0]] = kept
-        for slot in update.whole.targets if update.whole is not None else ():
-            kept = {
-                name: _count(name, value)
-                for name, value in update.whole_state(slot).items()
-                if not (isinstance(value, torch.Tensor) and value.ndim > 0)
-            }
-            found[bucket.spec.parameters[slot].names[0]] = kept
+        for kept in kept_states(bucket):
+            tensors = kept.tensors()
+            once = {name: _count(name, value) for name, value in kept.values.items() if name not in tensors}
+            found.update((managed.names[0], once) for managed in kept.members)
     return found
 
 
