@@ -22,7 +22,7 @@ GRADIENT = "gradient"
 
 @dataclass(frozen=True, eq=False)
 class NamedPiece:
-    """What this rank holds of one parameter in one role."""
+    """The part that this rank holds of one parameter in one role."""
 
     managed: ManagedParameter
     role: str
@@ -32,11 +32,11 @@ class NamedPiece:
     """Which elements of the parameter these are, in the order of its memory (`ManagedParameter.stride`); None for what
     is kept of the tensor as a whole."""
     in_bucket: slice | None
-    """Where the same elements lie in the bucket."""
+    """The place of the same elements in the bucket."""
 
 
 def pieces(bucket: Bucket, role: str) -> Iterator[NamedPiece]:
-    """What this rank holds of the parameters of a bucket in one role, in place, without what is empty."""
+    """Give what this rank holds of the parameters of a bucket in one role, in place, without what is empty."""
     if role == WEIGHT:
         yield from cut_pieces(bucket, role, _current_weight(bucket), _weight_range(bucket))
     elif not isinstance(bucket, TrainedBucket):
@@ -55,7 +55,7 @@ def pieces(bucket: Bucket, role: str) -> Iterator[NamedPiece]:
 
 @dataclass(frozen=True, eq=False)
 class KeptState:
-    """What the optimizer keeps on this rank of a span, or of a tensor that is updated whole."""
+    """State that the optimizer keeps on this rank of a span, or of a tensor that is updated whole."""
 
     members: list[ManagedParameter]
     """Whose it is; of a span those of its group and age, also where this rank has none of their elements."""
@@ -87,8 +87,8 @@ def kept_states(bucket: Bucket) -> Iterator[KeptState]:
 
 
 def replaced_weights(bucket: Bucket) -> Iterator[NamedPiece]:
-    """What this rank fills where weights are replaced, between `begin_refill` and `end_refill`. Of frozen ones that is
-    its own range: the other ranks' parts come by a gather, and where all hold all, each reads a part all the same."""
+    """Give what this rank fills where weights are replaced, between `begin_refill` and `end_refill`. Of frozen ones it
+    is its own range: the other ranks' parts come by a gather, and where all hold all, each reads a part as well."""
     if isinstance(bucket, TrainedBucket):
         yield from pieces(bucket, WEIGHT)
     else:
@@ -129,7 +129,7 @@ def full_weights(bucket: Bucket, collectives: Collectives) -> Iterator[tuple[Man
 
 
 def _current_weight(bucket: Bucket) -> torch.Tensor:
-    """What this rank keeps of the weights, with what others than the engine have written into the parameters."""
+    """The weights that this rank keeps, with what others than the engine have written into the parameters."""
     if isinstance(bucket, TrainedBucket):
         return bucket.update.current_weight()
     bucket.weights.home.put_away()

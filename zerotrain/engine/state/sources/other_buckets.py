@@ -25,7 +25,7 @@ from zerotrain.sharding.plan import Plan
 from zerotrain.sharding.units import ManagedParameter
 
 Described = dict[tuple[int, int] | str, dict[str, tuple[Any, Any]]]
-"""What the optimizer keeps, as ranks tell it: by (group, generation), or by name of what is updated whole."""
+"""State of the optimizer, as ranks tell it: by (group, generation), or by name of what is updated whole."""
 
 
 class OtherBuckets(Source):
@@ -53,7 +53,7 @@ class OtherBuckets(Source):
             everyone |= of_rank
         self._keeps = {key: {name: _kept(each) for name, each in kept.items()} for key, kept in everyone.items()}
         self._whole: torch.Tensor | None = None
-        """What was begun, from all ranks; None where this rank has what it needs of it."""
+        """The values that were begun, from all ranks; None where this rank has what it needs of them."""
         self._from_owners: dict[int, torch.Tensor] = {}
 
     def keeps(self, managed: ManagedParameter) -> Keeps:
@@ -117,7 +117,7 @@ class OtherBuckets(Source):
         return self._homes[bucket.spec.parameters[0].parameter][0]
 
     def _dtype(self, bucket: Bucket, role: str) -> torch.dtype | None:
-        """Of what is kept for each element of a bucket; None where nothing is."""
+        """The dtype of what is kept for each element of a bucket; None where nothing is."""
         if role == WEIGHT:
             return torch.float32
         kept = [self.keeps(managed).get(role) for managed in bucket.spec.parameters]
@@ -139,7 +139,7 @@ class OtherBuckets(Source):
         return whole
 
     def _sent_by_owners(self, old: TrainedBucket, role: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """What is kept of tensors that are updated whole, by slot, on all ranks. Collective."""
+        """State of tensors that are updated whole, by slot, on all ranks. Collective."""
         device = self._collectives.world.device
         for slot, owner in enumerate(old.update.owners):
             kept = self.keeps(old.spec.parameters[slot]).get(role)
@@ -154,7 +154,7 @@ class OtherBuckets(Source):
 
 
 def described_state(buckets: Sequence[Bucket]) -> Described:
-    """What the optimizer keeps on this rank: of a tensor its shape and dtype, and of what it keeps once the value.
+    """Tell what the optimizer keeps on this rank: of a tensor its shape and dtype, and of what it keeps once the value.
 
     Raises:
         EngineStateError: it keeps something else.
@@ -192,7 +192,7 @@ def _kept(described: tuple[Any, Any]) -> KeptTensor | KeptOnce:
 
 
 def _held(bucket: TrainedBucket, role: str) -> Iterator[tuple[slice, torch.Tensor]]:
-    """What this rank has of a bucket in one role, and which elements of the bucket that is."""
+    """Values that this rank has of a bucket in one role, and which elements of the bucket they are."""
     if role == WEIGHT:
         yield bucket.update.where, bucket.update.current_weight()
         return
