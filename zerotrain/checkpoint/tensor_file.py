@@ -5,7 +5,7 @@ https://huggingface.co/docs/safetensors/index#format
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,18 +61,12 @@ class TensorFile:
     def __init__(self, name: str, entries: Sequence[Entry], metadata: dict[str, str]) -> None:
         self.name = name
         self.entries = sorted(entries, key=lambda entry: -entry.values.itemsize)
-        header: dict[str, Any] = {"__metadata__": metadata}
-        place = 0
-        self._places = []
-        for entry in self.entries:
-            values, end = entry.values, place + entry.values.nbytes
+        described = []
+        for key, values in ((entry.key, entry.values) for entry in self.entries):
             code = CODES.get(values.dtype)
-            numel = values.numel() if code is not None else values.nbytes
-            header[entry.key] = {"dtype": code or "U8", "shape": [numel], "data_offsets": [place, end]}
-            self._places.append(place)
-            place = end
-        self._head = head_of(header)
-        self.nbytes = len(self._head) + place
+            described.append((key, code or "U8", [values.nbytes if code is None else values.numel()], values.nbytes))
+        self._head, self._places = planned(described, metadata)
+        self.nbytes = len(self._head) + sum(entry.values.nbytes for entry in self.entries)
         self.hashes: list[str] = []
 
     def write(self, folder: Path, read: Callable[[Entry], Iterator[memoryview]]) -> Iterator[int]:
@@ -120,11 +114,24 @@ DESCRIBED = {"name": FileName(), "nbytes": Natural(), "hashes": [str], "pieces":
 """The manifest's own schema sees to the rest once it is read."""
 
 
-def head_of(header: dict[str, Any]) -> bytes:
-    """What a file begins with: a length, and the header, padded so that the tensors begin aligned."""
+def planned(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: dict[str, str]
+) -> tuple[bytes, list[int]]:
+    """The head of a file, a length and the header, padded so that the tensors begin aligned; and where each tensor lies
+    behind it.
+
+    Args:
+        tensors: (key, code, shape, nbytes), in the order of the file.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    places, place = [], 0
+    for key, code, shape, nbytes in tensors:
+        header[key] = {"dtype": code, "shape": list(shape), "data_offsets": [place, place + nbytes]}
+        places.append(place)
+        place += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGN_NBYTES)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(8, "little") + text, places
 
 
 def flat_bytes(values: torch.Tensor) -> torch.Tensor:

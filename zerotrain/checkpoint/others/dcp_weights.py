@@ -1,4 +1,7 @@
-"""The weights in a folder of torch.distributed.checkpoint, as FSDP2 saves them, of which ranges are read."""
+"""The weights in a folder of torch.distributed.checkpoint, as FSDP2 saves them, of which ranges are read.
+
+torch's own reader unpickles .metadata, and loads each piece whole of which a part is wanted.
+"""
 
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -41,13 +41,14 @@ class Weights(ABC):
     """Two ranks that see the same see the same checkpoint, or files of the same names, dtypes and shapes."""
     _opened: ExitStack
 
-    @abstractmethod
     def problems(self, taken: Sequence[GivenTensor], part: int, num_parts: int) -> list[str]:
-        """What is wrong with the files, as far as it can be known; look only at this share of them.
+        """What is wrong with the files, as far as it can be known and was not when they were opened; look only at this
+        share of them.
 
         Args:
             taken: those that will be read.
         """
+        return []
 
     @abstractmethod
     def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:

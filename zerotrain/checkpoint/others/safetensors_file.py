@@ -1,6 +1,7 @@
 """The header of a safetensors file of anybody's: which tensors lie where.
 
-Read by hand, since the library is needed for nothing else and gives no elements of a tensor by their number.
+Read by hand. The library gives no elements of a tensor by their number, and it maps the file: one that becomes shorter
+meanwhile ends the process with SIGBUS, and a FIFO in its place is waited for (safetensors 0.8, 2026-11-23).
 https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -8,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -40,16 +41,6 @@ class _Range:
 _HEADER = Each({"dtype": str, "shape": Shape(), "data_offsets": _Range()})
 
 
-class Stored(NamedTuple):
-    """Where a tensor lies."""
-
-    code: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    """Bytes, from the start of the file."""
-
-
 def safetensors_in(file: OpenFile) -> list[GivenTensor]:
     """The tensors of a file, in the order of its header.
 
@@ -70,30 +61,24 @@ def safetensors_in(file: OpenFile) -> list[GivenTensor]:
         require_schema(header, _HEADER)
     except UntrustedFileError as error:
         raise CheckpointError(f"{file.path} is no safetensors file, or damaged in its header: {error}") from None
-    tensors = {name: _stored(entry, 8 + length) for name, entry in header.items()}
-    _require_places(file.path, tensors, 8 + length, nbytes)
-    return [
-        GivenTensor(
-            [name], each.code, DTYPES.get(each.code), each.shape, row_by_row(each.shape), FileRange(file, each.start)
-        )
-        for name, each in tensors.items()
-    ]
+    _require_places(file.path, header, 8 + length, nbytes)
+    return [_given(file, name, entry, 8 + length) for name, entry in header.items()]
 
 
-def _require_places(path: Path, tensors: Mapping[str, Stored], data_start: int, nbytes: int) -> None:
+def _require_places(path: Path, header: Mapping[str, Any], data_start: int, nbytes: int) -> None:
     """Make sure that the tensors fill the file, one after the other, as the format has it."""
-    place = data_start
-    for name, stored in sorted(tensors.items(), key=lambda each: (each[1].start, each[1].stop)):
-        dtype = DTYPES.get(stored.code)
-        told = stored.stop - stored.start
-        if stored.start != place or (dtype is not None and told != prod(stored.shape) * dtype.itemsize):
+    place = 0
+    for name, entry in sorted(header.items(), key=lambda each: each[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        dtype = DTYPES.get(entry["dtype"])
+        if start != place or (dtype is not None and stop - start != prod(entry["shape"]) * dtype.itemsize):
             raise CheckpointError(f"{path} is damaged: by its header {name} lies where it cannot lie")
-        place = stored.stop
-    if place != nbytes:
-        what = "cut" if nbytes < place else "longer than what its header tells"
-        raise CheckpointError(f"{path} is {what}: {nbytes} bytes, and its header tells of {place}")
+        place = stop
+    if data_start + place != nbytes:
+        what = "cut" if nbytes < data_start + place else "longer than what its header tells"
+        raise CheckpointError(f"{path} is {what}: {nbytes} bytes, and its header tells of {data_start + place}")
 
 
-def _stored(entry: Mapping[str, Any], data_start: int) -> Stored:
-    start, stop = entry["data_offsets"]
-    return Stored(entry["dtype"], tuple(entry["shape"]), data_start + start, data_start + stop)
+def _given(file: OpenFile, name: str, entry: Mapping[str, Any], data_start: int) -> GivenTensor:
+    code, shape, place = entry["dtype"], tuple(entry["shape"]), FileRange(file, data_start + entry["data_offsets"][0])
+    return GivenTensor([name], code, DTYPES.get(code), shape, row_by_row(shape), place)

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from zerotrain.checkpoint.blocks import BlockWriter
-from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, CODES, chunks, head_of
+from zerotrain.checkpoint.tensor_file import CHUNK_NBYTES, CODES, chunks, planned
 from zerotrain.errors import CheckpointError
 
 
@@ -80,15 +79,11 @@ def _parts(tensors: Mapping[str, OutTensor], max_nbytes: int) -> list[list[str]]
 def _write_file(path: Path, tensors: Mapping[str, OutTensor]) -> None:
     # Larger elements first, as the library has it: so each tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda each: -each[1].dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    place = 0
-    for name, tensor in ordered:
-        end = place + tensor.nbytes
-        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
-        place = end
+    described = [(name, CODES[each.dtype], each.shape, each.nbytes) for name, each in ordered]
+    head, _ = planned(described, {"format": "pt"})
 
     def write(writer: BlockWriter) -> None:
-        writer.write(memoryview(head_of(header)))
+        writer.write(memoryview(head))
         for _, tensor in ordered:
             if tensor.nbytes:
                 _write_tensor(writer, tensor)

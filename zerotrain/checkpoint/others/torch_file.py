@@ -1,7 +1,8 @@
 """What torch.save has written: which tensors lie where in a file, or in a part of one.
 
 torch.load makes the objects on the meta device, without a number, and tells where in the file those lie; weights_only,
-so no other object is made of the file, and no code of it runs.
+so no other object is made of the file, and no code of it runs. Its mmap=True is not for us: a file that becomes shorter
+meanwhile ends the process with SIGBUS (torch 2.13, 2026-11-23).
 """
 
 import io

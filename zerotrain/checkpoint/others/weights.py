@@ -119,9 +119,6 @@ class FileWeights(Weights):
         told = [(each.part, each.names, each.kind, each.shape, each.stride) for each in self.tensors]
         self.fingerprint = hash_of(repr(told).encode())
 
-    def problems(self, taken: Sequence[GivenTensor], part: int, num_parts: int) -> list[str]:
-        return []  # all that the formats let one know is known since they were opened
-
     def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:
         file, byte = tensor.place
         assert tensor.dtype is not None

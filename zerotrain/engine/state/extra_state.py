@@ -1,4 +1,4 @@
-"""What modules keep beside their tensors, by PyTorch's `get_extra_state` and `set_extra_state`: rank 0's is saved."""
+"""State of modules beside their tensors, by PyTorch's `get_extra_state` and `set_extra_state`: rank 0's is saved."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -11,9 +11,8 @@ import torch
 from zerotrain.checkpoint.manifest import WEIGHT
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
-from zerotrain.engine.buckets.parts.spans import Span
-from zerotrain.engine.state.named import NamedPiece, cut_pieces, replaced_weights
-from zerotrain.engine.state.source import Keeps, KeptOnce, KeptTensor, Source
+from zerotrain.engine.state.named import KeptState, NamedPiece, cut_pieces, kept_states, replaced_weights
+from zerotrain.engine.state.source import KeptOnce, KeptTensor, Source
 from zerotrain.engine.state.together import on_all
 from zerotrain.sharding.units import ManagedParameter
 
@@ -54,50 +53,34 @@ def fill_state(source: Source, bucket: Bucket) -> None:
     """Replace what the optimizer keeps of one bucket alone: a change of the stage leaves weights where they are."""
     if not isinstance(bucket, TrainedBucket) or not source.has_state:
         return
-    update, members = bucket.update, bucket.spec.parameters
-    spans = [(span, source.keeps(_member_of(span, members))) for span in update.spans]
-    owned = [(slot, source.keeps(members[slot])) for slot in (update.whole.targets if update.whole is not None else ())]
-    states = [(update.span_state(span), keeps) for span, keeps in spans]
-    for state, keeps in (*states, *((update.whole_state(slot), keeps) for slot, keeps in owned)):
-        state.clear()
-        state.update((name, each.placed(update.device)) for name, each in keeps.items() if isinstance(each, KeptOnce))
-    for role in sorted({role for each in members for role in _tensors(source.keeps(each))}):
+    states = [(kept, source.keeps(_with_elements(kept.members))) for kept in kept_states(bucket)]
+    for kept, keeps in states:
+        kept.values.clear()
+        once = {name: each for name, each in keeps.items() if isinstance(each, KeptOnce)}
+        kept.values.update((name, each.placed(bucket.update.device)) for name, each in once.items())
+    everything = [item for each in bucket.spec.parameters for item in source.keeps(each).items()]
+    for role in sorted({name for name, each in everything if isinstance(each, KeptTensor)}):
         source.begin(bucket, role)
-        for span, keeps in spans:
-            if role in (tensors := _tensors(keeps)):
-                update.span_state(span)[role] = _of_span(source, bucket, role, span, tensors[role])
-        for slot, keeps in owned:
-            if role in (tensors := _tensors(keeps)):
-                update.whole_state(slot)[role] = _of_whole(source, bucket, role, slot, tensors[role])
-    update.home.put_away()
-    update.home.forget()
+        for kept, keeps in states:
+            if isinstance(tensor := keeps.get(role), KeptTensor):
+                kept.values[role] = _values(source, bucket, role, kept, tensor)
+        bucket.update.home.put_away()
+    bucket.update.home.forget()
 
 
-def _member_of(span: Span, members: Sequence[ManagedParameter]) -> ManagedParameter:
-    """A parameter that tells what is kept of a span: nothing is saved of one without elements."""
-    alike = [each for each in members if each.span == span.key and not each.is_updated_whole]
-    return next((each for each in alike if each.parameter.numel() > 0), alike[0])
+def _with_elements(members: Sequence[ManagedParameter]) -> ManagedParameter:
+    """A parameter that tells what is kept of all: nothing is saved of one without elements."""
+    return next((each for each in members if each.parameter.numel() > 0), members[0])
 
 
-def _tensors(keeps: Keeps) -> dict[str, KeptTensor]:
-    return {name: each for name, each in keeps.items() if isinstance(each, KeptTensor)}
-
-
-def _of_span(source: Source, bucket: TrainedBucket, role: str, span: Span, kept: KeptTensor) -> torch.Tensor:
-    start = bucket.update.where.start
-    where = slice(start + span.where.start, start + span.where.stop)
-    values = source.hand_over(bucket, role, where)
-    if values is None:
-        values = torch.zeros_like(span.target, dtype=kept.dtype)
-        for piece in cut_pieces(bucket, role, values, where):
+def _values(source: Source, bucket: TrainedBucket, role: str, kept: KeptState, tensor: KeptTensor) -> torch.Tensor:
+    values = source.hand_over(bucket, role, kept.where)
+    if values is None and isinstance(kept.where, slice):
+        values = torch.zeros_like(kept.target, dtype=tensor.dtype)
+        for piece in cut_pieces(bucket, role, values, kept.where):
             source.read(piece)
-    return values
-
-
-def _of_whole(source: Source, bucket: TrainedBucket, role: str, slot: int, kept: KeptTensor) -> torch.Tensor:
-    values = source.hand_over(bucket, role, slot)
-    if values is None:
-        assert kept.shape is not None
-        values = torch.zeros(kept.shape, dtype=kept.dtype, device=bucket.update.master_weight.device)
-        source.read(NamedPiece(bucket.spec.parameters[slot], role, values, None, None))
+    elif values is None:
+        assert tensor.shape is not None
+        values = torch.zeros(tensor.shape, dtype=tensor.dtype, device=bucket.update.master_weight.device)
+        source.read(NamedPiece(kept.members[0], role, values, None, None))
     return values

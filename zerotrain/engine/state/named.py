@@ -4,7 +4,7 @@ Full weights, their hash, a change of what trains and the search for a bad gradi
 moves to another stage can be told in the same words: the name of a parameter, a role, and which elements.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ GRADIENT = "gradient"
 
 @dataclass(frozen=True, eq=False)
 class NamedPiece:
-    """What this rank holds of one parameter in one role."""
+    """The part that this rank holds of one parameter in one role."""
 
     managed: ManagedParameter
     role: str
@@ -32,11 +32,11 @@ class NamedPiece:
     """Which elements of the parameter these are, in the order of its memory (`ManagedParameter.stride`); None for what
     is kept of the tensor as a whole."""
     in_bucket: slice | None
-    """Where the same elements lie in the bucket."""
+    """The place of the same elements in the bucket."""
 
 
 def pieces(bucket: Bucket, role: str) -> Iterator[NamedPiece]:
-    """What this rank holds of the parameters of a bucket in one role, in place, without what is empty."""
+    """Give what this rank holds of the parameters of a bucket in one role, in place, without what is empty."""
     if role == WEIGHT:
         yield from cut_pieces(bucket, role, _current_weight(bucket), _weight_range(bucket))
     elif not isinstance(bucket, TrainedBucket):
@@ -44,20 +44,51 @@ def pieces(bucket: Bucket, role: str) -> Iterator[NamedPiece]:
     elif role == GRADIENT:
         yield from cut_pieces(bucket, role, bucket.gradient.shard, bucket.weights.own)
     else:
-        update = bucket.update
-        for span in update.spans:
-            if role in per_element(span.target, update.span_state(span)):
-                start = update.where.start + span.where.start
-                values = update.span_state(span)[role]
-                yield from cut_pieces(bucket, role, values, slice(start, start + values.numel()))
-        for slot in update.whole.targets if update.whole is not None else ():
-            if isinstance(kept := update.whole_state(slot).get(role), torch.Tensor) and kept.ndim > 0:
-                yield NamedPiece(bucket.spec.parameters[slot], role, kept, None, None)
+        for kept in kept_states(bucket):
+            if role in kept.tensors():
+                values = kept.values[role]
+                if isinstance(kept.where, slice):
+                    yield from cut_pieces(bucket, role, values, kept.where)
+                else:
+                    yield NamedPiece(kept.members[0], role, values, None, None)
+
+
+@dataclass(frozen=True, eq=False)
+class KeptState:
+    """State that the optimizer keeps on this rank of a span, or of a tensor that is updated whole."""
+
+    members: list[ManagedParameter]
+    """Whose it is; of a span those of its group and age, also where this rank has none of their elements."""
+    where: slice | int
+    """Elements of the bucket, or the slot of the tensor."""
+    target: torch.Tensor
+    values: dict[str, Any]
+    """By name; to be read and written."""
+
+    def tensors(self) -> list[str]:
+        """The names of what is kept for each element, and not once for all."""
+        kept = {name: value for name, value in self.values.items() if isinstance(value, torch.Tensor)}
+        if isinstance(self.where, slice):
+            return [name for name, value in kept.items() if value.shape == self.target.shape]
+        return [name for name, value in kept.items() if value.ndim > 0]
+
+
+def kept_states(bucket: Bucket) -> Iterator[KeptState]:
+    """All that the optimizer keeps on this rank of a bucket: of spans, then of tensors that are updated whole."""
+    if not isinstance(bucket, TrainedBucket):
+        return
+    update, members = bucket.update, bucket.spec.parameters
+    for span in update.spans:
+        alike = [each for each in members if each.span == span.key and not each.is_updated_whole]
+        where = slice(update.where.start + span.where.start, update.where.start + span.where.stop)
+        yield KeptState(alike, where, span.target, update.span_state(span))
+    for slot, target in update.whole.targets.items() if update.whole is not None else ():
+        yield KeptState([members[slot]], slot, target, update.whole_state(slot))
 
 
 def replaced_weights(bucket: Bucket) -> Iterator[NamedPiece]:
-    """What this rank fills where weights are replaced, between `begin_refill` and `end_refill`. Of frozen ones that is
-    its own range: the other ranks' parts come by a gather, and where all hold all, each reads a part all the same."""
+    """Give what this rank fills where weights are replaced, between `begin_refill` and `end_refill`. Of frozen ones it
+    is its own range: the other ranks' parts come by a gather, and where all hold all, each reads a part as well."""
     if isinstance(bucket, TrainedBucket):
         yield from pieces(bucket, WEIGHT)
     else:
@@ -66,20 +97,7 @@ def replaced_weights(bucket: Bucket) -> Iterator[NamedPiece]:
 
 def roles(bucket: Bucket) -> list[str]:
     """The roles in which this rank holds tensors of a bucket, the gradient left out."""
-    found = set()
-    if isinstance(bucket, TrainedBucket):
-        update = bucket.update
-        for span in update.spans:
-            found.update(per_element(span.target, update.span_state(span)))
-        for slot in update.whole.targets if update.whole is not None else ():
-            state = update.whole_state(slot)
-            found.update(name for name, value in state.items() if isinstance(value, torch.Tensor) and value.ndim > 0)
-    return [WEIGHT, *sorted(found)]
-
-
-def per_element(target: torch.Tensor, state: Mapping[str, Any]) -> list[str]:
-    """The names of what an optimizer keeps for each element of its tensor, and not once for all."""
-    return [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.shape == target.shape]
+    return [WEIGHT, *sorted({name for kept in kept_states(bucket) for name in kept.tensors()})]
 
 
 def capture(bucket: Bucket, role: str, dtype: torch.dtype, collectives: Collectives) -> torch.Tensor:
@@ -111,7 +129,7 @@ def full_weights(bucket: Bucket, collectives: Collectives) -> Iterator[tuple[Man
 
 
 def _current_weight(bucket: Bucket) -> torch.Tensor:
-    """What this rank keeps of the weights, with what others than the engine have written into the parameters."""
+    """The weights that this rank keeps, with what others than the engine have written into the parameters."""
     if isinstance(bucket, TrainedBucket):
         return bucket.update.current_weight()
     bucket.weights.home.put_away()

@@ -1,4 +1,4 @@
-"""What a rank saves of an engine: of each bucket its own range, whatever the stage; what else a manifest says of it."""
+"""The part of an engine that a rank saves: of each bucket its own range, whatever the stage; the rest of a manifest."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.state.named import NamedPiece, per_element, pieces, roles
+from zerotrain.engine.state.named import NamedPiece, kept_states, pieces, roles
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.units import ManagedParameter
 
@@ -39,8 +39,8 @@ class Holdings:
 
 
 def owned_pieces(bucket: Bucket, rank: int) -> Iterator[NamedPiece]:
-    """What of a bucket is this rank's to save: the elements in its own range, which at stages that replicate is a part
-    of what it holds, and what is kept of the whole tensors that it owns."""
+    """The part of a bucket that this rank saves: the elements in its own range, which at stages that replicate is less
+    than it holds, and what is kept of the whole tensors that it owns."""
     own = bucket.weights.own
     for role in roles(bucket):
         for piece in pieces(bucket, role):
@@ -71,32 +71,18 @@ def entries(holdings: Holdings, rank: int) -> Iterator[tuple[Bucket, Entry]]:
 
 
 def counts(holdings: Holdings) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps once for a parameter and not for its elements, such as the number of its steps, by the
-    parameters of which this rank updates anything.
+    """Values that the optimizer keeps once for a parameter and not for its elements, such as the number of its steps:
+    by name of the parameters of which this rank updates anything.
 
     Raises:
         EngineStateError: it keeps something that is no number and no text.
     """
     found: dict[str, dict[str, Any]] = {}
     for bucket in holdings.trained:
-        update = bucket.update
-        for span in update.spans:
-            state = update.span_state(span)
-            kept = {
-                name: _count(name, value)
-                for name, value in state.items()
-                if not per_element(span.target, {name: value})
-            }
-            for managed in bucket.spec.parameters:
-                if managed.span == span.key and not managed.is_updated_whole:
-                    found[managed.names[0]] = kept
-        for slot in update.whole.targets if update.whole is not None else ():
-            kept = {
-                name: _count(name, value)
-                for name, value in update.whole_state(slot).items()
-                if not (isinstance(value, torch.Tensor) and value.ndim > 0)
-            }
-            found[bucket.spec.parameters[slot].names[0]] = kept
+        for kept in kept_states(bucket):
+            tensors = kept.tensors()
+            once = {name: _count(name, value) for name, value in kept.values.items() if name not in tensors}
+            found.update((managed.names[0], once) for managed in kept.members)
     return found
 
 
@@ -113,7 +99,7 @@ def _count(name: str, value: Any) -> Any:
 
 
 def buffers(model: nn.Module, buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
-    """What lies in no bucket and belongs to the model's state: buffers that its state dict has, and parameters that are
+    """Tensors in no bucket that belong to the model's state: buffers that its state dict has, and parameters that are
     no floating-point numbers."""
     in_buckets = {id(managed.parameter) for bucket in buckets for managed in bucket.spec.parameters}
     found: dict[str, torch.Tensor] = {}

@@ -16,7 +16,7 @@ class KeptTensor(NamedTuple):
     """A tensor that the optimizer keeps, without its numbers."""
 
     shape: tuple[int, ...] | None
-    """Of a tensor that is updated whole; None: a number for each element."""
+    """The shape that is kept of a tensor that is updated whole; None: a number for each element."""
     dtype: torch.dtype
 
 
@@ -32,7 +32,7 @@ class KeptOnce(NamedTuple):
 
 
 Keeps = Mapping[str, KeptTensor | KeptOnce]
-"""What an optimizer keeps of a parameter, by name."""
+"""All that an optimizer keeps of a parameter, by name."""
 
 
 class Source(ABC):
@@ -41,9 +41,9 @@ class Source(ABC):
     doing = ""
     """The call in words, such as "loading PATH", for errors that one rank meets alone."""
     is_collective = False
-    """Whether the ranks read together, so that none can fail alone."""
+    """True where the ranks read together, so that none can fail alone."""
     has_state = False
-    """Whether it has what the optimizer keeps. Otherwise that stays, and weights alone are replaced."""
+    """True where it has what the optimizer keeps. Otherwise that stays, and weights alone are replaced."""
 
     def begin(self, bucket: Bucket, role: str) -> None:
         """Get ready to read of one bucket in one role. A collective source sends here, and nowhere else."""
@@ -54,7 +54,7 @@ class Source(ABC):
         """Read the elements of a piece into its memory; leave them as they are where the source does not have them."""
 
     def keeps(self, managed: ManagedParameter) -> Keeps:
-        """What the optimizer is to keep of a parameter; the same on all ranks."""
+        """Tell what the optimizer is to keep of a parameter; the same on all ranks."""
         return {}
 
     def hand_over(self, bucket: Bucket, role: str, where: slice | int) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""What one rank alone fails in, and all ranks tell alike; and calls that begin on all ranks, or on none."""
+"""Errors that one rank alone meets and all ranks tell alike; and calls that begin on all ranks, or on none."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ class Told(NamedTuple):
 
 
 def told(error: BaseException) -> Told:
-    """Of an error of this rank."""
+    """An error of this rank, as ranks tell it."""
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
@@ -48,7 +48,7 @@ def told(error: BaseException) -> Told:
 
 
 def attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What a call gives, or what it raises; the loss of another rank is raised at once."""
+    """Make a call; return what it gives, or what it raises. The loss of another rank is raised at once."""
     try:
         return call(), None
     except CommError:
@@ -149,7 +149,7 @@ def from_rank_0(collectives: Collectives, call: Callable[[], T], *, doing: str) 
 
 
 def exchange(collectives: Collectives, said: Any, error: Exception | None, *, doing: str, left: str) -> list[Any]:
-    """What each rank has to say, in rank order; otherwise as `raise_first`. Collective."""
+    """Gather what each rank has to say, in rank order; otherwise as `raise_first`. Collective."""
     mine = None if error is None else list(told(error))
     everyone = collectives.gather_objects([mine, said], name=doing)
     failed = [(rank, Told(*each)) for rank, (each, _) in enumerate(everyone) if each is not None]
@@ -166,7 +166,7 @@ def joint(
     left: str,
     otherwise: type[ZeroTrainError] = CheckpointError,
 ) -> Told:
-    """What all ranks tell where some have failed: the first rank's error.
+    """The error that all ranks tell where some have failed: the first rank's.
 
     Args:
         failed: (rank, its error), in rank order.

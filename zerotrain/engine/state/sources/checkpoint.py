@@ -57,7 +57,7 @@ def verified_manifest(path: str | os.PathLike[str], holdings: Holdings) -> tuple
 
 
 def places_in(manifest: Manifest) -> dict[str, list[Any]]:
-    """Of a checkpoint what `ParamGroups.places` says of an engine."""
+    """Tell of a checkpoint what `ParamGroups.places` tells of an engine."""
     return {name: [each["trains"], each["group"], each["generation"]] for name, each in manifest.parameters.items()}
 
 
@@ -121,8 +121,8 @@ class Checkpoint(Source):
         self._reader.read(saved, piece.in_tensor.start if piece.in_tensor else 0, piece.values)
 
     def keeps(self, managed: ManagedParameter) -> Keeps:
-        """Where numbers that are kept once lie is as torch's own `load_state_dict` has it: the number of steps on the
-        host, unless an update on the device wants it there, and all others on the device."""
+        """Values that are kept once lie where torch's own `load_state_dict` has them: the number of steps on the host,
+        unless an update on the device wants it there, and all others on the device."""
         saved, settings = self._manifest.parameters[managed.names[0]], self._holdings.groups.hyperparameters
         updates_there = any(settings[managed.group].get(name) for name in ("fused", "capturable"))
         found: dict[str, KeptTensor | KeptOnce] = {}

@@ -98,7 +98,7 @@ def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> 
 
 
 def weight_misfits(path: str | os.PathLike[str], model: nn.Module) -> list[str]:
-    """What of weights does not fit a model, a line for each kind of it, as far as headers tell: before there is an
+    """Tell what of weights does not fit a model, a line for each kind of it, as far as headers tell: before there is an
     engine, and of a model without memory too. Nothing of weights that cannot be read."""
     with suppress(CheckpointError), closing(find_weights(path)) as weights:
         parameters = model_parameters(model)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of this model and this optimizer; placement, precision and buckets may be others."""
+"""The check that a checkpoint is one of this model and this optimizer; placement, precision, buckets may be others."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ MAX_NAMES_SHOWN = 3
 
 
 def misfits(manifest: Manifest, holdings: Holdings) -> list[str]:
-    """What does not fit, a line for each; the same on every rank, and nothing is changed."""
+    """Tell what does not fit, a line for each; the same on every rank, and nothing is changed."""
     own = holdings.parameters
     own_buffers = buffers(holdings.model, holdings.buckets)
     own_states = [name for name, _ in modules_with_extra_state(holdings.model)]
@@ -38,8 +38,8 @@ def misfits(manifest: Manifest, holdings: Holdings) -> list[str]:
 
 
 def model_misfits(manifest: Manifest, parameters: Sequence[ModelParameter]) -> list[str]:
-    """What of a model does not fit, a line for each, as far as its parameters tell: before there is an engine, and of a
-    model without memory too."""
+    """Tell what of a model does not fit, a line for each, as far as its parameters show: before there is an engine, and
+    of a model without memory too."""
     own = {each.names[0]: each for each in parameters}
     common = [(manifest.parameters[name], each) for name, each in own.items() if name in manifest.parameters]
     shapes = [problem for saved, each in common for problem in _shape(saved, each)]

@@ -25,8 +25,8 @@ class Wanted:
     """In the order of its modules; the first is what it is called in what is said."""
     tensor: torch.Tensor
     given: list[tuple[str, GivenTensor]] = field(default_factory=list)
-    """What fits it, under which of its names. Of several, which a tied one may have, the last is read, as PyTorch
-    does."""
+    """Tensors that fit it, under which of its names. Of several, which a tied one may have, the last is read, as by
+    PyTorch."""
 
 
 def fitting_parts(tensors: Sequence[GivenTensor], wanted: Sequence[Wanted]) -> list[str]:
@@ -96,7 +96,7 @@ def _told(part: str, beside: Sequence[GivenTensor]) -> str:
 
 
 def misfits(loaded: LoadedWeights) -> list[str]:
-    """What does not fit, a line for each kind of it; the same on every rank."""
+    """Tell what does not fit, a line for each kind of it; the same on every rank."""
     problems = []
     if loaded.missing:
         problems.append(f"it lacks {_listed(loaded.missing, loaded.surplus)}; or say strict=False")
@@ -120,7 +120,7 @@ def _listed(names: Sequence[str], others: Sequence[str]) -> str:
 def _renaming(
     names: Sequence[str], wanted: Sequence[Wanted], homes: Collection[str]
 ) -> tuple[Callable[[str], str], str]:
-    """What the model calls a name of the file, and what there is to say of it.
+    """Find how the model calls a name of the file, and what there is to say of it.
 
     Wrappers put a word before all names: DistributedDataParallel "module.", torch.compile "_orig_mod.", a class around
     a model of Hugging Face "model.". Where no name fits as it is, and just one such word makes names fit, that is it.
@@ -140,7 +140,7 @@ def _renaming(
 
 
 def _common(names: Sequence[str]) -> Iterator[str]:
-    """What all names begin with, up to each dot."""
+    """The words that all names begin with, up to each dot."""
     prefix = ""
     while names:
         first, dot, _ = names[0][len(prefix) :].partition(".")

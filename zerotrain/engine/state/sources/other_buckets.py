@@ -16,8 +16,8 @@ from zerotrain.checkpoint.manifest import WEIGHT
 from zerotrain.comm.collectives import Collectives
 from zerotrain.device.device import lies_on_host
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
-from zerotrain.engine.buckets.parts.spans import Span, update_range
-from zerotrain.engine.state.named import NamedPiece, capture, per_element
+from zerotrain.engine.buckets.parts.spans import update_range
+from zerotrain.engine.state.named import KeptState, NamedPiece, capture, kept_states
 from zerotrain.engine.state.source import Keeps, KeptOnce, KeptTensor, Source
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.flat_buffer import slot_view
@@ -25,8 +25,8 @@ from zerotrain.sharding.layout import Slot
 from zerotrain.sharding.plan import Plan
 from zerotrain.sharding.units import ManagedParameter
 
-Described = dict[Any, dict[str, tuple[Any, Any]]]
-"""What the optimizer keeps, as ranks tell it: by (group, generation), or by name of what is updated whole."""
+Described = dict[tuple[int, int] | str, dict[str, tuple[Any, Any]]]
+"""State of the optimizer, as ranks tell it: by (group, generation), or by name of what is updated whole."""
 
 
 class OtherBuckets(Source):
@@ -54,11 +54,11 @@ class OtherBuckets(Source):
             everyone |= of_rank
         self._keeps = {key: {name: _kept(each) for name, each in kept.items()} for key, kept in everyone.items()}
         self._whole: torch.Tensor | None = None
-        """What was begun, from all ranks; None where this rank has what it needs of it."""
+        """The values that were begun, from all ranks; None where this rank has what it needs of them."""
         self._from_owners: dict[int, torch.Tensor] = {}
 
     def keeps(self, managed: ManagedParameter) -> Keeps:
-        return self._keeps.get(managed.names[0] if managed.is_updated_whole else managed.span, {})
+        return self._keeps.get(_key(managed), {})
 
     def begin(self, bucket: Bucket, role: str) -> None:
         self._whole = None
@@ -69,9 +69,11 @@ class OtherBuckets(Source):
         elif isinstance(old, TrainedBucket) and old.weights.plan.shards_optimizer and not self._plan.shards_optimizer:
             if (dtype := self._dtype(bucket, role)) is not None:
                 self._whole = capture(old, role, dtype, self._collectives)
-            for span in old.update.spans if role != WEIGHT else ():
-                old.update.span_state(span).pop(role, None)
-            self._from_owners = dict(self._sent_by_owners(old, role))
+            if role != WEIGHT:
+                for kept in kept_states(old):
+                    if isinstance(kept.where, slice):
+                        kept.values.pop(role, None)  # a rank has room for it once
+                self._from_owners = dict(self._sent_by_owners(old, role))
 
     def read(self, piece: NamedPiece) -> None:
         assert self._whole is not None
@@ -116,7 +118,7 @@ class OtherBuckets(Source):
         return self._homes[bucket.spec.parameters[0].parameter][0]
 
     def _dtype(self, bucket: Bucket, role: str) -> torch.dtype | None:
-        """Of what is kept for each element of a bucket; None where nothing is."""
+        """The dtype of what is kept for each element of a bucket; None where nothing is."""
         if role == WEIGHT:
             return torch.float32
         kept = [self.keeps(managed).get(role) for managed in bucket.spec.parameters]
@@ -138,7 +140,7 @@ class OtherBuckets(Source):
         return whole
 
     def _sent_by_owners(self, old: TrainedBucket, role: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """What is kept of tensors that are updated whole, by slot, on all ranks. Collective."""
+        """State of tensors that are updated whole, by slot, on all ranks. Collective."""
         device = self._collectives.world.device
         for slot, owner in enumerate(old.update.owners):
             kept = self.keeps(old.spec.parameters[slot]).get(role)
@@ -153,37 +155,37 @@ class OtherBuckets(Source):
 
 
 def described_state(buckets: Sequence[Bucket]) -> Described:
-    """What the optimizer keeps on this rank: of a tensor its shape and dtype, and of what it keeps once the value.
+    """Tell what the optimizer keeps on this rank: of a tensor its shape and dtype, and of what it keeps once the value.
 
     Raises:
         EngineStateError: it keeps something else.
     """
     mine: Described = {}
-    for bucket in (each for each in buckets if isinstance(each, TrainedBucket)):
-        for span in bucket.update.spans:
-            for name, value in bucket.update.span_state(span).items():
-                mine.setdefault(span.key, {})[name] = _described(name, value, span)
-        for slot in bucket.update.whole.targets if bucket.update.whole is not None else ():
-            for name, value in bucket.update.whole_state(slot).items():
-                is_tensor = isinstance(value, torch.Tensor) and value.ndim > 0
-                described = (tuple(value.shape), value.dtype) if is_tensor else _once(value)
-                mine.setdefault(bucket.spec.parameters[slot].names[0], {})[name] = described
+    for kept in (kept for bucket in buckets for kept in kept_states(bucket)):
+        tensors = kept.tensors()
+        for name, value in kept.values.items():
+            described = _shape_and_dtype(kept, value) if name in tensors else _once(kept, name, value)
+            mine.setdefault(_key(kept.members[0]), {})[name] = described
     return mine
 
 
-def _described(name: str, value: Any, span: Span) -> tuple[Any, Any]:
-    if not isinstance(value, torch.Tensor) or value.ndim == 0:
-        return _once(value)
-    if per_element(span.target, {name: value}):
-        return None, value.dtype
-    raise EngineStateError(
-        f"the optimizer keeps {name!r} of shape {tuple(value.shape)} for {span.target.numel()} elements: what trains "
-        "cannot change with it; freeze before build_engine instead"
-    )
+def _key(managed: ManagedParameter) -> tuple[int, int] | str:
+    return managed.names[0] if managed.is_updated_whole else managed.span
 
 
-def _once(value: Any) -> tuple[Any, Any]:
-    return (value.cpu(), not lies_on_host(value)) if isinstance(value, torch.Tensor) else (value, False)
+def _shape_and_dtype(kept: KeptState, value: torch.Tensor) -> tuple[Any, Any]:
+    return None if isinstance(kept.where, slice) else tuple(value.shape), value.dtype
+
+
+def _once(kept: KeptState, name: str, value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, torch.Tensor):
+        return value, False
+    if value.ndim > 0:
+        raise EngineStateError(
+            f"the optimizer keeps {name!r} of shape {tuple(value.shape)} for {kept.target.numel()} elements: what "
+            "trains cannot change with it; freeze before build_engine instead"
+        )
+    return value.cpu(), not lies_on_host(value)
 
 
 def _kept(described: tuple[Any, Any]) -> KeptTensor | KeptOnce:
@@ -191,12 +193,10 @@ def _kept(described: tuple[Any, Any]) -> KeptTensor | KeptOnce:
 
 
 def _held(bucket: TrainedBucket, role: str) -> Iterator[tuple[slice, torch.Tensor]]:
-    """What this rank has of a bucket in one role, and which elements of the bucket that is."""
-    update = bucket.update
+    """Values that this rank has of a bucket in one role, and which elements of the bucket they are."""
     if role == WEIGHT:
-        yield update.where, update.current_weight()
+        yield bucket.update.where, bucket.update.current_weight()
         return
-    for span in update.spans:
-        if role in (state := update.span_state(span)):
-            start = update.where.start
-            yield slice(start + span.where.start, start + span.where.stop), state[role]
+    for kept in kept_states(bucket):
+        if isinstance(kept.where, slice) and role in kept.values:
+            yield kept.where, kept.values[role]

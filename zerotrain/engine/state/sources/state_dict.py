@@ -43,7 +43,7 @@ class StateDict(Source):
         """By the id of each parameter that is given the name that it has in the dict; of a tied one any."""
         self._problems: list[str] = []
         self._given_others: dict[str, Any] = {}
-        """What is in no bucket, by name: of a tensor None, of what modules keep beside their tensors the value."""
+        """By name what is in no bucket: of a tensor None, of what modules keep beside their tensors the value."""
         self._members: set[int] = set()
         self._whole: torch.Tensor | None = None
         if collectives.shards.rank != 0:
@@ -123,7 +123,7 @@ class StateDict(Source):
 
 
 def _others(own: Mapping[str, Any], buckets: Sequence[Bucket]) -> dict[str, Any]:
-    """What a model has that is in no bucket, by name."""
+    """All that a model has that is in no bucket, by name."""
     in_buckets = {id(managed.parameter) for bucket in buckets for managed in bucket.spec.parameters}
     return {name: value for name, value in own.items() if id(value) not in in_buckets}
 
@@ -149,7 +149,7 @@ def _problems(
 
 
 def _is_readable(value: Any) -> bool:
-    """Whether it is a tensor whose numbers can be copied one by one: not a sparse one, nor one without memory."""
+    """True for a tensor whose numbers can be copied one by one: not a sparse one, nor one without memory."""
     try:
         torch.zeros(()).copy_(value[(0,) * value.ndim] if value.numel() else value.sum())
     except EngineStateError:
