@@ -126,7 +126,7 @@ FAULTS = {
     ),
     "finished-between-the-models-collectives": Fault(
         REDUCTIONS,
-        "if not any(bucket.gradient.ends_with_gather for bucket in self._in_flight):",
+        "if not any(bucket.gradient.reduction.ends_with_gather for bucket in self._in_flight):",
         "if True:",
         "a gather is issued where this rank happens to see its reduction done",
         ENGINE,
@@ -153,8 +153,8 @@ FAULTS = {
         ENGINE,
     ),
     "prepared-not-withdrawn": Fault(
-        "engine/buckets/gradient.py",
-        "        self._reduction.withdraw()\n",
+        "engine/buckets/reduction.py",
+        "        self.handle.withdraw()\n",
         "",
         "a backward that breaks off keeps buffers, and receives that nobody ends",
         ENGINE,

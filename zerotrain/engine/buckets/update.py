@@ -17,7 +17,6 @@ from zerotrain.engine.buckets.parts.whole_tensors import Updates, WholeTensors
 from zerotrain.engine.buckets.places.home import Home
 from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.buckets.weights import BucketWeights
-from zerotrain.engine.groups.optimizer_factory import tensors_of_state
 from zerotrain.engine.groups.own_numbers import own_numbers
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.ranges import named_range
@@ -92,9 +91,10 @@ class BucketUpdate:
             self._whole_optimizer = groups.optimizer_of(
                 (members[slot].group, target) for slot, target in self.whole.targets.items()
             )
-        kept = Kept(self.master_weight, self.has_copy, self.spans, self.whole, (self._optimizer, self._whole_optimizer))
-        self.home: Home = homes.of_optimizer(self.spec, self._planned_nbytes, kept.tensors)
-        (self.home if self.has_copy else weights.home).tell(kept.follow_master)
+        optimizers = self._optimizer, self._whole_optimizer
+        self.kept = Kept(self.master_weight, self.has_copy, self.spans, self.whole, *optimizers)
+        self.home: Home = homes.of_optimizer(self.spec, self._planned_nbytes, self.kept.tensors)
+        (self.home if self.has_copy else weights.home).tell(self.kept.follow_master)
         self.home.put_away()
         self.home.forget()
         self.device = self.home.device or collectives.world.device
@@ -129,7 +129,7 @@ class BucketUpdate:
         with self._at_hand():
             with named_range("optimizer", self.spec.name):
                 self._take_writes()
-                gradient = self._gradient.reduced()
+                gradient = self._gradient.reduction.reduced()
                 widened = None
                 if self.has_copy:
                     widened = self._pool.take(gradient.numel())
@@ -256,12 +256,4 @@ class BucketUpdate:
         """Bytes of optimizer state and separate master weight on the device between updates."""
         if self.home.nbytes:
             return 0
-        return self.separate_master_nbytes + sum(tensor.nbytes for tensor in self.state_tensors())
-
-    def element_state_nbytes(self) -> int:
-        """Bytes of state this rank keeps of what it updates by elements (0-dim counters left out)."""
-        return sum(tensor.nbytes for tensor in tensors_of_state(self._optimizer))
-
-    def state_tensors(self) -> list[torch.Tensor]:
-        """All state of this rank (0-dim counters left out)."""
-        return [*tensors_of_state(self._optimizer), *tensors_of_state(self._whole_optimizer)]
+        return self.separate_master_nbytes + sum(tensor.nbytes for tensor in self.kept.state_tensors())

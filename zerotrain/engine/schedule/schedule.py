@@ -39,7 +39,8 @@ class Schedule:
         self.trained = [bucket for bucket in buckets if isinstance(bucket, TrainedBucket)]
         """The buckets with a gradient and an update, in list order."""
         self.gathers = Gathers(units, buckets, options)
-        self.reductions = Reductions(self.trained, self._completing_units())
+        completing = _completing_units(units, self.trained) if self.gathers.frees_after_use else {}
+        self.reductions = Reductions(self.trained, completing)
         self._reuses_heap = buckets[0].weights.shard.is_cpu and not options.offload.uses_disk
         """With a disk memory is to be flat."""
         self._frozen = [m for bucket in buckets if bucket not in self.trained for m in bucket.spec.parameters]
@@ -52,16 +53,6 @@ class Schedule:
         """Autograd's number of the backward under way, and the first node that is made within it."""
         self._makes_graphs = False
         """Whether the forward under way is one that a backward may follow."""
-
-    def _completing_units(self) -> dict[TrainedBucket, list[LiveUnit]]:
-        """See `Reductions`. Buckets of the resident root are complete when all units are passed."""
-        if not self.gathers.frees_after_use:
-            return {}
-        blocks = [unit for unit in self.units if unit.modules]
-        return {
-            bucket: [unit for unit in self.units if unit.modules and bucket in unit.buckets] or blocks
-            for bucket in self.trained
-        }
 
     # ---- forward
 
@@ -248,6 +239,15 @@ class BucketOwner:
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return next(managed.names[0] for managed in self._bucket.spec.parameters if managed.parameter is parameter)
+
+
+def _completing_units(
+    units: Sequence[LiveUnit], trained: Sequence[TrainedBucket]
+) -> dict[TrainedBucket, list[LiveUnit]]:
+    """The units whose backward completes each bucket, see `Reductions`. Buckets of the resident root are complete when
+    all units are passed."""
+    blocks = [unit for unit in units if unit.modules]
+    return {bucket: [unit for unit in blocks if bucket in unit.buckets] or blocks for bucket in trained}
 
 
 def _node_under_way() -> int:
