@@ -42,14 +42,14 @@ FAULTS = {
     ),
     "what-weighs-nothing-is-kept": Fault(
         SEGMENTS,
-        "get_grad(p) if counts else None",
-        "get_grad(p)",
+        "get_grad(parameter) if counts else None",
+        "get_grad(parameter)",
         "the nan of a micro-batch without labels reaches the gradient",
         ("unit/engine/test_losses.py",),
     ),
     "zeros-not-filled": Fault(
         SEGMENTS,
-        "if len(grads) < len(present):",
+        "if without:",
         "if False:",
         "an unused parameter gets what the buffer held before",
         UNIT,

@@ -55,6 +55,11 @@ class BucketReduction:
         return self._wire_pool.dtype.itemsize
 
     @property
+    def has_gather(self) -> bool:
+        """Whether the reduced shards are gathered at once, since the optimizer is replicated."""
+        return self._gather is not None
+
+    @property
     def ends_with_gather(self) -> bool:
         """Whether `gather` issues one."""
         return self._gather is not None and self.completes
@@ -84,7 +89,7 @@ class BucketReduction:
             self.handle.issue(root, squares)
 
     def finish(self) -> None:
-        """Wait for it, and leave the sum over all backwards in `shard`."""
+        """Wait for it, and leave the sum over all backwards in `shard`. Before the loans are given back."""
         with named_range("wait for reduce", self._name):
             self.handle.wait()
         with named_range("sum", self._name):
@@ -93,7 +98,6 @@ class BucketReduction:
             self.shard.copy_(self._sum.add_(self.shard))
             if self._sum.dtype == self.shard.dtype:
                 self._sum = None
-        self.give_back()
 
     def gather(self) -> None:
         """Where the optimizer is replicated, issue the gather of the reduced shards. `reduced` waits for it."""

@@ -8,17 +8,15 @@ from torch import nn
 
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
-from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.buckets.life import Phase, WeightState
 from zerotrain.engine.buckets.parts.segments import Segment
 from zerotrain.engine.heap import reuse_what_is_freed
 from zerotrain.engine.model.live_parameter import ENGINE_IS_GONE, LEFT_ITS_UNIT, settle
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.gathers import Gathers
-from zerotrain.engine.schedule.live_unit import LiveUnit, UnitCall
+from zerotrain.engine.schedule.live_unit import BEHIND_ALL_NODES, LiveUnit, UnitCall
 from zerotrain.engine.schedule.reductions import Reductions
 from zerotrain.errors import EngineStateError
-
-_BEHIND_ALL_NODES = 2**63
 
 
 class Schedule:
@@ -170,7 +168,7 @@ class Schedule:
             raise EngineStateError(
                 "gradients arrived outside engine.backward(); call engine.backward(loss), not loss.backward()"
             )
-        if not bucket.weights.is_full:
+        if bucket.weights.life.state is not WeightState.FULL:
             raise EngineStateError(LEFT_ITS_UNIT.format(bucket.spec.name))
         if self.reductions.arrived(bucket, segment):
             if self.reductions.may_go(bucket):
@@ -253,4 +251,4 @@ def _completing_units(
 def _node_under_way() -> int:
     """The number of the node that a backward is at."""
     node = torch._C._current_autograd_node()
-    return _BEHIND_ALL_NODES if node is None else node._sequence_nr()
+    return BEHIND_ALL_NODES if node is None else node._sequence_nr()

@@ -132,7 +132,8 @@ def update_all(trained: Sequence[TrainedBucket], gathers: Gathers, factor: torch
 def fetch_next(trained: Sequence[TrainedBucket], place: int) -> None:
     """Begin to fetch what the update of this bucket and the next will need, where it lies off the device."""
     for bucket in trained[place : place + 2]:
-        bucket.update.fetch()
+        if bucket.update.is_away:
+            bucket.update.fetch()
 
 
 def _update(bucket: TrainedBucket, gathers: Gathers, factor: torch.Tensor | None) -> Iterator[None]:
