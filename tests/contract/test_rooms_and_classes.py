@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "zerotrain"
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 MAX_FOLDER_FILES = 12
 MAX_CLASS_METHODS = 20
-LARGE_CLASSES = {"BucketGradient", "BucketUpdate", "BucketWeights", "Courier", "Schedule", "ShardedModel"}
-SPLIT_CLASSES = {"CheckpointedModel"}
+LARGE_CLASSES: set[str] = set()
+SPLIT_CLASSES: set[str] = set()
 """Base classes that know what a subclass in another file sets."""
 
 

@@ -164,7 +164,7 @@ class Usage:
         numel = sum(bucket.layout.numel for bucket in trained)
         # By elements, as measured on what this rank updates; of whole tensors, of which it may own none, on a sample.
         updated = sum(span.target.numel() for bucket in trained for span in bucket.update.spans)
-        held = sum(bucket.update.element_state_nbytes() for bucket in trained)
+        held = sum(bucket.update.kept.element_state_nbytes() for bucket in trained)
         state = (numel - num_whole) * (held // updated if updated else 0)
         state += self._sampled_nbytes(num_whole, is_whole=True)
         copies = [bucket for bucket in trained if bucket.update.separate_master_nbytes]
@@ -206,5 +206,7 @@ def volume_of(schedule: Schedule, num_shards: int) -> Volume:
         trainable_nbytes=nbytes[True],
         frozen_nbytes=nbytes[False],
         num_shards=num_shards,
-        reduced_nbytes=sum(bucket.layout.numel * bucket.gradient.wire_itemsize for bucket in schedule.trained),
+        reduced_nbytes=sum(
+            bucket.layout.numel * bucket.gradient.reduction.wire_itemsize for bucket in schedule.trained
+        ),
     )

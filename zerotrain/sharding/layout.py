@@ -40,11 +40,11 @@ class Slot:
     stride: tuple[int, ...]
     """Of the parameter, dense: a transposed or channels-last one stays so, since kernels choose their path by it."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def end(self) -> int:
         """One past the last element, without padding."""
         return self.offset + self.numel

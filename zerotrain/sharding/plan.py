@@ -5,6 +5,7 @@ All else follows from asking a plan where something lives; nothing compares a st
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 
 class Placement(Enum):
@@ -22,15 +23,15 @@ class Plan:
     gradients: Placement
     optimizer: Placement
 
-    @property
+    @cached_property
     def shards_parameters(self) -> bool:
         return self.parameters is Placement.SHARDED
 
-    @property
+    @cached_property
     def shards_gradients(self) -> bool:
         return self.gradients is Placement.SHARDED
 
-    @property
+    @cached_property
     def shards_optimizer(self) -> bool:
         return self.optimizer is Placement.SHARDED
 

@@ -49,7 +49,7 @@ class WalkedModel:
     buffers: Mapping[str, torch.Tensor]
     """Each once, by its first name."""
 
-    @property
+    @cached_property
     def managed(self) -> list[ModelParameter]:
         """The floating-point parameters: buckets hold them."""
         return [each for each in self.parameters if each.parameter.is_floating_point()]
@@ -106,13 +106,13 @@ class ManagedParameter(ModelParameter):
     is_updated_whole: bool = False
     """Whether its optimizer needs it whole, on one rank."""
 
-    @property
+    @cached_property
     def span(self) -> tuple[int, int]:
         """Parameters of one bucket that are alike in this are updated as one: they share hyperparameters and the
         number of steps the optimizer has counted."""
         return self.group, self.generation
 
-    @property
+    @cached_property
     def stride(self) -> tuple[int, ...]:
         """The strides it keeps in its bucket: its own, if they leave no gaps and overlap nowhere; contiguous ones where
         it travels to be updated whole."""

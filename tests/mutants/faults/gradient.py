@@ -3,6 +3,7 @@
 from tests.mutants.fault import Fault
 
 FILE, NORM = "engine/buckets/gradient.py", "engine/buckets/parts/norm.py"
+REDUCTION = "engine/buckets/reduction.py"
 SEGMENTS = "engine/buckets/parts/segments.py"
 OF_LEAVES = ("unit/engine/test_virtual_ranks.py",)
 SUBTREES = "engine/buckets/parts/subtrees.py"
@@ -12,23 +13,23 @@ OF_NORM = ("unit/engine/buckets/parts/test_norm.py",)
 
 FAULTS = {
     "squares-of-the-last-backward": Fault(
-        FILE,
+        REDUCTION,
         "if completes and self._sum is None:",
         "if completes:",
         "the norm of backwards that are reduced each is that of the last",
         OF_SUMS,
     ),
     "drop-keeps-the-earlier-sum": Fault(
-        FILE,
-        "        self._subtrees.clear()\n        self._sum = None\n        if",
-        "        self._subtrees.clear()\n        if",
+        REDUCTION,
+        "self._squares = self._sum = None\n\n    def give_back",
+        "self._squares = None\n\n    def give_back",
         "a gradient that was given up is added to the next step",
         UNIT,
     ),
     "drop-does-not-wait": Fault(
-        FILE,
-        "        self._finish_gather()\n        self._reduction.withdraw()",
-        "        self._reduction.withdraw()",
+        REDUCTION,
+        "        self._finish_gather()\n        self.handle.withdraw()",
+        "        self.handle.withdraw()",
         "the next gradient is filled into what a gather still writes",
         UNIT,
     ),
@@ -41,14 +42,14 @@ FAULTS = {
     ),
     "what-weighs-nothing-is-kept": Fault(
         SEGMENTS,
-        "get_grad(p) if counts else None",
-        "get_grad(p)",
+        "get_grad(parameter) if counts else None",
+        "get_grad(parameter)",
         "the nan of a micro-batch without labels reaches the gradient",
         ("unit/engine/test_losses.py",),
     ),
     "zeros-not-filled": Fault(
         SEGMENTS,
-        "if len(grads) < len(present):",
+        "if without:",
         "if False:",
         "an unused parameter gets what the buffer held before",
         UNIT,
@@ -82,36 +83,36 @@ FAULTS = {
         UNIT,
     ),
     "earlier-sum-lost": Fault(
-        FILE,
+        REDUCTION,
         "            self.shard.copy_(self._sum.add_(self.shard))\n",
         "",
         "the first of two reduced backwards is forgotten",
         UNIT,
     ),
     "earlier-sum-not-copied": Fault(
-        FILE,
-        "self.shard.to(self.precision.master, copy=True)",
-        "self.shard.to(self.precision.master)",
+        REDUCTION,
+        "self.shard.to(self._master, copy=True)",
+        "self.shard.to(self._master)",
         "the first of two reduced backwards is overwritten by the second",
         UNIT,
     ),
     "sum-of-micro-batches-rounded": Fault(
-        FILE,
+        REDUCTION,
         "            if self._sum.dtype == self.shard.dtype:\n",
         "            if True:\n",
         "in 16 bits micro-batches that are reduced one by one are added with eight bits",
         OF_SUMS,
     ),
     "gathered-for-each-micro-batch": Fault(
-        FILE,
-        "        if self._gather is not None and self._completes:\n",
+        REDUCTION,
+        "        if self._gather is not None and self.completes:\n",
         "        if self._gather is not None:\n",
         "stage 0 gathers the gradient of every micro-batch",
         OF_SUMS,
     ),
     "complete-without-the-last": Fault(
         FILE,
-        "        return self._completes and self.life.state in",
+        "        return self.reduction.completes and self.life.state in",
         "        return self.life.state in",
         "a step is made of a gradient to which nobody added the last micro-batch",
         OF_SUMS,
@@ -132,8 +133,8 @@ FAULTS = {
     ),
     "loan-given-back-when-sent": Fault(
         FILE,
-        "self._reduction.issue(root, squares)\n",
-        "self._reduction.issue(root, squares)\n            self._pool._free.append(_begun(self._unreduced))\n",
+        "completes=completes)\n",
+        "completes=completes)\n        self._pool._free.append(_begun(self._unreduced))\n",
         "the next bucket is filled into what is on the wire",
         ("unit/engine/test_engine.py",),
     ),
@@ -167,22 +168,22 @@ FAULTS = {
     ),
     "loan-not-given-back": Fault(
         FILE,
-        "        self._give_back()\n        if self._gather",
-        "        if self._gather",
+        "        self._give_back()\n        self.reduction.gather()",
+        "        self.reduction.gather()",
         "every step holds more memory",
         ("unit/engine/test_engine.py", "unit/engine/buckets/test_gradient.py"),
     ),
     "loss-scale-in-the-norm": Fault(
-        FILE,
+        REDUCTION,
         "squares.div_(loss_scale**2)",
         "squares.div_(loss_scale)",
         "the norm, and what is clipped by it, grows with the root of the loss scale",
         UNIT,
     ),
     "gathered-gradient-not-waited-for": Fault(
-        FILE,
-        "        self._finish_gather()\n        return self.shard if",
-        "        return self.shard if",
+        REDUCTION,
+        "        self._finish_gather()\n        return self._updated",
+        "        return self._updated",
         "stage 0 updates with what has not arrived",
         UNIT,
     ),

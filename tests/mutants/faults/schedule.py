@@ -21,8 +21,8 @@ FAULTS = {
     ),
     "shards-not-fetched-ahead": Fault(
         "engine/schedule/gathers.py",
-        "                bucket.weights.fetch_shard()\n",
-        "                pass\n",
+        "            bucket.weights.fetch_shard()\n",
+        "            pass\n",
         "each gather of shards off the device waits for them",
         ("unit/engine/schedule/test_gathers.py",),
     ),
@@ -63,8 +63,8 @@ FAULTS = {
     ),
     "passed-too-early": Fault(
         LIVE,
-        "all(position < call.first_node for call in calls)",
-        "all(position <= call.first_node for call in calls)",
+        "if position >= call.first_node and (",
+        "if position > call.first_node and (",
         "a unit counts as passed while its first node is still to run",
         DIFFER,
     ),
@@ -84,8 +84,8 @@ FAULTS = {
     ),
     "used-up-calls-stay-open": Fault(
         LIVE,
-        "if not call.is_used_up or call.reached_in == backward]",
-        "]",
+        "(not call.is_used_up or call.reached_in == backward)",
+        "True",
         "behind a backward whose graph is kept alive nothing is ever passed",
         ENGINE,
     ),
@@ -126,7 +126,7 @@ FAULTS = {
     ),
     "finished-between-the-models-collectives": Fault(
         REDUCTIONS,
-        "if not any(bucket.gradient.ends_with_gather for bucket in self._in_flight):",
+        "if not (self._gathers and any(bucket.gradient.reduction.ends_with_gather for bucket in self._in_flight)):",
         "if True:",
         "a gather is issued where this rank happens to see its reduction done",
         ENGINE,
@@ -153,8 +153,8 @@ FAULTS = {
         ENGINE,
     ),
     "prepared-not-withdrawn": Fault(
-        "engine/buckets/gradient.py",
-        "        self._reduction.withdraw()\n",
+        "engine/buckets/reduction.py",
+        "        self.handle.withdraw()\n",
         "",
         "a backward that breaks off keeps buffers, and receives that nobody ends",
         ENGINE,
@@ -234,9 +234,8 @@ FAULTS = {
     ),
     "gathered-ahead-and-never-freed": Fault(
         GATHERS,
-        '        """Reshard, also a bucket that was gathered ahead and not used."""\n'
-        "        bucket.weights.finish_gather()\n",
-        '        """Reshard, also a bucket that was gathered ahead and not used."""\n',
+        "is not WeightState.SHARD:\n        bucket.weights.finish_gather()\n",
+        "is not WeightState.SHARD:\n",
         "what was gathered ahead and not used stays under way",
         OF_GATHERS,
     ),

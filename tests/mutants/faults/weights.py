@@ -127,24 +127,24 @@ FAULTS = {
     ),
     "factor-ignored": Fault(
         UPDATE,
-        "                    gradient.mul_(factor.to(gradient.dtype))\n",
-        "                    pass\n",
+        "                gradient.mul_(factor.to(gradient.dtype))\n",
+        "                pass\n",
         "gradients are neither clipped nor freed of the loss scale",
         OF_UPDATE,
     ),
     "widened-given-back-before-it-is-read": Fault(
         UPDATE,
-        "                if factor is not None:\n                    gradient.mul_(",
-        "                if widened is not None:\n                    self._pool.give_back(widened)\n"
-        "                    widened = None\n"
-        "                if factor is not None:\n                    gradient.mul_(",
+        "            if factor is not None:\n                gradient.mul_(",
+        "            if widened is not None:\n                self._pool.give_back(widened)\n"
+        "                widened = None\n"
+        "            if factor is not None:\n                gradient.mul_(",
         "whole tensors are gathered into the gradient they are updated with",
         OF_UPDATE,
     ),
     "widened-not-given-back": Fault(
         UPDATE,
-        "                    self._pool.give_back(widened)\n",
-        "                    pass\n",
+        "                self._pool.give_back(widened)\n",
+        "                pass\n",
         "every step holds more",
         OF_UPDATE,
     ),

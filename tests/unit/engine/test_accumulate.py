@@ -188,7 +188,7 @@ def test_the_sums_of_a_step_hold_what_the_formula_says(accumulate: str, precisio
                 with nullcontext() if index == NUM_MICRO_BATCHES - 1 else engine.no_sync():
                     engine.backward(engine(batch(0, number, index)))
                 engine.schedule.reductions.finish()
-                sums = sum(each._sum.nbytes for each in buckets if each._sum is not None)
+                sums = sum(each.nbytes for each in (of.reduction._sum for of in buckets) if each is not None)
                 if index < NUM_MICRO_BATCHES - 1:
                     sums += engine.held.pools.lent_nbytes
                 held = max(held, sums + sum(each.accumulator_nbytes for each in buckets))

@@ -66,7 +66,7 @@ def test_a_backward_is_ready_to_receive_for_few_buckets_at_once_however_many_the
     numels = [bucket.layout.padded_numel for bucket in engine.schedule.trained]
 
     def look(_: torch.Tensor) -> None:
-        ready = [bucket for bucket in engine.schedule.trained if bucket.gradient._reduction.is_prepared]
+        ready = [bucket for bucket in engine.schedule.trained if bucket.gradient.reduction.handle.is_prepared]
         prepared.append(sum(bucket.layout.padded_numel for bucket in ready))
 
     loss = engine(inputs(0, 0))

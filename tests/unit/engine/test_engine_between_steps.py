@@ -40,7 +40,7 @@ def test_gradients_add_up_until_the_step_and_what_is_given_up_leaves_nothing(
             with pytest.raises(ZeroDivisionError):
                 two_backwards(64, 64, breaks_off=True)
         assert engine.held.pools.lent_nbytes == 0
-        assert not any(bucket.gradient._reduction.is_prepared for bucket in engine.schedule.trained)
+        assert not any(bucket.gradient.reduction.handle.is_prepared for bucket in engine.schedule.trained)
         with pytest.raises(EngineStateError, match="step came before a backward"):
             engine.step()
         two_backwards(1, 2 + 2 * world.rank)
@@ -97,7 +97,7 @@ def test_a_backward_in_no_sync_neither_reduces_nor_gets_ready_to(stage: int) -> 
     engine = engine_on(alone(), zero={"stage": stage})
     with engine.no_sync():
         engine.backward(engine(inputs(0, 0)))
-    assert not any(bucket.gradient._reduction.is_prepared for bucket in engine.schedule.trained)
+    assert not any(bucket.gradient.reduction.handle.is_prepared for bucket in engine.schedule.trained)
     assert not any(bucket.gradient.is_reduced for bucket in engine.schedule.trained)
 
 

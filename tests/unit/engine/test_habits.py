@@ -104,7 +104,7 @@ def test_an_error_of_this_ranks_own_is_raised_as_it_is_and_blames_no_other() -> 
     def without_memory(world: zerotrain.World) -> str:
         engine = build(world, 2, "fp32")
         gradient = engine.schedule.trained[-1].gradient
-        gradient._reduction._send = fail
+        gradient.reduction.handle._send = fail
         with pytest.raises(torch.OutOfMemoryError, match="tried to allocate 2 GiB"):
             engine.backward(engine(inputs(world.rank)).sum())
         return "told"

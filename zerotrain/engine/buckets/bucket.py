@@ -1,7 +1,7 @@
 """A bucket at run time: three parts that move apart."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,13 +28,11 @@ class Bucket:
     is_read_unannounced: bool = False
     """Whether a parameter of it was read where no hook had announced it: its gradient may come from anywhere."""
 
-    @property
-    def spec(self) -> BucketSpec:
-        return self.weights.spec
+    spec: BucketSpec = field(init=False)
+    layout: BucketLayout = field(init=False)
 
-    @property
-    def layout(self) -> BucketLayout:
-        return self.weights.layout
+    def __post_init__(self) -> None:
+        self.spec, self.layout = self.weights.spec, self.weights.layout
 
     def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
         """`Home.at_rest` of what it keeps off the device."""

@@ -1,4 +1,4 @@
-"""The gradient of one bucket: filled parameter by parameter, reduced over ranks, then handed to the update."""
+"""The gradient of one bucket: filled parameter by parameter, then reduced over the ranks (`BucketReduction`)."""
 
 import torch
 
@@ -7,9 +7,9 @@ from zerotrain.comm.scratch import Scratch, ScratchPool
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, GradientState, Life
 from zerotrain.engine.buckets.parts.cuts import cut
-from zerotrain.engine.buckets.parts.norm import BlockSquares
 from zerotrain.engine.buckets.parts.segments import Segment, cut_segments
 from zerotrain.engine.buckets.parts.subtrees import Subtrees
+from zerotrain.engine.buckets.reduction import BucketReduction
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.engine.options import EngineOptions
 from zerotrain.errors import EngineStateError
@@ -22,8 +22,7 @@ class BucketGradient:
 
     Unreduced gradients fill one flat buffer in the compute dtype: the bucket's own where gradients are replicated, one
     on loan from `pool` where they are sharded. Over several micro-batches with a lower precision they are first summed
-    in the master dtype; over several leaves the sums of those before the last lie in `Subtrees`; over several backwards
-    that are reduced each, the sum of what this rank gets of them is a shard in the master dtype.
+    in the master dtype; over several leaves the sums of those before the last lie in `Subtrees`.
 
     Args:
         pool: lends buffers of the bucket's dtype.
@@ -31,7 +30,7 @@ class BucketGradient:
     """
 
     shard: torch.Tensor
-    """(shard_numel,) wire dtype: this rank's part of the reduced gradient."""
+    """(shard_numel,) compute dtype: this rank's part of the reduced gradient. See `reduction`."""
 
     def __init__(
         self,
@@ -45,13 +44,11 @@ class BucketGradient:
     ) -> None:
         self.spec = spec
         self.layout = layout
-        self.plan = plan = options.plan
         self.precision = options.precision.of_bucket(spec.dtype)
         self.life = Life(f"gradient of {spec.name}", GradientState.EMPTY, GRADIENT_TRANSITIONS)
         self.segments = cut_segments(spec)
-        self._pool, self._wire_pool = pool, wire_pool
+        self._pool = pool
         self._widens = options.widens
-        self._exact_norm = options.given.max_grad_norm is not None
         self._own: Scratch | None = None
         """The bucket's own buffer, where gradients are replicated."""
         self._unreduced: Scratch | None = None
@@ -60,26 +57,21 @@ class BucketGradient:
         """(padded_numel,) master dtype: the sum over micro-batches, once one was needed."""
         self._accumulates = False
         """Whether this step's gradients go into the accumulator."""
-        self._widened: Scratch | None = None
-        """The same in the dtype of the wire, where that is another, while it is reduced."""
-        self._sum: torch.Tensor | None = None
-        """(shard_numel,) master dtype: what the backwards of this step have reduced, from the second on."""
-        self._squares: BlockSquares | None = None
-        """Of the reduction under way, taken while the mean is in the cache; None where that is not the whole."""
-        self._completes = True
-        """Whether the reduction under way, or the last, was that of the step's last backward."""
-        if plan.shards_gradients:
+        if options.plan.shards_gradients:
             self.shard = torch.zeros(layout.shard_numel, dtype=self.precision.compute, device=collectives.world.device)
         else:
             self._own = Scratch(collectives.zeros(layout.padded_numel, self.precision.compute))
             self.shard = self._own.storage[layout.shard(collectives.shards.rank)]
         self._subtrees = Subtrees(layout.padded_numel, dtype=self.precision.master, zeros=collectives.zeros)
-        self._reduction = collectives.reduction(
-            spec.name, self.shard, wire_pool, leaves_per_rank=options.leaves_per_rank
+        self.reduction = BucketReduction(
+            spec.name,
+            self.shard,
+            None if self._own is None else self._own.storage,
+            master=self.precision.master,
+            options=options,
+            collectives=collectives,
+            wire_pool=wire_pool,
         )
-        self._gather = None
-        if self._own is not None and not plan.shards_optimizer:
-            self._gather = collectives.gather(f"the gradient of {spec.name}", self._own.storage, self.shard)
 
     @property
     def held_nbytes(self) -> int:
@@ -92,19 +84,9 @@ class BucketGradient:
         return self._subtrees.held_nbytes + (0 if self._accumulator is None else self._accumulator.storage.nbytes)
 
     @property
-    def wire_itemsize(self) -> int:
-        """Bytes of an element while it is reduced."""
-        return self._wire_pool.dtype.itemsize
-
-    @property
-    def ends_with_gather(self) -> bool:
-        """Whether `finish_reduce` issues a gather of what was reduced."""
-        return self._gather is not None and self._completes
-
-    @property
     def is_reduced(self) -> bool:
         """Whether the last backward of a step has reduced it, or is about to be waited for."""
-        return self._completes and self.life.state in (GradientState.REDUCING, GradientState.REDUCED)
+        return self.reduction.completes and self.life.state in (GradientState.REDUCING, GradientState.REDUCED)
 
     @property
     def is_empty(self) -> bool:
@@ -123,9 +105,7 @@ class BucketGradient:
         if self.life.state is GradientState.FILLING:
             return
         if self.life.state is GradientState.REDUCED:
-            self._finish_gather()
-            if self._sum is None:
-                self._sum = self.shard.to(self.precision.master, copy=True)
+            self.reduction.keep_sum()
         self.life.become(GradientState.FILLING)
         adds_up = not backward.reduces and self.precision.separate_master
         self._accumulates = not backward.in_last_leaf or adds_up
@@ -175,94 +155,34 @@ class BucketGradient:
 
     # ---- the reduction
 
-    def prepare_reduce(self) -> None:
-        """Be ready for what the other ranks send to the reduction, which may come before this rank's own part."""
-        self._reduction.prepare()
-
     def reduce(self, *, completes: bool = True) -> None:
         """Issue the reduction, and say whether it is the step's last. Every segment has been filled."""
         if self._accumulates and not self._widens:
             self._unreduced = self._wire_buffer()
             cut(self._unreduced, self.layout)[0].copy_(_begun(self._accumulator).storage)
         leaf = _begun(self._unreduced or self._accumulator)
-        root = self._subtrees.add_last(cut(leaf, self.layout)[0])
-        if root.dtype != self._wire_pool.dtype:
-            self._widened = self._wire_pool.take(root.numel())
-            root = self._widened.storage[: root.numel()].copy_(root)
-        self._completes = completes
-        self._squares = None
-        if completes and self._sum is None:
-            self._squares = BlockSquares(self.shard, exact=self._exact_norm)
-        squares = None if self._squares is None else self._squares.take
-        with named_range("reduce", self.spec.name):
-            self._reduction.issue(root, squares)
+        self.reduction.issue(self._subtrees.add_last(cut(leaf, self.layout)[0]), completes=completes)
         # Behind the call: where it failed, nothing is under way that a clean-up could wait for.
         self.life.become(GradientState.REDUCING)
 
-    @property
-    def reduction_done(self) -> bool:
-        """Whether `finish_reduce` would not have to wait."""
-        return self._reduction.done()
-
     def finish_reduce(self) -> None:
-        """Wait for the reduction, leave the sum in `shard`, and give the loaned buffers back.
-
-        Where the optimizer is replicated the reduced shards are gathered at once; `reduced` waits for that.
-        """
-        with named_range("wait for reduce", self.spec.name):
-            self._reduction.wait()
-        with named_range("sum", self.spec.name):
-            self._reduction.finish()
+        """Wait for the reduction, leave the sum in `shard`, and give the loaned buffers back."""
+        self.reduction.finish()
         self._subtrees.clear()
-        if self._sum is not None:
-            self.shard.copy_(self._sum.add_(self.shard))
-            if self._sum.dtype == self.shard.dtype:
-                self._sum = None
         self._give_back()
-        if self._gather is not None and self._completes:
-            with named_range("gather gradient", self.spec.name):
-                self._gather.issue()
+        self.reduction.gather()
         self._end_filling()
         self.life.become(GradientState.REDUCED)
-
-    def take_squares(self, loss_scale: float, *, exact: bool = False) -> torch.Tensor:
-        """(shard_numel / 64,) fp64: the sum of squares of each block of `shard`, for the norm.
-
-        Args:
-            loss_scale: a power of two that the gradient is too large by, and will be divided by later.
-            exact: also where the norm is only shown, and squares beyond fp32 would make it NaN.
-        """
-        with named_range("square", self.spec.name):
-            blocks, self._squares = self._squares, None
-            if blocks is None:
-                blocks = BlockSquares(self.shard, exact=exact or self._exact_norm)
-                blocks.take(0, self.shard)
-            squares = blocks.squares()
-            # Of the squares, not of their digits: numbers of another size would be cut at other bits.
-            return squares if loss_scale == 1.0 else squares.div_(loss_scale**2)
-
-    def reduced(self) -> torch.Tensor:
-        """The reduced gradient over this rank's optimizer range, wire dtype."""
-        self._finish_gather()
-        return self.shard if self.plan.shards_optimizer or self._own is None else self._own.storage
-
-    def _finish_gather(self) -> None:
-        if self._gather is not None and self._gather.is_under_way:
-            with named_range("wait for gather gradient", self.spec.name):
-                self._gather.finish()
 
     # ---- the end
 
     def drop(self) -> None:
         """Forget this step's gradient; the buffers stay. A reduction that was prepared will not come, on any rank."""
-        self._finish_gather()
-        self._reduction.withdraw()
-        self._squares = None
+        self.reduction.drop()
         if self.life.state is GradientState.FILLING:
             self._give_back()
         self._end_filling()
         self._subtrees.clear()
-        self._sum = None
         if self.life.state is not GradientState.EMPTY:
             self.life.become(GradientState.EMPTY)
 
@@ -276,9 +196,7 @@ class BucketGradient:
     def _give_back(self) -> None:
         if self._unreduced is not None and self._own is None:
             self._pool.give_back(self._unreduced)
-        if self._widened is not None:
-            self._wire_pool.give_back(self._widened)
-            self._widened = None
+        self.reduction.give_back()
         if self._accumulator is not None and self._widens:  # which was sent as it was
             self._subtrees.give_back(self._accumulator)
             self._accumulator = None

@@ -1,7 +1,6 @@
 """The update of one bucket: its master weight, and the torch optimizers that change it once the gradient is reduced."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from zerotrain.engine.buckets.parts.whole_tensors import Updates, WholeTensors
 from zerotrain.engine.buckets.places.home import Home
 from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.buckets.weights import BucketWeights
-from zerotrain.engine.groups.optimizer_factory import tensors_of_state
 from zerotrain.engine.groups.own_numbers import own_numbers
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.ranges import named_range
@@ -92,12 +90,15 @@ class BucketUpdate:
             self._whole_optimizer = groups.optimizer_of(
                 (members[slot].group, target) for slot, target in self.whole.targets.items()
             )
-        kept = Kept(self.master_weight, self.has_copy, self.spans, self.whole, (self._optimizer, self._whole_optimizer))
-        self.home: Home = homes.of_optimizer(self.spec, self._planned_nbytes, kept.tensors)
-        (self.home if self.has_copy else weights.home).tell(kept.follow_master)
+        optimizers = self._optimizer, self._whole_optimizer
+        self.kept = Kept(self.master_weight, self.has_copy, self.spans, self.whole, *optimizers)
+        self.home: Home = homes.of_optimizer(self.spec, self._planned_nbytes, self.kept.tensors)
+        (self.home if self.has_copy else weights.home).tell(self.kept.follow_master)
         self.home.put_away()
         self.home.forget()
         self.device = self.home.device or collectives.world.device
+        self.is_away = self.home.moves or weights.home.moves
+        """Whether something of what is updated lies off the device at rest."""
 
     def _planned_nbytes(self) -> int:
         """Of what is to be at home once the optimizer has made its state."""
@@ -126,38 +127,39 @@ class BucketUpdate:
             must resume it at the same points.
         """
         self._weights.about_to_change()
-        with self._at_hand():
-            with named_range("optimizer", self.spec.name):
-                self._take_writes()
-                gradient = self._gradient.reduced()
-                widened = None
-                if self.has_copy:
-                    widened = self._pool.take(gradient.numel())
-                    gradient = widened.storage[: gradient.numel()].copy_(gradient)
-                if factor is not None:
-                    gradient.mul_(factor.to(gradient.dtype))
-                gradient = gradient.to(self.master_weight.device)  # another one if the update is the host's
-                self.step(gradient)
-                rest: Iterator[None] = iter(())
-                if self.whole is not None:
-                    rest = self.whole.update(gradient, partial(self._run, self._whole_optimizer))
-                if widened is not None:
-                    self._pool.give_back(widened)
-            yield from rest
-            self._refresh()
+        return self._run_at_hand(factor) if self.is_away else self._run_here(factor)
 
-    @contextmanager
-    def _at_hand(self) -> Iterator[None]:
-        """In here what is updated is where it can be computed with, and written to."""
+    def _run_at_hand(self, factor: torch.Tensor | None) -> Iterator[None]:
+        """Bring what is updated to where it can be computed with, and written to, and back."""
         self.home.open()
         try:
             self._weights.home.open(replaced=self.has_copy and not self._weights.writes.are_new)
             try:
-                yield
+                yield from self._run_here(factor)
             finally:
                 self._weights.home.close()
         finally:
             self.home.close()
+
+    def _run_here(self, factor: torch.Tensor | None) -> Iterator[None]:
+        with named_range("optimizer", self.spec.name):
+            self._take_writes()
+            gradient = self._gradient.reduction.reduced()
+            widened = None
+            if self.has_copy:
+                widened = self._pool.take(gradient.numel())
+                gradient = widened.storage[: gradient.numel()].copy_(gradient)
+            if factor is not None:
+                gradient.mul_(factor.to(gradient.dtype))
+            gradient = gradient.to(self.master_weight.device)  # another one if the update is the host's
+            self.step(gradient)
+            rest: Iterator[None] = iter(())
+            if self.whole is not None:
+                rest = self.whole.update(gradient, partial(self._run, self._whole_optimizer))
+            if widened is not None:
+                self._pool.give_back(widened)
+        yield from rest
+        self._refresh()
 
     def step(self, gradient: torch.Tensor) -> None:
         """Update what is updated by elements.
@@ -249,12 +251,4 @@ class BucketUpdate:
         """Bytes of optimizer state and separate master weight on the device between updates."""
         if self.home.nbytes:
             return 0
-        return self.separate_master_nbytes + sum(tensor.nbytes for tensor in self.state_tensors())
-
-    def element_state_nbytes(self) -> int:
-        """Bytes of state this rank keeps of what it updates by elements (0-dim counters left out)."""
-        return sum(tensor.nbytes for tensor in tensors_of_state(self._optimizer))
-
-    def state_tensors(self) -> list[torch.Tensor]:
-        """All state of this rank (0-dim counters left out)."""
-        return [*tensors_of_state(self._optimizer), *tensors_of_state(self._whole_optimizer)]
+        return self.separate_master_nbytes + sum(tensor.nbytes for tensor in self.kept.state_tensors())

@@ -119,7 +119,8 @@ class BucketWeights:
         self.life.become(WeightState.GATHERING)
         self.model_weight.allocate()
         with named_range("gather", self.spec.name):
-            self.home.open()
+            if self.home.moves:
+                self.home.open()
             self._gather.issue()
 
     def finish_gather(self) -> None:
@@ -128,7 +129,8 @@ class BucketWeights:
             return
         with named_range("wait for gather", self.spec.name):
             self._gather.finish()
-            self.home.close(changed=False)
+            if self.home.moves:
+                self.home.close(changed=False)
         self.life.become(WeightState.FULL)
         self._become_live()
 
@@ -152,7 +154,11 @@ class BucketWeights:
 
     def take_writes(self) -> None:
         """Bring `held` up to date with what others than the engine have written into the parameters."""
-        if self.is_full and self.writes.look(self.model_weight.tensor) and self.plan.shards_parameters:
+        if (
+            self.life.state is WeightState.FULL
+            and self.writes.look(self.model_weight.tensor)
+            and self.plan.shards_parameters
+        ):
             self.about_to_change()
             self.home.put_away()
             self.shard.copy_(self.model_weight.tensor[self.own])

@@ -1,12 +1,15 @@
 """What others than the engine write into the parameters of a bucket: `load_state_dict`, `clamp_`, `p.data.mul_`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 _MODULUS = 2**50
 """fp64 holds whole numbers up to 2**53, and the stamp of a step is made of them."""
+
+_version_of: Any = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
 
 class Writes:
@@ -29,7 +32,7 @@ class Writes:
     def _count(self) -> int:
         # Of parameters that are not ready each would be a call into Python.
         with torch._C.DisableTorchFunctionSubclass():
-            return sum([parameter._version for parameter in self._parameters])
+            return sum(map(_version_of, self._parameters))
 
     def look(self, weights: torch.Tensor) -> bool:
         """Whether there may be any since the last look.

@@ -5,13 +5,12 @@ on every rank, as long as all ranks call the same units.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zerotrain.engine.buckets.bucket import Bucket
-from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.buckets.life import Phase, WeightState
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.live_unit import LiveUnit, next_buckets
 
@@ -48,7 +47,7 @@ class Gathers:
             following, before = self._units[index + 1 :], self._units[:index][::-1]
             unit.ahead_in_forward = next_buckets(unit, following, prefetch)
             unit.ahead_in_backward = next_buckets(unit, before, prefetch)
-            if self.plan.shards_parameters:
+            if any(bucket.weights.home.moves for bucket in self._buckets):
                 unit.fetched_in_forward = next_buckets(unit, following, prefetch + 1)[len(unit.ahead_in_forward) :]
                 unit.fetched_in_backward = next_buckets(unit, before, prefetch + 1)[len(unit.ahead_in_backward) :]
 
@@ -84,7 +83,7 @@ class Gathers:
         self._running.clear()
         for bucket in self._buckets:
             if not (backward_follows and bucket.stays_full):
-                self._rest_one(bucket)
+                _rest(bucket)
             elif bucket.weights.is_full:
                 bucket.awaits_backward = True
 
@@ -146,7 +145,7 @@ class Gathers:
         """The backward is over."""
         if self.frees_after_use:
             for bucket in self._buckets:
-                self._rest_one(bucket)
+                _rest(bucket)
 
     # ---- the update
 
@@ -166,12 +165,19 @@ class Gathers:
     def complete(self, buckets: Sequence[Bucket], ahead: Sequence[Bucket] = (), fetched: Sequence[Bucket] = ()) -> None:
         """Gather `buckets` and wait for them; issue the gathers of `ahead` before the wait, so that they run while the
         unit computes, and right behind its own. Begin to fetch the shards of `fetched` from where they lie."""
-        with _outside_transforms():
-            for bucket in (*buckets, *ahead):
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            # torch.func refuses that what it transforms writes to memory it does not know, and a gather does (seen:
+            # `jacrev` and `jvp` over units at stage 3).
+            with temporarily_clear_interpreter_stack():
+                self.complete(buckets, ahead, fetched)
+            return
+        for bucket in (*buckets, *ahead):
+            if bucket.weights.life.state is WeightState.SHARD:
                 bucket.weights.start_gather()
-            for bucket in fetched:
-                bucket.weights.fetch_shard()
-            for bucket in buckets:
+        for bucket in fetched:
+            bucket.weights.fetch_shard()
+        for bucket in buckets:
+            if bucket.weights.life.state is WeightState.GATHERING:
                 bucket.weights.finish_gather()
 
     def rest(self) -> None:
@@ -179,31 +185,22 @@ class Gathers:
         if self.plan.shards_parameters:
             for bucket in self._buckets:
                 bucket.awaits_backward = False
-                self._rest_one(bucket)
+                _rest(bucket)
 
     def free(self) -> None:
         """The step is given up: as `rest`, but a forward before it may still have its backward. A loop for torch calls
         zero_grad between the two."""
         if self.plan.shards_parameters:
             for bucket in self._buckets:
-                self._rest_one(bucket)
-
-    def _rest_one(self, bucket: Bucket) -> None:
-        """Reshard, also a bucket that was gathered ahead and not used."""
-        bucket.weights.finish_gather()
-        bucket.weights.reshard()
+                _rest(bucket)
 
 
 def _needed_by(units: Sequence[LiveUnit]) -> set[Bucket]:
     return {bucket for unit in units for bucket in unit.buckets}
 
 
-def _outside_transforms() -> AbstractContextManager[object]:
-    """torch.func refuses that what it transforms writes to memory it does not know, and a gather does (seen: `jacrev`
-    and `jvp` over units at stage 3)."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return _AS_IT_IS
-    return temporarily_clear_interpreter_stack()
-
-
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+def _rest(bucket: Bucket) -> None:
+    """Reshard, also a bucket that was gathered ahead and not used."""
+    if bucket.weights.life.state is not WeightState.SHARD:
+        bucket.weights.finish_gather()
+        bucket.weights.reshard()

@@ -15,6 +15,8 @@ from torch import nn
 
 from zerotrain.engine.buckets.bucket import Bucket
 
+BEHIND_ALL_NODES = 2**63
+
 
 @dataclass(eq=False)
 class UnitCall:
@@ -71,22 +73,25 @@ class LiveUnit:
     def is_passed(self, position: int, backward: int) -> bool:
         """Whether all gradients of the unit have come that will come in the backward of this number, which is at node
         `position`."""
-        calls = self._open_calls(backward)
         announced = not self.num_silent_calls or self.reached_in == backward
-        return announced and all(position < call.first_node for call in calls)
+        return announced and not self._entered(position, backward)
 
     def was_called(self, backward: int) -> bool:
         """Whether there is a forward that the backward of this number may come through."""
-        return bool(self.num_silent_calls or self._open_calls(backward))
+        return bool(self.num_silent_calls or self._entered(BEHIND_ALL_NODES, backward))
 
     def passes_next(self, position: int, backward: int) -> bool:
         """Whether the unit will be passed as soon as the backward, which has just reached it, comes to another unit."""
-        entered = [call for call in self._open_calls(backward) if position >= call.first_node]
+        entered = self._entered(position, backward)
         return len(entered) == 1 and entered[0].reached_in == backward and not self.calls_units
 
-    def _open_calls(self, backward: int) -> list[UnitCall]:
-        """The forwards that this backward may come through."""
-        return [call for call in self._calls if not call.is_used_up or call.reached_in == backward]
+    def _entered(self, position: int, backward: int) -> list[UnitCall]:
+        """The forwards that this backward may come through, and has begun to or passed by when it is at `position`."""
+        return [
+            call
+            for call in self._calls
+            if position >= call.first_node and (not call.is_used_up or call.reached_in == backward)
+        ]
 
 
 def next_buckets(unit: LiveUnit, following: Sequence[LiveUnit], prefetch: int) -> list[Bucket]:

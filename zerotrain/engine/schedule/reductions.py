@@ -46,6 +46,7 @@ class Reductions:
         self._units_of = units_of
         largest = max((bucket.layout.padded_numel for bucket in trained), default=0)
         self._max_numel_in_flight = MAX_LARGEST_BUCKETS_IN_FLIGHT * largest
+        self._gathers = any(bucket.gradient.reduction.has_gather for bucket in trained)
         self._waiting: deque[TrainedBucket] = deque()
         """Not issued yet, the next first."""
         self._num_prepared = 0
@@ -102,7 +103,7 @@ class Reductions:
             return
         while self._waiting and not self._open_segments[self._waiting[0]] and self.may_go(self._waiting[0]):
             self._reduce_next()
-        if not any(bucket.gradient.ends_with_gather for bucket in self._in_flight):
+        if not (self._gathers and any(bucket.gradient.reduction.ends_with_gather for bucket in self._in_flight)):
             # A gather must not be issued when this rank happens to see its reduction done: the model may have
             # collectives of its own in the backward (batch norm over ranks), and the order among them would differ from
             # rank to rank.
@@ -168,7 +169,7 @@ class Reductions:
 
     def finish(self, *, wait: bool = True) -> None:
         """Finish the reductions under way, or as many of the oldest as are done."""
-        while self._in_flight and (wait or self._in_flight[0].gradient.reduction_done):
+        while self._in_flight and (wait or self._in_flight[0].gradient.reduction.handle.done()):
             self._finish_oldest()
 
     # ---- which bucket goes when
@@ -180,12 +181,11 @@ class Reductions:
             return True
         if bucket.is_read_unannounced or self._reached is None:
             return False
-        return all(
-            unit.passes_next(self._position, self._number)
-            if unit is self._reached
-            else unit.is_passed(self._position, self._number)
-            for unit in units
-        )
+        for unit in units:
+            goes = unit.passes_next if unit is self._reached else unit.is_passed
+            if not goes(self._position, self._number):
+                return False
+        return True
 
     def _is_passed(self, bucket: TrainedBucket, position: int) -> bool:
         """Whether no gradient of a bucket will come any more."""
@@ -234,7 +234,7 @@ class Reductions:
         self._in_flight_numel -= bucket.layout.padded_numel
         bucket.gradient.finish_reduce()
         if self._under_way.completes:
-            self.squares.add(bucket.gradient.take_squares(self._under_way.loss_scale))
+            self.squares.add(bucket.gradient.reduction.take_squares(self._under_way.loss_scale))
 
     def _prepare(self) -> None:
         """Be ready to receive for the next reduction, and for more while there is room."""
@@ -243,7 +243,7 @@ class Reductions:
             ahead_numel = self._in_flight_numel + self._prepared_numel + bucket.layout.padded_numel
             if self._num_prepared and ahead_numel > self._max_numel_in_flight:
                 return
-            bucket.gradient.prepare_reduce()
+            bucket.gradient.reduction.handle.prepare()
             self._num_prepared += 1
             self._prepared_numel += bucket.layout.padded_numel
 

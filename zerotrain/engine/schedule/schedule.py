@@ -10,16 +10,14 @@ from zerotrain.device.device import lies_on_host
 from zerotrain.device.heap import reuse_what_is_freed
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
-from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.buckets.life import Phase, WeightState
 from zerotrain.engine.buckets.parts.segments import Segment
 from zerotrain.engine.model.live_parameter import ENGINE_IS_GONE, LEFT_ITS_UNIT, settle
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.gathers import Gathers
-from zerotrain.engine.schedule.live_unit import LiveUnit, UnitCall
+from zerotrain.engine.schedule.live_unit import BEHIND_ALL_NODES, LiveUnit, UnitCall
 from zerotrain.engine.schedule.reductions import Reductions
 from zerotrain.errors import EngineStateError
-
-_BEHIND_ALL_NODES = 2**63
 
 
 class Schedule:
@@ -40,7 +38,8 @@ class Schedule:
         self.trained = [bucket for bucket in buckets if isinstance(bucket, TrainedBucket)]
         """The buckets with a gradient and an update, in list order."""
         self.gathers = Gathers(units, buckets, options)
-        self.reductions = Reductions(self.trained, self._completing_units())
+        completing = _completing_units(units, self.trained) if self.gathers.frees_after_use else {}
+        self.reductions = Reductions(self.trained, completing)
         self._reuses_heap = lies_on_host(buckets[0].weights.shard) and not options.offload.uses_disk
         """With a disk memory is to be flat."""
         self._frozen = [m for bucket in buckets if bucket not in self.trained for m in bucket.spec.parameters]
@@ -53,16 +52,6 @@ class Schedule:
         """Autograd's number of the backward under way, and the first node that is made within it."""
         self._makes_graphs = False
         """Whether the forward under way is one that a backward may follow."""
-
-    def _completing_units(self) -> dict[TrainedBucket, list[LiveUnit]]:
-        """See `Reductions`. Buckets of the resident root are complete when all units are passed."""
-        if not self.gathers.frees_after_use:
-            return {}
-        blocks = [unit for unit in self.units if unit.modules]
-        return {
-            bucket: [unit for unit in self.units if unit.modules and bucket in unit.buckets] or blocks
-            for bucket in self.trained
-        }
 
     # ---- forward
 
@@ -163,7 +152,7 @@ class Schedule:
             raise EngineStateError(
                 "gradients arrived outside engine.backward(); call engine.backward(loss), not loss.backward()"
             )
-        if not bucket.weights.is_full:
+        if bucket.weights.life.state is not WeightState.FULL:
             raise EngineStateError(LEFT_ITS_UNIT.format(bucket.spec.name))
         if self.reductions.arrived(bucket, segment):
             if self.reductions.may_go(bucket):
@@ -234,7 +223,16 @@ class BucketOwner:
         return next(managed.names[0] for managed in self._bucket.spec.parameters if managed.parameter is parameter)
 
 
+def _completing_units(
+    units: Sequence[LiveUnit], trained: Sequence[TrainedBucket]
+) -> dict[TrainedBucket, list[LiveUnit]]:
+    """The units whose backward completes each bucket, see `Reductions`. Buckets of the resident root are complete when
+    all units are passed."""
+    blocks = [unit for unit in units if unit.modules]
+    return {bucket: [unit for unit in blocks if bucket in unit.buckets] or blocks for bucket in trained}
+
+
 def _node_under_way() -> int:
     """The number of the node that a backward is at."""
     node = torch._C._current_autograd_node()
-    return _BEHIND_ALL_NODES if node is None else node._sequence_nr()
+    return BEHIND_ALL_NODES if node is None else node._sequence_nr()

@@ -69,7 +69,7 @@ class OptimizerStep:
             # Taken in fp32, since it is only shown. A gradient of 1e20 is finite, and its square is not.
             squares = StepSquares()
             for bucket in schedule.trained:
-                squares.add(bucket.gradient.take_squares(loss_scale, exact=True))
+                squares.add(bucket.gradient.reduction.take_squares(loss_scale, exact=True))
             norm_value, coefficient_value, signals, coefficient, stamps = self._norm(squares, param_groups)
         skipped = not math.isfinite(norm_value)
         if skipped:
@@ -132,7 +132,8 @@ def update_all(trained: Sequence[TrainedBucket], gathers: Gathers, factor: torch
 def fetch_next(trained: Sequence[TrainedBucket], place: int) -> None:
     """Begin to fetch what the update of this bucket and the next will need, where it lies off the device."""
     for bucket in trained[place : place + 2]:
-        bucket.update.fetch()
+        if bucket.update.is_away:
+            bucket.update.fetch()
 
 
 def _update(bucket: TrainedBucket, gathers: Gathers, factor: torch.Tensor | None) -> Iterator[None]:

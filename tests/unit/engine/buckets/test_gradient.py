@@ -54,7 +54,7 @@ def test_the_mean_over_ranks_is_cut_into_shards_and_zero_between_and_behind_the_
         fill(bucket, gradient, *(10.0 ** (i + 1) + world.rank for i in range(3)))
         assert [parameter.grad for parameter in bucket.parameters] == [None] * 3
         reduce(gradient)
-        return gradient.shard.clone(), gradient.reduced().clone(), bucket.flat([11, 101, 1001])
+        return gradient.shard.clone(), gradient.reduction.reduced().clone(), bucket.flat([11, 101, 1001])
 
     results, _ = run_threads(on_a_rank, 3)
     for shard, reduced, expected in results:
@@ -76,7 +76,7 @@ def test_a_parameter_without_a_gradient_counts_as_zeros_whatever_its_place_held(
         gradient.drop()
         fill(bucket, gradient, 1, None, 2)
         reduce(gradient)
-        assert torch.equal(gradient.reduced(), bucket.flat([1, None, 2]))
+        assert torch.equal(gradient.reduction.reduced(), bucket.flat([1, None, 2]))
         gradient.drop()
 
 
@@ -90,7 +90,7 @@ def test_in_bf16_micro_batches_are_added_in_fp32_and_rounded_once(stage: int) ->
             fill(bucket, gradient, value, value, 3, more_to_come=True)
         fill(bucket, gradient, 1, None, 3)
         reduce(gradient)
-        assert torch.equal(gradient.reduced().float(), bucket.flat([258, 257, 12]).bfloat16().float())
+        assert torch.equal(gradient.reduction.reduced().float(), bucket.flat([258, 257, 12]).bfloat16().float())
         gradient.drop()
         assert bucket.pool.lent_nbytes == 0
 
@@ -112,7 +112,7 @@ def test_a_second_reduced_backward_adds_to_the_first(precision: str, stage: int)
         for value in (1.0, 2.0, 4.0):
             fill(bucket, gradient, value, value + 2 * world.rank, None)
             reduce(gradient)
-        gradient.reduced()
+        gradient.reduction.reduced()
         return gradient.shard.float(), bucket.flat([7, 10, None])
 
     results, _ = run_threads(on_a_rank, 2)
@@ -137,7 +137,7 @@ def test_dropped_while_it_is_filled_it_forgets_also_the_earlier_sum_and_gives_ba
     assert gradient.is_empty
     fill(bucket, gradient, 3, 4, 5)
     reduce(gradient)
-    assert torch.equal(gradient.reduced().float(), bucket.flat([3, 4, 5]))
+    assert torch.equal(gradient.reduction.reduced().float(), bucket.flat([3, 4, 5]))
 
 
 def test_dropped_at_stage_0_it_waits_for_the_gather_that_is_under_way() -> None:
@@ -146,11 +146,11 @@ def test_dropped_at_stage_0_it_waits_for_the_gather_that_is_under_way() -> None:
         gradient = bucket.gradient()
         fill(bucket, gradient, 1, 1, 1)
         reduce(gradient)
-        assert gradient.ends_with_gather
+        assert gradient.reduction.ends_with_gather
         gradient.drop()
         fill(bucket, gradient, 2, 2, 2)  # into the memory that the gather writes
         reduce(gradient)
-        return torch.equal(gradient.reduced(), bucket.flat([2, 2, 2]))
+        return torch.equal(gradient.reduction.reduced(), bucket.flat([2, 2, 2]))
 
     assert run_threads(on_a_rank, 3)[0] == [True] * 3
 
@@ -171,8 +171,8 @@ def test_a_loss_scale_is_left_in_the_sum_and_taken_out_of_the_norm() -> None:
     gradient = bucket.gradient()
     fill(bucket, gradient, 3 * 1024.0)
     reduce(gradient)
-    assert norm_of_digit_sums(digit_sums(gradient.take_squares(loss_scale=1024.0))).item() == 6.0
-    assert torch.equal(gradient.reduced(), bucket.flat([3072]))
+    assert norm_of_digit_sums(digit_sums(gradient.reduction.take_squares(loss_scale=1024.0))).item() == 6.0
+    assert torch.equal(gradient.reduction.reduced(), bucket.flat([3072]))
 
 
 def test_segments_are_of_256_kib_at_least_and_hold_each_parameter_once_in_order() -> None:
@@ -195,7 +195,7 @@ def test_each_segment_is_filled_and_added_to_by_itself() -> None:
     for segment in gradient.segments:
         gradient.fill(segment)
     reduce(gradient)
-    assert torch.equal(gradient.reduced(), bucket.flat([11, 20]))
+    assert torch.equal(gradient.reduction.reduced(), bucket.flat([11, 20]))
 
 
 def test_what_was_not_moved_into_the_bucket_is_forgotten_when_told() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from zerotrain.comm.ranks.world import World
 from zerotrain.engine.buckets.bucket import Bucket
-from zerotrain.engine.buckets.life import Phase
+from zerotrain.engine.buckets.life import Phase, WeightState
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.gathers import Gathers
 from zerotrain.engine.schedule.live_unit import LiveUnit
@@ -18,29 +18,32 @@ from zerotrain.settings import EngineConfig, ZeroConfig
 class Weights:
     """Writes down what it is told, in one list for all buckets."""
 
+    are_away = False
+
     def __init__(self, name: str, told: list[str]) -> None:
-        self.spec, self.told, self.state = SimpleNamespace(name=name), told, "rest"
+        self.spec, self.layout, self.told = SimpleNamespace(name=name), None, told
+        self.life, self.home = SimpleNamespace(state=WeightState.SHARD), SimpleNamespace(moves=self.are_away)
 
     @property
     def is_full(self) -> bool:
-        return self.state == "full"
+        return self.life.state is WeightState.FULL
 
-    def _go(self, start: str, to: str, word: str) -> None:
-        if self.state == start:
-            self.state = to
+    def _go(self, start: WeightState, to: WeightState, word: str) -> None:
+        if self.life.state is start:
+            self.life.state = to
             self.told.append(f"{word} {self.spec.name}")
 
     def start_gather(self) -> None:
-        self._go("rest", "coming", "gather")
+        self._go(WeightState.SHARD, WeightState.GATHERING, "gather")
 
     def fetch_shard(self) -> None:
         """Where shards lie off the device: nothing here."""
 
     def finish_gather(self) -> None:
-        self._go("coming", "full", "wait")
+        self._go(WeightState.GATHERING, WeightState.FULL, "wait")
 
     def reshard(self) -> None:
-        self._go("full", "rest", "free")
+        self._go(WeightState.FULL, WeightState.SHARD, "free")
 
     def prepare_gather(self) -> None:
         self.told.append(f"prepare {self.spec.name}")
@@ -49,8 +52,10 @@ class Weights:
 class FetchedWeights(Weights):
     """Whose shards lie off the device."""
 
+    are_away = True
+
     def fetch_shard(self) -> None:
-        if self.state == "rest":
+        if self.life.state is WeightState.SHARD:
             self.told.append(f"fetch {self.spec.name}")
 
 
@@ -162,13 +167,13 @@ def test_behind_a_forward_without_a_backward_all_is_free(world: World) -> None:
     assert model.forward(backward_follows=False) == (
         "gather root gather a wait root gather b wait a free a gather c wait b free b wait c free root free c"
     )
-    assert {bucket.weights.state for bucket in model.buckets.values()} == {"rest"}
+    assert {bucket.weights.life.state for bucket in model.buckets.values()} == {WeightState.SHARD}
 
 
 def test_what_was_gathered_ahead_and_not_used_is_freed_too(world: World) -> None:
     model = Model(world)
     model.forward("a", backward_follows=False)
-    assert {bucket.weights.state for bucket in model.buckets.values()} == {"rest"}
+    assert {bucket.weights.life.state for bucket in model.buckets.values()} == {WeightState.SHARD}
 
 
 def test_an_evaluation_between_forward_and_backward_frees_what_the_backward_then_gathers_again(world: World) -> None:

@@ -33,7 +33,8 @@ class Written:
                 self.told.append(f"fetch {name}")
 
         gradient = SimpleNamespace(drop=lambda: self.told.append(f"drop {name}"))
-        return SimpleNamespace(name=name, update=SimpleNamespace(run=run, fetch=fetch), gradient=gradient)
+        update = SimpleNamespace(run=run, fetch=fetch, is_away=self.fetches)
+        return SimpleNamespace(name=name, update=update, gradient=gradient)
 
     def prepare_updated(self, buckets: Any) -> None:
         self.told.append("prepare " + "".join(bucket.name for bucket in buckets))

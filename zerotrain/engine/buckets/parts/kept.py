@@ -7,6 +7,7 @@ import torch
 
 from zerotrain.engine.buckets.parts.spans import Span
 from zerotrain.engine.buckets.parts.whole_tensors import WholeTensors
+from zerotrain.engine.groups.optimizer_factory import tensors_of_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,17 +19,26 @@ class Kept:
     """Whether that is kept apart from the model's weight."""
     spans: Sequence[Span]
     whole: WholeTensors | None
-    optimizers: Sequence[torch.optim.Optimizer | None]
+    by_elements: torch.optim.Optimizer | None
+    of_whole: torch.optim.Optimizer | None
 
     def tensors(self) -> Iterator[tuple[Hashable, torch.Tensor]]:
         """What is to be at home."""
         if self.has_copy:
             yield "master weight", self.master_weight
-        for number, optimizer in enumerate(self.optimizers):
+        for number, optimizer in enumerate((self.by_elements, self.of_whole)):
             for place, state in enumerate(optimizer.state.values() if optimizer is not None else ()):
                 for name, value in state.items():
                     if type(value) is torch.Tensor and value.ndim > 0:
                         yield (number, place, name), value
+
+    def element_state_nbytes(self) -> int:
+        """Bytes of state this rank keeps of what it updates by elements (0-dim counters left out)."""
+        return sum(tensor.nbytes for tensor in tensors_of_state(self.by_elements))
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """All state of this rank (0-dim counters left out)."""
+        return [*tensors_of_state(self.by_elements), *tensors_of_state(self.of_whole)]
 
     def follow_master(self) -> None:
         """The master weight has other memory under it: so have the parts of it that are updated."""

@@ -27,6 +27,8 @@ one by another."""
 class Home:
     """This one is the device: what is there stays there."""
 
+    moves: bool = False
+    """Whether the tensors are elsewhere at rest: where they are not, nothing below does anything."""
     device: torch.device | None = None
     """On which the tensors are when they are open; None: on the device."""
 
@@ -117,6 +119,8 @@ class OffloadedHome(Home):
     Raises:
         OffloadError: the tier has no room.
     """
+
+    moves = True
 
     def __init__(self, windows: Windows, planned_nbytes: int, tensors: Tensors, *, in_place: bool) -> None:
         self._windows, self._tensors = windows, tensors

@@ -1,0 +1,144 @@
+"""The reduction of one bucket's gradient over the ranks: this rank's part of what comes of it."""
+
+import torch
+
+from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.engine.buckets.parts.norm import BlockSquares
+from zerotrain.engine.model.ranges import named_range
+from zerotrain.engine.options import EngineOptions
+
+
+class BucketReduction:
+    """Reduces what one bucket was filled with, once or for each of several backwards, and adds those up.
+
+    Args:
+        shard: (shard_numel,) compute dtype: gets this rank's part.
+        whole: (padded_numel,) around the shard, where gradients are replicated; None where they are sharded.
+        master: the dtype that the parts of several backwards are added in.
+        wire_pool: lends buffers of the dtype that is sent.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shard: torch.Tensor,
+        whole: torch.Tensor | None,
+        *,
+        master: torch.dtype,
+        options: EngineOptions,
+        collectives: Collectives,
+        wire_pool: ScratchPool,
+    ) -> None:
+        self._name, self._master, self._wire_pool = name, master, wire_pool
+        self.shard = shard
+        self._exact_norm = options.given.max_grad_norm is not None
+        self.completes = True
+        """Whether the reduction under way, or the last, was that of the step's last backward."""
+        self._widened: Scratch | None = None
+        """What is reduced in the dtype of the wire, where it was filled in another."""
+        self._sum: torch.Tensor | None = None
+        """(shard_numel,) master dtype: what the backwards of this step have reduced, from the second on."""
+        self._squares: BlockSquares | None = None
+        """Of the reduction under way, taken while the mean is in the cache; None where that is not the whole."""
+        self.handle = collectives.reduction(name, shard, wire_pool, leaves_per_rank=options.leaves_per_rank)
+        """To be prepared before what the other ranks send may come, which may be before this rank's own part."""
+        self._updated = shard if whole is None or options.plan.shards_optimizer else whole
+        """What the optimizer of this rank reads."""
+        self._gather = None
+        if whole is not None and not options.plan.shards_optimizer:
+            self._gather = collectives.gather(f"the gradient of {name}", whole, shard)
+
+    @property
+    def wire_itemsize(self) -> int:
+        """Bytes of an element while it is reduced."""
+        return self._wire_pool.dtype.itemsize
+
+    @property
+    def has_gather(self) -> bool:
+        """Whether the reduced shards are gathered at once, since the optimizer is replicated."""
+        return self._gather is not None
+
+    @property
+    def ends_with_gather(self) -> bool:
+        """Whether `gather` issues one."""
+        return self._gather is not None and self.completes
+
+    def keep_sum(self) -> None:
+        """Another backward will be reduced: keep what those before it came to."""
+        self._finish_gather()
+        if self._sum is None:
+            self._sum = self.shard.to(self._master, copy=True)
+
+    def issue(self, root: torch.Tensor, *, completes: bool) -> None:
+        """Issue it.
+
+        Args:
+            root: (padded_numel,) the sum of this rank's leaves.
+            completes: it is the step's last.
+        """
+        if root.dtype != self._wire_pool.dtype:
+            self._widened = self._wire_pool.take(root.numel())
+            root = self._widened.storage[: root.numel()].copy_(root)
+        self.completes = completes
+        self._squares = None
+        if completes and self._sum is None:
+            self._squares = BlockSquares(self.shard, exact=self._exact_norm)
+        squares = None if self._squares is None else self._squares.take
+        with named_range("reduce", self._name):
+            self.handle.issue(root, squares)
+
+    def finish(self) -> None:
+        """Wait for it, and leave the sum over all backwards in `shard`. Before the loans are given back."""
+        with named_range("wait for reduce", self._name):
+            self.handle.wait()
+        with named_range("sum", self._name):
+            self.handle.finish()
+        if self._sum is not None:
+            self.shard.copy_(self._sum.add_(self.shard))
+            if self._sum.dtype == self.shard.dtype:
+                self._sum = None
+
+    def gather(self) -> None:
+        """Where the optimizer is replicated, issue the gather of the reduced shards. `reduced` waits for it."""
+        if self._gather is not None and self.completes:
+            with named_range("gather gradient", self._name):
+                self._gather.issue()
+
+    def take_squares(self, loss_scale: float, *, exact: bool = False) -> torch.Tensor:
+        """(shard_numel / 64,) fp64: the sum of squares of each block of `shard`, for the norm.
+
+        Args:
+            loss_scale: a power of two that the gradient is too large by, and will be divided by later.
+            exact: also where the norm is only shown, and squares beyond fp32 would make it NaN.
+        """
+        with named_range("square", self._name):
+            blocks, self._squares = self._squares, None
+            if blocks is None:
+                blocks = BlockSquares(self.shard, exact=exact or self._exact_norm)
+                blocks.take(0, self.shard)
+            squares = blocks.squares()
+            # Of the squares, not of their digits: numbers of another size would be cut at other bits.
+            return squares if loss_scale == 1.0 else squares.div_(loss_scale**2)
+
+    def reduced(self) -> torch.Tensor:
+        """The reduced gradient over this rank's optimizer range, compute dtype."""
+        self._finish_gather()
+        return self._updated
+
+    def drop(self) -> None:
+        """Forget what it came to. A reduction that was prepared will not come, on any rank."""
+        self._finish_gather()
+        self.handle.withdraw()
+        self._squares = self._sum = None
+
+    def give_back(self) -> None:
+        """Nothing is on the wire any more: end the loan."""
+        if self._widened is not None:
+            self._wire_pool.give_back(self._widened)
+            self._widened = None
+
+    def _finish_gather(self) -> None:
+        if self._gather is not None and self._gather.is_under_way:
+            with named_range("wait for gather gradient", self._name):
+                self._gather.finish()
