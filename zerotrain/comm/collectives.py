@@ -11,7 +11,7 @@ from zerotrain.comm.accounts.journal import Journal
 from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.accounts.notes import Notes
 from zerotrain.comm.accounts.whereabouts import by_rank
-from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec
+from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, Reduction, ReductionSpec
 from zerotrain.comm.process_groups import ProcessGroups
 from zerotrain.comm.ranks.world import World
 from zerotrain.comm.scratch import ScratchPool
@@ -86,7 +86,15 @@ class Collectives:
     ) -> Exchange:
         """Issue an all-to-all: `sent` and `received` hold one part for each rank, of so many elements, none for this
         one."""
-        exchange = self._wire.exchange(name, self._journal, sent, received, sent_numels, received_numels)
+        spec = ExchangeSpec(
+            name=name,
+            journal=self._journal,
+            sent=sent,
+            received=received,
+            sent_numels=sent_numels,
+            received_numels=received_numels,
+        )
+        exchange = self._wire.exchange(spec)
         exchange.issue()
         return exchange
 

@@ -222,12 +222,28 @@ class Reduction(Handle):
         self._full = self._watch = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExchangeSpec:
+    """What an exchange is to do, whatever carries it. `sent` and `received` hold one part for each rank."""
+
+    name: str
+    journal: Journal
+    sent: torch.Tensor
+    received: torch.Tensor
+    sent_numels: list[int]
+    """Elements of each part, which may be 0."""
+    received_numels: list[int]
+
+
 class Exchange(Handle):
     """An all-to-all of parts that need not be equal, made once."""
 
     kind = "exchange"
     ledger_kind = "exchange"
 
-    def issue(self) -> None:
-        """Start."""
-        self._issue_noted()
+    def __init__(self, spec: ExchangeSpec) -> None:
+        super().__init__(spec.name, spec.journal)
+        self.spec, self.sent_nbytes = spec, spec.sent.nbytes
+
+    issue = Handle._issue_noted
+    """Start."""

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from zerotrain.comm.accounts.frames import gather_framed
 from zerotrain.comm.accounts.journal import Journal
-from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec
+from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, Reduction, ReductionSpec
 from zerotrain.comm.ranks.world import Shards, backend_of
 from zerotrain.comm.wire import NOT_TELLABLE, Wire
 from zerotrain.comm.wires.backend_handles import (
@@ -117,18 +117,9 @@ class ProcessGroups(Wire):
             return PostedReduction(spec, self._reductions, next(self._shards.tags))
         return OrderedReduction(spec, self._reductions, self._is_gloo)
 
-    def exchange(
-        self,
-        name: str,
-        journal: Journal,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        sent_numels: list[int],
-        received_numels: list[int],
-    ) -> Exchange:
+    def exchange(self, spec: ExchangeSpec) -> Exchange:
         # The group of the reductions: they are over when weights are updated, while gathers may be under way.
-        numels = (sent_numels, received_numels)
-        return AllToAll(name, journal, sent, received, numels, self._reductions, self._is_gloo)
+        return AllToAll(spec, self._reductions, self._is_gloo)
 
     def gather_small(self, values: torch.Tensor, name: str = "") -> torch.Tensor:
         if self._is_gloo_on_cpu:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zerotrain.comm.accounts.journal import Journal
-from zerotrain.comm.handles import Exchange, Gather, Reduction, ReductionSpec
+from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, Reduction, ReductionSpec
 from zerotrain.comm.means import mean_by_tree
 from zerotrain.errors import EngineStateError
 
@@ -49,16 +49,8 @@ class Wire(ABC):
         """See `Reduction`. What is sent is of the dtype of `pool`, and what is received lies in its buffers."""
 
     @abstractmethod
-    def exchange(
-        self,
-        name: str,
-        journal: Journal,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        sent_numels: list[int],
-        received_numels: list[int],
-    ) -> Exchange:
-        """See `Exchange`. `sent` and `received` hold one part for each rank, of so many elements, which may be 0."""
+    def exchange(self, spec: ExchangeSpec) -> Exchange:
+        """See `Exchange`."""
 
     @abstractmethod
     def gather_small(self, values: torch.Tensor, name: str = "") -> torch.Tensor:
@@ -88,16 +80,8 @@ class Alone(Wire):
     def reduction(self, spec: ReductionSpec) -> Reduction:
         return _CopiedReduction(spec)
 
-    def exchange(
-        self,
-        name: str,
-        journal: Journal,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        sent_numels: list[int],
-        received_numels: list[int],
-    ) -> Exchange:
-        raise ValueError(f"an exchange of {name} between one rank; this is a fault of zerotrain itself")
+    def exchange(self, spec: ExchangeSpec) -> Exchange:
+        raise ValueError(f"an exchange of {spec.name} between one rank; this is a fault of zerotrain itself")
 
     def gather_small(self, values: torch.Tensor, name: str = "") -> torch.Tensor:
         return values.view(1, -1)

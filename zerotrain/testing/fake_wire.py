@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from zerotrain.comm.accounts.frames import OtherNamesError
 from zerotrain.comm.accounts.journal import Journal
-from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, ReductionSpec
+from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, Handle, Reduction, ReductionSpec
 from zerotrain.comm.means import mean_by_tree
 from zerotrain.comm.ranks.world import Shards, World
 from zerotrain.comm.wire import Wire
@@ -126,16 +126,8 @@ class FakeWire(Wire):
     def reduction(self, spec: ReductionSpec) -> Reduction:
         return _FakeReduction(self, spec)
 
-    def exchange(
-        self,
-        name: str,
-        journal: Journal,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        sent_numels: list[int],
-        received_numels: list[int],
-    ) -> Exchange:
-        return _FakeExchange(self, name, journal, sent, received, sent_numels)
+    def exchange(self, spec: ExchangeSpec) -> Exchange:
+        return _FakeExchange(self, spec)
 
     def gather_small(self, values: torch.Tensor, name: str = "") -> torch.Tensor:
         return torch.stack(self.gather_objects(values.clone(), name))
@@ -219,29 +211,17 @@ class _FakeReduction(_Fake, Reduction):
 
 
 class _FakeExchange(_Fake, Exchange):
-    def __init__(
-        self,
-        wire: FakeWire,
-        name: str,
-        journal: Journal,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        sent_numels: list[int],
-    ) -> None:
-        super().__init__(wire, name, journal)
-        self._sent, self._received, self._numels = sent, received, sent_numels
-        self.sent_nbytes = sent.nbytes
-
     def _issue(self) -> None:
-        self._received.fill_(float("nan"))
-        self._before = self._sent.clone()
-        self._send(self._before.split(self._numels))
+        self.spec.received.fill_(float("nan"))
+        self._before = self.spec.sent.clone()
+        self._send(self._before.split(self.spec.sent_numels))
 
     def _complete(self) -> None:
-        assert torch.equal(self._sent, self._before), f"{self.name} was changed while it was on the wire"
-        assert self._received.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
-        self._sent.fill_(float("nan"))  # a buffer that is given back now
-        torch.cat([parts[self._wire.rank] for parts in self._arrived], out=self._received)
+        sent, received = self.spec.sent, self.spec.received
+        assert torch.equal(sent, self._before), f"{self.name} was changed while it was on the wire"
+        assert received.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
+        sent.fill_(float("nan"))  # a buffer that is given back now
+        torch.cat([parts[self._wire.rank] for parts in self._arrived], out=received)
 
 
 def run_threads(

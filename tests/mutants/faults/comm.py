@@ -118,8 +118,8 @@ FAULTS = {
     ),
     "exchange-sizes-swapped": Fault(
         BACKEND,
-        "self._received, self._sent, received_numels, sent_numels, group",
-        "self._received, self._sent, sent_numels, received_numels, group",
+        "spec.received_numels, spec.sent_numels, group",
+        "spec.sent_numels, spec.received_numels, group",
         "what is sent is cut as what is received",
         REAL,
     ),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.autograd import profiler
 
 from zerotrain.comm.accounts.journal import Journal
-from zerotrain.comm.handles import Exchange, Gather, Handle, Reduction, ReductionSpec
+from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, Handle, Reduction, ReductionSpec
 from zerotrain.comm.means import mean_by_tree
 
 # torch 2.13 renames these two and warns about the old names; torch 2.11 has only those.
@@ -112,26 +112,15 @@ class OrderedReduction(_BackendReduction):
 class AllToAll(Works, Exchange):
     """torch's all-to-all of parts of any size."""
 
-    def __init__(
-        self,
-        name: str,
-        journal: Journal,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        numels: tuple[list[int], list[int]],
-        group: dist.ProcessGroup,
-        is_gloo: bool,
-    ) -> None:
-        super().__init__(name, journal)
-        self._sent, self._received, self._numels = sent, received, numels
+    def __init__(self, spec: ExchangeSpec, group: dist.ProcessGroup, is_gloo: bool) -> None:
+        super().__init__(spec)
         self._group, self._is_gloo = group, is_gloo
-        self.sent_nbytes = sent.nbytes
 
     def _issue(self) -> None:
-        sent_numels, received_numels = self._numels
+        spec = self.spec
         with unseen_by_profiler(self._is_gloo):
             work = dist.all_to_all_single(
-                self._received, self._sent, received_numels, sent_numels, group=self._group, async_op=True
+                spec.received, spec.sent, spec.received_numels, spec.sent_numels, group=self._group, async_op=True
             )
         self._works = [work]
 
