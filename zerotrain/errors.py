@@ -47,10 +47,19 @@ class CommError(ZeroTrainError):
         unheard: the ranks that were waited for in vain and of which nothing was heard meanwhile.
         where: what they were waited for in, such as "gather of blocks.0 (step 3, forward)".
         waited_s: how long.
+        is_own: whether this rank itself is the cause: the system gave it no more files, threads or memory.
     """
 
-    def __init__(self, message: str, *, unheard: tuple[int, ...] = (), where: str = "", waited_s: float = 0.0) -> None:
-        self.unheard, self.where, self.waited_s = unheard, where, waited_s
+    def __init__(
+        self,
+        message: str,
+        *,
+        unheard: tuple[int, ...] = (),
+        where: str = "",
+        waited_s: float = 0.0,
+        is_own: bool = False,
+    ) -> None:
+        self.unheard, self.where, self.waited_s, self.is_own = unheard, where, waited_s, is_own
         super().__init__(message)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from zerotrain.comm.accounts.shortage import shortage
 from zerotrain.errors import CommError
 
 GRACE_S = 2.0
@@ -34,6 +35,11 @@ def by_rank(values: Sequence[object]) -> str:
 
 def _short(value: object) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a backend says, without where in the backend, and its call stack."""
+    return _WHERE_IN_GLOO.sub("", str(error).split("\n")[0])
 
 
 def _outside() -> str:
@@ -75,13 +81,17 @@ class Whereabouts:
         if self._lost is not None:
             return self._lost
         here = f"{collective} ({self.describe()})"
+        if lacking := shortage(error):
+            said = f"rank {self.rank} failed in {here}: {first_line(error)}; {lacking}"
+            self._lost = CommError(said, where=here, waited_s=waited_s, is_own=True)
+            return self._lost
         heard = self._exchange_words(here)
         lines = [f"rank {rank} failed in {where}" for rank, where in sorted(heard.items())]
         silent = [rank for rank in range(self.size) if rank != self.rank and rank not in heard]
         if silent:
             ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
             lines.append(f"nothing is known of {ranks}, which may compute, sleep or be gone")
-        reason = _WHERE_IN_GLOO.sub("", str(error).split("\n")[0])
+        reason = first_line(error)
         self._lost = CommError(
             f"rank {self.rank} failed in {here} after {waited_s:.1f} s: {reason}; {'; '.join(lines)}. All ranks must "
             "make the same calls in the same order",

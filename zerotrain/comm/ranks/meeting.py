@@ -1,4 +1,5 @@
-"""Where the ranks of a run meet: a store that all of them reach, and the wait there until all have come."""
+"""Where the ranks of a run meet: a store that all of them reach, the wait there until all have come, and what they make
+together then."""
 
 import contextlib
 import itertools
@@ -8,10 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
+from zerotrain.comm.accounts.shortage import shortage
+from zerotrain.comm.accounts.whereabouts import first_line
 from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
+from zerotrain.comm.ranks.within import within
 from zerotrain.errors import CommError, ConfigError
 
 REMINDER_S = 10.0
@@ -20,10 +25,19 @@ _POLL_S = 0.05
 """Torch's own waits say something of their own on stderr when their time is up."""
 _RANKS_PER_POLL_S = 2000
 """Many ranks ask less often: all ask one store for all."""
+_STORE_LIMIT_S = 10.0
+"""A store that was reached a moment ago answers within this, or is gone."""
+_GRACE_S = 3.0
+"""How long a rank that gives up waits for the others' words: they give up almost together."""
+_WHERE = "the meeting of the ranks"
 _opened: dict[RankEnvironment, dist.Store] = {}
 """The stores of this process. A port can be listened to once."""
 _worlds = itertools.count()
 """Meetings of this process. In the same store each has keys of its own: those of the last are still there."""
+_makings = itertools.count()
+"""Likewise, of what ranks make together."""
+
+T = TypeVar("T")
 
 
 def open_store(ranks: RankEnvironment, timeout_s: float, *, across_restarts: bool = False) -> dist.Store:
@@ -44,27 +58,61 @@ def open_store(ranks: RankEnvironment, timeout_s: float, *, across_restarts: boo
         _opened[ranks] = _open(ranks, timeout_s)
     opened = _opened[ranks]
     opened.set_timeout(timedelta(seconds=timeout_s))
-    return dist.PrefixStore("zerotrain/kept" if across_restarts else f"zerotrain/{num_restarts()}", opened)
+    return dist.PrefixStore("zerotrain/kept", opened) if across_restarts else _of_this_start(opened)
 
 
 def meet(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
     """Wait until all ranks have come, and return a store for what they do together.
 
     Raises:
-        CommError: some have not come within the time.
+        CommError: some have not come within the time, or who keeps the store is gone.
         ConfigError: processes were started as the same rank, or of another number of ranks; or as of `open_store`.
     """
     world = dist.PrefixStore(f"world/{next(_worlds)}", open_store(ranks, timeout_s))
     came = dist.PrefixStore("came", world)
-    if came.add(f"processes/{ranks.rank}", 1) > 1:
+    try:
+        num_processes = came.add(f"processes/{ranks.rank}", 1)
+        if num_processes == 1:
+            came.set(str(ranks.rank), str(ranks.world_size))
+            await_ranks(came, ranks, range(ranks.world_size), timeout_s)
+            # Who was told of more ranks than rank 0 finds all there too.
+            size = int(came.get("0"))
+    except dist.DistError as error:
+        raise _keeper_is_gone(ranks) from error
+    if num_processes > 1:
         raise ConfigError(f"RANK: got {ranks.rank}, as which another process was started too; give each its own")
-    came.set(str(ranks.rank), str(ranks.world_size))
-    await_ranks(came, ranks, range(ranks.world_size), timeout_s)
-    # Who was told of more ranks than rank 0 finds all there too.
-    size = int(came.get("0"))
     if size != ranks.world_size:
         raise ConfigError(f"WORLD_SIZE: got {ranks.world_size}, and rank 0 got {size}; give all ranks the same")
     return world
+
+
+def make_together(ranks: RankEnvironment, make: Callable[[], T], limit_s: float) -> T:
+    """What all ranks make at once, since all have come. One that dies meanwhile is not waited for as a late one is.
+
+    Raises:
+        CommError: they could not; it names those of which nothing was heard.
+    """
+    place, started_s = f"gave_up/{next(_makings)}", time.monotonic()
+    try:
+        return within(limit_s, make)
+    except (RuntimeError, TimeoutError) as error:
+        lacking = shortage(error)
+        reason = f"{first_line(error)}; {lacking}" if lacking else first_line(error)
+        said = _exchange_reasons(ranks, place, reason, started_s + limit_s + _GRACE_S)
+        if lacking:
+            message = f"rank {ranks.rank} failed in {_WHERE}: {reason}"
+            raise CommError(message, where=_WHERE, waited_s=time.monotonic() - started_s, is_own=True) from error
+        if said is None:
+            raise _keeper_is_gone(ranks) from error
+        silent = [rank for rank in range(ranks.world_size) if rank not in said]
+        who = f"{_named(silent)} came to {_WHERE}, and did not join the others: killed, or stopped"
+        reasons = (f"rank {rank}: {words}" for rank, words in sorted(said.items()))
+        raise CommError(
+            "; ".join([who if silent else f"{_WHERE} failed", *reasons]),
+            unheard=tuple(silent),
+            where=_WHERE,
+            waited_s=time.monotonic() - started_s,
+        ) from error
 
 
 def await_ranks(came: dist.Store, ranks: RankEnvironment, awaited: Sequence[int], timeout_s: float) -> None:
@@ -88,7 +136,7 @@ def await_ranks(came: dist.Store, ranks: RankEnvironment, awaited: Sequence[int]
             f"{_named(absent)} did not come within {timeout_s:g} s (World.from_environment(timeout_s=...)); start all "
             "ranks, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
             unheard=tuple(absent),
-            where="the meeting of the ranks",
+            where=_WHERE,
             waited_s=timeout_s,
         )
 
@@ -98,28 +146,104 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
 
 
+def _of_this_start(store: dist.Store) -> dist.Store:
+    """The place of ranks that torchrun may start again in the same store."""
+    return dist.PrefixStore(f"zerotrain/{num_restarts()}", store)
+
+
+def _exchange_reasons(ranks: RankEnvironment, place: str, reason: str, deadline_s: float) -> dict[int, str] | None:
+    """Why each rank gave up that says so in time; None where the store is gone.
+
+    Raises:
+        CommError: this rank cannot reach the store for want of something.
+    """
+    said = {ranks.rank: reason}
+    try:
+        # A connection of its own: that of the process answers nobody while something is waited for in it.
+        store = dist.PrefixStore(place, _of_this_start(_reach(ranks, _STORE_LIMIT_S)))
+        store.set(str(ranks.rank), reason)
+    except (CommError, ConfigError, RuntimeError) as unreached:
+        if isinstance(unreached, CommError) and unreached.is_own:
+            raise
+        return None
+    with contextlib.suppress(dist.DistError):  # who keeps the store has heard all, and ended
+        while len(said) < ranks.world_size and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+            for rank in set(range(ranks.world_size)) - set(said):
+                if store.check([str(rank)]):
+                    said[rank] = store.get(str(rank)).decode(errors="replace")
+    if ranks.rank == 0 and meet_at_rank_0(ranks):
+        time.sleep(_GRACE_S / 2)  # for those who read a moment later
+    return said
+
+
+def meet_at_rank_0(ranks: RankEnvironment) -> bool:
+    """Whether rank 0 keeps the store in which the ranks meet."""
+    return ranks.store_file is None and not _has_agent_store()
+
+
+def _has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _keeper(ranks: RankEnvironment) -> str:
+    return f"{'torchrun' if _has_agent_store() else 'rank 0'} at {ranks.address}:{ranks.port}"
+
+
+def _keeper_is_gone(ranks: RankEnvironment) -> CommError:
+    return CommError(
+        f"{_keeper(ranks)}, which keeps the store of the ranks, was there and is gone; start all ranks again",
+        unheard=() if _has_agent_store() else (0,),
+        where=_WHERE,
+    )
+
+
 def _open(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
-    if ranks.store_file is not None:
-        return dist.FileStore(ranks.store_file, ranks.world_size)
-    kept_here = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    if not kept_here:
-        _await_keeper(ranks, timeout_s)
+    if ranks.rank > 0 or not meet_at_rank_0(ranks):
+        return _reach(ranks, timeout_s)
     try:
         return dist.TCPStore(
             ranks.address,
             ranks.port,
             ranks.world_size,
-            is_master=kept_here,
+            is_master=True,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
-            master_listen_fd=_listen_on_loopback(ranks) if kept_here else None,
+            master_listen_fd=_listen_on_loopback(ranks),
         )
     except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        raise ConfigError(
-            f"MASTER_ADDR={ranks.address}, MASTER_PORT={ranks.port}: rank {ranks.rank} cannot meet the others there: "
-            f"{reason}; give another port, the same to all ranks"
-        ) from error
+        raise _cannot_meet(ranks, error) from error
+
+
+def _reach(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
+    """A connection to the store that another keeps, or to the file."""
+    if ranks.store_file is not None:
+        return dist.FileStore(ranks.store_file, ranks.world_size)
+    _await_keeper(ranks, timeout_s)
+    limit_s = min(timeout_s, _STORE_LIMIT_S)
+
+    def connect() -> dist.Store:
+        timeout = timedelta(seconds=limit_s)
+        return dist.TCPStore(
+            ranks.address, ranks.port, ranks.world_size, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+
+    try:
+        return within(limit_s, connect)
+    except (OSError, RuntimeError) as error:
+        if lacking := shortage(error):
+            raise CommError(f"rank {ranks.rank} cannot meet the others: {lacking}", is_own=True) from error
+        if not _is_reachable(ranks):
+            raise _keeper_is_gone(ranks) from error
+        raise _cannot_meet(ranks, error) from error
+
+
+def _cannot_meet(ranks: RankEnvironment, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+    return ConfigError(
+        f"MASTER_ADDR={ranks.address}, MASTER_PORT={ranks.port}: rank {ranks.rank} cannot meet the others there: "
+        f"{reason}; give another port, the same to all ranks"
+    )
 
 
 def _listen_on_loopback(ranks: RankEnvironment) -> int | None:
@@ -134,18 +258,18 @@ def _listen_on_loopback(ranks: RankEnvironment) -> int | None:
 
 def _await_keeper(ranks: RankEnvironment, timeout_s: float) -> None:
     """Wait until the store can be reached. Torch would wait too, with lines of its own."""
-
-    def is_there() -> bool:
-        with contextlib.suppress(OSError), socket.create_connection((ranks.address, ranks.port), timeout=5.0):
-            return True
-        return False
-
-    keeper = f"rank 0 at {ranks.address}:{ranks.port}"
-    if not _wait(is_there, lambda: keeper, ranks, timeout_s):
+    keeper = _keeper(ranks)
+    if not _wait(lambda: _is_reachable(ranks), lambda: keeper, ranks, timeout_s):
         raise CommError(
             f"{keeper} did not come within {timeout_s:g} s (World.from_environment(timeout_s=...)); start it, with the "
             "same MASTER_ADDR and MASTER_PORT"
         )
+
+
+def _is_reachable(ranks: RankEnvironment) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((ranks.address, ranks.port), timeout=5.0):
+        return True
+    return False
 
 
 def _wait(is_over: Callable[[], bool], missing: Callable[[], str], ranks: RankEnvironment, limit_s: float) -> bool:

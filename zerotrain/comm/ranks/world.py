@@ -13,14 +13,21 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from zerotrain.comm.accounts.shortage import files_problem, num_open_files
 from zerotrain.comm.accounts.whereabouts import Whereabouts
 from zerotrain.comm.ranks.environment import RankEnvironment
-from zerotrain.comm.ranks.meeting import meet
+from zerotrain.comm.ranks.meeting import make_together, meet, meet_at_rank_0
 from zerotrain.device.kinds import device_of, num_gpus
 from zerotrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from zerotrain.comm.wire import Wire
+
+_JOIN_S = {"gloo": 20.0, "nccl": 60.0}
+"""How long ranks that have all come may take to make their groups: gloo a fraction of a second, NCCL, which starts the
+GPUs, several; then one of them is gone."""
+_JOIN_S_OF_A_RANK = 0.5
+"""More for each."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,9 @@ class World:
             shared_memory: CPU ranks of one host read each other's memory; False: they send through sockets.
 
         Raises:
-            ConfigError: cuda was asked for and is not there; the variables are incomplete or contradict each other.
-            CommError: the other ranks have not come.
+            ConfigError: cuda was asked for and is not there; the variables are incomplete or contradict each other; the
+                process may open too few files.
+            CommError: the other ranks have not come, or are gone.
         """
         ranks = RankEnvironment.read(whole=False)
         local_rank = 0 if ranks is None else ranks.local_rank
@@ -83,15 +91,24 @@ class World:
         kind.use()
         if ranks is None or ranks.world_size == 1:
             return cls(rank=0, size=1, local_rank=0, device=chosen)
-        dist.init_process_group(
-            backend=kind.backend,
-            store=meet(ranks, timeout_s),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=None if kind.is_host else chosen,
-        )
-        return cls._around(chosen, local_rank, started_here=True, shared_memory=shared_memory)
+        if problem := files_problem(ranks.world_size, num_open_files(), at_rank_0=meet_at_rank_0(ranks)):
+            raise ConfigError(f"rank {ranks.rank}: {problem}")
+        store = meet(ranks, timeout_s)
+
+        def join() -> World:
+            kind.use()  # of this thread
+            dist.init_process_group(
+                backend=kind.backend,
+                store=store,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=None if kind.is_host else chosen,
+            )
+            return cls._around(chosen, local_rank, started_here=True, shared_memory=shared_memory)
+
+        limit_s = _JOIN_S[kind.backend] + ranks.world_size * _JOIN_S_OF_A_RANK
+        return make_together(ranks, join, min(timeout_s, limit_s))
 
     @classmethod
     def current(cls, device: torch.device) -> "World":

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from zerotrain.comm.accounts.shortage import shortage
 from zerotrain.errors import CommError, ConfigError, DisagreementError, ZeroTrainError
 from zerotrain.files.printable import printable
 from zerotrain.files.untrusted import Each, Natural, read_json, require_schema
@@ -74,6 +75,8 @@ class Failure:
         said = str(error) if isinstance(error, CommError) and from_peers else f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
             said = f"SystemExit: the process was to end with exit code {error.code or 0} before its work was done"
+        if lacking := shortage(error):
+            said = f"{said}; {lacking}"
         return cls(
             rank=rank,
             cause=f"{'lost another rank' if from_peers else 'failed'}: {printable(said)}",
@@ -227,9 +230,11 @@ def _of_process(rank: int, end: ProcessFailure) -> Failure:
 
 
 def _comes_from_peers(error: BaseException) -> bool:
-    if isinstance(error, DisagreementError):
+    if isinstance(error, DisagreementError) or shortage(error):
         return False
-    if isinstance(error, CommError | dist.DistError):
+    if isinstance(error, CommError):
+        return not error.is_own
+    if isinstance(error, dist.DistError):
         return True
     # Gloo has no class of its own for what it raises.
     return type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_LOST_PEERS)

@@ -1,7 +1,6 @@
 """Whether there is room for what a run offloads, and for the files that its ranks open, before any rank starts."""
 
 import os
-import resource
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from zerotrain.comm.accounts.shortage import files_problem
 from zerotrain.config.schema import Config
 from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, OptimizerFactory, sampled_nbytes, updates_whole
@@ -20,9 +20,6 @@ from zerotrain.offload.scratch_file import ScratchFile, file_system_of, lies_in_
 from zerotrain.run.factory import build
 from zerotrain.sharding.plan import STAGES, Plan, Volume
 from zerotrain.sharding.units import model_parameters
-
-FILES_OF_A_RANK = 22
-"""Beside one for each rank: two ranks ended well with 24 and hung with 20, four did with 26 (torch 2.13, gloo)."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +65,8 @@ def file_problems(num_ranks: int) -> list[str]:
     With 20 files two ranks waited for each other until `launch.timeout_s` was over (2026-11-23): the kernel drops
     a file that another rank sends to a process that may open no more. With 12, gloo's own thread aborted the process.
     """
-    allowed, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES_OF_A_RANK + num_ranks
-    if allowed == resource.RLIM_INFINITY or allowed >= needed:
-        return []
-    return [f"launch: a process may open {allowed} files here, and each rank needs {needed}; raise it: ulimit -n 1024"]
+    problem = files_problem(num_ranks)
+    return [f"launch: {problem}"] if problem else []
 
 
 def in_memory(config: Config, run_dir: Path) -> list[str]:

@@ -33,6 +33,7 @@ def ranks(tmp_path: Path):
 def the_same_meeting(monkeypatch):
     """For the ranks of a test, which are of one process."""
     monkeypatch.setattr(meeting, "_worlds", itertools.repeat(0))
+    monkeypatch.setattr(meeting, "_makings", itertools.repeat(0))
     monkeypatch.setattr(meeting, "_opened", {})
 
 
@@ -115,6 +116,75 @@ def test_where_nobody_keeps_the_store_the_wait_ends_and_a_port_that_is_taken_is_
         taken = server.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"MASTER_PORT={taken}: rank 0 cannot meet the others there: Address al"):
             meeting.open_store(RankEnvironment(0, 2, 0, 2, "127.0.0.1", taken), 0.5)
+
+
+def test_a_keeper_that_was_there_and_is_gone_is_told_of_and_not_waited_for(monkeypatch):
+    """It was waited for as one that is late, for twice the timeout (2026-11-23)."""
+    monkeypatch.setattr(meeting, "_STORE_LIMIT_S", 1.0)
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+
+    def be_gone() -> None:
+        server.accept()[0].close()
+        server.close()
+
+    keeper = threading.Thread(target=be_gone)
+    keeper.start()
+    with pytest.raises(CommError, match=rf"rank 0 at localhost:{port}, which keeps the store .* was there and is gone"):
+        meeting.open_store(RankEnvironment(1, 2, 1, 2, "localhost", port), ABOVE_ALL_WAITS_S)
+    keeper.join()
+
+
+def test_who_listens_and_says_nothing_is_no_keeper(monkeypatch):
+    """It was waited for without an end (2026-11-23)."""
+    monkeypatch.setattr(meeting, "_STORE_LIMIT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"MASTER_PORT={port}: rank 1 cannot meet the others there: no answer"):
+            meeting.open_store(RankEnvironment(1, 2, 1, 2, "localhost", port), ABOVE_ALL_WAITS_S)
+
+
+def gave_up(ranks, makes) -> dict[int, CommError]:
+    """What each rank raises that makes something with the others."""
+    errors: dict[int, CommError] = {}
+
+    def make(rank: int) -> None:
+        with pytest.raises(CommError) as failure:
+            meeting.make_together(ranks(rank), makes[rank], 1.0)
+        errors[rank] = failure.value
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in makes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_who_came_and_does_not_join_is_named_by_all_others(ranks):
+    over = threading.Event()
+    errors = gave_up(ranks, {0: over.wait, 2: over.wait})
+    over.set()
+    said = "rank 1 came to the meeting of the ranks, and did not join the others: killed, or stopped; rank 0: no answer"
+    assert all(str(error).startswith(said) for error in errors.values())
+    assert [error.unheard for error in errors.values()] == [(1,), (1,)]
+    assert not any(error.is_own for error in errors.values())
+
+
+def test_who_lacks_something_says_so_and_the_others_do_not_take_it_for_gone(ranks):
+    over = threading.Event()
+
+    def lack() -> None:
+        raise RuntimeError("can't start new thread")
+
+    errors = gave_up(ranks, {0: over.wait, 1: lack, 2: over.wait})
+    over.set()
+    lacks = "can't start new thread; this process gets no more threads; raise ulimit -u"
+    assert str(errors[1]).startswith(f"rank 1 failed in the meeting of the ranks: {lacks}")
+    assert [errors[rank].is_own for rank in range(3)] == [False, True, False]
+    for rank in (0, 2):
+        assert errors[rank].unheard == ()
+        assert f"rank 1: {lacks}" in str(errors[rank])
 
 
 def test_a_loop_of_ones_own_waits_no_longer_than_it_was_told(monkeypatch):

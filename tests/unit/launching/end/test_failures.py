@@ -60,6 +60,26 @@ def test_an_error_of_the_users_own_that_mentions_gloo_is_not_the_loss_of_a_rank(
     assert first_failure(tmp_path).cause.startswith("failed: ValueError")
 
 
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        (RuntimeError("[enforce fail at .../gloo/transport/tcp/loop.cc:48] pipe: Too many open files"), "ulimit -n"),
+        (RuntimeError("[.../gloo/transport/tcp/device.cc] Resource temporarily unavailable"), "ulimit -u"),
+        (CommError("rank 1 failed in the meeting: can't start new thread; ulimit -u", is_own=True), "ulimit -u"),
+    ],
+)
+def test_a_rank_that_gets_no_more_files_or_threads_is_the_cause_and_has_not_lost_another(
+    tmp_path: Path, own, says: str
+):
+    """Where gloo says so it counted as the loss of a peer (2026-11-23)."""
+    Failure.of(LOST_PEER, 0).write(tmp_path)
+    Failure.of(own, 1).write(tmp_path)
+    failure = first_failure(tmp_path)
+    assert (failure.rank, failure.from_peers) == (1, False)
+    assert failure.cause.startswith("failed: ")
+    assert says in failure.cause
+
+
 def test_a_killed_rank_comes_before_what_the_others_noticed_of_it(tmp_path: Path):
     Failure.of(LOST_PEER, 0).write(tmp_path)
     failure = first_failure(tmp_path, {0: ended(0, 1), 1: ended(1, -signal.SIGKILL), 2: ended(2, -signal.SIGTERM)})

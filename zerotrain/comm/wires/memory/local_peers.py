@@ -1,6 +1,7 @@
 """How the ranks of one host come to know each other: a connection between each two, over which each gives the other
 the file of its memory."""
 
+import errno
 import io
 import os
 import secrets
@@ -11,8 +12,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from zerotrain.comm.accounts.shortage import shortage
+
 _CREDENTIALS = struct.Struct("3i")
 _SECRET_NBYTES = 16
+_HUNG_UP = "another rank hung up"
+"""Said by who only noticed that another cannot."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +91,19 @@ def meet_locally(
                 if (other := _heard(connection, hellos[rank], peers, undone)) is not None:
                     socket.send_fds(connection, [hellos[other]], [file])
             for connection in connected.values():
-                _heard(connection, hellos[rank], peers, undone)
+                if _heard(connection, hellos[rank], peers, undone) is None:
+                    raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
             if len(peers) < len(ranks) - 1:
-                raise ConnectionError("others than ranks are at the other end")
+                raise RuntimeError("others than ranks are at the other end")
             made = then(peers)
             undone.callback(made.leave)
         except (OSError, RuntimeError) as error:  # such as "can't start new thread"
             why = f"it cannot connect with all others: {error}"
+            if lacking := shortage(error):
+                why = f"{why}; {lacking}"
+            elif isinstance(error, ConnectionError):
+                why = _HUNG_UP
+            undone.close()  # or the others would wait for what is to come from here
         require_all(say, why)
         undone.pop_all()
         listener.close()
@@ -106,9 +117,9 @@ def require_all(say: Callable[[Any], list[Any]], why: str, *facts: str) -> list[
         NotLocalError: one cannot.
     """
     everyone: list[list[str]] = say([why, *facts])
-    for rank, said in enumerate(everyone):
-        if said[0]:
-            raise NotLocalError(f"rank {rank}: {said[0]}")
+    reasons = [f"rank {rank}: {said[0]}" for rank, said in enumerate(everyone) if said[0]]
+    if reasons:
+        raise NotLocalError(min(reasons, key=lambda reason: reason.endswith(_HUNG_UP)))
     return everyone
 
 
@@ -132,7 +143,12 @@ def _socket(timeout_s: float) -> socket.socket:
 
 
 def _heard(connection: socket.socket, own_hello: bytes, peers: dict[int, LocalPeer], undone: ExitStack) -> int | None:
-    """The rank at the other end, now among the peers. None: it is another user, or does not know this rank's secret."""
+    """The rank at the other end, now among the peers. None: it is another user, does not know this rank's secret, or
+    has hung up.
+
+    Raises:
+        OSError: nothing was heard in time, or this process may open no file for it.
+    """
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     if _CREDENTIALS.unpack(credentials)[1] != os.getuid():  # not waited for: it may say nothing
         connection.close()
@@ -141,6 +157,8 @@ def _heard(connection: socket.socket, own_hello: bytes, peers: dict[int, LocalPe
     for each in files:
         os.set_inheritable(each, False)  # or programs that the user's code starts hold all ranks' memory
     knows = secrets.compare_digest(said[:_SECRET_NBYTES], own_hello[:_SECRET_NBYTES])
+    if knows and not files:  # the kernel drops a file that is sent to who may open no more
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if not (knows and len(files) == 1):
         for each in files:
             os.close(each)
