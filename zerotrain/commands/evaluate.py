@@ -159,8 +159,7 @@ def _evaluate(
             if ranks is None and num_ranks > 1:
                 result = _by_ranks(config, told, num_ranks)
             else:
-                torch.set_num_threads(num_threads_per_rank(config, num_local))
-                with _known_in_one_line(config, run.path):
+                with _threads(num_threads_per_rank(config, num_local)), _known_in_one_line(config, run.path):
                     result = evaluating.run(config, **told)
         except ZeroTrainError as error:
             if run.path.exists():
@@ -169,6 +168,17 @@ def _evaluate(
                 f"{run.path} was removed while it was read, by its run, which goes on; try again for a newer one"
             ) from error
     return told["step"], result["loss"], result["by_source"]
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """As many CPU threads as a rank of the run has, on which its bits depend; then as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -67,6 +67,13 @@ def test_what_the_model_draws_when_it_is_built_is_what_the_run_drew(run: tuple[P
     assert evaluate.evaluate(run[0], trust_code=True) == (2, run[1], {})
 
 
+def test_it_leaves_the_number_of_threads_as_it_was(run: tuple[Path, float]) -> None:
+    """Tests behind it in a process had other bits than the ranks, of one thread each, that they were compared with."""
+    before = torch.get_num_threads()
+    evaluate.evaluate(run[0], [f"launch.threads_per_rank={before + 1}"], trust_code=True)
+    assert torch.get_num_threads() == before
+
+
 def test_a_setting_without_an_effect_is_told_and_so_are_groups(run: tuple[Path, float], capsys) -> None:
     for setting in ("train.max_steps=3", "zero.schedule={0: 1}", "optimizer.lr=1", "checkpoint.init_from=x"):
         assert refused(capsys, run[0], setting) == [f"{setting}: has no effect on an evaluation; leave it out"]
