@@ -223,7 +223,8 @@ def _reach(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
     limit_s = min(timeout_s, _STORE_LIMIT_S)
 
     def connect() -> dist.Store:
-        timeout = timedelta(seconds=limit_s)
+        # Longer than is waited for: a thread that came back while the interpreter ends would abort the process.
+        timeout = timedelta(seconds=10 * limit_s)
         return dist.TCPStore(
             ranks.address, ranks.port, ranks.world_size, is_master=False, timeout=timeout, wait_for_workers=False
         )
