@@ -241,9 +241,5 @@ class Exchange(Handle):
     kind = "exchange"
     ledger_kind = "exchange"
 
-    def __init__(self, spec: ExchangeSpec) -> None:
-        super().__init__(spec.name, spec.journal)
-        self.spec, self.sent_nbytes = spec, spec.sent.nbytes
-
     issue = Handle._issue_noted
     """Start."""

@@ -211,13 +211,17 @@ class _FakeReduction(_Fake, Reduction):
 
 
 class _FakeExchange(_Fake, Exchange):
+    def __init__(self, wire: FakeWire, spec: ExchangeSpec) -> None:
+        super().__init__(wire, spec.name, spec.journal)
+        self._spec, self.sent_nbytes = spec, spec.sent.nbytes
+
     def _issue(self) -> None:
-        self.spec.received.fill_(float("nan"))
-        self._before = self.spec.sent.clone()
-        self._send(self._before.split(self.spec.sent_numels))
+        self._spec.received.fill_(float("nan"))
+        self._before = self._spec.sent.clone()
+        self._send(self._before.split(self._spec.sent_numels))
 
     def _complete(self) -> None:
-        sent, received = self.spec.sent, self.spec.received
+        sent, received = self._spec.sent, self._spec.received
         assert torch.equal(sent, self._before), f"{self.name} was changed while it was on the wire"
         assert received.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
         sent.fill_(float("nan"))  # a buffer that is given back now

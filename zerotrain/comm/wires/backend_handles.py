@@ -113,11 +113,12 @@ class AllToAll(Works, Exchange):
     """torch's all-to-all of parts of any size."""
 
     def __init__(self, spec: ExchangeSpec, group: dist.ProcessGroup, is_gloo: bool) -> None:
-        super().__init__(spec)
-        self._group, self._is_gloo = group, is_gloo
+        super().__init__(spec.name, spec.journal)
+        self._spec, self._group, self._is_gloo = spec, group, is_gloo
+        self.sent_nbytes = spec.sent.nbytes
 
     def _issue(self) -> None:
-        spec = self.spec
+        spec = self._spec
         with unseen_by_profiler(self._is_gloo):
             work = dist.all_to_all_single(
                 spec.received, spec.sent, spec.received_numels, spec.sent_numels, group=self._group, async_op=True
