@@ -152,7 +152,7 @@ class BucketUpdate:
             if factor is not None:
                 gradient.mul_(factor.to(gradient.dtype))
             gradient = gradient.to(self.master_weight.device)  # another one if the update is the host's
-            self.step(gradient)
+            self._run(self._optimizer, [(span.target, gradient[span.where]) for span in self.spans])
             rest: Iterator[None] = iter(())
             if self.whole is not None:
                 rest = self.whole.update(gradient, partial(self._run, self._whole_optimizer))
@@ -160,14 +160,6 @@ class BucketUpdate:
                 self._pool.give_back(widened)
         yield from rest
         self._refresh()
-
-    def step(self, gradient: torch.Tensor) -> None:
-        """Update what is updated by elements.
-
-        Args:
-            gradient: master dtype, over `where`.
-        """
-        self._run(self._optimizer, [(span.target, gradient[span.where]) for span in self.spans])
 
     def _run(self, optimizer: torch.optim.Optimizer | None, updates: Updates) -> None:
         if optimizer is None:
