@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from zerotrain.config.words import word
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.run.factory import build, build_on_meta, in_group
+from zerotrain.run.live_parameters import LiveParameters, watching_parameters
 from zerotrain.run.trust import require_trusted
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER
 
@@ -83,7 +85,7 @@ class OfRun:
         values = getattr(config, f"{group}_target")
         if not self.trusts_code:
             require_trusted(config, (group,), self.path)
-        with nothing_imported_from(self.path):
+        with nothing_imported_from(self.path), watching_parameters(self._refuse_countless):
             if problems := list(target_problems(values, name=group)):
                 raise ConfigError(*(f"{self.path}: {line}" for line in problems))
             try:
@@ -92,6 +94,21 @@ class OfRun:
                 raise
             except Exception as error:  # whatever a class makes of arguments that nobody has checked
                 raise ConfigError(f"{self.path}: {in_group(group, error, values)}") from error
+
+    def _refuse_countless(self, live: LiveParameters) -> None:
+        """The files have all parameters of their model: a config that makes more of them, such as a million layers, is
+        not the one they were written with."""
+        nbytes = self._nbytes
+        if live.numel > nbytes and live.recount() > nbytes:
+            raise ConfigError(
+                f"{self.path} does not fit the model that its config builds, which has more parameters than the files "
+                f"have bytes ({nbytes:,})"
+            )
+
+    @cached_property
+    def _nbytes(self) -> int:
+        """Of all its files."""
+        return sum(each.stat().st_size for each in self.path.rglob("*") if each.is_file())
 
     def on_meta(self) -> nn.Module:
         """The model without memory; ConfigError where it cannot be built."""

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
-from zerotrain.run.saved import config_from
+from zerotrain.run.saved import OfRun, config_from
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,14 @@ def test_what_a_config_of_a_file_cannot_be_is_told_with_the_setting_and_what_it_
     with pytest.raises(ConfigError) as refused:
         config_from(values, Path("/run"))
     assert str(refused.value) == f"/run has a config that this zerotrain does not know: {told}"
+
+
+@pytest.mark.parametrize("build", [lambda run: run.model(torch.device("cpu")), OfRun.on_meta], ids=["whole", "on meta"])
+def test_a_config_that_builds_more_than_its_files_hold_is_refused_before_it_is_built(build: Any, tmp_path: Path):
+    """A million million layers were made until the memory was full."""
+    (tmp_path / "weights").write_bytes(bytes(10_000))
+    shape = {"vocab_size": 16, "max_seq_len": 8, "num_layers": 10**12, "num_heads": 2, "hidden_size": 16}
+    config = from_values({"model": {"_target_": "zerotrain.models.GPT", **shape}})
+    run = OfRun(path=tmp_path, step=1, config=config, data_fingerprint=None, tensors=lambda: iter(()))
+    with pytest.raises(ConfigError, match=r"more parameters than the files have bytes \(10,000\)$"):
+        build(run)

@@ -5,15 +5,13 @@ optimizer state as its stage shares them, the rows of a step, and what the forwa
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +22,7 @@ from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.errors import ConfigError
 from zerotrain.offload.memory import available_nbytes, most_of_process
+from zerotrain.run.live_parameters import LiveParameters, watching_parameters
 from zerotrain.run.preflight.room import Ranks, model_sizes
 from zerotrain.sharding.plan import STAGES, Plan
 
@@ -73,34 +72,21 @@ def _shown(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 1e11 else f"{nbytes / 1e9:.3g} GB"
 
 
-@contextmanager
-def refusing_too_large(config: Config, ranks: Ranks, room: Room) -> Iterator[None]:
+def refusing_too_large(config: Config, ranks: Ranks, room: Room) -> AbstractContextManager[None]:
     """Inside, a model whose weights alone have no room is refused before the last of a million layers is made, which
     would take minutes even without memory."""
     itemsize = precision_named(config.precision.name).compute.itemsize
     may_share = any(plan.shards_parameters for plan in _plans(config.zero.stages.values()))
     num_sharing = ranks.num_ranks if may_share else 1
     patient_until_s = time.monotonic() + PATIENCE_S
-    made: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
-    nbytes = 0.0
+    most_numel = getattr(room, room.device) * num_sharing / itemsize
 
-    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        nonlocal nbytes
-        if parameter is None or id(parameter) in made:
-            return
-        made[id(parameter)] = parameter
-        nbytes += parameter.numel() * itemsize / num_sharing
-        if nbytes > getattr(room, room.device) and time.monotonic() > patient_until_s:
-            # Of what the constructor has made and dropped, nothing counts.
-            nbytes = sum(each.numel() for each in made.values()) * itemsize / num_sharing
+    def look(live: LiveParameters) -> None:
+        if live.numel > most_numel and time.monotonic() > patient_until_s:
+            nbytes = live.recount() * itemsize / num_sharing
             room.require("model", {room.device: nbytes}, ranks.num_local, "the weights", SMALLER_MODEL)
 
-    hook = None if config.offload.parameters != "device" else register_module_parameter_registration_hook(count)
-    try:
-        yield
-    finally:
-        if hook is not None:
-            hook.remove()
+    return nullcontext() if config.offload.parameters != "device" else watching_parameters(look)
 
 
 def require_rows(config: Config, row_nbytes: int, num_rows: int, ranks: Ranks, room: Room) -> None:
