@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -151,13 +152,13 @@ def test_text_goes_on_from_a_prompt_and_from_each_line_of_the_input(run: Path, c
     assert capsys.readouterr().out == greedy
 
 
-def test_a_reader_who_goes_away_ends_the_text_without_a_word(run: Path, capsys, monkeypatch) -> None:
+def test_a_reader_who_goes_away_ends_the_text_without_a_word(run: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
+    command = [sys.executable, "-m", "zerotrain", "generate", str(run), "--prompt", "a", "--max-tokens", "3"]
     with os.fdopen(writer, "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        assert generate.main([str(run), "--prompt", "a", "--max-tokens", "3"]) == 141
-    assert capsys.readouterr().err == ""
+        ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from zerotrain.run.trust import require_trusted
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER
 
 TEXT = "zerotrain.data.TextDataset"
+SPARE_PARAMETERS = 2**20
+"""What a model may have beyond its files' bytes: whoever reads them says what else is wrong with them."""
 HUGGING_FACE = "zerotrain.models.HuggingFaceModel"
 NO_CONFIG = (
     "was not saved by a run of launch.py, and does not say what its model is; build it in Python, and load what "
@@ -98,11 +100,11 @@ class OfRun:
     def _refuse_countless(self, live: LiveParameters) -> None:
         """The files have all parameters of their model: a config that makes more of them, such as a million layers, is
         not the one they were written with."""
-        nbytes = self._nbytes
-        if live.numel > nbytes and live.recount() > nbytes:
+        most = self._nbytes + SPARE_PARAMETERS
+        if live.numel > most and live.recount() > most:
             raise ConfigError(
                 f"{self.path} does not fit the model that its config builds, which has more parameters than the files "
-                f"have bytes ({nbytes:,})"
+                f"have bytes ({self._nbytes:,})"
             )
 
     @cached_property

@@ -42,14 +42,14 @@ FAULTS = {
     ),
     "what-weighs-nothing-is-kept": Fault(
         SEGMENTS,
-        "get_grad(parameter) if counts else None",
-        "get_grad(parameter)",
+        "get_grad(p) if counts else None",
+        "get_grad(p)",
         "the nan of a micro-batch without labels reaches the gradient",
         ("unit/engine/test_losses.py",),
     ),
     "zeros-not-filled": Fault(
         SEGMENTS,
-        "if without:",
+        "if len(grads) < len(present):",
         "if False:",
         "an unused parameter gets what the buffer held before",
         UNIT,

@@ -25,20 +25,17 @@ class Segment:
     def move_into(self, views: Sequence[torch.Tensor], *, counts: bool) -> None:
         """Move the parameters' gradients into a buffer, of which `views` has one for each slot, or add them to what it
         holds. A parameter without a gradient counts as zeros, and so do all of them where they do not count."""
-        targets, grads, without = [], [], []
-        for slot, parameter in zip(self.slots, self.parameters, strict=True):
-            grad = get_grad(parameter) if counts else None
-            if grad is None:
-                without.append(views[slot])
-            else:
-                targets.append(views[slot])
-                grads.append(grad)
+        present = [
+            (views[slot], get_grad(p) if counts else None) for slot, p in zip(self.slots, self.parameters, strict=True)
+        ]
+        targets = [target for target, grad in present if grad is not None]
+        grads = [grad for _, grad in present if grad is not None]
         if self.holds_values:
             if grads:
                 torch._foreach_add_(targets, grads)
         else:
-            if without:
-                torch._foreach_zero_(without)
+            if len(grads) < len(present):
+                torch._foreach_zero_([target for target, grad in present if grad is None])
             if grads:
                 torch._foreach_copy_(targets, grads)
             self.holds_values = True
