@@ -281,3 +281,51 @@ WEIGHTS = (
     Lure("the metadata of DCP", "making such an object may run any code", files={"w.pt/.metadata": PICKLE}),
 )
 """What `checkpoint.init_from` names."""
+
+DATA = (
+    (Lure("tokens that are objects", "", files={"x.npy": OBJECTS}), ("data=tokens", "data.path=FOLDER/x.npy")),
+    (Lure("tokens that are a pickle", "", files={"x.npy": PICKLE}), ("data=tokens", "data.path=FOLDER/x.npy")),
+    (Lure("a store that is a pickle", "", files={"index.json": PICKLE}), ("data=tokens", "data.path=FOLDER")),
+    (
+        Lure("a store that leads away", "", files={"index.json": {"format": 1, "shards": [{"file": "../../x"}]}}),
+        ("data=tokens", "data.path=FOLDER"),
+    ),
+    (Lure("a table that is a pickle", "", files={"x.parquet": PICKLE}), ("data=text", "data.path=FOLDER/x.parquet")),
+    (Lure("lines that are deep", "", files={"x.jsonl": "[" * 100_000}), ("data=text", "data.path=FOLDER/x.jsonl")),
+    (Lure("text that torch.save wrote", "", files={"x.txt": ZIPPED}), ("data=text", "data.path=FOLDER/x.txt")),
+    (
+        Lure("a dataset of another's with a script", "", files={"lure.py": PYTHON, "dataset_infos.json": {}}),
+        ("data=huggingface", "data.path=FOLDER"),
+    ),
+    (
+        Lure(
+            "a saved dataset whose table is a pickle",
+            "",
+            files={
+                "x.arrow": PICKLE,
+                "state.json": {"_data_files": [{"filename": "x.arrow"}], "_fingerprint": "a", "_format_type": None}
+                | {"_format_columns": None, "_format_kwargs": {}, "_output_all_columns": False, "_split": "train"},
+                "dataset_info.json": {"features": {"tokens": {"dtype": "os.system", "_type": "Value"}}},
+            },
+        ),
+        ("data=huggingface", "data.path=FOLDER"),
+    ),
+    (
+        Lure(
+            "a saved dataset that leads away",
+            "",
+            files={
+                "state.json": {"_data_files": [{"filename": "../secret.arrow"}], "_fingerprint": "a"}
+                | {"_format_type": None, "_format_columns": None, "_format_kwargs": {}, "_output_all_columns": False}
+                | {"_split": "train"},
+                "dataset_info.json": {"features": {"tokens": {"dtype": "int64", "_type": "Value"}}},
+            },
+        ),
+        ("data=huggingface", "data.path=FOLDER"),
+    ),
+    (
+        Lure("a table for a dataset that is a pickle", "", files={"x.parquet": PICKLE}),
+        ("data=huggingface", "data.path=FOLDER/x.parquet"),
+    ),
+)
+"""Folders and files of data, and the settings that name them."""

@@ -17,6 +17,7 @@ from commands import REPOSITORY, TINY
 from lures import (
     ADAPTERS,
     CODES,
+    DATA,
     EXPORTS,
     MODELS,
     OBJECTS,
@@ -201,6 +202,18 @@ def test_a_tokenizer_runs_nothing(lure: Lure, trial: Trial) -> None:
     settings = (f"data.path={trial.folder / 'text.txt'}", f"data.tokenizer={trial.lure}", "data.vocab_size=null")
     trial.require(trial.command("zerotrain", "prepare", "data=text", *settings), 2, lure.said)
     launched = trial.command(None, "data=text", *settings, "launch.device=cpu", "hydra.run.dir=out")
+    trial.require(launched, 2, lure.said)
+
+
+@pytest.mark.parametrize(("lure", "settings"), DATA, ids=lambda given: str(given) if isinstance(given, Lure) else "")
+def test_data_runs_nothing(lure: Lure, settings: tuple[str, ...], trial: Trial) -> None:
+    if "data=huggingface" in settings:
+        pytest.importorskip("datasets")
+    trial.lay(lure)
+    named = trial.filled([*settings, "data.vocab_size=256"])
+    if "data=text" in settings:
+        trial.require(trial.command("zerotrain", "prepare", *named, f"data.cache_dir={trial.folder}"), 2, lure.said)
+    launched = trial.command(None, *named, "data.seq_len=16", "launch.device=cpu", "hydra.run.dir=out")
     trial.require(launched, 2, lure.said)
 
 

@@ -1,5 +1,6 @@
 """HuggingFaceDataset: a map-style dataset of Hugging Face's `datasets`, from this machine's disk. Extra datasets."""
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,10 @@ def _load(path: str) -> dict[str, Any]:
 
 def _loaded(load: Callable[[], Any], path: str) -> Any:
     """Raises: FileNotFoundError: as it is; ValueError: of anything else in one line, the first of the deepest cause."""
+    import datasets
+
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs its errors too
     try:
         return load()
     except FileNotFoundError:
@@ -234,10 +239,12 @@ def _loaded(load: Callable[[], Any], path: str) -> Any:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        said = printable((str(cause).splitlines() or [type(cause).__name__])[0], keep="")
+        said = printable((str(cause).splitlines() or [type(cause).__name__])[0], keep="").rstrip(".")
         raise ValueError(
             f"data.path={path} cannot be read as a dataset: {said}; write it anew, or copy it again"
         ) from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)
 
 
 def _names_of(splits: dict[str, Any], split: str, validation_split: str | None, path: str) -> list[str]:
