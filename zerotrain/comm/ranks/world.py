@@ -91,8 +91,10 @@ class World:
         kind.use()
         if ranks is None or ranks.world_size == 1:
             return cls(rank=0, size=1, local_rank=0, device=chosen)
-        if problem := files_problem(ranks.world_size, num_open_files(), at_rank_0=meet_at_rank_0(ranks)):
-            raise ConfigError(f"rank {ranks.rank}: {problem}")
+        if kind.is_host:  # gloo connects each rank with each; NCCL does not
+            problem = files_problem(ranks.world_size, num_open_files(), at_rank_0=meet_at_rank_0(ranks))
+            if problem:
+                raise ConfigError(f"rank {ranks.rank}: {problem}")
         store = meet(ranks, timeout_s)
 
         def join() -> World:

@@ -35,7 +35,7 @@ from zerotrain.launching.job.restarts import Attempts, going_on, place_of_restar
 from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.torchrun import job_exchange, run_here
 from zerotrain.run.preflight import check as preflight
-from zerotrain.run.preflight.room import file_problems, in_memory
+from zerotrain.run.preflight.room import file_problems, in_memory, is_on_host
 from zerotrain.training.callbacks.stages import stage_at, stages_named
 from zerotrain.training.figures.result import RESULT_NAME, read_result
 
@@ -212,7 +212,7 @@ def _settings(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None
     if ranks is not None and wanted not in (None, ranks.local_world_size):
         started = ranks.local_world_size
         problems.append(f"launch.nproc_per_node: got {wanted}; torchrun has started {started}; leave it out")
-    if not problems:  # A number of ranks that cannot be has no files to count.
+    if not problems and is_on_host(config):  # a number of ranks that cannot be has no files to count
         problems += file_problems(num_local if ranks is None else ranks.world_size)
     if ranks is None or not num_restarts():
         is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN

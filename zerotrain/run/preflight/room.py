@@ -59,8 +59,13 @@ def require_room(config: Config, model: nn.Module | None, run_dir: Path | None, 
         )
 
 
+def is_on_host(config: Config) -> bool:
+    """Whether the ranks of this machine compute on the CPU."""
+    return config.launch.device == "cpu" or not num_gpus()
+
+
 def file_problems(num_ranks: int) -> list[str]:
-    """A line where a rank may open fewer files than it needs to meet the others; none otherwise.
+    """A line where a rank on the CPU may open fewer files than it needs to meet the others; none otherwise.
 
     With 20 files two ranks waited for each other until `launch.timeout_s` was over (2026-11-23): the kernel drops
     a file that another rank sends to a process that may open no more. With 12, gloo's own thread aborted the process.
@@ -71,7 +76,7 @@ def file_problems(num_ranks: int) -> list[str]:
 
 def in_memory(config: Config, run_dir: Path) -> list[str]:
     """A line where what is offloaded stays in the memory that it comes from; none otherwise."""
-    if config.offload.activations == "cpu" and (config.launch.device == "cpu" or not num_gpus()):
+    if config.offload.activations == "cpu" and is_on_host(config):
         return [
             "offload.activations=cpu: a run on CPU has its activations in the host's memory already, and holds copies "
             "of some beside them; leave it out, or give disk"
