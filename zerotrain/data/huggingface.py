@@ -207,10 +207,9 @@ def _load(path: str) -> dict[str, Any]:
     """The splits of a dataset, by name."""
     datasets = package("datasets", extra="datasets", needed_by="HuggingFaceDataset")
     place = Path(path).expanduser()
-    if not place.exists():
-        raise FileNotFoundError(
-            f"data.path={path} does not exist; give a folder that save_to_disk() has written, or a file"
-        )
+    if not place.is_dir() and not place.is_file():  # reading a FIFO would wait for ever
+        what = "is neither a file nor a folder" if place.exists() else "does not exist"
+        raise FileNotFoundError(f"data.path={path} {what}; give a folder that save_to_disk() has written, or a file")
     if place.is_dir():
         try:
             loaded = _loaded(lambda: datasets.load_from_disk(str(place)), path)

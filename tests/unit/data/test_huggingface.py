@@ -1,6 +1,7 @@
 """Datasets of Hugging Face, from disk: skipped where the package `datasets` is not installed."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,12 @@ def test_what_is_not_there_is_said_in_one_line(
 ) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=problem):
         HuggingFaceDataset(**{"path": file} | settings)
+
+
+def test_a_fifo_is_not_waited_for(datasets: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.parquet")
+    with pytest.raises(FileNotFoundError, match=r"rows\.parquet is neither a file nor a folder; give a folder"):
+        HuggingFaceDataset(str(tmp_path / "rows.parquet"))
 
 
 def test_text_without_a_tokenizer_says_what_makes_tokens_of_it(datasets: Any, file: str) -> None:

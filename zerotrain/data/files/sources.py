@@ -84,9 +84,10 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
     if os.path.isdir(expanded):
         return _usable(_text_files(_walk(expanded, is_own, sources), sources, text_field), sources)
     if not glob.has_magic(expanded):
+        what = "is neither a file nor a folder" if os.path.exists(expanded) else "does not exist"
         raise FileNotFoundError(
-            f"data.path={path} does not exist; give a file, a folder or a glob pattern, "
-            "or null for the standard library of the running Python"
+            f"data.path={path} {what}; give a file, a folder or a glob pattern, or null for the standard library of "
+            "the running Python"
         )
     # What stands before the first wildcard was named; what is found below it is looked at.
     parts = Path(expanded).parts

@@ -66,6 +66,13 @@ def test_a_missing_path_is_refused(tmp_path):
         find_sources(str(tmp_path / "nothing.txt"))
 
 
+def test_what_is_neither_a_file_nor_a_folder_is_not_said_to_be_missing(tmp_path):
+    os.mkfifo(tmp_path / "text.txt")
+    for path in (tmp_path / "text.txt", "/dev/zero"):
+        with pytest.raises(FileNotFoundError, match=r"data.path=.* is neither a file nor a folder; give a file"):
+            find_sources(str(path))
+
+
 def test_a_pattern_without_a_match_is_refused(folder):
     with pytest.raises(FileNotFoundError, match=r"\*\.rs matches no file"):
         find_sources(f"{folder}/*.rs")
