@@ -121,6 +121,7 @@ def _of_last(case: Case, max_steps: int) -> list[str]:
 
 def _run_until_completed(case: Case, folder: Path, outcome: Outcome, *, plain: bool) -> int:
     """The stage of the start that has completed."""
+    struck_at = case.last_stage
     for number in range(len(case.strikes) + 2):
         num_struck = len(struck_in(folder))
         stage, arguments = case.last_stage, _of_last(case, MAX_STEPS)
@@ -143,6 +144,9 @@ def _run_until_completed(case: Case, folder: Path, outcome: Outcome, *, plain: b
             outcome.restarts[num_struck + index] = 1
         if code == 0:
             return stage
+        if newly_struck == 0 and number > 0 and "holds a completed run of other settings" in _said(out):
+            return struck_at  # killed behind its result: a run that has completed is never trained again
+        struck_at = stage
         assert newly_struck > 0, f"start {number} ended with exit code {code}, and nobody had killed it: {_said(out)}"
         outcome.restarts[num_struck + newly_struck - 1] = 1
     raise AssertionError(f"has not completed: {_said(out)}")
