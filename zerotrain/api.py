@@ -13,6 +13,7 @@ from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.model.engine_call import makes_memory
 from zerotrain.engine.model.unit_forward import replace_forwards
 from zerotrain.engine.options import EngineOptions
+from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.errors import ConfigError
 from zerotrain.settings import EngineConfig, OffloadConfig, PrecisionConfig, ZeroConfig, problems_in
 from zerotrain.sharding.plan import Plan
@@ -101,16 +102,16 @@ def assemble_engine(
     replace_forwards(
         model, units=options.zero.unit_patterns, compile=compile, activation_checkpointing=activation_checkpointing
     )
-    return ZeroEngine(
+    held = ShardedModel(
         model,
         optimizer=optimizer,
         world=world,
         options=options,
         decay_all=decay_all,
         param_groups=param_groups,
-        loss_scaler=options.loss_scaler(),
         initial=initial,
     )
+    return ZeroEngine(held)
 
 
 def _require_allowed(model: Any, optimizer: Any, given: EngineConfig) -> None:

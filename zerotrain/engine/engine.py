@@ -1,19 +1,14 @@
 """The facade: one object for a training, whose parts do the work."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
-from torch import nn
 
-from zerotrain.comm.ranks.world import World
-from zerotrain.deferred.init import InitialValues
 from zerotrain.engine.checkpoints import Checkpoints
-from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.options import EngineOptions
-from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.step import Steps
@@ -44,38 +39,19 @@ class ZeroEngine:
     since the last step; a caller who accumulates divides the loss, or gives `backward` a weight, as with plain PyTorch.
 
     Args:
-        model, optimizer, world, options, decay_all, param_groups, initial: as for `ShardedModel`.
-        loss_scaler: scales the loss, for a precision that needs it; None for no scaling.
-
-    Raises:
-        ConfigError: the model or the optimizer cannot be trained so.
+        held: the model, in buckets.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        optimizer: OptimizerFactory,
-        world: World,
-        options: EngineOptions,
-        loss_scaler: LossScaler | None = None,
-        decay_all: bool = True,
-        param_groups: Sequence[dict[str, Any]] | None = None,
-        initial: InitialValues | None = None,
-    ) -> None:
-        self.held = held = ShardedModel(
-            model,
-            optimizer=optimizer,
-            world=world,
-            options=options,
-            decay_all=decay_all,
-            param_groups=param_groups,
-            initial=initial,
-        )
-        self.steps = steps = Steps(held, loss_scaler)
+    def __init__(self, held: ShardedModel) -> None:
+        self.held = held
+        self.steps = steps = Steps(held, held.options.loss_scaler())
         self.checkpoints = Checkpoints(held, steps)
         self.module, self.world, self.precision = held.module, held.world, held.precision
-        self.collectives, self.ledger, self.max_grad_norm = held.collectives, held.ledger, options.given.max_grad_norm
+        self.collectives, self.ledger, self.max_grad_norm = (
+            held.collectives,
+            held.ledger,
+            held.options.given.max_grad_norm,
+        )
         self.stamps, self.virtual_ranks, self.loss_scaler = steps.stamps, steps.virtual_ranks, steps.loss_scaler
 
     # ---- a step, see `Steps`

@@ -99,7 +99,7 @@ class ShardedModel:
         self.module = model
         self.world = world
         self.options = options
-        self.plan, self.precision, self.max_grad_norm = options.plan, options.precision, options.given.max_grad_norm
+        self.plan, self.precision = options.plan, options.precision
         self.ledger = Ledger()
         self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.zero.overlap)
         require_same(self.collectives, options.settings())
