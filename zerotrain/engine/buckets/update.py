@@ -234,10 +234,6 @@ class BucketUpdate:
         state: dict[str, Any] = self._whole_optimizer.state[self.whole.targets[slot]]
         return state
 
-    def hyperparameters_of(self, group: int) -> dict[str, Any]:
-        """Of a group by its number, as they are now."""
-        return self._groups.hyperparameters[group]
-
     @property
     def held_nbytes(self) -> int:
         """Bytes of optimizer state and separate master weight on the device between updates."""
