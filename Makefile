@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_BENCH := $(VENV)/.installed-bench
 
 .PHONY: help train test bits attack chaos test-gpu check format sweep bench bench-link bench-gpu install clean
@@ -16,28 +17,29 @@ train: $(INSTALLED) ## install, then train a small GPT on real text: 2 ranks, st
 
 # Each process that a test starts would compile zerotrain anew where nothing compiled may be written.
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(INSTALLED) ## install, then run the tests
+test: $(INSTALLED_DEV) ## install, then run the tests
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
-bits: $(INSTALLED) ## one sha256: ranks x stages x precisions x how to train, and each setting that breaks it; under 7 minutes
+bits: $(INSTALLED_DEV) ## one sha256: ranks x stages x precisions x how to train, and each setting that breaks it; under 7 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/bits
 
-attack: $(INSTALLED) ## wrong commands, folders and machines, ranks that end; every placement of checkpoints loads every other
+attack: $(INSTALLED_DEV) ## wrong commands, folders and machines, ranks that end; every placement of checkpoints loads every other
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/attack
 
 KILLS ?= 200
 SEED ?= 0
-chaos: $(INSTALLED) ## kill -9 of a rank, the parent or all at each place of a run, 200 times, and restarts; KILLS, SEED; under 20 minutes
+chaos: $(INSTALLED_DEV) ## kill -9 of a rank, the parent or all at each place of a run, 200 times, and restarts; KILLS, SEED; under 20 minutes
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.chaos.shared --kills 50 --seed $(SEED)
+	$(BIN)/python -m tests.chaos.starting --kills 100 --seed $(SEED)
 
-check: $(INSTALLED) ## lint, types and import layers
+check: $(INSTALLED_DEV) ## lint, types and import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-format: $(INSTALLED) ## put the code into the one format
+format: $(INSTALLED_DEV) ## put the code into the one format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -75,15 +77,22 @@ bench-gpu: ## GPT-2 in bf16 on one GPU: eager, compiled, one rank of 8; SIZES, E
 test-gpu: ## the tests for a GPU; PYTHON has torch and pytest, WHEELS is a folder with wheels of what else it lacks
 	$(WITH_WHEELS) $(PYTHON) -m pytest -m gpu -rs tests/distributed/test_gpu.py tests/unit/device/test_cuda.py
 
-install: $(INSTALLED) ## install only, into .venv
+install: $(INSTALLED_DEV) ## install only, into .venv: what training, tests and checks need
+
+# Python compiles what a command imports when it does; pip would compile ten times as much.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) -e .
 	@touch $@
 
-$(INSTALLED_BENCH): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+$(INSTALLED_DEV): $(INSTALLED)
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(INSTALLED_BENCH): $(INSTALLED_DEV)
+	$(PIP) -e '.[bench]'
 	@touch $@
 
 clean: ## remove what make and the runs made (not the runs' outputs)

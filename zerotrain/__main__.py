@@ -25,8 +25,10 @@ def run(verb: str, arguments: list[str]) -> None:
 
     # isort: split
     from zerotrain.files.terminal import run_command
+    from zerotrain.launching.start.imports import importing
 
-    main = importlib.import_module(MODULES[verb]).main
+    with importing():
+        main = importlib.import_module(MODULES[verb]).main
     run_command(lambda: main(arguments), only_prints=verb in ONLY_PRINT)
 
 

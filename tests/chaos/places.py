@@ -128,8 +128,9 @@ def after(owner: Any, name: str, look: Callable[..., None]) -> None:
 def _watch_launcher(striker: Striker) -> None:
     from zerotrain.launching.job.job import Job
     from zerotrain.launching.job.restarts import Attempts
-    from zerotrain.launching.start import spawn
+    from zerotrain.launching.start import rank_process, spawn
 
+    before(rank_process, "main", lambda *_: arm())  # of ranks that are forked from here
     before(Job, "open_folder", lambda *_: striker.passed("launch: before the run's folder is opened"))
     before(spawn, "_run_once", lambda *_: striker.passed("launch: before the ranks are started"))
     after(Attempts, "begin_next", lambda *_: striker.passed("restart: before the ranks are started again"))

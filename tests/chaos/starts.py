@@ -1,29 +1,20 @@
-"""Starting `launch.py` and its ranks as forks of a process that has imported torch: seconds of CPU less for each.
+"""Starting `launch.py` as a fork of a process that has imported torch: two seconds of CPU less for each.
 
 The code is the real one from its first line, in processes of their own; only the imports are there already. With
 `plain` nothing is: the commands are those of a user, and site/sitecustomize.py arms them.
 """
 
-import atexit
 import gc
-import inspect
 import os
-import runpy
-import signal
 import subprocess
 import sys
-import threading
 import time
-import traceback
-import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-import zerotrain.launching.start.worker  # noqa: F401 what a rank imports
 from tests.attack import zygote
 from tests.chaos import places
 from tests.chaos.strike import FOLDER_VARIABLE
@@ -41,7 +32,6 @@ def get_ready() -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(_CHILDREN_COME_HERE, 1)
-    inspect.stack()  # as torch's rendezvous does 18 times a start: it notes the file of each module once
     gc.freeze()
 
 
@@ -91,7 +81,6 @@ def _forked(request: dict[str, Any]) -> int:
         try:
             os.environ[FOLDER_VARIABLE] = request["environment"][FOLDER_VARIABLE]
             os.environ.pop("RANK", None)
-            SubprocessHandler._popen = _fork_rank  # type: ignore[method-assign]
             places.arm()
             zygote.become(request)
         finally:
@@ -121,69 +110,3 @@ def _left_after(limit_s: float) -> list[psutil.Process]:
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.01)
-
-
-def _fork_rank(_: SubprocessHandler, arguments: tuple[str, ...], environment: dict[str, str]) -> subprocess.Popen:
-    return _ForkedRank(arguments, env=environment)
-
-
-class _ForkedRank(subprocess.Popen):
-    """What torch's agent has of a rank, which is a fork of the agent in place of a new Python."""
-
-    def _execute_child(
-        self,
-        args: Any,
-        executable: Any,
-        preexec_fn: Any,
-        close_fds: Any,
-        pass_fds: Any,
-        cwd: Any,
-        env: dict[str, str],
-        *_: Any,
-    ) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _become_rank(list(args), env)
-        self._child_created = True
-
-
-def _become_rank(arguments: list[str], environment: dict[str, str]) -> None:
-    """Turn this fork of the agent into `python -m MODULE ...`, and end."""
-    code = 1
-    try:
-        _forget_parent()
-        os.environ.clear()
-        os.environ.update(environment)
-        module = arguments.index("-m") + 1
-        sys.argv = arguments[module:]
-        places.arm()
-        runpy.run_module(arguments[module], run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as ending:
-        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _forget_parent() -> None:
-    """What a new program would not have of the process that started it."""
-    os.setsid()
-    signal.set_wakeup_fd(-1)
-    for signum in signal.valid_signals():
-        if callable(signal.getsignal(signum)):
-            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # or the end of this one removed its folders
-    # The lock of the run's folder is one. Not closed: the number would be another file's, and then closed with the old.
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (int(each) for each in os.listdir("/proc/self/fd")):
-        if descriptor > 2:
-            with suppress(OSError):
-                os.dup2(nothing, descriptor)

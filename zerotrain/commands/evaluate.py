@@ -35,6 +35,7 @@ from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import Failure, RunError
 from zerotrain.launching.job.job import Job, num_threads_per_rank
 from zerotrain.launching.job.restarts import Attempts
+from zerotrain.launching.start.fork_server import open_fork_server
 from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.worker import exit_now
 from zerotrain.run import evaluating
@@ -76,6 +77,7 @@ OTHER_DATA = "the data is not what the run has seen: its files or their split ha
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
+    open_fork_server()
     parser = parser_of("evaluate", __doc__, EXAMPLES)
     parser.add_argument("path", **RUN)
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="other than the run's")

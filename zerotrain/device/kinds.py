@@ -18,3 +18,8 @@ def device_of(device: torch.device) -> Device:
 def num_gpus() -> int:
     """GPUs that torch can use here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def is_gpu_in_use() -> bool:
+    """Whether this process has used a GPU, so that none that is forked from it can."""
+    return torch.cuda.is_initialized()

@@ -125,7 +125,7 @@ class Steps:
         self._require_unbroken()
         require_graph(loss, self._held.first_node)
         counts = not weighs_nothing(weight)
-        scale = torch.ones_like(loss).mul_(weight * self.loss_scale)
+        scaled = _times(loss, weight * self.loss_scale)
         self._held.schedule.require_unchanged()
         self._held.ledger.in_step = True
         if counts:
@@ -144,7 +144,7 @@ class Steps:
                 )
             )
             at_root = loss.register_hook(self._held.schedule.root_reached)
-            loss.backward(gradient=scale, retain_graph=retain_graph)
+            scaled.backward(retain_graph=retain_graph)
             at_root.remove()
             self._held.schedule.end_backward()
 
@@ -346,3 +346,12 @@ class Steps:
                 f"{self._broken_off_by} ended a backward or a step in its midst, and a part of its gradient is left: "
                 "call engine.zero_grad() on all ranks before anything else"
             )
+
+
+def _times(loss: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    """A loss whose backward begins with `factor`. Torch's own way, `backward(gradient=factor)`, imports its symbolic
+    shapes: 0.4 s of CPU and 40 MB of every rank."""
+    if isinstance(factor, float) and factor == 1.0:
+        return loss
+    with torch.enable_grad():
+        return loss * torch.ones_like(loss).mul_(factor).detach()

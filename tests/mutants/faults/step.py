@@ -155,8 +155,8 @@ FAULTS = {
     ),
     "loss-divided-by-ranks": Fault(
         ENGINE,
-        "mul_(weight * self.loss_scale)",
-        "mul_(weight * self.loss_scale / self._held.world.size)",
+        "_times(loss, weight * self.loss_scale)",
+        "_times(loss, weight * self.loss_scale / self._held.world.size)",
         "what a rank computes is divided by the number of ranks twice",
         OF_ENGINE,
     ),

@@ -32,6 +32,7 @@ from zerotrain.launching.job import earlier, resuming
 from zerotrain.launching.job.folder_lock import locked, note_kept
 from zerotrain.launching.job.job import Job, write_ending, write_refusal
 from zerotrain.launching.job.restarts import Attempts, going_on, place_of_restart
+from zerotrain.launching.start.fork_server import open_fork_server
 from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.torchrun import job_exchange, run_here
 from zerotrain.run.preflight import check as preflight
@@ -54,6 +55,7 @@ def run_job(composed: DictConfig) -> float:
         ZeroTrainError: the job, of a sweep, has failed: the launcher marks it so and goes on.
         KeyboardInterrupt: Ctrl-C, in a sweep or at once.
     """
+    open_fork_server()
     hydra = HydraConfig.get()
     is_sweep = hydra.mode == RunMode.MULTIRUN
     run_dir = _run_dir()

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zerotrain.comm.accounts.shortage import shortage
 from zerotrain.errors import CommError, ConfigError, DisagreementError, ZeroTrainError
@@ -26,7 +25,7 @@ _SIGNS_OF_LOST_PEERS = ("/gloo/", "Connection closed by peer", "Connection reset
 _TOLD_TO_STOP = tuple(
     code for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) for code in (-signum, exits.of_signal(signum))
 )
-"""Exit codes of ranks that were stopped: by torch's agent because another rank had failed, or by the user."""
+"""Exit codes of ranks that were stopped: because another rank had failed, or by the user."""
 _MAX_NBYTES = 2**20
 """Of what a rank says of its failure."""
 _OF_WAITS = ("unheard", "where", "waited_s")
@@ -118,17 +117,15 @@ _FAILURE = {
 }  # fmt: skip
 
 
-def first_failure(
-    ranks_dir: Path, ended: dict[int, ProcessFailure] | None = None, by_user: bool = False
-) -> Failure | None:
+def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_user: bool = False) -> Failure | None:
     """The first cause of a run's end; None where no rank has failed.
 
     A rank's own error comes before the death of a process, that before a signal that told one rank to stop, that before
     a rank that is there and did not answer, and that before what the other ranks noticed. Within these the earliest.
 
     Args:
-        ended: how the processes ended, by rank. One that was killed could not write what happened to it. None where
-            that is not known, and the user may have stopped the ranks.
+        ended: the exit code of each process that has failed, by rank; negative where a signal has ended it,
+            before it could write what happened. None where that is not known, and the user may have stopped the ranks.
         by_user: whether the user is known to have stopped them. A rank that ends in order and is gone before has
             failed all the same.
     """
@@ -139,8 +136,8 @@ def first_failure(
     lost = [state for state, alive in states if not alive and state.rank not in spoke]
     silent = [state for state in lost if state.in_order or not state.stopped_by]
     processes = {state.rank: _of_silent(state, exit_code_known=ended is not None) for state in silent}
-    processes |= {rank: _of_process(rank, end) for rank, end in (ended or {}).items() if rank not in spoke}
-    told_to_stop = {rank for rank, end in (ended or {}).items() if end.exitcode in _TOLD_TO_STOP}
+    processes |= {rank: _of_process(rank, code) for rank, code in (ended or {}).items() if rank not in spoke}
+    told_to_stop = {rank for rank, code in (ended or {}).items() if code in _TOLD_TO_STOP}
     outlived = {rank for failure in written for rank in failure.saw_alive}
     stops = {state.rank: state for state, _ in states if state.stopped_by and not state.in_order}
     # Of ranks that a signal has stopped, one misses the other that ended first.
@@ -221,11 +218,11 @@ def _of_silent(state: RankState, exit_code_known: bool) -> Failure:
     return Failure(rank=state.rank, cause=f"{how} in {state.phase}, before its work was done")
 
 
-def _of_process(rank: int, end: ProcessFailure) -> Failure:
-    if end.exitcode >= 0:
-        return Failure(rank=rank, cause=f"ended with exit code {end.exitcode}")
-    name = signal.Signals(-end.exitcode).name
-    hint = _HINTS.get(-end.exitcode)
+def _of_process(rank: int, code: int) -> Failure:
+    if code >= 0:
+        return Failure(rank=rank, cause=f"ended with exit code {code}")
+    name = signal.Signals(-code).name
+    hint = _HINTS.get(-code)
     return Failure(rank=rank, cause=f"was killed by {name}" + (f" ({hint})" if hint else ""))
 
 

@@ -20,18 +20,34 @@ def end_with_parent(signum: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
 
 
+class Ended(BaseException):
+    """A signal is to end this process."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
 @contextmanager
-def handlers_restored() -> Iterator[None]:
-    """Put the signal handlers back at the end: torch's agent installs its own and leaves them."""
+def raised(*signums: signal.Signals) -> Iterator[None]:
+    """Inside, these signals raise `Ended` in the main thread, but for those that this process ignores, as under nohup.
+    Handlers are put back at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise Ended(signum)
+
+    previous = {each: signal.getsignal(each) for each in signums}
+    heeded = [each for each in signums if previous[each] != signal.SIG_IGN]
+    for each in heeded:
+        signal.signal(each, end)
     try:
         yield
     finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+        for each in heeded:
+            signal.signal(each, previous[each])
 
 
 @contextmanager

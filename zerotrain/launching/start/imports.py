@@ -11,13 +11,22 @@ from contextlib import contextmanager
 from types import FrameType, FunctionType
 from typing import Any
 
+_NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
+
 
 @contextmanager
 def importing() -> Iterator[None]:
     """Without the garbage collector, which looks again and again through all that is being imported and finds nothing:
     0.7 of the 3.4 s that torch and its compiler take. What is there at the end it leaves alone for good. Ctrl-C ends
-    the process with a line."""
+    the process with a line.
+
+    numpy's linear algebra (OpenBLAS) starts a thread for each core when it is imported, unless OPENBLAS_NUM_THREADS
+    says otherwise. It gets none: ranks share the cores, and a process with threads cannot be forked.
+    """
     gc.disable()
+    sets_threads = _NUMPY_THREADS not in os.environ
+    if sets_threads:
+        os.environ[_NUMPY_THREADS] = "1"
     before = signal.getsignal(signal.SIGINT)
     # A traceback of what was being imported says nothing; and C++ that is being loaded may make another error of it.
     heeds = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
@@ -28,6 +37,8 @@ def importing() -> Iterator[None]:
     finally:
         if heeds:
             signal.signal(signal.SIGINT, before)
+        if sets_threads:
+            del os.environ[_NUMPY_THREADS]
         gc.freeze()
         gc.enable()
     if "torch" in sys.modules:

@@ -10,17 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from zerotrain.errors import CommError, ConfigError, DisagreementError
 from zerotrain.launching.end.failures import Failure, RunError, first_failure
 from zerotrain.launching.end.presence import Presence, RankState, read_states
 
 LOST_PEER = RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9614")
-
-
-def ended(rank: int, exitcode: int) -> ProcessFailure:
-    return ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="")
 
 
 def test_a_cause_fits_on_a_terminal_and_in_a_file(tmp_path: Path):
@@ -82,24 +77,24 @@ def test_a_rank_that_gets_no_more_files_or_threads_is_the_cause_and_has_not_lost
 
 def test_a_killed_rank_comes_before_what_the_others_noticed_of_it(tmp_path: Path):
     Failure.of(LOST_PEER, 0).write(tmp_path)
-    failure = first_failure(tmp_path, {0: ended(0, 1), 1: ended(1, -signal.SIGKILL), 2: ended(2, -signal.SIGTERM)})
+    failure = first_failure(tmp_path, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGTERM})
     assert failure.rank == 1
     assert "was killed by SIGKILL" in failure.cause
 
 
 def test_an_error_comes_before_ranks_that_were_ended_because_of_it(tmp_path: Path):
     Failure.of(ValueError("mine"), 1).write(tmp_path)
-    assert first_failure(tmp_path, {0: ended(0, -signal.SIGKILL), 1: ended(1, 1)}).rank == 1
+    assert first_failure(tmp_path, {0: -signal.SIGKILL, 1: 1}).rank == 1
 
 
 @pytest.mark.parametrize("exitcode", [-signal.SIGTERM, 130])
 def test_a_rank_that_was_told_to_stop_is_not_the_first_cause(tmp_path: Path, exitcode):
     Failure.of(LOST_PEER, 1).write(tmp_path)
-    assert first_failure(tmp_path, {0: ended(0, exitcode), 1: ended(1, 1)}).rank == 1
+    assert first_failure(tmp_path, {0: exitcode, 1: 1}).rank == 1
 
 
 def test_a_rank_that_just_exits_is_told_with_its_exit_code(tmp_path: Path):
-    assert first_failure(tmp_path, {3: ended(3, 7)}).cause == "ended with exit code 7"
+    assert first_failure(tmp_path, {3: 7}).cause == "ended with exit code 7"
 
 
 def test_the_user_reads_the_cause_and_the_path_of_the_log(tmp_path: Path):
@@ -156,7 +151,7 @@ def test_a_signal_to_one_rank_is_the_cause_of_what_the_others_noticed(tmp_path: 
     assert (failure.rank, failure.cause) == (1, "was stopped by SIGINT, sent to it alone, in training")
 
 
-@pytest.mark.parametrize("ends", [None, {1: ended(1, -signal.SIGKILL)}], ids=["torchrun", "by hand"])
+@pytest.mark.parametrize("ends", [None, {1: -signal.SIGKILL}], ids=["torchrun", "by hand"])
 def test_a_rank_that_dies_while_all_stop_in_order_is_the_cause(tmp_path: Path, ends):
     leave_state(tmp_path, 1, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
     Failure.of(LOST_PEER, 0).write(tmp_path)
@@ -169,15 +164,15 @@ def test_a_rank_that_dies_while_all_stop_in_order_is_the_cause(tmp_path: Path, e
 def test_a_rank_that_waits_in_vain_while_all_stop_in_order_is_told_of(tmp_path: Path):
     leave_state(tmp_path, 0, stopped_by="SIGTERM", stopped_s=2.0, in_order=True)
     Failure.of(CommError("rank 1 did not answer"), 0).write(tmp_path)
-    assert first_failure(tmp_path, {0: ended(0, 1)}, by_user=True).cause.endswith("rank 1 did not answer")
+    assert first_failure(tmp_path, {0: 1}, by_user=True).cause.endswith("rank 1 did not answer")
 
 
 @pytest.mark.parametrize("exitcode", [143, 130, 138, -signal.SIGUSR1])
 def test_ranks_that_the_user_has_stopped_before_their_training_have_not_failed(tmp_path: Path, exitcode: int):
     for rank in (0, 1):
         leave_state(tmp_path, rank, stopped_by="SIGTERM", stopped_s=2.0)
-    assert first_failure(tmp_path, {0: ended(0, exitcode), 1: ended(1, exitcode)}, by_user=True) is None
-    assert first_failure(tmp_path, {0: ended(0, exitcode), 1: ended(1, exitcode)}) is not None
+    assert first_failure(tmp_path, {0: exitcode, 1: exitcode}, by_user=True) is None
+    assert first_failure(tmp_path, {0: exitcode, 1: exitcode}) is not None
 
 
 def test_a_stop_is_in_order_while_all_ranks_are_there_and_until_a_second_one(tmp_path: Path):
@@ -198,7 +193,7 @@ def test_a_stop_is_in_order_while_all_ranks_are_there_and_until_a_second_one(tmp
 def test_a_rank_that_another_saw_alive_when_it_failed_was_ended_because_of_that(tmp_path: Path):
     Failure.of(CommError("timed out"), 0, saw_alive={1: "training"}).write(tmp_path)
     leave_state(tmp_path, 1)
-    assert first_failure(tmp_path, {1: ended(1, -signal.SIGKILL)}).rank == 0
+    assert first_failure(tmp_path, {1: -signal.SIGKILL}).rank == 0
 
 
 def test_a_rank_that_is_there_and_does_not_answer_is_named_however_it_was_ended(tmp_path: Path):
@@ -212,7 +207,7 @@ def test_a_rank_that_is_there_and_does_not_answer_is_named_however_it_was_ended(
     cause = (
         "did not answer for 12 s, last seen in training, step 3; rank 0 waited in gather of blocks.0 (step 3, forward)"
     )
-    for end in (None, {0: ended(0, 1), 1: ended(1, -signal.SIGKILL)}):
+    for end in (None, {0: 1, 1: -signal.SIGKILL}):
         failure = first_failure(tmp_path, end)
         assert (failure.rank, failure.cause) == (1, cause)
     Failure.of(ValueError("mine"), 2).write(tmp_path)
@@ -243,7 +238,7 @@ def test_a_rank_at_work_is_seen_alive_until_it_is_done(tmp_path: Path):
     assert read_states(tmp_path) == []
 
 
-@pytest.mark.parametrize("ends", [None, {0: ended(0, 1), 1: ended(1, 130)}], ids=["torchrun", "by hand"])
+@pytest.mark.parametrize("ends", [None, {0: 1, 1: 130}], ids=["torchrun", "by hand"])
 def test_a_rank_that_was_told_to_stop_since_another_missed_it_is_not_the_cause(tmp_path: Path, ends):
     Failure.of(CommError("timed out"), 0, saw_alive={1: "training"}).write(tmp_path)
     leave_state(tmp_path, 1, stopped_by="SIGTERM", stopped_s=time.time() + 1.0, gone=[0])

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.launching.start.spawn import agent_folder
+from zerotrain.launching.start.spawn import ranks_folder
 
 MADE = (
-    "import sys, tempfile; from pathlib import Path; from zerotrain.launching.start.spawn import agent_folder\n"
-    "with agent_folder() as folder:\n"
+    "import sys, tempfile; from pathlib import Path; from zerotrain.launching.start.spawn import ranks_folder\n"
+    "with ranks_folder() as folder:\n"
     "    (Path(folder) / 'job.json').touch(); print(folder, flush=True); sys.stdin.read()\n"
 )
 
 
 def test_it_is_there_for_its_owner_alone_and_gone_behind() -> None:
-    with agent_folder() as folder:
+    with ranks_folder() as folder:
         assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         (Path(folder) / "job.json").touch()
     assert not Path(folder).exists()
@@ -48,6 +48,6 @@ def test_without_a_process_to_be_had_it_goes_too(monkeypatch: pytest.MonkeyPatch
         raise BlockingIOError("Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", none_left)
-    with agent_folder() as folder:
+    with ranks_folder() as folder:
         pass
     assert not Path(folder).exists()

@@ -1,0 +1,317 @@
+"""A fork server: a process that has imported torch and done nothing else. A rank that it forks imports nothing again.
+
+A forked rank has, of the launcher, what a new Python would have: the environment and the search path as they are when
+it is started, the working folder, standard input, output and error. It has a session of its own, default signal
+handlers (an ignored signal stays ignored), no other open file, and random generators of its own. Its memory is that of
+the launcher right after the imports, shared until one of the two writes to it. Torch's threads are set by
+`launch.threads_per_rank`; numpy's linear algebra has one thread (`imports.importing`).
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn, Protocol
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+
+from zerotrain.device.kinds import is_gpu_in_use
+from zerotrain.launching.end.signals import STOP_SIGNALS, end_with_parent
+from zerotrain.launching.start import rank_process
+
+_STANDARD = (0, 1, 2)
+
+
+class RankProcess(Protocol):
+    """A rank that was started."""
+
+    def poll(self) -> int | None:
+        """The exit code, negative where a signal has ended it; None while it runs."""
+
+    def send_signal(self, signum: int) -> None:
+        """Signal the rank and the processes it has started; nothing where it has ended."""
+
+
+@dataclass(frozen=True)
+class _Start:
+    job_path: str
+    environment: dict[str, str]
+    search_path: list[str]
+    standard: list[int]
+    """Those of standard input, output and error that are open; sent along, behind the working folder."""
+
+
+@dataclass(frozen=True)
+class _Signal:
+    pid: int
+    signum: int
+
+
+class ForkServer:
+    """The fork server of this process, which ends with it. Python's own (`multiprocessing.forkserver`) is a new
+    interpreter, which would import torch once more."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self._pid, owner = os.fork(), os.getpid()
+        if self._pid == 0:
+            _serve(theirs)
+        theirs.close()
+        self._socket, self._messages = ours, Connection(os.dup(ours.fileno()))
+        self._ranks: dict[int, _ForkedRank] = {}
+        self.is_gone = False
+        atexit.register(self._end, owner)
+
+    def start(self, job_path: str, environment: dict[str, str]) -> RankProcess | None:
+        """Fork a rank; None where the server is gone, as after `kill -9`.
+
+        Raises:
+            OSError: no process is to be had.
+        """
+        folder = os.open(".", os.O_RDONLY)
+        try:
+            standard = [each for each in _STANDARD if _is_inherited(each)]
+            self.send(_Start(job_path, environment, list(sys.path), standard), [folder, *standard])
+        finally:
+            os.close(folder)
+        while not self.is_gone:
+            kind, number = self.take_in(None)
+            if kind == "refused":
+                raise OSError(number, os.strerror(number))
+            if kind == "started":
+                self._ranks[number] = rank = _ForkedRank(self, number)
+                return rank
+        return None
+
+    def send(self, request: "_Start | _Signal", files: Sequence[int] = ()) -> None:
+        """Send a request with open files."""
+        try:
+            socket.send_fds(self._socket, [b"\0"], files)
+            self._messages.send(request)
+        except OSError:
+            self._lose()
+
+    def take_in(self, timeout_s: float | None) -> tuple[str | None, int]:
+        """Take in one message; return its kind and a number, (None, 0) where none comes in time."""
+        try:
+            if not self._messages.poll(timeout_s):
+                return None, 0
+            kind, number, code = self._messages.recv()
+        except (OSError, EOFError):
+            self._lose()
+            return None, 0
+        if kind == "ended":
+            self._ranks.pop(number).code = code
+        return kind, number
+
+    def _lose(self) -> None:
+        """The server was killed, and its ranks with it."""
+        self.is_gone = True
+        for rank in self._ranks.values():
+            rank.code = -signal.SIGKILL
+        self._ranks.clear()
+
+    def _end(self, owner: int) -> None:
+        """End the server with its owner, but not with a process that was forked from that."""
+        if os.getpid() == owner:
+            self._socket.close()
+            self._messages.close()
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
+
+
+class _ForkedRank:
+    """A `RankProcess` of the fork server."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server, self._pid = server, pid
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        while self.code is None and self._server.take_in(0.0)[0]:
+            pass
+        return self.code
+
+    def send_signal(self, signum: int) -> None:
+        if self.code is None:
+            self._server.send(_Signal(self._pid, signum))
+
+
+_opened: list[ForkServer] = []
+
+
+def open_fork_server() -> None:
+    """Fork the server that ranks will be forked from, once in a process; nothing where that is not safe, and where
+    torchrun has started the ranks.
+
+    To be called when torch is imported and before anything runs: threads are lost by a fork, and their locks are held
+    for ever.
+    """
+    if not _opened and "RANK" not in os.environ and _is_safe():
+        with contextlib.suppress(OSError):  # no process is to be had: it will be said of the ranks
+            _opened.append(ForkServer())
+
+
+def fork_server() -> ForkServer | None:
+    """The one of this process; None where there is none, or none any more."""
+    return next((server for server in _opened if not server.is_gone), None)
+
+
+def _is_safe() -> bool:
+    """Whether this is a Linux process of one thread that has not used a GPU: CUDA cannot be used after a fork, and
+    macOS ends forked processes that use its own libraries."""
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return False
+    return len(os.listdir("/proc/self/task")) == 1 and not is_gpu_in_use()
+
+
+def _is_inherited(descriptor: int) -> bool:
+    """Whether a new program would have this file; where standard input is closed, another file may have its number."""
+    try:
+        return os.get_inheritable(descriptor)
+    except OSError:
+        return False
+
+
+def _serve(requests: socket.socket) -> NoReturn:
+    """Fork ranks and tell how they end, until the launcher is gone."""
+    try:
+        end_with_parent()
+        os.setsid()  # no signal of the launcher's terminal comes here
+        woken, wakes = socket.socketpair()
+        _close_all_but(requests, woken, wakes)
+        handlers = {each: signal.getsignal(each) for each in (*STOP_SIGNALS, signal.SIGCHLD)}
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
+        for each in (woken, wakes):
+            each.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+        messages, running = Connection(os.dup(requests.fileno())), set[int]()
+        while True:
+            if requests in wait([requests, woken]):
+                prefix, files, _, _ = socket.recv_fds(requests, 1, 1 + len(_STANDARD))
+                if not prefix:
+                    break
+                request = messages.recv()
+                if isinstance(request, _Signal) and request.pid in running:
+                    _signal(request)
+                elif isinstance(request, _Start):
+                    messages.send(_forked(request, files, handlers, running, (requests, messages, woken, wakes)))
+                for file in files:
+                    os.close(file)
+            with contextlib.suppress(BlockingIOError):
+                woken.recv(4096)
+            for pid in list(running):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    running.remove(pid)
+                    messages.send(("ended", pid, os.waitstatus_to_exitcode(status)))
+    finally:
+        os._exit(0)
+
+
+def _signal(request: _Signal) -> None:
+    try:
+        os.killpg(request.pid, request.signum)
+    except ProcessLookupError:  # it has no group of its own yet
+        os.kill(request.pid, request.signum)
+
+
+def _forked(
+    request: _Start,
+    files: Sequence[int],
+    handlers: dict[signal.Signals, Any],
+    running: set[int],
+    of_server: "Sequence[socket.socket | Connection[Any, Any]]",
+) -> tuple[str, int, int]:
+    """Fork a rank, and note it as running; return what to tell the launcher."""
+    server = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        return "refused", error.errno or 0, 0
+    if pid == 0:
+        for each in of_server:
+            each.close()
+        _become_rank(request, files, handlers, server)
+    running.add(pid)
+    return "started", pid, 0
+
+
+def _close_all_but(*kept: socket.socket) -> None:
+    """Close the files of the launcher. Their numbers stay taken: an object that still believes to own one would close
+    another file."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (int(each) for each in os.listdir("/proc/self/fd")):
+        if descriptor not in (*_STANDARD, nothing, *(each.fileno() for each in kept)):
+            with contextlib.suppress(OSError):  # the listing's own
+                os.dup2(nothing, descriptor)
+
+
+def _become_rank(request: _Start, files: Sequence[int], handlers: dict[signal.Signals, Any], server: int) -> NoReturn:
+    """Turn this fork of the server into a rank, run it, and end as Python ends."""
+    code = 1
+    try:
+        end_with_parent()
+        if os.getppid() != server:  # gone before that
+            os._exit(code)
+        signal.set_wakeup_fd(-1)
+        for signum, handler in handlers.items():
+            signal.signal(signum, signal.SIG_IGN if handler == signal.SIG_IGN else signal.SIG_DFL)
+        os.setsid()
+        folder, *standard = files
+        os.fchdir(folder)
+        for descriptor, received in zip(request.standard, standard, strict=True):
+            os.dup2(received, descriptor)
+        for each in files:
+            os.close(each)
+        _forget_launcher()
+        os.environ.clear()
+        os.environ.update(request.environment)
+        sys.path[:] = request.search_path
+        sys.argv = [rank_process.__file__, request.job_path]
+        rank_process.main(request.job_path)
+        code = 0
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]  # as Python ends: threads, then atexit
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def _forget_launcher() -> None:
+    """Undo in this process what Hydra and the launcher have set, and draw new random numbers: Python's own generator
+    does so by itself, torch's begins with a constant."""
+    sys.modules["__main__"] = rank_process
+    sys.stdin = sys.__stdin__
+    # Those of a launcher that was started without output are None; the numbers lead nowhere then (`outlast_readers`).
+    sys.stdout = sys.__stdout__ or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ or os.fdopen(2, "w", closefd=False)
+    for handler in list(logging.root.handlers):
+        logging.root.removeHandler(handler)
+    logging.root.setLevel(logging.WARNING)
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed()
