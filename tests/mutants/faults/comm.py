@@ -2,11 +2,11 @@
 
 from tests.mutants.fault import Fault
 
-GROUPS, HANDLES, JOURNAL = "comm/process_groups.py", "comm/handles.py", "comm/accounts/journal.py"
+GROUPS, HANDLES, JOURNAL = "comm/process_groups.py", "comm/handles.py", "comm/accounts/ledger.py"
 MEANS = "comm/means.py"
 REAL = ("unit/comm/test_process_groups.py",)
 ANY = ("unit/comm/test_handles.py",)
-ORDER = ("unit/comm/accounts/test_journal.py", "unit/engine/test_agreement.py")
+ORDER = ("unit/comm/accounts/test_ledger.py", "unit/engine/test_agreement.py")
 
 POSTED, BACKEND = "comm/wires/posted_handles.py", "comm/wires/backend_handles.py"
 
@@ -111,8 +111,8 @@ FAULTS = {
     ),
     "one-tag-for-all": Fault(
         GROUPS,
-        "PostedReduction(spec, self._reductions, next(self._shards.tags))",
-        "PostedReduction(spec, self._reductions, 0)",
+        "partial(PostedReduction, group=reductions, tags=tags)",
+        "partial(PostedReduction, group=reductions, tags=iter([0] * 99))",
         "parts of two buckets meet",
         REAL,
     ),
@@ -149,7 +149,7 @@ FAULTS = {
     ),
     "finished-without-wait": Fault(
         HANDLES,
-        "        self.wait()\n        self._complete()",
+        "        if not self._waited:\n            self.wait()\n        self._complete()",
         "        self._complete()",
         "the result is used before it is there",
         (*ANY, "unit/testing/test_fake_wire.py"),
