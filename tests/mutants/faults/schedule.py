@@ -112,7 +112,7 @@ FAULTS = {
     ),
     "freed-on-one-rank-alone": Fault(
         SCHEDULE,
-        "            if self.reductions.may_go(bucket):\n",
+        "            if going is not None:\n",
         "            if True:\n",
         "the rank whose gradient came frees a weight that another keeps, and gathers it again alone",
         DIFFER,
@@ -234,7 +234,7 @@ FAULTS = {
     ),
     "gathered-ahead-and-never-freed": Fault(
         GATHERS,
-        "is not WeightState.SHARD:\n        bucket.weights.finish_gather()\n",
+        "is not WeightState.SHARD:\n            bucket.weights.finish_gather()\n",
         "is not WeightState.SHARD:\n",
         "what was gathered ahead and not used stays under way",
         OF_GATHERS,
