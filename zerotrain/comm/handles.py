@@ -125,7 +125,7 @@ class Handle(ABC):
         """Start to send."""
 
     def _wait(self) -> None:
-        """Wait for all that is under way; this and the next of all that sends."""
+        """Wait for all that is under way. Each way that sends has this and `_done`."""
         raise NotImplementedError
 
     def _done(self) -> bool:

@@ -34,9 +34,11 @@ def test_between_kinds_the_order_does_not_tell_apart() -> None:
 
 
 def test_after_any_number_of_collectives_the_order_is_a_number_that_fp64_holds() -> None:
+    for kinds in ("g", "gr", "grec"):
+        order = order_of(*(f"{kind} {kind}{index}" for index in range(1000) for kind in kinds))
+        assert 0 < order < 2**ORDER_BITS
+        assert int(float(order)) == order
     order = order_of(*(f"g unit{index}" for index in range(1000)))
-    assert 0 < order < 2**ORDER_BITS
-    assert int(float(order)) == order
     assert order != order_of(*(f"g unit{index}" for index in (1, 0, *range(2, 1000))))
 
 
