@@ -53,8 +53,7 @@ def live_on(num_hosts: int) -> None:
 
 
 def hosts_of(engine: Any) -> Hosts:
-    hosts = engine.collectives._wire._hosts
-    assert hosts is not None
+    hosts: Hosts = engine.collectives._wire.gather.keywords["hosts"]
     return hosts
 
 

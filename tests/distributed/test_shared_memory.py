@@ -33,8 +33,7 @@ TIMEOUT_S = 2.0
 
 
 def local_ranks(engine: zerotrain.ZeroEngine) -> LocalRanks:
-    ranks = engine.collectives._wire._local
-    assert ranks is not None
+    ranks: LocalRanks = engine.collectives._wire.gather.keywords["ranks"]
     return ranks
 
 

@@ -2,20 +2,22 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from zerotrain.comm.accounts.frames import OtherNamesError
-from zerotrain.comm.accounts.journal import Journal
-from zerotrain.comm.accounts.ledger import Ledger
+from zerotrain.comm.accounts.ledger import Journal, Ledger
 from zerotrain.comm.accounts.notes import Notes
 from zerotrain.comm.accounts.whereabouts import by_rank
-from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, Reduction, ReductionSpec
-from zerotrain.comm.process_groups import ProcessGroups
+from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec
+from zerotrain.comm.means import mean_by_tree
+from zerotrain.comm.process_groups import process_groups
 from zerotrain.comm.ranks.world import World
-from zerotrain.comm.scratch import ScratchPool
-from zerotrain.comm.wire import Alone, Wire
+from zerotrain.comm.scratch import ScratchPool, zeros_on
+from zerotrain.comm.wire import Wire, gather_objects
 from zerotrain.errors import DisagreementError
 
 T = TypeVar("T")
@@ -43,15 +45,10 @@ class Collectives:
             self._wire = _wire_of(world, ordered)
         except RuntimeError as error:
             self._journal.fail("comparison", "where ranks are", error, time.monotonic() - started_s)
-
-    @property
-    def not_shared(self) -> str:
+        self.zeros = self._wire.zeros
+        """(numel, dtype) -> zeros on this rank's device, from which gathers and reductions send without a copy."""
+        self.not_shared = self._wire.not_shared
         """See `Wire.not_shared`."""
-        return self._wire.not_shared
-
-    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """(numel,) zeros on this rank's device, from which gathers and reductions send without a copy."""
-        return self._wire.zeros(numel, dtype, self.world.device)
 
     @property
     def order(self) -> int:
@@ -60,7 +57,7 @@ class Collectives:
 
     def gather(self, name: str, full: torch.Tensor, shard: torch.Tensor) -> Gather:
         """A handle on the all-gather of every rank's `shard` into `full`."""
-        return self._wire.gather(name, self._journal, full, shard)
+        return self._wire.gather(GatherSpec(name, self._journal, full, shard))
 
     def gather_now(self, name: str, full: torch.Tensor, shard: torch.Tensor) -> None:
         """The same once, waited for."""
@@ -72,29 +69,14 @@ class Collectives:
     def reduction(self, name: str, out: torch.Tensor, pool: ScratchPool, *, leaves_per_rank: int = 1) -> Reduction:
         """A handle on the mean over all leaves, of which `out` gets this rank's part. What is sent is of the dtype of
         `pool`."""
-        num_leaves = leaves_per_rank * self.shards.size
-        spec = ReductionSpec(name=name, journal=self._journal, out=out, pool=pool, num_leaves=num_leaves)
-        return self._wire.reduction(spec)
+        return self._wire.reduction(ReductionSpec(name, self._journal, out, pool, leaves_per_rank * self.shards.size))
 
     def exchange(
-        self,
-        name: str,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        sent_numels: list[int],
-        received_numels: list[int],
+        self, name: str, sent: torch.Tensor, received: torch.Tensor, sent_numels: list[int], received_numels: list[int]
     ) -> Exchange:
         """Issue an all-to-all: `sent` and `received` hold one part for each rank, of so many elements, none for this
         one."""
-        spec = ExchangeSpec(
-            name=name,
-            journal=self._journal,
-            sent=sent,
-            received=received,
-            sent_numels=sent_numels,
-            received_numels=received_numels,
-        )
-        exchange = self._wire.exchange(spec)
+        exchange = self._wire.exchange(ExchangeSpec(name, self._journal, sent, received, sent_numels, received_numels))
         exchange.issue()
         return exchange
 
@@ -108,17 +90,18 @@ class Collectives:
             DisagreementError: on every rank, which have come with different names. None of them has done anything.
         """
         self._record(name, values.nbytes * (self.shards.size - 1))
-        return self._together("comparison", name, lambda: self._wire.gather_small(values, name), in_order)
+        return self._together("comparison", name, partial(self._wire.gather_small, values, name), in_order)
 
     def gather_objects(self, value: Any, *, name: str, in_order: bool = True) -> list[Any]:
         """What each rank has to say, in rank order, on every rank: small values, outside of steps. Otherwise as
         `gather_small`."""
-        return self._together("comparison", name, lambda: self._wire.gather_objects(value, name), in_order)
+        say = partial(gather_objects, self._wire.gather_small, self.world.device, value, name)
+        return self._together("comparison", name, say if self.shards.size > 1 else lambda: [value], in_order)
 
     def broadcast(self, values: torch.Tensor, *, name: str, source: int = 0) -> None:
         """One rank's values on every rank, waited for."""
         self._record("broadcast", values.nbytes if self.shards.rank == source else 0)
-        self._together("broadcast", name, lambda: self._wire.broadcast(values, source))
+        self._together("broadcast", name, partial(self._wire.broadcast, values, source))
 
     def notes(self, subject: str) -> Notes:
         """For what goes on beside the training, on other threads; not collective."""
@@ -150,5 +133,41 @@ def _wire_of(world: World, ordered: bool) -> Wire:
     if world.shards.make_wire is not None:
         return world.shards.make_wire(ordered)
     if world.shards.size == 1:
-        return Alone()
-    return ProcessGroups(world.shards, world.device, ordered=ordered)
+        return _alone(world.device)
+    return process_groups(world.shards, world.device, ordered=ordered)
+
+
+def _alone(device: torch.device) -> Wire:
+    """The wire of one rank: what is gathered or reduced is a copy, or there already."""
+
+    def exchange(spec: ExchangeSpec) -> Exchange:
+        raise ValueError(f"an exchange of {spec.name} between one rank; this is a fault of zerotrain itself")
+
+    return Wire(
+        gather=_CopiedGather,
+        reduction=_CopiedReduction,
+        exchange=exchange,
+        gather_small=lambda values, _: values.view(1, -1),
+        broadcast=lambda _values, _source: None,
+        store=dist.HashStore,
+        zeros=zeros_on(device),
+    )
+
+
+class _CopiedGather(Gather):
+    is_local = True
+
+    def _issue(self) -> None:
+        if self.full.data_ptr() != self.shard.data_ptr():
+            self.full.copy_(self.shard)
+
+
+class _CopiedReduction(Reduction):
+    is_local = True
+
+    def _issue(self) -> None:
+        assert self._full is not None
+        if self.num_leaves > 1:
+            mean_by_tree([self._full], self.out, self.num_leaves)
+        elif self.out.data_ptr() != self._full.data_ptr():
+            self.out.copy_(self._full)

@@ -13,7 +13,7 @@ from typing import ClassVar, NoReturn, TypeAlias
 
 import torch
 
-from zerotrain.comm.accounts.journal import Journal
+from zerotrain.comm.accounts.ledger import Journal
 from zerotrain.comm.scratch import Scratch, ScratchPool
 
 Watch: TypeAlias = Callable[[int, torch.Tensor], None]
@@ -33,7 +33,7 @@ class Handle(ABC):
     ledger_kind: ClassVar[str]
     """What the ledger calls it."""
     is_local: ClassVar[bool] = False
-    """Whether nothing is ever sent, so that the ledger does not count it."""
+    """Whether nothing is ever sent: the ledger does not count it, and nothing is waited for."""
     sent_nbytes: int
     """Bytes this rank sends each time."""
     is_used_again = True
@@ -71,7 +71,7 @@ class Handle(ABC):
             self._issue()
         except RuntimeError as error:
             self._fail(error, started_s)
-        self.is_prepared, self.is_under_way, self._waited = False, True, False
+        self.is_prepared, self.is_under_way, self._waited = False, True, self.is_local
         if not self._journal.overlap:
             self.wait()
 
@@ -86,7 +86,8 @@ class Handle(ABC):
         """Wait, and leave the result where it belongs."""
         if not self.is_under_way:
             return
-        self.wait()
+        if not self._waited:
+            self.wait()
         self._complete()
         self.is_under_way = False
 
@@ -123,13 +124,13 @@ class Handle(ABC):
     def _issue(self) -> None:
         """Start to send."""
 
-    @abstractmethod
     def _wait(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all that is under way. Each way that sends has this and `_done`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _done(self) -> bool:
         """Whether `_wait` would return at once."""
+        raise NotImplementedError
 
     def _complete(self) -> None:  # noqa: B027 -- a gather is complete when it has arrived
         """All is there: compute what the caller wants of it, and give buffers back."""
@@ -138,27 +139,33 @@ class Handle(ABC):
         """Nothing will be issued: end what was posted, and give buffers back."""
 
 
-class Gather(Handle):
-    """An all-gather: every rank's `shard` (numel / ranks) into `full` (numel).
+@dataclass(frozen=True)
+class GatherSpec:
+    """What a gather is to do, whatever carries it."""
 
-    Args:
-        full: as long as the handle lives; its memory may be given back between uses.
-        shard: this rank's part. It may lie inside `full`, at this rank's place.
-    """
+    name: str
+    journal: Journal
+    full: torch.Tensor
+    """(numel,) as long as the handle lives; its memory may be given back between uses."""
+    shard: torch.Tensor
+    """(numel / ranks,) this rank's part. It may lie inside `full`, at this rank's place."""
+
+
+class Gather(Handle):
+    """An all-gather: every rank's `shard` into `full`."""
 
     kind = "gather"
     ledger_kind = "gather"
 
-    def __init__(self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor) -> None:
-        super().__init__(name, journal)
-        self.full, self.shard = full, shard
+    def __init__(self, spec: GatherSpec) -> None:
+        super().__init__(spec.name, spec.journal)
+        self.full, self.shard = spec.full, spec.shard
 
-    def issue(self) -> None:
-        """Start. `shard` holds this rank's part, `full` has memory."""
-        self._issue_noted()
+    issue = Handle._issue_noted
+    """Start. `shard` holds this rank's part, `full` has memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ReductionSpec:
     """What a reduction is to do, whatever carries it."""
 
@@ -222,7 +229,7 @@ class Reduction(Handle):
         self._full = self._watch = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ExchangeSpec:
     """What an exchange is to do, whatever carries it. `sent` and `received` hold one part for each rank."""
 

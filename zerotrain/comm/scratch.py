@@ -23,6 +23,11 @@ Zeros = Callable[[int, torch.dtype], torch.Tensor]
 """(numel, dtype) -> (numel,) zeros."""
 
 
+def zeros_on(device: torch.device) -> Zeros:
+    """Zeros in memory of torch's own."""
+    return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
+
+
 class ScratchPool:
     """Lends buffers of one dtype and device; keeps as many as were ever lent at once.
 
@@ -33,7 +38,7 @@ class ScratchPool:
     def __init__(self, *, dtype: torch.dtype, device: torch.device, zeros: Zeros | None = None) -> None:
         self.dtype = dtype
         self.device = device
-        self._zeros = zeros or (lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device))
+        self._zeros = zeros or zeros_on(device)
         self.lent_nbytes = 0
         self._free: list[Scratch] = []
 

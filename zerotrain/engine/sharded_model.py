@@ -29,8 +29,7 @@ from zerotrain.engine.model.unit_forward import offload_saved
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.kept_fp32 import cast_around_kept, dtypes_of
 from zerotrain.engine.results import StageSwitch
-from zerotrain.engine.schedule.fast_path import complete_before_encoders
-from zerotrain.engine.schedule.hooks import connect, next_node, require_no_engine
+from zerotrain.engine.schedule.hooks import complete_before_encoders, connect, next_node, require_no_engine
 from zerotrain.engine.schedule.schedule import Schedule
 from zerotrain.engine.state.owned import Holdings
 from zerotrain.engine.state.saving.under_way import SaveUnderWay

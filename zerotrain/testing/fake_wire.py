@@ -18,16 +18,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zerotrain.comm.accounts.frames import OtherNamesError
-from zerotrain.comm.accounts.journal import Journal
-from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, Handle, Reduction, ReductionSpec
+from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Handle, Reduction, ReductionSpec
 from zerotrain.comm.means import mean_by_tree
 from zerotrain.comm.ranks.world import Shards, World
+from zerotrain.comm.scratch import zeros_on
 from zerotrain.comm.wire import Wire
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ class Board:
             return [self._parts[key][rank] for rank in range(self.size)]
 
 
-class FakeWire(Wire):
+class BoardEnd:
     """One rank's end of a board.
 
     Args:
@@ -104,6 +105,18 @@ class FakeWire(Wire):
     def __init__(self, board: Board, rank: int, *, delay_s: float = 0.0, is_done: bool = False) -> None:
         self.board, self.rank, self.delay_s, self.is_done = board, rank, delay_s, is_done
         self._uses: dict[str, int] = defaultdict(int)
+
+    def wire(self) -> Wire:
+        """The wire of this rank's engines."""
+        return Wire(
+            gather=partial(_FakeGather, self),
+            reduction=partial(_FakeReduction, self),
+            exchange=partial(_FakeExchange, self),
+            gather_small=self.gather_small,
+            broadcast=lambda values, source: values.copy_(self.gather_small(values, "broadcast")[source]),
+            store=lambda: self.board.store,
+            zeros=zeros_on(torch.device("cpu")),
+        )
 
     def next_key(self, what: str) -> tuple[str, int]:
         """What the next use of a collective is called on every rank."""
@@ -120,32 +133,15 @@ class FakeWire(Wire):
         self.board.leave(key, self.rank, part)
         return key
 
-    def gather(self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor) -> Gather:
-        return _FakeGather(self, name, journal, full, shard)
-
-    def reduction(self, spec: ReductionSpec) -> Reduction:
-        return _FakeReduction(self, spec)
-
-    def exchange(self, spec: ExchangeSpec) -> Exchange:
-        return _FakeExchange(self, spec)
-
-    def gather_small(self, values: torch.Tensor, name: str = "") -> torch.Tensor:
-        return torch.stack(self.gather_objects(values.clone(), name))
-
-    def gather_objects(self, value: Any, name: str = "") -> list[Any]:
+    def gather_small(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        """See `Wire.gather_small`."""
         key = self.next_key("comparison")
-        self.board.leave(key, self.rank, (name, value))
+        self.board.leave(key, self.rank, (name, values.clone()))
         parts = self.board.parts(key)
         names = [each for each, _ in parts]
         if len(set(names)) > 1:
             raise OtherNamesError(names)
-        return [each for _, each in parts]
-
-    def broadcast(self, values: torch.Tensor, source: int) -> None:
-        values.copy_(self.gather_objects(values.clone(), "broadcast")[source])
-
-    def store(self) -> dist.Store:
-        return self.board.store
+        return torch.stack([each for _, each in parts])
 
 
 class _Fake(Handle):
@@ -153,45 +149,45 @@ class _Fake(Handle):
 
     sent_nbytes = 0
 
-    def __init__(self, wire: FakeWire, *args: Any) -> None:
+    def __init__(self, end: BoardEnd, *args: Any) -> None:
         super().__init__(*args)
-        self._wire = wire
+        self._end = end
         self._key: Any = None
         self._arrived: list[Any] = []
 
     def _send(self, part: Any) -> None:
-        self._key = self._wire.issued(f"{self.kind} {self.name}", part)
+        self._key = self._end.issued(f"{self.kind} {self.name}", part)
 
     def _wait(self) -> None:
-        self._arrived = self._wire.board.parts(self._key)
+        self._arrived = self._end.board.parts(self._key)
 
     def _done(self) -> bool:
-        return self._wire.is_done
+        return self._end.is_done
 
 
 class _FakeGather(_Fake, Gather):
-    def __init__(self, wire: FakeWire, *args: Any) -> None:
-        super().__init__(wire, *args)
-        self.sent_nbytes = self.shard.nbytes * (wire.board.size - 1)
+    def __init__(self, end: BoardEnd, spec: GatherSpec) -> None:
+        super().__init__(end, spec)
+        self.sent_nbytes = spec.shard.nbytes * (end.board.size - 1)
 
     def _issue(self) -> None:
         self._sent = self.shard.clone()
         self._send(self._sent)
         self.full.fill_(float("nan"))  # what has not arrived is garbage
-        self.full.view(self._wire.board.size, -1)[self._wire.rank] = self._sent
+        self.full.view(self._end.board.size, -1)[self._end.rank] = self._sent
 
     def _complete(self) -> None:
         assert torch.equal(self.shard, self._sent), f"{self.name} was changed while it was on the wire"
-        parts = self.full.view(self._wire.board.size, -1)
-        others = torch.cat([parts[: self._wire.rank], parts[self._wire.rank + 1 :]])
+        parts = self.full.view(self._end.board.size, -1)
+        others = torch.cat([parts[: self._end.rank], parts[self._end.rank + 1 :]])
         assert others.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
         torch.cat(self._arrived, out=self.full)
 
 
 class _FakeReduction(_Fake, Reduction):
-    def __init__(self, wire: FakeWire, *args: Any) -> None:
-        super().__init__(wire, *args)
-        self.sent_nbytes = self._part_nbytes * (wire.board.size - 1)
+    def __init__(self, end: BoardEnd, spec: ReductionSpec) -> None:
+        super().__init__(end, spec)
+        self.sent_nbytes = self._part_nbytes * (end.board.size - 1)
 
     def _issue(self) -> None:
         assert self._full is not None
@@ -204,15 +200,15 @@ class _FakeReduction(_Fake, Reduction):
         assert torch.equal(self._full, self._sent), f"{self.name} was changed while it was on the wire"
         if self._full.untyped_storage().data_ptr() != self.out.untyped_storage().data_ptr():
             self._full.fill_(float("nan"))  # a buffer that is given back now
-        start = self._wire.rank * self.out.numel()
+        start = self._end.rank * self.out.numel()
         parts = torch.stack([part[start : start + self.out.numel()] for part in self._arrived])
         mean_by_tree(parts, self.out, self.num_leaves)
         super()._complete()
 
 
 class _FakeExchange(_Fake, Exchange):
-    def __init__(self, wire: FakeWire, spec: ExchangeSpec) -> None:
-        super().__init__(wire, spec.name, spec.journal)
+    def __init__(self, end: BoardEnd, spec: ExchangeSpec) -> None:
+        super().__init__(end, spec.name, spec.journal)
         self._spec, self.sent_nbytes = spec, spec.sent.nbytes
 
     def _issue(self) -> None:
@@ -225,7 +221,7 @@ class _FakeExchange(_Fake, Exchange):
         assert torch.equal(sent, self._before), f"{self.name} was changed while it was on the wire"
         assert received.isnan().all(), f"what {self.name} receives into was written to while it was on the wire"
         sent.fill_(float("nan"))  # a buffer that is given back now
-        torch.cat([parts[self._wire.rank] for parts in self._arrived], out=received)
+        torch.cat([parts[self._end.rank] for parts in self._arrived], out=received)
 
 
 def run_threads(
@@ -251,8 +247,8 @@ def run_threads(
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
-        wire = FakeWire(board, rank, delay_s=0.001 * (rank == late_rank), is_done=rank == done_rank)
-        shards = Shards(rank, size, make_wire=lambda _ordered: wire)
+        end = BoardEnd(board, rank, delay_s=0.001 * (rank == late_rank), is_done=rank == done_rank)
+        shards = Shards(rank, size, make_wire=lambda _ordered: end.wire())
         torch.set_num_threads(1)
         world = World(rank, size, rank, torch.device("cpu"), shards=shards)
         try:

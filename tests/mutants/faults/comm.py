@@ -2,11 +2,11 @@
 
 from tests.mutants.fault import Fault
 
-GROUPS, HANDLES, JOURNAL = "comm/process_groups.py", "comm/handles.py", "comm/accounts/journal.py"
-MEANS = "comm/means.py"
+GROUPS, HANDLES, JOURNAL = "comm/process_groups.py", "comm/handles.py", "comm/accounts/ledger.py"
+MEANS, WIRE, COLLECTIVES = "comm/means.py", "comm/wire.py", "comm/collectives.py"
 REAL = ("unit/comm/test_process_groups.py",)
 ANY = ("unit/comm/test_handles.py",)
-ORDER = ("unit/comm/accounts/test_journal.py", "unit/engine/test_agreement.py")
+ORDER = ("unit/comm/accounts/test_ledger.py", "unit/engine/test_agreement.py")
 
 POSTED, BACKEND = "comm/wires/posted_handles.py", "comm/wires/backend_handles.py"
 
@@ -111,8 +111,8 @@ FAULTS = {
     ),
     "one-tag-for-all": Fault(
         GROUPS,
-        "PostedReduction(spec, self._reductions, next(self._shards.tags))",
-        "PostedReduction(spec, self._reductions, 0)",
+        "partial(PostedReduction, group=reductions, tags=tags)",
+        "partial(PostedReduction, group=reductions, tags=iter([0] * 99))",
         "parts of two buckets meet",
         REAL,
     ),
@@ -149,7 +149,7 @@ FAULTS = {
     ),
     "finished-without-wait": Fault(
         HANDLES,
-        "        self.wait()\n        self._complete()",
+        "        if not self._waited:\n            self.wait()\n        self._complete()",
         "        self._complete()",
         "the result is used before it is there",
         (*ANY, "unit/testing/test_fake_wire.py"),
@@ -219,5 +219,102 @@ FAULTS = {
         "if scratch.storage.numel() > 0]",
         "a buffer on loan is smaller than asked for",
         ("unit/comm/test_scratch.py",),
+    ),
+    "posted-beyond-the-limit": Fault(
+        GROUPS,
+        "if is_gloo and shards.size <= MAX_RANKS_OF_EXCHANGE:",
+        "if is_gloo:",
+        "many ranks post a send and a receive for each other one",
+        REAL,
+    ),
+    "native-is-ordered": Fault(
+        GROUPS,
+        "return wire if ordered else replace(",
+        "return wire if True else replace(",
+        "reduction=native adds by the tree all the same",
+        REAL,
+    ),
+    "read-though-told-not-to": Fault(
+        GROUPS,
+        'why = "" if shards.shared_memory else "it is told not to (shared_memory=False)"',
+        'why = ""',
+        "ranks with shared_memory=False read each other's memory",
+        REAL,
+    ),
+    "zeros-that-nobody-can-read": Fault(
+        GROUPS,
+        "numbers=tags),\n                zeros=local.memory.zeros,\n",
+        "numbers=tags),\n",
+        "all that is sent is copied first",
+        (
+            "distributed/test_shared_memory.py::test_no_parameter_or_gradient_goes_through_a_socket_or_is_copied_to_be_read",
+        ),
+    ),
+    "reason-kept-to-itself": Fault(
+        GROUPS,
+        'not_shared=str(error) if shards.shared_memory else ""',
+        'not_shared=""',
+        "a run does not say why its ranks send through sockets",
+        (
+            "distributed/test_hosts.py::test_where_hosts_do_not_hold_as_many_ranks_all_send_by_sockets_to_the_same_bits_and_say_why",
+        ),
+    ),
+    "objects-without-a-name": Fault(
+        WIRE,
+        "device=device), name).flatten()",
+        'device=device), "").flatten()',
+        "ranks that tell each other different things take what belongs to another comparison",
+        REAL,
+    ),
+    "objects-run-code": Fault(
+        WIRE,
+        "weights_only=True",
+        "weights_only=False",
+        "another process says what code is run in a rank",
+        REAL,
+    ),
+    "one-rank-tells-itself": Fault(
+        COLLECTIVES,
+        "say if self.shards.size > 1 else lambda: [value]",
+        "say",
+        "one rank copies what it has to say, and refuses what only others could not read",
+        ("unit/comm/test_wire.py",),
+    ),
+    "leaves-of-one-rank": Fault(
+        COLLECTIVES,
+        "leaves_per_rank * self.shards.size",
+        "leaves_per_rank",
+        "gradients are added over ranks, not averaged",
+        REAL,
+    ),
+    "over-when-issued": Fault(
+        HANDLES,
+        "False, True, self.is_local\n",
+        "False, True, True\n",
+        "no collective is ever waited for",
+        ANY,
+    ),
+    "copies-waited-for": Fault(
+        HANDLES,
+        "False, True, self.is_local\n",
+        "False, True, False\n",
+        "one rank waits for what is sent to nobody, and cannot",
+        ("unit/comm/test_wire.py",),
+    ),
+    "orders-of-kinds-added": Fault(
+        JOURNAL,
+        "            order ^= each\n",
+        "            order += each\n",
+        "fp64 rounds the order where there are several kinds",
+        ORDER,
+    ),
+    "waits-as-long-as-torch": Fault(
+        GROUPS,
+        "(timeout_of(gathers, device) or _DEFAULT_TIMEOUT)",
+        "_DEFAULT_TIMEOUT",
+        "ranks that read each other's memory wait half an hour for one that does not come",
+        (
+            "distributed/test_shared_memory.py::test_a_rank_that_is_stopped_is_told_of_after_the_timeout_and_fails_when_it_goes_on",
+        ),
     ),
 }

@@ -112,7 +112,7 @@ FAULTS = {
     ),
     "freed-on-one-rank-alone": Fault(
         SCHEDULE,
-        "            if self.reductions.may_go(bucket):\n",
+        "            if going is not None:\n",
         "            if True:\n",
         "the rank whose gradient came frees a weight that another keeps, and gathers it again alone",
         DIFFER,
@@ -234,7 +234,7 @@ FAULTS = {
     ),
     "gathered-ahead-and-never-freed": Fault(
         GATHERS,
-        "is not WeightState.SHARD:\n        bucket.weights.finish_gather()\n",
+        "is not WeightState.SHARD:\n            bucket.weights.finish_gather()\n",
         "is not WeightState.SHARD:\n",
         "what was gathered ahead and not used stays under way",
         OF_GATHERS,
@@ -300,5 +300,40 @@ FAULTS = {
         "",
         "a change of the stage needs much more than a bucket beside the larger of the two",
         ("distributed/test_checkpoints.py",),
+    ),
+    "only-the-last-goes": Fault(
+        REDUCTIONS,
+        "if self._waiting[0] is not going and not self.may_go(self._waiting[0]):",
+        "if self._waiting[0] is not going:",
+        "buckets that were complete before their turn are reduced at the end",
+        SKIPPING,
+    ),
+    "goes-unasked": Fault(
+        REDUCTIONS,
+        "if self._waiting[0] is not going and not self.may_go(self._waiting[0]):",
+        "if False:",
+        "a complete bucket is reduced before the place where every rank closes it",
+        SKIPPING,
+    ),
+    "reached-unit-passes-later": Fault(
+        REDUCTIONS,
+        "passed = unit.passes_next if unit is leaving else unit.is_passed",
+        "passed = unit.is_passed",
+        "a bucket is held full until the next unit is reached",
+        SKIPPING,
+    ),
+    "called-between-engine-calls": Fault(
+        SCHEDULE,
+        '        if self.phase is Phase.IDLE:\n            self._refuse_idle(unit.name, "was called")\n',
+        "",
+        "a rank that calls a part of the model between steps waits for ranks that do not",
+        SKIPPING,
+    ),
+    "full-behind-a-backward": Fault(
+        GATHERS,
+        "        if self.frees_after_use:\n            _rest(self._buckets)\n",
+        "",
+        "what a backward left full stays so until the step",
+        OF_GATHERS,
     ),
 }

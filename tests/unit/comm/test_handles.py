@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from zerotrain.comm.accounts.journal import Journal
-from zerotrain.comm.accounts.ledger import Ledger
+from zerotrain.comm.accounts.ledger import Journal, Ledger
 from zerotrain.comm.accounts.whereabouts import Whereabouts
 from zerotrain.comm.handles import Gather, Handle, Reduction, ReductionSpec
 from zerotrain.comm.scratch import ScratchPool
@@ -156,7 +155,7 @@ def test_a_reduction_that_is_finished_holds_its_input_no_longer() -> None:
             return True
 
     pool = ScratchPool(dtype=torch.float32, device=torch.device("cpu"))
-    spec = ReductionSpec(name="unit", journal=journal(), out=torch.zeros(2), pool=pool, num_leaves=2)
+    spec = ReductionSpec("unit", journal(), torch.zeros(2), pool, num_leaves=2)
     reduction = Kept(spec)
     full = torch.zeros(4)
     reduction.issue(full)

@@ -192,6 +192,9 @@ def other_comparisons(mine: OnARank) -> None:
         assert mine.collectives.order == order
     with pytest.raises(DisagreementError, match=r"norm, 44 bytes, on rank 0, norm, 48 bytes, on ranks? 1"):
         mine.collectives.gather_small(torch.zeros(11 + min(mine.rank, 1)), name="norm")  # others by the same name
+    with pytest.raises(DisagreementError, match=r"state on rank 0, files on ranks? 1"):
+        mine.collectives.gather_objects(mine.rank, name="files" if mine.rank else "state")
+    assert mine.collectives.order == order
     large = torch.arange(100.0) + mine.rank
     assert mine.collectives.gather_small(large, name="large").tolist() == [
         (torch.arange(100.0) + rank).tolist() for rank in range(mine.size)

@@ -47,7 +47,7 @@ class HalfOfThemWithout:
 def sum_over_threads(world, values):
     """`World.sum` where ranks are threads, which have no process group."""
     if world.size > 1:
-        values.copy_(torch.stack(world.shards.make_wire(True).gather_objects(values.clone())).sum(dim=0))
+        values.copy_(world.shards.make_wire(True).gather_small(values, "sum").sum(dim=0))
     return values
 
 

@@ -1,7 +1,20 @@
-"""What was sent: every collective of the engine, by kind, with the bytes this rank put on the wire."""
+"""What is known of an engine's collectives: how many, how many bytes, in which order, and what to say of a failure."""
 
+import zlib
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from zerotrain.comm.accounts.whereabouts import Whereabouts
+
+_WORDS_OF_BACKENDS = ("gloo", "connection", "timed out", "timeout", "socket", "peer")
+"""Of which gloo's errors, plain RuntimeErrors, have at least one."""
+ORDER_BITS = 52
+"""Of the hash of the order of collectives: an integer that fp64 holds exactly."""
+_INVERSE = pow(1_000_003, -1, 2**ORDER_BITS)
 
 
 @dataclass
@@ -48,3 +61,58 @@ class Ledger:
         self.outside_steps.nbytes += self._this_step.nbytes
         self._this_step = Traffic()
         self.in_step = False
+
+
+class Journal:
+    """Every collective of an engine is noted here when it is issued.
+
+    Args:
+        overlap: False lets each collective be waited for as soon as it is issued.
+    """
+
+    def __init__(self, ledger: Ledger, whereabouts: Whereabouts, *, overlap: bool) -> None:
+        self.ledger = ledger
+        self.overlap = overlap
+        self._whereabouts = whereabouts
+        self._orders: Counter[str] = Counter()
+
+    @property
+    def order(self) -> int:
+        """A hash of the names of all collectives so far, in the order of each kind; equal where that is equal.
+
+        Of each kind apart: a rank that skips a unit has the same gathers and reductions as the others, but may issue a
+        reduction behind a gather where the others do it before. That works, and is not to be refused.
+        """
+        order = 0
+        for each in self._orders.values():
+            order ^= each
+        return order
+
+    def note(self, kind: str, name: str) -> None:
+        """A collective is issued: let its place in the order count."""
+        self._orders[kind] = (self._orders[kind] * 1_000_003 + _code(name) + 1) % 2**ORDER_BITS
+
+    def take_back(self, kind: str, name: str) -> None:
+        """A collective that was noted last has not come about, on no rank."""
+        self._orders[kind] = (self._orders[kind] - _code(name) - 1) * _INVERSE % 2**ORDER_BITS
+
+    def fail(self, kind: str, name: str, error: RuntimeError, waited_s: float) -> NoReturn:
+        """A collective has raised an error, after so many seconds.
+
+        Raises:
+            CommError: other ranks are gone, or did not come.
+            RuntimeError: the error itself, of which no other rank is to blame: no memory, a fault of the device.
+        """
+        if not _is_of_backend(error):
+            raise error
+        raise self._whereabouts.lost_others(error, f"{kind} of {name}", waited_s) from error
+
+
+def _is_of_backend(error: RuntimeError) -> bool:
+    """Whether an error tells of other ranks, and not of this one's memory, device or arguments."""
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _WORDS_OF_BACKENDS)
+
+
+@cache
+def _code(name: str) -> int:
+    return zlib.crc32(name.encode())

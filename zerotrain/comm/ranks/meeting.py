@@ -6,6 +6,7 @@ import itertools
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from zerotrain.comm.accounts.shortage import shortage
 from zerotrain.comm.accounts.whereabouts import first_line
 from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
-from zerotrain.comm.ranks.within import within
 from zerotrain.errors import CommError, ConfigError
 
 REMINDER_S = 10.0
@@ -289,3 +289,33 @@ def _wait(is_over: Callable[[], bool], missing: Callable[[], str], ranks: RankEn
             return False
         time.sleep(pause_s)
     return True
+
+
+def within(limit_s: float, call: Callable[[], T]) -> T:
+    """What a call returns, made by a thread of its own.
+
+    Torch's own limits do not serve: a store takes twice its timeout to say that nobody listens, and waits for ever
+    where who listens says nothing; the timeout that a gloo group is made with stays that of its sends and receives
+    (torch 2.13), and nothing bounds how NCCL makes a communicator.
+
+    Raises:
+        TimeoutError: it has not returned. The thread goes on with it, and ends with the process.
+        RuntimeError: of the call itself, or there is no thread.
+    """
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(call())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="zerotrain meeting", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if raised:
+        raise raised.pop()
+    if not returned:
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return returned.pop()

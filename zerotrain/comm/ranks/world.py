@@ -132,7 +132,7 @@ class World:
     def _around(cls, device: torch.device, local_rank: int, started_here: bool, shared_memory: bool = True) -> "World":
         rank, size, everyone = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
         # Without a timeout of its own the new group would wait by torch's default, half an hour on gloo.
-        reductions = dist.new_group(timeout=_timeout_of(device))
+        reductions = dist.new_group(timeout=timeout_of(everyone, device))
         shards = Shards(rank, size, everyone, reductions, shared_memory=shared_memory)
         return cls(rank, size, local_rank, device, shards=shards, group=everyone, started_here=started_here)
 
@@ -176,9 +176,8 @@ class World:
             self.close()
 
 
-def _timeout_of(device: torch.device) -> timedelta | None:
-    """How long the first group waits; None where its backend does not say."""
-    group = dist.group.WORLD
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
+    """How long a group waits; None where its backend does not say."""
     options = getattr(group._get_backend(device), "options", None) if group is not None else None
     return getattr(options, "_timeout", None)
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from zerotrain.comm.accounts.journal import Journal
-from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, Handle, Reduction, ReductionSpec
+from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Handle, Reduction, ReductionSpec
 from zerotrain.comm.means import mean_by_tree
 
 # torch 2.13 renames these two and warns about the old names; torch 2.11 has only those.
@@ -37,18 +35,10 @@ class Works(Handle):
 class NativeGather(Works, Gather):
     """The backend's own all-gather."""
 
-    def __init__(
-        self,
-        name: str,
-        journal: Journal,
-        full: torch.Tensor,
-        shard: torch.Tensor,
-        group: dist.ProcessGroup,
-        is_gloo: bool,
-    ) -> None:
-        super().__init__(name, journal, full, shard)
+    def __init__(self, spec: GatherSpec, group: dist.ProcessGroup, is_gloo: bool) -> None:
+        super().__init__(spec)
         self._group, self._is_gloo = group, is_gloo
-        self.sent_nbytes = ring_nbytes(full, group.size())
+        self.sent_nbytes = ring_nbytes(spec.full, group.size())
 
     def _issue(self) -> None:
         with unseen_by_profiler(self._is_gloo):
@@ -58,12 +48,7 @@ class NativeGather(Works, Gather):
 class _BackendReduction(Works, Reduction):
     """A reduction by one of the backend's own collectives."""
 
-    def __init__(
-        self,
-        spec: ReductionSpec,
-        group: dist.ProcessGroup,
-        is_gloo: bool,
-    ) -> None:
+    def __init__(self, spec: ReductionSpec, group: dist.ProcessGroup, is_gloo: bool) -> None:
         super().__init__(spec)
         self._group, self._is_gloo = group, is_gloo
         self.sent_nbytes = self._part_nbytes * (group.size() - 1)
@@ -72,8 +57,8 @@ class _BackendReduction(Works, Reduction):
 class NativeReduction(_BackendReduction):
     """The backend's own reduce-scatter, which adds in an order of its own."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, spec: ReductionSpec, group: dist.ProcessGroup, is_gloo: bool) -> None:
+        super().__init__(spec, group, is_gloo)
         # gloo has no mean of its own.
         self._operation = dist.ReduceOp.SUM if self._is_gloo else dist.ReduceOp.AVG
         self._divisor = self.num_leaves if self._is_gloo else self.num_leaves // self._group.size()

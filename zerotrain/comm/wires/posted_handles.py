@@ -1,12 +1,11 @@
 """Handles made of sends and receives on gloo: the receives are posted ahead."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from zerotrain.comm.accounts.journal import Journal
-from zerotrain.comm.handles import Gather, Reduction, ReductionSpec
+from zerotrain.comm.handles import Gather, GatherSpec, Reduction, ReductionSpec
 from zerotrain.comm.means import mean_by_tree
 from zerotrain.comm.wires.backend_handles import Works, ring_nbytes, unseen_by_profiler
 
@@ -54,12 +53,10 @@ class _Posted(Works):
 class PostedGather(_Posted, Gather):
     """A gather of sends and receives: in place, without the second buffer of gloo's own."""
 
-    def __init__(
-        self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, tag: int
-    ) -> None:
-        super().__init__(name, journal, full, shard)
-        self._send_over(group, tag)
-        self.sent_nbytes = ring_nbytes(full, self._size)
+    def __init__(self, spec: GatherSpec, group: dist.ProcessGroup, tags: Iterator[int]) -> None:
+        super().__init__(spec)
+        self._send_over(group, next(tags))
+        self.sent_nbytes = ring_nbytes(spec.full, self._size)
 
     def _prepare(self) -> None:
         self._post(self.full.view(self._size, -1))
@@ -79,14 +76,9 @@ class PostedGather(_Posted, Gather):
 class PostedReduction(_Posted, Reduction):
     """Every part to the rank it belongs to, which takes their mean, added by a tree in fp32."""
 
-    def __init__(
-        self,
-        spec: ReductionSpec,
-        group: dist.ProcessGroup,
-        tag: int,
-    ) -> None:
+    def __init__(self, spec: ReductionSpec, group: dist.ProcessGroup, tags: Iterator[int]) -> None:
         super().__init__(spec)
-        self._send_over(group, tag)
+        self._send_over(group, next(tags))
         self.sent_nbytes = self._part_nbytes * (self._size - 1)
 
     def _parts(self, received: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ Gathers come in list order after the step (stages 1 and 2) or in the order in wh
 on every rank, as long as all ranks call the same units.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -83,7 +83,7 @@ class Gathers:
         self._running.clear()
         for bucket in self._buckets:
             if not (backward_follows and bucket.stays_full):
-                _rest(bucket)
+                _rest([bucket])
             elif bucket.weights.is_full:
                 bucket.awaits_backward = True
 
@@ -111,7 +111,7 @@ class Gathers:
         index = self._units.index(unit)
         end = len(self._units) if self._in_backward is None else self._units.index(self._in_backward)
         skipped = self._units[index + 1 : end]
-        if len(skipped) > self._prefetch or any(each.was_called(backward) for each in skipped):
+        if not skipped or len(skipped) > self._prefetch or any(each.was_called(backward) for each in skipped):
             return
         for place in range(end - 1, index, -1):
             yield self._units[place], set(self._units[place + 1 :])
@@ -144,8 +144,7 @@ class Gathers:
     def end_backward(self) -> None:
         """The backward is over."""
         if self.frees_after_use:
-            for bucket in self._buckets:
-                _rest(bucket)
+            _rest(self._buckets)
 
     # ---- the update
 
@@ -185,22 +184,22 @@ class Gathers:
         if self.plan.shards_parameters:
             for bucket in self._buckets:
                 bucket.awaits_backward = False
-                _rest(bucket)
+            _rest(self._buckets)
 
     def free(self) -> None:
         """The step is given up: as `rest`, but a forward before it may still have its backward. A loop for torch calls
         zero_grad between the two."""
         if self.plan.shards_parameters:
-            for bucket in self._buckets:
-                _rest(bucket)
+            _rest(self._buckets)
 
 
 def _needed_by(units: Sequence[LiveUnit]) -> set[Bucket]:
     return {bucket for unit in units for bucket in unit.buckets}
 
 
-def _rest(bucket: Bucket) -> None:
-    """Reshard, also a bucket that was gathered ahead and not used."""
-    if bucket.weights.life.state is not WeightState.SHARD:
-        bucket.weights.finish_gather()
-        bucket.weights.reshard()
+def _rest(buckets: Iterable[Bucket]) -> None:
+    """Reshard, also buckets that were gathered ahead and not used."""
+    for bucket in buckets:
+        if bucket.weights.life.state is not WeightState.SHARD:
+            bucket.weights.finish_gather()
+            bucket.weights.reshard()

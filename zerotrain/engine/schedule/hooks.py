@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -178,16 +178,12 @@ def _announce_backward(unit: LiveUnit, schedule: Schedule, output: Any, first_no
         if tensor.grad_fn is None:
             schedule.keep(unit)
         elif (node := tensor.grad_fn._sequence_nr()) >= first_node:  # otherwise it is an input, passed through
-            tensor.register_hook(partial(_announced, schedule, unit, call, node))
+            tensor.register_hook(partial(schedule.before_backward, unit, call, node))
             last_node = max(last_node, node)
     if last_node + 1 < next_node():
         schedule.keep(unit)
     if first_node < next_node():
         unit.add_call(call, is_held=last_node >= first_node)
-
-
-def _announced(schedule: Schedule, unit: LiveUnit, call: UnitCall, node: int, _: torch.Tensor) -> None:
-    schedule.before_backward(unit, call, node)
 
 
 def _hook_gradients(schedule: Schedule) -> list[LastGradientHook]:
@@ -197,3 +193,31 @@ def _hook_gradients(schedule: Schedule) -> list[LastGradientHook]:
         for bucket in schedule.trained
         for segment in bucket.gradient.segments
     ]
+
+
+class HasSchedule(Protocol):
+    """An engine, whose schedule is another one after each change of what trains."""
+
+    schedule: Schedule
+
+
+def complete_before_encoders(walked: WalkedModel, engine: HasSchedule) -> None:
+    """Let the encoders of a model (`nn.TransformerEncoder`) find their first layer complete, as long as the engine is
+    there: torch's fast path asks for that layer's weights before calling it.
+
+    In evaluation without gradients, given a mask of padding, the encoder packs its input without the padding, and gives
+    zeros in its place. It does not if a weight of its first layer is of another class than torch's own, as those are
+    that have not been gathered: seen at stage 3, and at stages 1 and 2 in the first forward after a step, where the
+    padded places held other numbers than in plain PyTorch. So the first layer is gathered when the encoder is called,
+    which is at once before its own call.
+    """
+    reference = weakref.ref(engine)
+
+    def before_forward(encoder: nn.Module, *_: Any) -> None:
+        live, first = reference(), next(encoder.get_submodule("layers").children())
+        if live is not None and not first.training:
+            live.schedule.complete_ahead(first)
+
+    for module in walked.modules.values():
+        if isinstance(module, nn.TransformerEncoder) and len(module.layers) > 0:
+            module.register_forward_pre_hook(ModuleHook(before_forward))

@@ -97,11 +97,17 @@ class Reductions:
         open_segments.remove(segment)
         return not open_segments
 
-    def reduce_complete(self) -> None:
-        """A bucket is complete: reduce what is, as far as this place of the backward allows."""
+    def reduce_complete(self, going: TrainedBucket | None) -> None:
+        """A bucket is complete: reduce what is, as far as this place of the backward allows.
+
+        Args:
+            going: that bucket, if it may go.
+        """
         if not self._under_way.reduces:
             return
-        while self._waiting and not self._open_segments[self._waiting[0]] and self.may_go(self._waiting[0]):
+        while self._waiting and not self._open_segments[self._waiting[0]]:
+            if self._waiting[0] is not going and not self.may_go(self._waiting[0]):
+                break
             self._reduce_next()
         if not (self._gathers and any(bucket.gradient.reduction.ends_with_gather for bucket in self._in_flight)):
             # A gather must not be issued when this rank happens to see its reduction done: the model may have
@@ -176,23 +182,20 @@ class Reductions:
 
     def may_go(self, bucket: TrainedBucket) -> bool:
         """Whether a complete bucket may be reduced and freed at once: every rank closes it before the next gathers."""
-        units = self._units_of.get(bucket)
-        if not units:
+        if not self._units_of.get(bucket):
             return True
-        if bucket.is_read_unannounced or self._reached is None:
-            return False
-        for unit in units:
-            goes = unit.passes_next if unit is self._reached else unit.is_passed
-            if not goes(self._position, self._number):
-                return False
-        return True
+        return self._reached is not None and self._is_passed(bucket, self._position, self._reached)
 
-    def _is_passed(self, bucket: TrainedBucket, position: int) -> bool:
-        """Whether no gradient of a bucket will come any more."""
+    def _is_passed(self, bucket: TrainedBucket, position: int, leaving: LiveUnit | None = None) -> bool:
+        """Whether no gradient of a bucket will come any more, or none once the backward has left the unit `leaving`."""
         units = self._units_of.get(bucket)
         if not units or bucket.is_read_unannounced:
             return False
-        return all(unit.is_passed(position, self._number) for unit in units)
+        for unit in units:
+            passed = unit.passes_next if unit is leaving else unit.is_passed
+            if not passed(position, self._number):
+                return False
+        return True
 
     def _close(self, bucket: TrainedBucket) -> None:
         """Fill with zeros what has not come."""
@@ -216,18 +219,14 @@ class Reductions:
     # ---- room on the wire
 
     def _reduce_next(self) -> None:
-        bucket = self._next()
+        bucket = self._waiting.popleft()  # which is prepared
+        self._num_prepared -= 1
+        self._prepared_numel -= bucket.layout.padded_numel
         self._make_room(bucket)
         bucket.gradient.reduce(completes=self._under_way.completes)
         self._in_flight.append(bucket)
         self._in_flight_numel += bucket.layout.padded_numel
         self._prepare()
-
-    def _next(self) -> TrainedBucket:
-        """Take the first of those waiting, which is prepared."""
-        self._num_prepared -= 1
-        self._prepared_numel -= self._waiting[0].layout.padded_numel
-        return self._waiting.popleft()
 
     def _finish_oldest(self) -> None:
         bucket = self._in_flight.popleft()

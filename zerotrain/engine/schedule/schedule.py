@@ -64,7 +64,8 @@ class Schedule:
 
     def before_forward(self, unit: LiveUnit) -> None:
         """A unit is called, by the model or by a recomputation in the backward."""
-        self._refuse_idle(unit.name, "was called")
+        if self.phase is Phase.IDLE:
+            self._refuse_idle(unit.name, "was called")
         if self.phase is Phase.BACKWARD:
             self.reductions.close_passed(_node_under_way())
         self.gathers.before_forward(unit, self.phase)
@@ -117,7 +118,7 @@ class Schedule:
         self.gathers.begin_backward()
         self._backward = self.reductions.begin(backward)
 
-    def before_backward(self, unit: LiveUnit, call: UnitCall, position: int) -> None:
+    def before_backward(self, unit: LiveUnit, call: UnitCall, position: int, _: torch.Tensor) -> None:
         """A backward has come to node `position`, the first of what a call of the unit has made."""
         if self.phase is not Phase.BACKWARD or self._is_aside(position):
             self._refuse_idle(unit.name, "was reached by a backward")
@@ -155,11 +156,12 @@ class Schedule:
         if bucket.weights.life.state is not WeightState.FULL:
             raise EngineStateError(LEFT_ITS_UNIT.format(bucket.spec.name))
         if self.reductions.arrived(bucket, segment):
-            if self.reductions.may_go(bucket):
+            going = bucket if self.reductions.may_go(bucket) else None
+            if going is not None:
                 # Freed at another place, it would be gathered again on this rank alone when its unit is reached: seen
                 # where a parameter was read from outside its unit.
                 self.gathers.gradient_done(bucket)
-            self.reductions.reduce_complete()
+            self.reductions.reduce_complete(going)
 
     def end_backward(self) -> None:
         """The backward is over: close what unused parameters left open, and bring weights back to rest."""

@@ -1,4 +1,45 @@
-from zerotrain.comm.accounts.ledger import Ledger
+"""What is counted of collectives, and their order as one number that ranks compare."""
+
+from zerotrain.comm.accounts.ledger import ORDER_BITS, Journal, Ledger
+from zerotrain.comm.accounts.whereabouts import Whereabouts
+
+
+def order_of(*noted: str) -> int:
+    journal = Journal(Ledger(), Whereabouts(rank=0, size=1), overlap=True)
+    for each in noted:
+        journal.note(*each.split())
+    return journal.order
+
+
+def test_within_a_kind_names_order_and_number_tell_apart() -> None:
+    orders = [(), ("g a",), ("g b",), ("g a", "g a"), ("g a", "g b"), ("g b", "g a"), ("r a",), ("r a", "r b", "r a")]
+    assert len({order_of(*each) for each in orders if each != ("r a",)}) == len(orders) - 1
+    assert order_of("g a", "g b") == order_of("g a", "g b")
+
+
+def test_what_was_noted_last_and_did_not_come_about_can_be_taken_back() -> None:
+    journal = Journal(Ledger(), Whereabouts(rank=0, size=1), overlap=True)
+    orders = []
+    for name in ("a", "b", "a" * 99):
+        orders.append(journal.order)
+        journal.note("g", name)
+    for name, before in zip(("a" * 99, "b", "a"), reversed(orders), strict=True):
+        journal.take_back("g", name)
+        assert journal.order == before
+
+
+def test_between_kinds_the_order_does_not_tell_apart() -> None:
+    assert order_of("g a", "r x", "g b", "r y") == order_of("r x", "r y", "g a", "g b")
+    assert order_of("g a", "r x", "g b", "r y") != order_of("g a", "r y", "g b", "r x")
+
+
+def test_after_any_number_of_collectives_the_order_is_a_number_that_fp64_holds() -> None:
+    for kinds in ("g", "gr", "grec"):
+        order = order_of(*(f"{kind} {kind}{index}" for index in range(1000) for kind in kinds))
+        assert 0 < order < 2**ORDER_BITS
+        assert int(float(order)) == order
+    order = order_of(*(f"g unit{index}" for index in range(1000)))
+    assert order != order_of(*(f"g unit{index}" for index in (1, 0, *range(2, 1000))))
 
 
 def test_a_step_counts_its_own_traffic_and_what_lies_outside_counts_apart() -> None:

@@ -203,3 +203,21 @@ def test_a_loop_of_ones_own_waits_no_longer_than_it_was_told(monkeypatch):
         zerotrain.World.from_environment(device="cpu")
     assert not dist.is_initialized()
     assert "RANK" in os.environ
+
+
+def test_what_a_call_returns_and_raises_is_its_callers() -> None:
+    assert meeting.within(60.0, lambda: None) is None
+    assert meeting.within(60.0, lambda: threading.current_thread().daemon)
+
+    def fail() -> None:
+        raise RuntimeError("of its own")
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        meeting.within(60.0, fail)
+
+
+def test_a_call_that_does_not_return_is_given_up_after_the_limit() -> None:
+    over = threading.Event()
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
+        meeting.within(0.1, over.wait)
+    over.set()

@@ -87,7 +87,7 @@ class Told:
     def after_forward(self, unit: LiveUnit) -> None:
         self.heard.append(f"){unit.name}")
 
-    def before_backward(self, unit: LiveUnit, call: Any, position: int) -> None:
+    def before_backward(self, unit: LiveUnit, call: Any, position: int, _: torch.Tensor) -> None:
         self.heard.append(f"<{unit.name}")
         self.positions.append((call.first_node, position))
 

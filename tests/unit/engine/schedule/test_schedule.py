@@ -189,6 +189,25 @@ def test_a_forward_whose_loss_is_thrown_away_or_comes_later_changes_no_bit() -> 
     assert len({each for by_rank in hashes for each in by_rank}) == 1
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_bucket_that_was_complete_before_its_turn_is_reduced_as_soon_as_that_comes(stage: int) -> None:
+    """Not when the backward comes to the next unit: its reduction would begin later."""
+    waiting: list[str] = []
+
+    class SecondCalledLast(Three):
+        def call(self, index: int, block: nn.Module, x: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+            x = self.blocks[(0, 2, 1)[index]](x)
+            if index > 0:
+                return x
+            between, reductions = x * 1.0, engine.schedule.reductions
+            between.register_hook(lambda _: waiting.extend(each.spec.name for each in reductions._waiting))
+            return between
+
+    engine = build(SecondCalledLast, zerotrain.World.current(torch.device("cpu")), stage=stage, bucket_mb=ONE_EACH)
+    engine.backward(engine(inputs(0, 0), rank=0, step=0))
+    assert waiting == ["blocks.0", "root"]
+
+
 def test_one_rank_alone_runs_the_stage_it_was_asked_for_with_the_bits_of_stage_0() -> None:
     world = zerotrain.World.current(torch.device("cpu"))
     engines = [build(Three, world, stage=stage, bucket_mb=ONE_EACH) for stage in range(4)]
@@ -211,3 +230,11 @@ def test_a_rank_that_skips_blocks_issues_what_the_others_do_in_the_same_order(
     make = functools.partial(Net, skips=lambda block, place: block in skipped and place[1] == 1)
     training = Training(make=make, virtual_ranks=2, num_micro_batches=1, num_steps=2)
     assert_same(training, Setup(2, 3, overlap, more={"prefetch": prefetch}))
+
+
+def test_a_part_of_the_model_that_is_called_between_engine_calls_is_refused_where_weights_are_sharded() -> None:
+    engine = build(Three, zerotrain.World.current(torch.device("cpu")), stage=3, bucket_mb=ONE_EACH)
+    with pytest.raises(zerotrain.EngineStateError, match="was called between engine calls"):
+        engine.module.blocks[1](torch.zeros(1, WIDTH))
+    with engine.forward_scope():
+        engine.module.blocks[1](torch.zeros(1, WIDTH))

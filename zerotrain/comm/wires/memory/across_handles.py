@@ -1,12 +1,11 @@
 """Handles of ranks on several hosts: inside a host parts are read from memory, across they are sent to the column."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 
-from zerotrain.comm.accounts.journal import Journal
-from zerotrain.comm.handles import Gather, Reduction, ReductionSpec
+from zerotrain.comm.handles import Gather, GatherSpec, Reduction, ReductionSpec
 from zerotrain.comm.means import mean_by_tree
 from zerotrain.comm.scratch import Scratch
 from zerotrain.comm.wires.backend_handles import ring_nbytes
@@ -38,19 +37,10 @@ class AcrossGather(_Across, Gather):
     Where these cannot read `full`, the column is received into memory that they can, and copied.
     """
 
-    def __init__(
-        self,
-        name: str,
-        journal: Journal,
-        full: torch.Tensor,
-        shard: torch.Tensor,
-        hosts: Hosts,
-        group: dist.ProcessGroup,
-        tag: int,
-    ) -> None:
-        super().__init__(name, journal, full, shard)
-        self._join_hosts(hosts, group, tag)
-        self.sent_nbytes = ring_nbytes(full, hosts.num_ranks)
+    def __init__(self, spec: GatherSpec, hosts: Hosts, group: dist.ProcessGroup, tags: Iterator[int]) -> None:
+        super().__init__(spec)
+        self._join_hosts(hosts, group, next(tags))
+        self.sent_nbytes = ring_nbytes(spec.full, hosts.num_ranks)
 
     def _prepare(self) -> None:
         self._column.receive(self._parts())
@@ -113,13 +103,7 @@ class _RootsErrand(ReductionErrand):
     """Adds up, and sends the sums."""
 
     def __init__(
-        self,
-        number: int,
-        code: int,
-        hosts: Hosts,
-        full: torch.Tensor,
-        roots: torch.Tensor,
-        column: Column,
+        self, number: int, code: int, hosts: Hosts, full: torch.Tensor, roots: torch.Tensor, column: Column
     ) -> None:
         place, part = hosts.local.place, roots.shape[1]
         outs = {(host * hosts.local.size + place) * part: root for host, root in enumerate(roots)}
@@ -134,15 +118,9 @@ class AcrossReduction(_Across, Reduction):
     """A reduction in which a rank adds up what its host's ranks have for its column, and sends each of the column its
     sum: the root of a subtree, in fp32."""
 
-    def __init__(
-        self,
-        spec: ReductionSpec,
-        hosts: Hosts,
-        group: dist.ProcessGroup,
-        tag: int,
-    ) -> None:
+    def __init__(self, spec: ReductionSpec, hosts: Hosts, group: dist.ProcessGroup, tags: Iterator[int]) -> None:
         super().__init__(spec)
-        self._join_hosts(hosts, group, tag)
+        self._join_hosts(hosts, group, next(tags))
         self.sent_nbytes = self._part_nbytes * (hosts.num_ranks - 1)
         self._lent: list[Scratch] = []
         self._roots: list[torch.Tensor] = []

@@ -1,12 +1,11 @@
 """Handles of ranks that read each other's memory: nothing is received but into where it belongs."""
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from zerotrain.comm.accounts.journal import Journal
-from zerotrain.comm.handles import Gather, Handle, Reduction, ReductionSpec, Watch
+from zerotrain.comm.handles import Gather, GatherSpec, Handle, Reduction, ReductionSpec, Watch
 from zerotrain.comm.means import BLOCK_NUMEL, CHUNK_NUMEL, mean_by_tree
 from zerotrain.comm.scratch import Scratch
 from zerotrain.comm.wires.backend_handles import ring_nbytes
@@ -57,12 +56,10 @@ class Shared(Handle):
 class SharedGather(Shared, Gather):
     """A gather in which every rank reads the others' shards to where they belong."""
 
-    def __init__(
-        self, name: str, journal: Journal, full: torch.Tensor, shard: torch.Tensor, ranks: LocalRanks, number: int
-    ) -> None:
-        super().__init__(name, journal, full, shard)
-        self._join(ranks, number)
-        self.sent_nbytes = ring_nbytes(full, ranks.size)
+    def __init__(self, spec: GatherSpec, ranks: LocalRanks, numbers: Iterator[int]) -> None:
+        super().__init__(spec)
+        self._join(ranks, next(numbers))
+        self.sent_nbytes = ring_nbytes(spec.full, ranks.size)
 
     def _issue(self) -> None:
         own = self.full.view(self._ranks.size, -1)[self._ranks.rank]
@@ -92,14 +89,9 @@ class SharedReduction(Shared, Reduction):
     """A reduction in which every rank reads its part of the others' buffers, and takes the mean, added by a tree in
     fp32, in chunks that stay in the cache."""
 
-    def __init__(
-        self,
-        spec: ReductionSpec,
-        ranks: LocalRanks,
-        number: int,
-    ) -> None:
+    def __init__(self, spec: ReductionSpec, ranks: LocalRanks, numbers: Iterator[int]) -> None:
         super().__init__(spec)
-        self._join(ranks, number)
+        self._join(ranks, next(numbers))
         self.sent_nbytes = self._part_nbytes * (ranks.size - 1)
 
     def _issue(self) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from zerotrain.comm.wire import gather_objects
 from zerotrain.comm.wires.memory.errand import THERE, Errand
 from zerotrain.comm.wires.memory.local_peers import NotLocalError
 from zerotrain.comm.wires.memory.local_ranks import LocalRanks
 from zerotrain.comm.wires.memory.shared_memory import read_into
-from zerotrain.testing.fake_wire import Board, FakeWire
+from zerotrain.testing.fake_wire import Board, BoardEnd
 
 Change = Callable[[int, list[str]], list[str]]
 """(which of its messages it is, the message) -> what a rank says instead"""
@@ -28,10 +29,14 @@ def meet(size: int, changes: dict[int, Change]) -> list[Any]:
     board, got = Board(size), [None] * size
 
     def run(rank: int) -> None:
-        wire, number = FakeWire(board, rank), iter(range(10))
+        end, number = BoardEnd(board, rank), iter(range(10))
         change = changes.get(rank, lambda _, said: said)
+
+        def say(said: list[str]) -> list[Any]:
+            return gather_objects(end.gather_small, torch.device("cpu"), change(next(number), said))
+
         try:
-            got[rank] = LocalRanks(rank, range(size), lambda said: wire.gather_objects(change(next(number), said)), 5.0)
+            got[rank] = LocalRanks(rank, range(size), say, 5.0)
         except Exception as error:
             got[rank] = error
 
