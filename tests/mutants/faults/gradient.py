@@ -4,7 +4,6 @@ from tests.mutants.fault import Fault
 
 FILE, NORM = "engine/buckets/gradient.py", "engine/buckets/parts/norm.py"
 REDUCTION = "engine/buckets/reduction.py"
-SEGMENTS = "engine/buckets/parts/segments.py"
 OF_LEAVES = ("unit/engine/test_virtual_ranks.py",)
 SUBTREES = "engine/buckets/parts/subtrees.py"
 UNIT = ("unit/engine/buckets/test_gradient.py",)
@@ -41,29 +40,29 @@ FAULTS = {
         UNIT,
     ),
     "what-weighs-nothing-is-kept": Fault(
-        SEGMENTS,
-        "get_grad(p) if counts else None",
-        "get_grad(p)",
+        FILE,
+        "        if not counts:\n",
+        "        if False:\n",
         "the nan of a micro-batch without labels reaches the gradient",
         ("unit/engine/test_losses.py",),
     ),
     "zeros-not-filled": Fault(
-        SEGMENTS,
-        "if len(grads) < len(present):",
-        "if False:",
+        FILE,
+        "            if not self.holds_values:\n",
+        "            if False:\n",
         "an unused parameter gets what the buffer held before",
         UNIT,
     ),
     "padding-not-zero": Fault(
         FILE,
-        "(flat[last:] if self.layout.is_dense else flat).zero_()",
-        "flat[last:].zero_()",
+        "(flat[self.layout.slots[-1].end :] if self.layout.is_dense else flat).zero_()",
+        "flat[self.layout.slots[-1].end :].zero_()",
         "garbage between parameters is summed, squared and updated",
         UNIT,
     ),
     "end-not-zero": Fault(
         FILE,
-        "(flat[last:] if self.layout.is_dense else flat).zero_()",
+        "(flat[self.layout.slots[-1].end :] if self.layout.is_dense else flat).zero_()",
         "(flat[:0] if self.layout.is_dense else flat).zero_()",
         "garbage behind the last parameter is summed, squared and updated",
         UNIT,
@@ -125,16 +124,16 @@ FAULTS = {
         OF_SUMS,
     ),
     "gradient-stays-with-its-parameter": Fault(
-        SEGMENTS,
-        "            self.holds_values = True\n        self.forget()\n",
-        "            self.holds_values = True\n",
+        FILE,
+        "        gradients.clear()\n        self.forget()\n",
+        "        gradients.clear()\n",
         "the next backward adds to a gradient that was moved already",
         UNIT,
     ),
     "loan-given-back-when-sent": Fault(
         FILE,
         "completes=completes)\n",
-        "completes=completes)\n        self._pool._free.append(_begun(self._unreduced))\n",
+        "completes=completes)\n        self._pool._free += [self._unreduced] if self._unreduced else []\n",
         "the next bucket is filled into what is on the wire",
         ("unit/engine/test_engine.py",),
     ),
@@ -168,8 +167,8 @@ FAULTS = {
     ),
     "loan-not-given-back": Fault(
         FILE,
-        "        self._give_back()\n        self.reduction.gather()",
-        "        self.reduction.gather()",
+        "        self._give_back()\n        self._end_filling()\n        self.life.become(GradientState.REDUCED)",
+        "        self._end_filling()\n        self.life.become(GradientState.REDUCED)",
         "every step holds more memory",
         ("unit/engine/test_engine.py", "unit/engine/buckets/test_gradient.py"),
     ),

@@ -2,7 +2,7 @@
 
 from tests.mutants.fault import Fault
 
-LIVE, WRITES = "engine/model/live_parameter.py", "engine/model/writes.py"
+LIVE = "engine/model/live_parameter.py"
 WEIGHTS, UPDATE, LOAD = "engine/buckets/weights.py", "engine/buckets/update.py", "engine/state/sources/state_dict.py"
 NEWCOMERS, FORWARD = "engine/model/newcomers.py", "engine/model/unit_forward.py"
 OF_LIVE = ("unit/engine/model/test_live_parameter.py",)
@@ -40,22 +40,22 @@ FAULTS = {
         (*OF_LIVE, *OF_MODULES),
     ),
     "uncounted-writes-lost": Fault(
-        WRITES,
+        WEIGHTS,
         "        if not (counted or self.may_be_uncounted):\n",
         "        if not counted:\n",
         "what is written through p.data is lost",
         OF_WEIGHTS,
     ),
     "counted-writes-lost": Fault(
-        WRITES,
+        WEIGHTS,
         "        if not (counted or self.may_be_uncounted):\n",
         "        if not self.may_be_uncounted:\n",
         "what load_state_dict and clamp_ write is lost",
         OF_WEIGHTS,
     ),
     "other-writes-not-told": Fault(
-        WRITES,
-        "            self._digest = (31 * self._digest + _digest(weights) + 1) % _MODULUS\n",
+        WEIGHTS,
+        "            self.digest = (31 * self.digest + _digest(weights) + 1) % _MODULUS\n",
         "            pass\n",
         "ranks that write other weights go on",
         OF_WEIGHTS,

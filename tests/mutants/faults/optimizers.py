@@ -3,7 +3,7 @@
 from tests.mutants.fault import Fault
 
 TRIAL, AGREEMENT = "engine/groups/trial.py", "engine/agreement.py"
-LENT, OF_LENT = "engine/buckets/lent.py", ("unit/engine/buckets/test_lent.py",)
+LENT, OF_LENT = "engine/buckets/update.py", ("unit/engine/buckets/test_lent.py",)
 OF_ANEW = ("unit/engine/groups/test_made_anew.py",)
 OF_TRIAL = ("unit/engine/groups/test_trial.py",)
 OF_HABITS = ("unit/engine/test_optimizer_habits.py",)

@@ -47,7 +47,7 @@ FAULTS = {
     "writes-told-once": Fault(
         "engine/update/optimizer_step.py",
         "        written ^= bucket.weights.writes.digest\n",
-        "        written ^= bucket.weights.writes.digest\n        bucket.weights.writes.forget_digest()\n",
+        "        written ^= bucket.weights.writes.digest\n        bucket.weights.writes.digest = 0\n",
         "the step behind a refusal trains other weights on each rank",
         OF_REFUSALS,
     ),

@@ -149,7 +149,7 @@ FAULTS = {
         OF_UPDATE,
     ),
     "gradients-left-at-the-optimizer": Fault(
-        "engine/buckets/lent.py",
+        "engine/buckets/update.py",
         "            target.grad = None\n",
         "",
         "buffers that were given back are kept alive",

@@ -1,20 +1,81 @@
 """The gradient of one bucket: filled parameter by parameter, then reduced over the ranks (`BucketReduction`)."""
 
+from dataclasses import dataclass
+
 import torch
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import Scratch, ScratchPool
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.life import GRADIENT_TRANSITIONS, GradientState, Life
-from zerotrain.engine.buckets.parts.cuts import cut
-from zerotrain.engine.buckets.parts.segments import Segment, cut_segments
 from zerotrain.engine.buckets.parts.subtrees import Subtrees
 from zerotrain.engine.buckets.reduction import BucketReduction
+from zerotrain.engine.model.live_parameter import get_grad, set_grad
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.engine.options import EngineOptions
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
+from zerotrain.sharding.flat_buffer import slot_view
 from zerotrain.sharding.layout import BucketLayout
+
+SEGMENT_NBYTES = 2**18
+"""Gradients are moved into the bucket in steps of at least this much: small ones together, a large one alone and
+while it is still in the cache."""
+
+Gradients = list[torch.Tensor | None]
+
+
+@dataclass(eq=False)
+class Segment:
+    """Neighbouring parameters of a bucket whose gradients are moved together."""
+
+    slots: slice
+    parameters: list[torch.nn.Parameter]
+    holds_values: bool = False
+    """Whether this step's buffer already holds gradients of this segment, so that further ones are added."""
+
+    def gradients(self) -> Gradients:
+        """What the parameters have now."""
+        return [get_grad(parameter) for parameter in self.parameters]
+
+    def move(self, gradients: Gradients, views: list[torch.Tensor]) -> None:
+        """Move gradients from the parameters into a buffer, of which `views` has one for each slot, or add them to
+        what it holds. None counts as zeros.
+
+        Args:
+            gradients: of the parameters. The list is emptied, since its gradients may be large, and whoever waits for
+                a collective behind this call has it still.
+        """
+        targets = views[self.slots]
+        present = [gradient for gradient in gradients if gradient is not None]
+        if len(present) < len(targets):
+            missing = [target for target, gradient in zip(targets, gradients, strict=True) if gradient is None]
+            targets = [target for target, gradient in zip(targets, gradients, strict=True) if gradient is not None]
+            if not self.holds_values:
+                torch._foreach_zero_(missing)
+        if present:
+            (torch._foreach_add_ if self.holds_values else torch._foreach_copy_)(targets, present)
+        self.holds_values = True
+        gradients.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Take the gradients from the parameters."""
+        for parameter in self.parameters:
+            set_grad(parameter, None)
+
+
+def cut_segments(spec: BucketSpec) -> list[Segment]:
+    """Cut a bucket's parameters into segments, in order."""
+    segments: list[Segment] = []
+    start = nbytes = 0
+    parameters = [managed.parameter for managed in spec.parameters]
+    for index, parameter in enumerate(parameters):
+        nbytes += parameter.nbytes
+        if nbytes >= SEGMENT_NBYTES or index == len(parameters) - 1:
+            segments.append(Segment(slice(start, index + 1), parameters[start : index + 1]))
+            start, nbytes = index + 1, 0
+    return segments
 
 
 class BucketGradient:
@@ -57,6 +118,8 @@ class BucketGradient:
         """(padded_numel,) master dtype: the sum over micro-batches, once one was needed."""
         self._accumulates = False
         """Whether this step's gradients go into the accumulator."""
+        self._filled: _Cut | None = None
+        """What is being filled or is on its way, of these two."""
         if options.plan.shards_gradients:
             self.shard = torch.zeros(layout.shard_numel, dtype=self.precision.compute, device=collectives.world.device)
         else:
@@ -109,36 +172,41 @@ class BucketGradient:
         self.life.become(GradientState.FILLING)
         adds_up = not backward.reduces and self.precision.separate_master
         self._accumulates = not backward.in_last_leaf or adds_up
-        if not self._accumulates:
-            self._unreduced = self._wire_buffer()
-        elif self._accumulator is None:
-            self._accumulator = self._without_garbage(self._subtrees.take())
+        if self._accumulates:
+            buffer, is_clean = self._accumulator or self._subtrees.take(), self._accumulator is not None
+            self._accumulator = buffer
+        else:
+            buffer, is_clean = self._wire_buffer(), self._own is not None
+            self._unreduced = buffer
+        self._filled = flat, _ = _cut(buffer, self.layout)
+        if not is_clean:
+            # What lies between slots must be zero: it is summed, squared and updated with the rest.
+            (flat[self.layout.slots[-1].end :] if self.layout.is_dense else flat).zero_()
 
-    def fill(self, segment: Segment, *, counts: bool = True) -> None:
-        """See `Segment.move_into`."""
-        buffer = self._accumulator if self._accumulates else self._unreduced
+    def fill(self, segment: Segment, gradients: Gradients, *, counts: bool = True) -> None:
+        """Fill in what has come of a segment.
+
+        Args:
+            gradients: see `Segment.move`.
+            counts: False: zeros are moved in their place.
+        """
+        _, views = _begun(self._filled)
+        if not counts:
+            gradients[:] = [None] * len(gradients)
         with named_range("move gradient", self.spec.name):
-            segment.move_into(cut(_begun(buffer), self.layout)[1], counts=counts)
+            segment.move(gradients, views)
 
     def _wire_buffer(self) -> Scratch:
-        if self._own is not None:
-            return self._own
-        return self._without_garbage(self._pool.take(self.layout.padded_numel, self.layout))
-
-    def _without_garbage(self, scratch: Scratch) -> Scratch:
-        flat, _ = cut(scratch, self.layout)
-        last = self.layout.slots[-1].end
-        # What lies between slots must be zero: it is summed, squared and updated with the rest.
-        (flat[last:] if self.layout.is_dense else flat).zero_()
-        return scratch
+        return self._own or self._pool.take(self.layout.padded_numel, self.layout)
 
     def close_leaf(self) -> Scratch:
         """A leaf before the last is complete: zeros where no gradient came, and as it would travel if each rank had one
         leaf. The buffer is no longer this bucket's. See [Note: leaves] in `subtrees`."""
         self.begin_filling(Backward(reduces=False, completes=False, in_last_leaf=False))
         for segment in [each for each in self.segments if not each.holds_values]:
-            self.fill(segment)
-        leaf, self._accumulator = _begun(self._accumulator), None
+            self.fill(segment, segment.gradients())
+        leaf, self._accumulator = self._accumulator, None
+        assert leaf is not None  # a leaf before the last is filled into it
         if self.precision.separate_master and not self._widens:
             leaf.storage.copy_(leaf.storage.to(self.precision.compute))
         self._end_filling()
@@ -151,17 +219,19 @@ class BucketGradient:
 
     def leaf_alone(self) -> list[torch.Tensor]:
         """The same for its own sake, a tensor for each parameter."""
-        return cut(self.close_leaf(), self.layout)[1]
+        return _cut(self.close_leaf(), self.layout)[1]
 
     # ---- the reduction
 
     def reduce(self, *, completes: bool = True) -> None:
         """Issue the reduction, and say whether it is the step's last. Every segment has been filled."""
         if self._accumulates and not self._widens:
+            summed, _ = _begun(self._filled)
             self._unreduced = self._wire_buffer()
-            cut(self._unreduced, self.layout)[0].copy_(_begun(self._accumulator).storage)
-        leaf = _begun(self._unreduced or self._accumulator)
-        self.reduction.issue(self._subtrees.add_last(cut(leaf, self.layout)[0]), completes=completes)
+            self._filled = _cut(self._unreduced, self.layout)
+            self._filled[0].copy_(summed)
+        leaf, _ = _begun(self._filled)
+        self.reduction.issue(self._subtrees.add_last(leaf), completes=completes)
         # Behind the call: where it failed, nothing is under way that a clean-up could wait for.
         self.life.become(GradientState.REDUCING)
 
@@ -170,7 +240,6 @@ class BucketGradient:
         self.reduction.finish()
         self._subtrees.clear()
         self._give_back()
-        self.reduction.gather()
         self._end_filling()
         self.life.become(GradientState.REDUCED)
 
@@ -180,6 +249,7 @@ class BucketGradient:
         """Forget this step's gradient; the buffers stay. A reduction that was prepared will not come, on any rank."""
         self.reduction.drop()
         if self.life.state is GradientState.FILLING:
+            self.reduction.give_back()
             self._give_back()
         self._end_filling()
         self._subtrees.clear()
@@ -196,21 +266,31 @@ class BucketGradient:
     def _give_back(self) -> None:
         if self._unreduced is not None and self._own is None:
             self._pool.give_back(self._unreduced)
-        self.reduction.give_back()
         if self._accumulator is not None and self._widens:  # which was sent as it was
             self._subtrees.give_back(self._accumulator)
             self._accumulator = None
 
     def _end_filling(self) -> None:
         """What was filled is reduced or dropped: the next gradient to arrive begins anew."""
-        self._unreduced = None
+        self._unreduced = self._filled = None
         self._accumulates = False
         for segment in self.segments:
             segment.holds_values = False
 
 
-def _begun(buffer: Scratch | None) -> Scratch:
-    """The buffer that a gradient being filled always has."""
-    if buffer is None:
+_Cut = tuple[torch.Tensor, list[torch.Tensor]]
+"""The first padded_numel elements of a buffer, and one view for each slot."""
+
+
+def _cut(scratch: Scratch, layout: BucketLayout) -> _Cut:
+    if layout not in scratch.cuts:
+        flat = scratch.storage[: layout.padded_numel]
+        scratch.cuts[layout] = (flat, [slot_view(flat, slot) for slot in layout.slots])
+    cut: _Cut = scratch.cuts[layout]
+    return cut
+
+
+def _begun(filled: _Cut | None) -> _Cut:
+    if filled is None:
         raise EngineStateError("a gradient was used that had not been filled; this is a fault of zerotrain itself")
-    return buffer
+    return filled

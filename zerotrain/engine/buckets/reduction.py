@@ -89,7 +89,10 @@ class BucketReduction:
             self.handle.issue(root, squares)
 
     def finish(self) -> None:
-        """Wait for it, and leave the sum over all backwards in `shard`. Before the loans are given back."""
+        """Wait for it, and leave the sum over all backwards in `shard`. Before loans of others are given back.
+
+        Where the optimizer is replicated, issue the gather of the reduced shards. `reduced` waits for it.
+        """
         with named_range("wait for reduce", self._name):
             self.handle.wait()
         with named_range("sum", self._name):
@@ -98,9 +101,8 @@ class BucketReduction:
             self.shard.copy_(self._sum.add_(self.shard))
             if self._sum.dtype == self.shard.dtype:
                 self._sum = None
-
-    def gather(self) -> None:
-        """Where the optimizer is replicated, issue the gather of the reduced shards. `reduced` waits for it."""
+        if self._widened is not None:
+            self.give_back()
         if self._gather is not None and self.completes:
             with named_range("gather gradient", self._name):
                 self._gather.issue()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zerotrain.engine.buckets.gradient import Gradients
 from zerotrain.engine.model.live_parameter import get_grad, register_last_hook
 from zerotrain.engine.model.module_hook import ModuleHook
 from zerotrain.engine.model.newcomers import Watch
@@ -62,14 +63,14 @@ def require_graph(loss: torch.Tensor, first_node: int) -> None:
 
 
 class LastGradientHook:
-    """Calls once a backward, when all of some parameters have their gradient. One Python call, however many they are.
+    """Calls once a backward, with the gradients of some parameters when all are there. One Python call, however many.
 
     It hangs on one parameter. If that one's gradient comes before another's, the hook moves to the other, within the
     same backward; so it ends up on the one that comes last, and follows when the model's graph changes. If a
     parameter gets no gradient at all, it waits in vain, and the end of the backward does its work.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], arrived: Callable[[], None]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], arrived: Callable[[Gradients], None]) -> None:
         self._parameters = parameters
         self._arrived = arrived
         self._handle: RemovableHandle | None = None
@@ -80,12 +81,13 @@ class LastGradientHook:
         self._handle = register_last_hook(parameter, self._fired)
 
     def _fired(self, _: torch.Tensor) -> None:
-        for parameter in self._parameters:
-            if get_grad(parameter) is None:
+        gradients: Gradients = [get_grad(parameter) for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is None:
                 if parameter.requires_grad:  # otherwise the end of the backward says what is wrong
                     self._hang_on(parameter)
                 return
-        self._arrived()
+        self._arrived(gradients)
 
     def remove(self) -> None:
         if self._handle is not None:

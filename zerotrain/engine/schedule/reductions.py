@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import TrainedBucket, require_unchanged
+from zerotrain.engine.buckets.gradient import Gradients, Segment
 from zerotrain.engine.buckets.parts.norm import StepSquares
-from zerotrain.engine.buckets.parts.segments import Segment
 from zerotrain.engine.model.live_parameter import LEFT_ITS_UNIT, get_grad
 from zerotrain.engine.schedule.live_unit import LiveUnit
 from zerotrain.errors import EngineStateError
@@ -83,7 +83,7 @@ class Reductions:
             self._prepare()
         return self._number
 
-    def arrived(self, bucket: TrainedBucket, segment: Segment) -> bool:
+    def arrived(self, bucket: TrainedBucket, segment: Segment, gradients: Gradients) -> bool:
         """All gradients of a segment are there: move them into the bucket; returns whether it was the last one."""
         open_segments = self._open_segments[bucket]
         if segment not in open_segments:
@@ -93,7 +93,7 @@ class Reductions:
                 "call torch.utils.checkpoint.checkpoint with use_reentrant=False"
             )
         self._begin_filling(bucket)
-        bucket.gradient.fill(segment, counts=self._under_way.counts)
+        bucket.gradient.fill(segment, gradients, counts=self._under_way.counts)
         open_segments.remove(segment)
         return not open_segments
 
@@ -211,10 +211,11 @@ class Reductions:
         for segment in bucket.gradient.segments:
             if segment not in self._open_segments[bucket]:
                 continue
-            arrived = any(get_grad(parameter) is not None for parameter in segment.parameters)
+            gradients = segment.gradients()
+            arrived = any(gradient is not None for gradient in gradients)
             if arrived or (self._under_way.reduces and not segment.holds_values):
                 self._begin_filling(bucket)
-                bucket.gradient.fill(segment, counts=self._under_way.counts)
+                bucket.gradient.fill(segment, gradients, counts=self._under_way.counts)
 
     # ---- room on the wire
 

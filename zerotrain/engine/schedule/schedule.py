@@ -10,8 +10,8 @@ from zerotrain.device.device import lies_on_host
 from zerotrain.device.heap import reuse_what_is_freed
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
+from zerotrain.engine.buckets.gradient import Gradients, Segment
 from zerotrain.engine.buckets.life import Phase, WeightState
-from zerotrain.engine.buckets.parts.segments import Segment
 from zerotrain.engine.model.live_parameter import ENGINE_IS_GONE, LEFT_ITS_UNIT, settle
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.gathers import Gathers
@@ -145,7 +145,7 @@ class Schedule:
         The backward that a reentrant checkpoint makes is none: it runs over nodes made meanwhile."""
         return position < self._first_new_node and torch._C._current_graph_task_id() != self._root_task
 
-    def segment_arrived(self, bucket: TrainedBucket, segment: Segment) -> None:
+    def segment_arrived(self, bucket: TrainedBucket, segment: Segment, gradients: Gradients) -> None:
         """All gradients of a segment are there."""
         if self.phase is not Phase.BACKWARD:
             for each in self.trained:
@@ -155,7 +155,7 @@ class Schedule:
             )
         if bucket.weights.life.state is not WeightState.FULL:
             raise EngineStateError(LEFT_ITS_UNIT.format(bucket.spec.name))
-        if self.reductions.arrived(bucket, segment):
+        if self.reductions.arrived(bucket, segment, gradients):
             going = bucket if self.reductions.may_go(bucket) else None
             if going is not None:
                 # Freed at another place, it would be gathered again on this rank alone when its unit is reached: seen

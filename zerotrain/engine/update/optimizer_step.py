@@ -84,7 +84,7 @@ class OptimizerStep:
             update_all(schedule.trained, schedule.gathers, coefficient / loss_scale if is_scaled else None)
             schedule.end_update()
         for each in schedule.buckets:
-            each.weights.writes.forget_digest()
+            each.weights.writes.digest = 0
         return StepResult(norm_value, coefficient_value, skipped, loss_scale, tuple(map(int, signals))), reason
 
     def _norm(

@@ -7,9 +7,8 @@ from torch import nn
 from tests.unit.engine.parts import OneBucket, alone
 from zerotrain.comm.ranks.world import World
 from zerotrain.engine.buckets.backward import Backward
-from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.buckets.gradient import SEGMENT_NBYTES, BucketGradient
 from zerotrain.engine.buckets.parts.norm import digit_sums, norm_of_digit_sums
-from zerotrain.engine.buckets.parts.segments import SEGMENT_NBYTES
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
 
@@ -24,7 +23,7 @@ def fill(bucket: OneBucket, gradient: BucketGradient, *values: float | None, mor
     give(bucket, *values)
     gradient.begin_filling(Backward(reduces=not more_to_come))
     for segment in gradient.segments:
-        gradient.fill(segment)
+        gradient.fill(segment, segment.gradients())
 
 
 def reduce(gradient: BucketGradient) -> None:
@@ -178,7 +177,7 @@ def test_a_loss_scale_is_left_in_the_sum_and_taken_out_of_the_norm() -> None:
 def test_segments_are_of_256_kib_at_least_and_hold_each_parameter_once_in_order() -> None:
     small, large = (SEGMENT_NBYTES // 4 // 4,), (SEGMENT_NBYTES // 4,)
     gradient = OneBucket(alone(), (small, small, small, small, large, small, small)).gradient()
-    assert [segment.slots for segment in gradient.segments] == [range(4), range(4, 5), range(5, 7)]
+    assert [segment.slots for segment in gradient.segments] == [slice(0, 4), slice(4, 5), slice(5, 7)]
     assert [len(segment.parameters) for segment in gradient.segments] == [4, 1, 2]
 
 
@@ -188,12 +187,12 @@ def test_each_segment_is_filled_and_added_to_by_itself() -> None:
     gradient = bucket.gradient()
     give(bucket, 1, 2)
     gradient.begin_filling(Backward(reduces=False))
-    gradient.fill(gradient.segments[0])
+    gradient.fill(gradient.segments[0], gradient.segments[0].gradients())
     bucket.parameters[1].grad = None
     give(bucket, 10, 20)
     gradient.begin_filling(Backward())
     for segment in gradient.segments:
-        gradient.fill(segment)
+        gradient.fill(segment, segment.gradients())
     reduce(gradient)
     assert torch.equal(gradient.reduction.reduced(), bucket.flat([11, 20]))
 

@@ -31,7 +31,7 @@ def test_of_several_gradients_the_last_is_told_once_a_backward_whichever_it_is()
     first, second, third = (nn.Parameter(torch.ones(3)) for _ in range(3))
     told: list[list[bool]] = []
     parameters = [first, second, third]
-    LastGradientHook(parameters, lambda: told.append([each.grad is not None for each in parameters]))
+    LastGradientHook(parameters, lambda _: told.append([each.grad is not None for each in parameters]))
     for order in ((first, second, third), (third, second, first), (second, first, third), (third, first, second)):
         for _ in range(2):
             value = torch.ones(3)
@@ -46,7 +46,7 @@ def test_of_several_gradients_the_last_is_told_once_a_backward_whichever_it_is()
 def test_while_one_gradient_is_missing_nothing_is_told_and_afterwards_it_is_again() -> None:
     used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     told: list[int] = []
-    hook = LastGradientHook([used, unused], lambda: told.append(1))
+    hook = LastGradientHook([used, unused], lambda _: told.append(1))
     used.sum().backward()
     used.grad = None
     assert told == []
@@ -59,7 +59,7 @@ def test_while_one_gradient_is_missing_nothing_is_told_and_afterwards_it_is_agai
 
 def test_one_hook_hangs_on_the_parameters_however_often_it_moved() -> None:
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
-    LastGradientHook(parameters, lambda: None)
+    LastGradientHook(parameters, lambda _: None)
     for _ in range(3):
         sum(parameters, torch.zeros(2)).sum().backward()
         for parameter in parameters:

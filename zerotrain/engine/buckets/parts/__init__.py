@@ -1,1 +1,1 @@
-"""How a bucket is cut: segments, spans, subtrees, digits of the norm."""
+"""How a bucket is cut: spans, whole tensors, sums of leaves, digits of the norm."""
