@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from commands import TINY, Command, by_hand, by_torchrun, result_of
+from omegaconf import OmegaConf
 
-from zerotrain.config.compose import load_config
+from zerotrain.config.compose import from_values
 
 RUN = (*TINY, "hydra.run.dir=run")
 ASLEEP = (*RUN, "model._target_=misbehaving.MisbehavingMLP", "+model.action=sleep")
@@ -54,7 +55,7 @@ def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_changes_noth
     assert files_in(tmp_path / "run") == before
     end(first)
     assert result_of(tmp_path / "run")["status"] == "stopped"
-    assert load_config(tmp_path / "run/config.yaml").seed == 0
+    assert from_values(OmegaConf.load(tmp_path / "run/config.yaml")).seed == 0
 
 
 def test_under_torchrun_a_second_run_in_the_folder_is_refused_too(tmp_path: Path):
@@ -70,7 +71,7 @@ def test_two_runs_started_at_once_in_one_folder_are_one_run(tmp_path: Path):
     assert sorted(command.wait() for command in commands) == [0, 2], [command.stderr for command in commands]
     [seed] = [seed for seed, command in zip((1, 2), commands, strict=True) if command.process.returncode == 0]
     assert f"seed={seed}" in result_of(tmp_path / "run")["overrides"]
-    assert load_config(tmp_path / "run/config.yaml").seed == seed
+    assert from_values(OmegaConf.load(tmp_path / "run/config.yaml")).seed == seed
 
 
 def test_a_run_that_was_killed_leaves_a_folder_for_the_next(tmp_path: Path):
@@ -115,7 +116,7 @@ def test_a_completed_run_is_overwritten_by_one_that_is_told_to(tmp_path: Path, c
     os.symlink(completed / "run", tmp_path / "run")
     second = by_hand(*RUN, "seed=7", "launch.overwrite=true", folder=tmp_path)
     assert second.wait() == 0, second.stderr
-    assert load_config(tmp_path / "run/config.yaml").seed == 7
+    assert from_values(OmegaConf.load(tmp_path / "run/config.yaml")).seed == 7
 
 
 def test_a_job_of_a_sweep_does_not_erase_an_earlier_one_even_with_leave_to_overwrite(tmp_path: Path):
@@ -127,7 +128,7 @@ def test_a_job_of_a_sweep_does_not_erase_an_earlier_one_even_with_leave_to_overw
         "the default is ${hydra:job.num}"
     )
     assert result_of(tmp_path / "sweep/same")["status"] == "completed"
-    assert load_config(tmp_path / "sweep/same/config.yaml").seed == 0
+    assert from_values(OmegaConf.load(tmp_path / "sweep/same/config.yaml")).seed == 0
     assert "weights: 1 of 1 jobs" in command.stdout
 
 

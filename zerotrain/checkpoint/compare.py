@@ -1,7 +1,6 @@
 """Two checkpoints side by side, however each was cut: which tensors differ, and by how much."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,9 @@ from zerotrain.checkpoint.reading import Reader
 CHUNK_NUMEL = 2**20
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Of one tensor."""
-
-    label: str
-    """Such as "exp_avg of blocks.0.weight"."""
-    what: str
-
-
-def differences(left: tuple[Path, Manifest], right: tuple[Path, Manifest]) -> Iterator[Difference]:
-    """Each tensor that is not the same in both, in the order of the model. Some MiB are held at a time.
+def differences(left: tuple[Path, Manifest], right: tuple[Path, Manifest]) -> Iterator[str]:
+    """A line for each tensor that is not the same in both, such as "exp_avg of blocks.0.weight: 3 of 9 elements, by up
+    to 0.1", in the order of the model. Some MiB are held at a time.
 
     Raises:
         CheckpointError: a file is not what was written.
@@ -34,14 +25,14 @@ def differences(left: tuple[Path, Manifest], right: tuple[Path, Manifest]) -> It
             label = f"{role} of {name}"
             one, other = tensors[0].get((name, role)), tensors[1].get((name, role))
             if one is None or other is None:
-                yield Difference(label, f"only in {(right if one is None else left)[0]}")
+                yield f"{label}: only in {(right if one is None else left)[0]}"
                 continue
             numels = [max((piece.stop for piece in pieces_of(each)), default=0) for each in (one, other)]
             kinds = [f"{each['dtype']}, {numel} elements" for each, numel in zip((one, other), numels, strict=True)]
             if kinds[0] != kinds[1]:
-                yield Difference(label, f"{kinds[0]} against {kinds[1]}")
+                yield f"{label}: {kinds[0]} against {kinds[1]}"
             elif what := _values(one, other, numels[0], left_reader, right_reader):
-                yield Difference(label, what)
+                yield f"{label}: {what}"
 
 
 def _values(one: dict[str, Any], other: dict[str, Any], numel: int, left: Reader, right: Reader) -> str | None:

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from zerotrain.checkpoint.blocks import BlockWriter
@@ -81,12 +81,9 @@ class PartialFolder:
                     f"{path} is not there, or not whole, where rank 0 looks: all machines of a run must reach one "
                     "folder under this name"
                 )
-        writer = BlockWriter(self.path / MANIFEST)
-        try:
+        with closing(BlockWriter(self.path / MANIFEST)) as writer:
             writer.write(memoryview(manifest.text().encode()))
             writer.sync()
-        finally:
-            writer.close()
         self.appear()
 
     def appear(self) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run there are, which of them may be loaded, and which are kept.
+"""Which checkpoints of a run there are, which of them is taken, the newest that is whole, and which are kept.
 
     RUN/checkpoints/step-00000100/                            a checkpoint
     RUN/checkpoints/.step-00000050.removed-9f3c0e5d21b7a864/  one that is being removed, or whose removal died
@@ -12,9 +12,10 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from zerotrain.checkpoint.folder import LOCK, PARTIAL
 from zerotrain.checkpoint.manifest import MANIFEST
@@ -34,6 +35,8 @@ _NUM_LOOKS_AT_NONE = 5
 _STEP = re.compile(r"step-([0-9]{8,})")
 _REMOVED = re.compile(r"\.step-[0-9]{8,}\.removed-[0-9a-f]{16}")
 _ASIDE = re.compile(r"step-[0-9]{8,}\.aside-[0-9a-f]{16}")
+
+Taken = TypeVar("Taken")
 
 
 def step_name(step: int) -> str:
@@ -130,9 +133,8 @@ def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
         raise CheckpointError(f"{path} is what a {of_what} left that was cut off, or is under way: {allowed}")
     if os.path.isfile(path / MANIFEST):
         return [path]
-    for folder in (path, path / CHECKPOINTS):
-        if found := checkpoints_in(folder):
-            return found[::-1]
+    if found := newest_first(path) or newest_first(path / CHECKPOINTS):
+        return found
     if not os.path.exists(path):
         raise CheckpointError(f"{path} is not there: {allowed}")
     if not os.path.isdir(path):
@@ -140,6 +142,30 @@ def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
     if partial := [*partial_in(path), *partial_in(path / CHECKPOINTS)]:
         raise CheckpointError(f"{path} has no checkpoint: only a save that was cut off is there ({partial[-1].name})")
     raise CheckpointError(f"{path} has no checkpoint in it: {allowed}")
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints in a folder of them, in the order in which they are tried.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    return checkpoints_in(folder)[::-1]
+
+
+def first_whole(paths: Sequence[Path], take: Callable[[Path], Taken]) -> tuple[tuple[Path, Taken] | None, list[str]]:
+    """The first checkpoint that can be taken, with what `take` returns of it, or None; and why those before it cannot.
+
+    Args:
+        take: raises a CheckpointError where a checkpoint is not what was written.
+    """
+    problems: list[str] = []
+    for path in paths:
+        try:
+            return (path, take(path)), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    return None, problems
 
 
 @contextmanager

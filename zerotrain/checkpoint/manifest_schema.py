@@ -15,6 +15,7 @@ import torch
 from zerotrain.checkpoint.blocks import BLOCK_NBYTES, HASH
 from zerotrain.files.untrusted import (
     MAX_INT,
+    Check,
     Each,
     FileName,
     Natural,
@@ -39,26 +40,16 @@ PLACES = ("file", "byte", "start", "stop")
 WEIGHT = "weight"
 
 
-@dataclass(frozen=True)
-class _Name:
-    """Of a parameter and the like, which messages show."""
-
-    def problem(self, value: Any) -> str | None:
-        return None if isinstance(value, str) and value.isprintable() else "a printable name"
+_NAME = Check(lambda value: isinstance(value, str) and value.isprintable(), "a printable name")
+"""Of a parameter and the like, which messages show."""
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """Where the elements of a tensor lie. There are many: no schema is as fast."""
-
-    def problem(self, value: Any) -> str | None:
-        if type(value) is list and all(type(each) is dict and _is_piece(each) for each in value):
-            return None
-        return f"a list of pieces, each with whole numbers as {', '.join(PLACES)}"
-
-
-def _is_piece(given: Mapping[str, Any]) -> bool:
-    return all(type(given.get(name)) is int and 0 <= given[name] <= MAX_INT for name in PLACES)
+def _are_pieces(value: Any) -> bool:
+    """Whether a value says where the elements of a tensor lie. There are many: no schema is as fast."""
+    return type(value) is list and all(
+        type(each) is dict and all(type(each.get(name)) is int and 0 <= each[name] <= MAX_INT for name in PLACES)
+        for each in value
+    )
 
 
 @dataclass(frozen=True)
@@ -86,17 +77,26 @@ def _is_tensor(given: Mapping[str, Any]) -> bool:
     return True
 
 
-_TENSOR = {"dtype": OneOf(DTYPES), "pieces": _Pieces(), "shape": Optional(Shape())}
+_TENSOR = {
+    "dtype": OneOf(DTYPES),
+    "pieces": Check(_are_pieces, f"a list of pieces, each with whole numbers as {', '.join(PLACES)}"),
+    "shape": Optional(Shape()),
+}
 _BUFFER = {**_TENSOR, "shape": Shape()}
+_RATE = Check(
+    lambda value: type(value) in (int, float) or (type(value) is dict and _is_tensor(value)),
+    "a number",
+)
+"""A learning rate."""
 _PARAMETER = {
-    "names": [_Name()], "shape": Shape(), "stride": [Natural()], "trains": bool, "group": (int, None),
+    "names": [_NAME], "shape": Shape(), "stride": [Natural()], "trains": bool, "group": (int, None),
     "generation": Natural(), "is_updated_whole": bool, "counts": Each(_Setting()), "tensors": Each(_TENSOR),
 }  # fmt: skip
-_GROUP = {"optimizer": _Name(), "first_lr": float, "hyperparameters": Each(_Setting())}
+_GROUP = {"optimizer": _NAME, "first_lr": float, "hyperparameters": Each(_Setting())}
 _SCHEMA = {
-    "hash_function": OneOf((HASH,)), "block_nbytes": OneOf((BLOCK_NBYTES,)), "versions": Each(_Name()),
+    "hash_function": OneOf((HASH,)), "block_nbytes": OneOf((BLOCK_NBYTES,)), "versions": Each(_NAME),
     "step": Natural(), "skipped_in_a_row": Natural(), "loss_scaler": (dict, None), "stage": Natural(3),
-    "ranks": Natural(), "virtual_ranks": Natural(), "precision": _Name(), "config_sha256": (str, None),
+    "ranks": Natural(), "virtual_ranks": Natural(), "precision": _NAME, "config_sha256": (str, None),
     "config": object, "extra": object, "own": Optional(list), "groups": [_GROUP], "parameters": Each(_PARAMETER),
     "buffers": Each(_BUFFER), "extra_state": Optional(Each(dict)),
     "files": [{"name": FileName(), "nbytes": Natural(), "hashes": [str]}],
@@ -114,21 +114,12 @@ def require_whole(content: Any) -> None:
     if content["loss_scaler"] is not None:
         require_schema(content["loss_scaler"], _SCALER)
     for settings in (each["hyperparameters"] for each in content["groups"]):
-        require_schema(settings, {"name": _Name(), "lr": Optional(_Rate())})
+        require_schema(settings, {"name": _NAME, "lr": Optional(_RATE)})
     for name, state in content.get("extra_state", {}).items():
         require_schema(state, {"value": object} if "value" in state else _BUFFER)
-        require_schema(name, _Name())
+        require_schema(name, _NAME)
     for problem in (*_of_files(content), *_of_parameters(content), *_of_places(content)):
         raise UntrustedFileError(problem)
-
-
-@dataclass(frozen=True)
-class _Rate:
-    """A learning rate."""
-
-    def problem(self, value: Any) -> str | None:
-        is_number = type(value) in (int, float) or (type(value) is dict and _is_tensor(value))
-        return None if is_number else "a number"
 
 
 def _of_files(content: Mapping[str, Any]) -> Iterator[str]:
@@ -147,17 +138,17 @@ def _of_parameters(content: Mapping[str, Any]) -> Iterator[str]:
         if each["names"][:1] != [name] or len(set(each["names"])) < len(each["names"]) or seen & {*each["names"]}:
             yield f"parameters.{shown(name)} has the names {shown(each['names'])}, another's or twice the same"
         seen.update(each["names"])
-        if len(stride) != len(shape) or not _is_dense(shape, stride):
+        if len(stride) != len(shape) or not is_dense(shape, stride):
             yield f"parameters.{shown(name)} has shape {shown(shape)} and strides {shown(stride)}, which leave gaps"
         if group is not None and not 0 <= group < len(content["groups"]):
             yield f"parameters.{shown(name)} is of group {group}, and there are {len(content['groups'])}"
         if group is None and each["trains"]:
             yield f"parameters.{shown(name)} trains, and is of no group"
     for name in content["buffers"]:
-        require_schema(name, _Name())
+        require_schema(name, _NAME)
 
 
-def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the elements of a tensor with these strides fill as many places, without gaps."""
     numel = 1
     for size, step in sorted(zip(shape, stride, strict=True), key=lambda each: each[1]):
@@ -202,7 +193,7 @@ def _tensors(content: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, A
         if numel > 0 and (WEIGHT not in tensors or not DTYPES[tensors[WEIGHT]["dtype"]].is_floating_point):
             raise UntrustedFileError(f"parameters.{shown(name)} has no {WEIGHT} of floating-point numbers")
         for role, tensor in tensors.items():
-            require_schema(role, _Name())
+            require_schema(role, _NAME)
             own = "shape" in tensor
             if own != (parameter["is_updated_whole"] and role != WEIGHT):
                 raise UntrustedFileError(f"{role} of {shown(name)} has {'a' if own else 'no'} shape of its own")

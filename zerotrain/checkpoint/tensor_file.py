@@ -6,6 +6,7 @@ https://huggingface.co/docs/safetensors/index#format
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,7 @@ class TensorFile:
         Returns:
             The bytes written so far, after each `ROUND_NBYTES`.
         """
-        writer = BlockWriter(folder / self.name)
-        try:
+        with closing(BlockWriter(folder / self.name)) as writer:
             writer.write(memoryview(self._head))
             told = 0
             for entry in self.entries:
@@ -90,8 +90,6 @@ class TensorFile:
                         yield told
             writer.sync()
             self.hashes = writer.hashes
-        finally:
-            writer.close()
 
     def described(self) -> dict[str, Any]:
         """For the manifest: name, size, hashes, and where each tensor lies in it, as `DESCRIBED`."""

@@ -38,7 +38,9 @@ def problems_in(
         roles: look only at blocks in which tensors of these lie, such as weight; None: at all.
     """
     problems: list[str] = []
-    blocks = _all_blocks(manifest) if roles is None else _blocks_of(manifest, roles)
+    blocks = [(file, index) for file, each in enumerate(manifest.files) for index in range(len(each["hashes"]))]
+    if roles is not None:
+        blocks = _blocks_of(manifest, roles)
     mine = blocks[len(blocks) * part // num_parts : len(blocks) * (part + 1) // num_parts]
     broken: set[int] = set()
     with Reader(folder, manifest) as reader:
@@ -58,11 +60,6 @@ def problems_in(
                 if len(problems) >= MAX_PROBLEMS_SHOWN:
                     break
     return problems
-
-
-def _all_blocks(manifest: Manifest) -> list[tuple[int, int]]:
-    """(file, index) of each."""
-    return [(file, index) for file, each in enumerate(manifest.files) for index in range(len(each["hashes"]))]
 
 
 def _blocks_of(manifest: Manifest, roles: Collection[str]) -> list[tuple[int, int]]:

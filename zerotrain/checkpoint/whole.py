@@ -27,10 +27,10 @@ class CheckpointTensors:
     @cached_property
     def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each parameter, under its first name if tied, and of each buffer."""
-        found = {
-            name: (_dtype(parameter["tensors"].get(WEIGHT)), tuple(parameter["shape"]))
-            for name, parameter in self.manifest.parameters.items()
-        }
+        found = {}
+        for name, parameter in self.manifest.parameters.items():
+            weight = parameter["tensors"].get(WEIGHT)
+            found[name] = torch.float32 if weight is None else dtype_of(weight), tuple(parameter["shape"])
         return found | {name: (dtype_of(each), tuple(each["shape"])) for name, each in self.manifest.buffers.items()}
 
     def read(self, name: str, room: mmap | None = None) -> torch.Tensor:
@@ -66,10 +66,6 @@ class CheckpointTensors:
         flat = torch.frombuffer(room, dtype=dtype, count=numel)
         self.reader.read(tensor, 0, flat)
         return flat
-
-
-def _dtype(tensor: Mapping[str, Any] | None) -> torch.dtype:
-    return torch.float32 if tensor is None else dtype_of(tensor)
 
 
 @contextmanager

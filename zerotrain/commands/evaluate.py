@@ -6,7 +6,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -137,18 +137,12 @@ def evaluate(
         RunError: a rank that was started failed.
     """
     ranks = RankEnvironment.read()
-    with nothing_imported_from(path):
-        return _evaluate(path, settings, trust_code, ranks)
-
-
-def _evaluate(
-    path: str | os.PathLike[str], settings: Sequence[str], trust_code: bool, ranks: RankEnvironment | None
-) -> tuple[int, float, dict[str, float]]:
-    with opened_or_exported(path) as run:
+    with nothing_imported_from(path), opened_or_exported(path) as run:
         told: dict[str, Any] = {"weights": str(run.path), "step": run.step}
         config = with_settings(_of_evaluation(run), settings)
         if not trust_code:
-            require_trusted(config, CHECKED_GROUPS, run.path, given=_values(settings))
+            given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
+            require_trusted(config, CHECKED_GROUPS, run.path, given=given)
         if problems := class_problems(config):
             raise ConfigError(*problems)
         num_local, num_ranks = _num_ranks(config, ranks)
@@ -270,11 +264,6 @@ def with_settings(config: Config, settings: Sequence[str]) -> Config:
     return changed
 
 
-def _values(settings: Sequence[str]) -> Any:
-    """What the settings say, in the form of a config."""
-    return OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
-
-
 def _is_at_work(name: str) -> bool:
     """Whether an evaluation has a use for a setting."""
     return name not in IDLE and name.startswith(AT_WORK)
@@ -303,23 +292,15 @@ def _checked(config: Config, weights: str, num_local: int, num_ranks: int) -> di
 
 def _by_ranks(config: Config, told: dict[str, Any], num_ranks: int) -> dict[str, Any]:
     """The loss by ranks that are started here. A ConfigError or RunError with the first cause of a failure."""
-    with _folder_of_ranks() as folder:
+    with ExitStack() as removal:
+        folder = Path(tempfile.mkdtemp(prefix="zerotrain_evaluate_"))
+        removal.callback(shutil.rmtree, folder, ignore_errors=True)
         job = Job(config=config, run_dir=folder, overrides=[], evaluates=told)
         job.ranks_dir.mkdir()
-        run_ranks(Attempts(job), num_ranks)
+        try:
+            run_ranks(Attempts(job), num_ranks)
+        except RunError:
+            removal.pop_all()  # what is told of a rank that has failed names its log
+            raise
         result: dict[str, Any] = read_json(folder / evaluating.LOSS_NAME, _LOSS, max_nbytes=MAX_LOSS_NBYTES)
         return result
-
-
-@contextmanager
-def _folder_of_ranks() -> Iterator[Path]:
-    """A folder for the logs of ranks, which stays where one has failed: what is told of it names its log."""
-    folder, stays = Path(tempfile.mkdtemp(prefix="zerotrain_evaluate_")), False
-    try:
-        yield folder
-    except RunError:
-        stays = True
-        raise
-    finally:
-        if not stays:
-            shutil.rmtree(folder, ignore_errors=True)

@@ -146,8 +146,8 @@ def compare(left: Path, right: Path) -> int:
     """Print what differs between two."""
     manifests = read_manifest(left), read_manifest(right)
     found = 0
-    for each in differences((left, manifests[0]), (right, manifests[1])):
-        _say(f"{each.label}: {each.what}")
+    for line in differences((left, manifests[0]), (right, manifests[1])):
+        _say(line)
         found += 1
     num_tensors = len({(name, role) for manifest in manifests for name, role, _ in manifest.tensors()})
     _say(f"{found} of {num_tensors} tensors differ (step {manifests[0].step} against step {manifests[1].step})")

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from zerotrain.config.compose import to_config
+from zerotrain.config.interpolation import nested
 from zerotrain.config.schema import Config, DataSwitches, ModelSwitches
 from zerotrain.config.targets import makes_callables, target_problems
 from zerotrain.config.words import word
@@ -98,18 +99,11 @@ def _settings_of(config: Config) -> Iterator[tuple[str, Setting, Any]]:
 
 
 def _open_group_problems(values: dict[str, Any], group: str) -> Iterator[str]:
-    for name, number in _not_finite(values, prefix=group):
-        yield f"{name}: got {number}; it must be a finite number"
+    for name, value in nested(values, group):
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{name}: got {value}; it must be a finite number"
     is_partial = values.get("_partial_") is True or makes_callables(values.get("_target_"))
     if group in PARTIAL_GROUPS and not is_partial:
         yield f"{group}._partial_: got {word(values.get('_partial_'))}; it must be true"
         values = values | {"_partial_": True}  # what comes later is not missing now
     yield from target_problems(values, name=group)
-
-
-def _not_finite(value: Any, *, prefix: str) -> Iterator[tuple[str, float]]:
-    if isinstance(value, float) and not math.isfinite(value):
-        yield prefix, value
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from _not_finite(item, prefix=f"{prefix}.{key}")

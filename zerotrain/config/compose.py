@@ -75,11 +75,6 @@ def save_config(config: Config, path: Path) -> None:
         OmegaConf.save(OmegaConf.create(asdict(config)), file)
 
 
-def load_config(path: Path) -> Config:
-    """Read what `save_config` wrote."""
-    return from_values(OmegaConf.load(path))
-
-
 def config_hash(config: Config) -> str:
     """16 hex digits that two runs share where they compute the same: all settings are in it but `launch` and, of
     `checkpoint`, what is no weight to begin with."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, ValidationError
@@ -164,12 +164,18 @@ def _several_values(override: str) -> str:
     return f"{override}: got several values; -m runs a job for each{as_list}"
 
 
-def _is_glob(override: str) -> bool:
+def parsed_override(override: str) -> Override | None:
+    """An override as Hydra reads it; None where it cannot."""
     try:
         [parsed] = OverridesParser.create().parse_overrides([override])
     except HydraException:
-        return False
-    return isinstance(parsed.value(), Glob)
+        return None
+    return parsed
+
+
+def _is_glob(override: str) -> bool:
+    parsed = parsed_override(override)
+    return parsed is not None and isinstance(parsed.value(), Glob)
 
 
 def _override_at_fault(error: Exception, overrides: list[str], compose: Compose) -> str | None:
@@ -205,14 +211,10 @@ def _jobs(overrides: list[str]) -> Iterator[list[str]]:
 
 
 def _choices(override: str) -> list[str]:
-    try:
-        [parsed] = OverridesParser.create().parse_overrides([override])
-    except OverrideParseException:
-        return [override]
-    value = parsed.value()
-    if isinstance(value, IntervalSweep):
+    parsed = parsed_override(override)
+    if parsed is not None and isinstance(value := parsed.value(), IntervalSweep):
         return [f"{parsed.get_key_element()}={value.start}"]
-    if not parsed.is_discrete_sweep():
+    if parsed is None or not parsed.is_discrete_sweep():
         return [override]
     try:
         return [f"{parsed.get_key_element()}={choice}" for choice in parsed.sweep_string_iterator()]

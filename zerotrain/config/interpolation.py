@@ -30,11 +30,15 @@ def interpolation_problems(node: Any, prefix: str = "") -> Iterator[str]:
 
 def unresolved(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
     """(name, text) of each text among plain values that OmegaConf would resolve."""
-    if isinstance(value, str) and "${" in value:
-        yield prefix, value
+    return ((name, each) for name, each in nested(value, prefix) if isinstance(each, str) and "${" in each)
+
+
+def nested(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of a plain value and of all that lies in it."""
+    yield name, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    for name, each in items:
-        yield from unresolved(each, f"{prefix}.{name}")
+    for key, each in items:
+        yield from nested(each, f"{name}.{key}")
 
 
 def interpolation_line(key: str, got: Any, error: Exception) -> str:

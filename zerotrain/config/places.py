@@ -35,14 +35,11 @@ def with_place(problem: str, choices: Mapping[str, Any], folders: Sequence[Path]
         return problem
     found = (find_yaml(f"{group}/{choice}", folders) for group, choice in choices.items() if choice is not None)
     # An experiment counts more than the group it changes.
-    files = sorted((path for path in found if path is not None), key=lambda path: not _is_global(path))
-    places = (place_of(key, path) for path in files)
+    files = [(path, path.read_text(encoding="utf-8").lstrip()) for path in found if path is not None]
+    files.sort(key=lambda each: not each[1].startswith("# @package _global_"))
+    places = (place_of(key, path) for path, _ in files)
     place = next((place for place in places if place is not None), None)
     return problem if place is None else f"{problem} ({place})"
-
-
-def _is_global(path: Path) -> bool:
-    return path.read_text(encoding="utf-8").lstrip().startswith("# @package _global_")
 
 
 def find_yaml(name: str, folders: Iterable[Path]) -> Path | None:

@@ -1,7 +1,7 @@
 """HuggingFaceDataset: a map-style dataset of Hugging Face's `datasets`, from this machine's disk. Extra datasets."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ class HuggingFaceDataset:
         named = {name: splits[name] for name in _names_of(splits, split, validation_split, path)}
         for name in filter(None, (column, labels_column)):
             if name not in (columns := named[split].column_names):
-                raise ValueError(f"data.column={name}: there is no such column; there are {_listed(columns)}")
+                raise ValueError(f"data.column={name}: there is no such column; there are {', '.join(columns)}")
         self._num_null = 0
         if column is not None:
             rows_of_all = sum(map(len, named.values()))
@@ -220,7 +220,7 @@ def _load(path: str) -> dict[str, Any]:
     elif builder := BUILDERS.get(place.suffix.lower()):
         loaded = _loaded(lambda: datasets.load_dataset(builder, data_files=str(place)), path)
     else:
-        raise ValueError(f"data.path={path} is no file that can be read: its name must end in {_listed(BUILDERS)}")
+        raise ValueError(f"data.path={path} is no file that can be read: its name must end in {', '.join(BUILDERS)}")
     return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
 
 
@@ -250,7 +250,7 @@ def _names_of(splits: dict[str, Any], split: str, validation_split: str | None, 
     """The splits to train on and, where there is one, to validate on. A ValueError where there is no such split."""
     for field, name in (("split", split), ("validation_split", validation_split)):
         if name is not None and name not in splits:
-            raise ValueError(f"data.{field}={name}: data.path={path} has no such split; it has {_listed(splits)}")
+            raise ValueError(f"data.{field}={name}: data.path={path} has no such split; it has {', '.join(splits)}")
     if validation_split == split:
         raise ValueError(f"data.validation_split={split} is what is trained on; give another, or null")
     found = validation_split or next((name for name in VALIDATION_SPLITS if name in splits and name != split), None)
@@ -276,7 +276,3 @@ def _two(named: list[Any], fraction: float, path: str) -> list[Any]:
     if not all(map(len, named)) or len(named) == 1:
         raise ValueError(f"data.path={path} has {len(train)} rows; two are needed, to train on one and validate on one")
     return named
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)

@@ -14,10 +14,9 @@ A schema is one of
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from zerotrain.files.printable import printable
@@ -108,16 +107,6 @@ def shown(value: Any) -> str:
     return printable(value if isinstance(value, str) else repr(value)[: 10 * _NUM_SHOWN], 2000, keep="")[:_NUM_SHOWN]
 
 
-def within(folder: Path, name: Any) -> Path:
-    """The file that a name from a file stands for: one in this very folder.
-
-    Raises:
-        UntrustedFileError: it is no plain name of a file, as `../x`, `a/b`, `/x` and `` are none.
-    """
-    require_schema(name, FileName())
-    return folder / str(name)
-
-
 @runtime_checkable
 class Schema(Protocol):
     """A check of one value."""
@@ -138,6 +127,18 @@ class Each:
     """An object of any keys, whose values have one schema."""
 
     schema: Any
+
+
+@dataclass(frozen=True)
+class Check:
+    """A value that a function says yes to."""
+
+    holds: Callable[[Any], bool]
+    must: str
+    """What the value must be."""
+
+    def problem(self, value: Any) -> str | None:
+        return None if self.holds(value) else self.must
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class FileName:
-    """The plain name of a file, without a folder."""
+    """The plain name of a file in this very folder, as `../x`, `a/b`, `/x` and `` are none."""
 
     def problem(self, value: Any) -> str | None:
         is_plain = (

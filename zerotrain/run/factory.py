@@ -116,11 +116,15 @@ def build_engine_of(config: Config, world: World, stage: int | None = None, run_
     Raises:
         ConfigError: a class cannot be found or refuses its arguments, or the model cannot be trained so.
     """
-    train = config.train
+    train, offload = config.train, config.offload
+    if run_dir is None:
+        offload = OffloadConfig()
+    elif offload.path is None:
+        offload = replace(offload, path=str(run_dir))
     given = EngineConfig(
         zero=config.zero.of_engine(stage),
         precision=config.precision,
-        offload=_offload(config.offload, run_dir),
+        offload=offload,
         max_grad_norm=train.max_grad_norm,
         max_skipped_steps=1 if train.on_nonfinite == "stop" else train.max_skipped_steps,
         virtual_ranks=train.virtual_ranks,
@@ -133,12 +137,6 @@ def build_engine_of(config: Config, world: World, stage: int | None = None, run_
         decay_all=False,
         **config.model_switches,
     )
-
-
-def _offload(given: OffloadConfig, run_dir: Path | None) -> OffloadConfig:
-    if run_dir is None:
-        return OffloadConfig()
-    return replace(given, path=str(run_dir) if given.path is None else given.path)
 
 
 def _policy(config: Config, resume_from: Sequence[str]) -> CheckpointPolicy:

@@ -17,7 +17,7 @@ import torch
 import zerotrain
 import zerotrain.data
 import zerotrain.models
-from zerotrain.config.interpolation import unresolved
+from zerotrain.config.interpolation import nested, unresolved
 from zerotrain.config.schema import Config
 from zerotrain.engine.groups.muon import MuonWithAdamW
 from zerotrain.errors import ConfigError
@@ -47,10 +47,10 @@ def require_trusted(
     """
     for group in groups:
         values = getattr(config, group)
-        own = list(_targets({group: (given or {}).get(group)}))
+        own = list(_targets((given or {}).get(group), group))
         foreign = [
             f"{name}={printable(str(target), _MAX_SHOWN, keep='')}"
-            for name, target in _targets({group: values})
+            for name, target in _targets(values, group)
             if not _is_known(target) and (name, target) not in own
         ]
         if foreign:
@@ -65,18 +65,14 @@ def require_trusted(
 
 def names_others(config: Config, groups: Collection[str]) -> bool:
     """Whether a config names a class that is not known, and so runs code of a user's."""
-    named = _targets({group: getattr(config, group) for group in groups})
-    return not all(_is_known(target) for _, target in named)
+    return not all(_is_known(target) for group in groups for _, target in _targets(getattr(config, group), group))
 
 
-def _targets(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _targets(values: Any, group: str) -> Iterator[tuple[str, Any]]:
     """(name, what is named) of each `_target_`, at any depth."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    for key, each in items:
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if key == TARGET:
-            yield name, each
-        yield from _targets(each, name)
+    for name, each in nested(values, group):
+        if isinstance(each, dict) and TARGET in each:
+            yield f"{name}.{TARGET}", each[TARGET]
 
 
 def _is_known(target: Any) -> bool:

@@ -29,7 +29,7 @@ FAULTS = {
     ),
     "reading-strides-with-gaps": Fault(
         SCHEMA,
-        "if len(stride) != len(shape) or not _is_dense(shape, stride):",
+        "if len(stride) != len(shape) or not is_dense(shape, stride):",
         "if len(stride) != len(shape):",
         "strides out of a manifest lead out of the memory",
         FORGED,

@@ -188,9 +188,9 @@ FAULTS = {
         ("unit/training/callbacks/test_stages.py::test_a_stage_that_no_step_was_trained_at_is_none_of_the_run",),
     ),
     "resuming-takes-the-oldest": Fault(
-        "launching/job/resuming.py",
-        "        return checkpoints_in(run_dir / CHECKPOINTS)[::-1]\n",
-        "        return checkpoints_in(run_dir / CHECKPOINTS)\n",
+        "checkpoint/kept.py",
+        "    return checkpoints_in(folder)[::-1]\n",
+        "    return checkpoints_in(folder)\n",
         "a run goes on from its oldest checkpoint, and sets the newer ones aside",
         OF_RESUMING,
     ),

@@ -23,8 +23,8 @@ FAULTS = {
     ),
     "trust-outermost-alone": Fault(
         "run/trust.py",
-        "        yield from _targets(each, name)\n",
-        "        yield from ()\n",
+        "    for name, each in nested(values, group):\n",
+        "    for name, each in ((group, values),):\n",
         "an argument of a known class runs a command",
         OF_TRUST,
     ),
@@ -65,8 +65,8 @@ FAULTS = {
     ),
     "cache-any-name-of-text": Fault(
         "data/preparing/cache.py",
-        "    return _STORE_NAME.fullmatch(name) is not None\n",
-        '    return name.startswith(("text-", "tokens-")) and name.count("-") == 3\n',
+        "            or _STORE_NAME.fullmatch(folder.name) is None\n",
+        '            or not (folder.name.startswith(("text-", "tokens-")) and folder.name.count("-") == 3)\n',
         "a folder of the user's is erased in what a checkpoint names as the cache",
         ("unit/data/preparing/test_cache.py",),
     ),

@@ -19,7 +19,9 @@ from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.kept import (
     candidates,
     checkpoints_in,
+    first_whole,
     is_under_way,
+    newest_first,
     partial_in,
     remove_all,
     remove_old,
@@ -102,6 +104,28 @@ def test_a_checkpoint_a_folder_of_them_and_a_run_can_be_named(run: Callable[...,
     newest_first = [path / "checkpoints" / step_name(step) for step in (1000, 200, 100)]
     assert candidates(path) == candidates(path / "checkpoints") == newest_first
     assert candidates(newest_first[1]) == [newest_first[1]]
+
+
+def test_of_those_in_a_folder_the_newest_that_is_whole_is_taken(run: Callable[..., Path]) -> None:
+    folder = run(100, 200, 1000) / "checkpoints"
+    [third, second, first] = newest_first(folder)
+    [weights] = third.glob("*.safetensors")
+    weights.write_bytes(b"")
+    (second / "manifest.json").write_text("{}")
+    taken, problems = first_whole(newest_first(folder), verify)
+    assert taken is not None
+    assert (taken[0], taken[1].content) == (first, verify(first).content)
+    assert [path.name in problem for path, problem in zip((third, second), problems, strict=True)] == [True, True]
+
+
+def test_where_none_is_whole_each_says_why_and_of_none_nothing_is_said(run: Callable[..., Path]) -> None:
+    folder = run(100, 200) / "checkpoints"
+    for path in checkpoints_in(folder):
+        (path / "manifest.json").write_text("{}")
+    taken, problems = first_whole(newest_first(folder), verify)
+    assert taken is None
+    assert [str(path) in problem for path, problem in zip(newest_first(folder), problems, strict=True)] == [True, True]
+    assert first_whole(newest_first(folder / "none"), verify) == (None, [])
 
 
 def test_a_name_with_nothing_to_load_is_told_in_one_sentence(run: Callable[..., Path], tmp_path: Path) -> None:

@@ -68,13 +68,15 @@ def read_metadata(file: OpenFile) -> list[DcpTensor]:
 
 
 def _tensors(folder: Path, content: Any) -> Iterator[DcpTensor]:
-    stored = {(index.fqn, _offset(index)): each for index, each in content.storage_data.items()}
+    stored = {
+        (index.fqn, tuple(getattr(index, "offset", None) or ())): each for index, each in content.storage_data.items()
+    }
     keys_of = content.planner_data or {}
     for name, each in content.state_dict_metadata.items():
         if not hasattr(each, "chunks"):
             continue  # a number, a text and the like, as bytes
-        dtype, shape = each.properties.state[0], _sizes(each.size)
-        boxes = [(_offsets(box.offsets), _sizes(box.sizes)) for box in each.chunks]
+        dtype, shape = each.properties.state[0], _numbers(each.size, Shape())
+        boxes = [(_numbers(box.offsets, [Natural()]), _numbers(box.sizes, Shape())) for box in each.chunks]
         boxes = [box for box in boxes if prod(box[1]) > 0]
         if not isinstance(dtype, torch.dtype) or not _fills(shape, boxes):
             raise ValueError
@@ -110,18 +112,9 @@ def _piece(folder: Path, info: Any, offsets: tuple[int, ...], sizes: tuple[int, 
     return DcpPiece(offsets, sizes, info.relative_path, byte, nbytes)
 
 
-def _offset(index: Any) -> tuple[int, ...]:
-    return tuple(getattr(index, "offset", None) or ())
-
-
-def _offsets(numbers: Any) -> tuple[int, ...]:
-    require_schema(list(numbers), [Natural()])
-    return tuple(numbers)
-
-
-def _sizes(numbers: Any) -> tuple[int, ...]:
-    require_schema(list(numbers), Shape())
-    return tuple(numbers)
+def _numbers(values: Any, schema: Any) -> tuple[int, ...]:
+    require_schema(list(values), schema)
+    return tuple(values)
 
 
 class _Record:

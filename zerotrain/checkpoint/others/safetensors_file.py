@@ -6,7 +6,6 @@ https://huggingface.co/docs/safetensors/index#format
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,16 @@ import torch
 from zerotrain.checkpoint.others.given import GivenTensor, row_by_row
 from zerotrain.checkpoint.others.open_file import FileRange, OpenFile
 from zerotrain.errors import CheckpointError
-from zerotrain.files.untrusted import Each, Natural, Shape, UntrustedFileError, parse_json, require_schema
+from zerotrain.files.untrusted import (
+    Check,
+    Each,
+    Natural,
+    Shape,
+    UntrustedFileError,
+    has_schema,
+    parse_json,
+    require_schema,
+)
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
@@ -29,16 +37,11 @@ MAX_HEADER_NBYTES = 100_000_000
 """As in the library."""
 
 
-@dataclass(frozen=True)
-class _Range:
-    """Two bytes, the second not before the first."""
-
-    def problem(self, value: Any) -> str | None:
-        is_pair = type(value) is list and len(value) == 2 and not any(map(Natural().problem, value))
-        return None if is_pair and value[0] <= value[1] else "two whole numbers, rising"
+def _is_range(value: Any) -> bool:
+    return has_schema(value, [Natural()]) and len(value) == 2 and value[0] <= value[1]
 
 
-_HEADER = Each({"dtype": str, "shape": Shape(), "data_offsets": _Range()})
+_HEADER = Each({"dtype": str, "shape": Shape(), "data_offsets": Check(_is_range, "two whole numbers, rising")})
 
 
 def safetensors_in(file: OpenFile) -> list[GivenTensor]:

@@ -3,6 +3,7 @@ time."""
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -60,7 +61,9 @@ def write_safetensors(folder: Path, tensors: Mapping[str, OutTensor], *, max_nby
 
 def write_text(path: Path, text: str) -> None:
     """Write a new file, and wait until it is on the disk."""
-    _write(path, lambda writer: writer.write(memoryview(text.encode())))
+    with closing(BlockWriter(path)) as writer:
+        writer.write(memoryview(text.encode()))
+        writer.sync()
 
 
 def _parts(tensors: Mapping[str, OutTensor], max_nbytes: int) -> list[list[str]]:
@@ -81,14 +84,12 @@ def _write_file(path: Path, tensors: Mapping[str, OutTensor]) -> None:
     ordered = sorted(tensors.items(), key=lambda each: -each[1].dtype.itemsize)
     described = [(name, CODES[each.dtype], each.shape, each.nbytes) for name, each in ordered]
     head, _ = planned(described, {"format": "pt"})
-
-    def write(writer: BlockWriter) -> None:
+    with closing(BlockWriter(path)) as writer:
         writer.write(memoryview(head))
         for _, tensor in ordered:
             if tensor.nbytes:
                 _write_tensor(writer, tensor)
-
-    _write(path, write)
+        writer.sync()
 
 
 def _write_tensor(writer: BlockWriter, tensor: OutTensor) -> None:
@@ -96,12 +97,3 @@ def _write_tensor(writer: BlockWriter, tensor: OutTensor) -> None:
     for part in tensor.read().reshape(-1).split(CHUNK_NBYTES):
         for chunk in chunks(part.to(tensor.dtype)):
             writer.write(chunk)
-
-
-def _write(path: Path, write: Callable[[BlockWriter], None]) -> None:
-    writer = BlockWriter(path)
-    try:
-        write(writer)
-        writer.sync()
-    finally:
-        writer.close()

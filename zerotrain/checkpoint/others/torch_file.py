@@ -16,6 +16,7 @@ from typing import IO, Any, cast
 
 import torch
 
+from zerotrain.checkpoint.manifest_schema import is_dense
 from zerotrain.checkpoint.others.given import GivenTensor, row_by_row
 from zerotrain.checkpoint.others.open_file import FileRange, OpenFile
 from zerotrain.errors import CheckpointError, listed
@@ -94,12 +95,8 @@ def is_readable(tensor: torch.Tensor) -> bool:
     """Whether its elements lie one after the other in the file, as they are."""
     if not _is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
         return False
-    numel = 1
-    for size, step in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
-        if size > 1 and step != numel:
-            return False
-        numel *= size
-    return numel == 0 or tensor.untyped_storage()._checkpoint_offset is not None
+    has_place = tensor.numel() == 0 or tensor.untyped_storage()._checkpoint_offset is not None
+    return has_place and is_dense(tensor.shape, tensor.stride())
 
 
 def _is_pickle(file: OpenFile) -> bool:

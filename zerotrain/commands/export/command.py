@@ -99,7 +99,8 @@ def export(path: str | os.PathLike[str], asked: Asked) -> Iterator[str]:
         require_apart(out, run.path, _read_beside(run))
         if asked.optimizer or asked.dcp:
             require_optimizer(run.saved)
-        model = hugging_face.causal_lm(run) if run.is_hugging_face and not asked.dcp else None
+        # Of transformers, or peft's around it; its folder may be gone.
+        model: Any = run.on_meta().model if run.is_hugging_face and not asked.dcp else None
         if asked.merge and (model is None or hugging_face.lora_of(model) is None):
             raise ConfigError(f"--merge: {run.path} has no adapters to merge; leave it out")
         if asked.merge and asked.optimizer:
@@ -132,7 +133,7 @@ def _write_weights(folder: Path, run: SavedRun, asked: Asked, dtype: torch.dtype
     if model is not None:
         lora = hugging_face.lora_of(model)
         if lora is None:
-            tensors = weights.hugging_face(run.saved, dtype)
+            tensors = weights.plain(run.saved, dtype, weights.name_of_hugging_face)
         elif asked.merge:
             scaled = {"scaling": lora.lora_alpha / lora.r, "fan_in_fan_out": lora.fan_in_fan_out}
             tensors = weights.merged(run.saved, dtype, scaled)

@@ -11,15 +11,6 @@ from zerotrain.files.remote_code import refusal
 from zerotrain.run.saved import SavedRun, has_tokenizer
 
 
-def causal_lm(run: SavedRun) -> Any:
-    """The model of transformers, or peft's around it, without memory.
-
-    Raises:
-        ConfigError: it cannot be built; its folder may be gone.
-    """
-    return run.on_meta().model
-
-
 def lora_of(model: Any) -> Any | None:
     """The config of the adapters; None without."""
     return getattr(model, "peft_config", {}).get("default")

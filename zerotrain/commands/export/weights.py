@@ -1,6 +1,6 @@
 """The weights under the names that others know, as tensors to be written."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,14 +27,11 @@ def name_of_hugging_face(name: str) -> str:
     return name.removeprefix(IN_MODEL)
 
 
-def plain(saved: CheckpointTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:
-    """All parameters and buffers by their names in the model; of a tied one the first."""
-    return {name: _tensor(saved, name, dtype) for name in saved.names}
-
-
-def hugging_face(saved: CheckpointTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:
-    """Likewise by the names of transformers."""
-    return {name_of_hugging_face(name): _tensor(saved, name, dtype) for name in saved.names}
+def plain(
+    saved: CheckpointTensors, dtype: torch.dtype | None, name_of: Callable[[str], str] = str
+) -> dict[str, OutTensor]:
+    """All parameters and buffers; of a tied one by its first name, or by what others call that."""
+    return {name_of(name): _tensor(saved, name, dtype) for name in saved.names}
 
 
 def adapters(saved: CheckpointTensors, dtype: torch.dtype | None) -> dict[str, OutTensor]:

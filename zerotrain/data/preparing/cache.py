@@ -124,7 +124,7 @@ def remove_abandoned(cache: Path, *, superseded: str, keep: str) -> None:
             folder.name == keep
             or not folder.is_dir()
             or (folder / SEAL_NAME).exists()
-            or not is_store_name(folder.name)
+            or _STORE_NAME.fullmatch(folder.name) is None
         ):
             continue
         with suppress(OSError):  # another user's
@@ -142,11 +142,6 @@ def store_name(kind: str, paths: str, states: str, recipe: str) -> str:
         paths, states, recipe: hashes of where the files lie, what state they are in, and what is made of them.
     """
     return f"{kind}-{paths}-{recipe}-{states}"
-
-
-def is_store_name(name: str) -> bool:
-    """Whether a name is one that `store_name` gives."""
-    return _STORE_NAME.fullmatch(name) is not None
 
 
 def sha256_of(files: Sequence[Path]) -> str:

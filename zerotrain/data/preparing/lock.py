@@ -25,13 +25,19 @@ def sole_writer(folder: Path, *, private: bool) -> Iterator[None]:
     Raises:
         OSError: the folder cannot be made or written.
     """
-    with _locked_file(folder, private=private) as file:
-        try:
-            note_holder(file)
-        except OSError as error:  # a full disk: the system names no file that is open already
-            error.filename = str(folder)
-            raise
-        yield
+    while True:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
+        with open_lock(folder / LOCK_NAME) as file:
+            _wait(file, folder)
+            if not _is_at(file, folder / LOCK_NAME):
+                continue  # who held it has removed the folder as abandoned
+            try:
+                note_holder(file)
+            except OSError as error:  # a full disk: the system names no file that is open already
+                error.filename = str(folder)
+                raise
+            yield
+            return
 
 
 def try_lock(folder: Path) -> BinaryIO | None:
@@ -44,18 +50,6 @@ def try_lock(folder: Path) -> BinaryIO | None:
         return file
     file.close()
     return None
-
-
-@contextmanager
-def _locked_file(folder: Path, *, private: bool) -> Iterator[BinaryIO]:
-    while True:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
-        with open_lock(folder / LOCK_NAME) as file:
-            _wait(file, folder)
-            # Who held it may have removed the folder as abandoned.
-            if _is_at(file, folder / LOCK_NAME):
-                yield file
-                return
 
 
 def _wait(file: BinaryIO, folder: Path) -> None:

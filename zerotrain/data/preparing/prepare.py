@@ -56,11 +56,6 @@ class Recipe:
         """What stands between documents."""
         return DocumentEnd(self.tokenizer, self.document_end)
 
-    @cached_property
-    def end(self) -> str:
-        """Its name."""
-        return self.ending.name
-
     @property
     def dtype(self) -> np.dtype:
         """Of a token."""
@@ -75,7 +70,7 @@ class Recipe:
     def fingerprint(self) -> str:
         """Differs where the same files come to be other tokens."""
         tokenizer = None if self.tokenizer is None else self.tokenizer.fingerprint()
-        return hashlib.sha256(repr((VERSION, tokenizer, self.end, self.text_field)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((VERSION, tokenizer, self.ending.name, self.text_field)).encode()).hexdigest()[:16]
 
     def pieces(self, file: int, offset: int) -> Iterator[tuple[int, TextPiece]]:
         """The pieces of all documents from a place on, each with the number of its file."""
@@ -88,7 +83,9 @@ class Recipe:
 
     def tokens_of(self, pieces: list[TextPiece]) -> list[np.ndarray]:
         """The tokens of each piece, with what stands between documents."""
-        lack_line = [piece.ends and not piece.text.endswith(b"\n") and self.end == "newline" for piece in pieces]
+        lack_line = [
+            piece.ends and not piece.text.endswith(b"\n") and self.ending.name == "newline" for piece in pieces
+        ]
         texts = [piece.text + b"\n" * lacks for piece, lacks in zip(pieces, lack_line, strict=True)]
         if self.tokenizer is None:
             return [np.frombuffer(text, np.uint8) for text in texts]

@@ -74,8 +74,9 @@ def prepared_in(recipe: Recipe, folder: Path) -> TokenStore:
 
 
 def _folder_in(cache: Path, recipe: Recipe) -> Path:
-    kind = "text" if recipe.tokenizer is None else "tokens"
-    paths, states = _hashes(recipe.sources.files)
+    kind, files = "text" if recipe.tokenizer is None else "tokens", recipe.sources.files
+    paths = _hash("\n".join(str(file.absolute()) for file in files))
+    states = _hash("\n".join(f"{each.st_size} {each.st_mtime_ns}" for each in map(Path.stat, files)))
     name = store_name(kind, paths, states, recipe.fingerprint)
     remove_abandoned(cache, superseded=store_name(kind, paths, "", recipe.fingerprint), keep=name)
     return cache / name
@@ -113,14 +114,6 @@ def _write(recipe: Recipe, folder: Path, made_of: str) -> None:
     if (len(recipe.sources.files) > 1 or recipe.sources.leaves_data) and not recipe.sources.is_default:
         print(recipe.sources, file=sys.stderr, flush=True)
     write_store(recipe, folder, made_of)
-
-
-def _hashes(files: list[Path]) -> tuple[str, str]:
-    """Of where files lie, and of the state they are in."""
-    status = [file.stat() for file in files]
-    paths = "\n".join(str(file.absolute()) for file in files)
-    states = "\n".join(f"{each.st_size} {each.st_mtime_ns}" for each in status)
-    return _hash(paths), _hash(states)
 
 
 def _hash(text: str) -> str:

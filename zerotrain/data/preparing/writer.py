@@ -87,7 +87,9 @@ class StoreWriter:
                 self.done.documents, self.done.begins = self.done.documents + 1, False
             while len(tokens):
                 room = SHARD_TOKENS - self.done.tokens % SHARD_TOKENS
-                self._open_shard().write(tokens[:room].astype(self._dtype, copy=False).tobytes())
+                if self._shard is None:
+                    self._shard = (self._folder / _name(self.done.tokens // SHARD_TOKENS)).open("ab")
+                self._shard.write(tokens[:room].astype(self._dtype, copy=False).tobytes())
                 self.done.tokens += min(room, len(tokens))
                 tokens = tokens[room:]
                 if self.done.tokens % SHARD_TOKENS == 0:
@@ -131,11 +133,6 @@ class StoreWriter:
         with self._naming():
             self._close_shard()
             self._starts.close()
-
-    def _open_shard(self) -> BinaryIO:
-        if self._shard is None:
-            self._shard = (self._folder / _name(self.done.tokens // SHARD_TOKENS)).open("ab")
-        return self._shard
 
     def _close_shard(self) -> None:
         if self._shard is not None:

@@ -104,11 +104,6 @@ class TokenStore:
         """
         return None if self._read_documents is None else self._read_documents()
 
-    @property
-    def has_documents(self) -> bool:
-        """Whether it is known where documents start."""
-        return self._read_documents is not None
-
     def read(self, start: int, stop: int) -> np.ndarray:
         """The tokens from number `start` up to but not `stop`, (stop - start,) of `dtype`.
 

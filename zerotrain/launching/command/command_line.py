@@ -10,13 +10,12 @@ from pathlib import Path
 
 import hydra
 from hydra._internal.utils import get_args_parser
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from zerotrain.config.explain import composition_problems
+from zerotrain.config.explain import composition_problems, parsed_override
 from zerotrain.config.interpolation import interpolation_line, quoted
 from zerotrain.config.suggest import did_you_mean
 from zerotrain.errors import ConfigError
@@ -62,7 +61,9 @@ def problems_with(error: Exception, conf: Path) -> list[str]:
     problems = list(_folder_problems(arguments, conf)) or list(_interval_problems(arguments))
     if not problems:
         try:
-            problems = _composition_problems(arguments, conf)
+            folders = config_folders(arguments, conf)
+            with composing(folders, arguments.config_name or PRIMARY_CONFIG) as compose:
+                problems = composition_problems(arguments.overrides, compose, is_sweep=is_sweep(), folders=folders)
         except ConfigError as found:
             problems = list(found.problems)
         except Exception:  # of Hydra: there is no end to what it raises
@@ -139,22 +140,13 @@ def _interval_problems(arguments: Namespace) -> Iterator[str]:
     if any(override.startswith("hydra/sweeper=") for override in arguments.overrides):
         return
     for override in arguments.overrides:
-        try:
-            [parsed] = OverridesParser.create().parse_overrides([override])
-        except HydraException:
-            continue
-        if isinstance(parsed.value(), IntervalSweep) and is_sweep():
+        parsed = parsed_override(override)
+        if parsed is not None and isinstance(parsed.value(), IntervalSweep) and is_sweep():
             key = parsed.get_key_element()
             yield (
                 f"{override}: the basic sweeper has no use for an interval; give values, {key}=...,... or "
                 f"{key}=range(...), or a sweeper such as hydra/sweeper=optuna"
             )
-
-
-def _composition_problems(arguments: Namespace, conf: Path) -> list[str]:
-    folders = config_folders(arguments, conf)
-    with composing(folders, arguments.config_name or PRIMARY_CONFIG) as compose:
-        return composition_problems(arguments.overrides, compose, is_sweep=is_sweep(), folders=folders)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from zerotrain.checkpoint.kept import CHECKPOINTS, checkpoints_in, step_of
+from zerotrain.checkpoint.kept import CHECKPOINTS, newest_first, step_of
 from zerotrain.launching.end.failures import RunError
 from zerotrain.launching.job.job import Job
 from zerotrain.launching.job.resuming import stages_to_come
@@ -47,8 +47,8 @@ class Attempts:
 
 def newest_step(run_dir: Path) -> int | None:
     """The step of the newest checkpoint that a run has saved in its folder; None where there is none."""
-    found = checkpoints_in(run_dir / CHECKPOINTS)
-    return step_of(found[-1]) if found else None
+    found = newest_first(run_dir / CHECKPOINTS)
+    return step_of(found[0]) if found else None
 
 
 def place_of_restart(run_dir: Path) -> str:
@@ -60,7 +60,7 @@ def place_of_restart(run_dir: Path) -> str:
 def going_on(job: Job) -> Job:
     """The job as it goes on after a restart: from the newest checkpoint of its own folder, where there is one; if not,
     as it began the first time."""
-    found = checkpoints_in(job.run_dir / CHECKPOINTS)[::-1]
+    found = newest_first(job.run_dir / CHECKPOINTS)
     if not found:
         return job
     stage = stage_at(*stages_to_come(job.config, found))

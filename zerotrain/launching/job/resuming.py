@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, checkpoints_in
+from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, first_whole, newest_first
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.comm.ranks.environment import RankEnvironment
@@ -49,7 +49,7 @@ def checkpoints_to_try(config: Config, run_dir: Path) -> list[Path]:
     if resume is None:
         return []
     if resume == AUTO:
-        return checkpoints_in(run_dir / CHECKPOINTS)[::-1]
+        return newest_first(run_dir / CHECKPOINTS)
     try:
         return candidates(Path(resume).absolute())
     except CheckpointError as error:
@@ -62,25 +62,17 @@ def first_readable(paths: Sequence[Path]) -> Manifest | None:
     Raises:
         ConfigError: there are some, and none is.
     """
-    problems = []
-    for path in paths:
-        try:
-            return read_manifest(path)
-        except CheckpointError as error:
-            problems.append(f"checkpoint.resume: {error}")
-    if problems:
-        raise ConfigError(*problems)
-    return None
+    found, problems = first_whole(paths, read_manifest)
+    if found is None and problems:
+        raise ConfigError(*(f"checkpoint.resume: {problem}" for problem in problems))
+    return None if found is None else found[1]
 
 
 def stages_to_come(config: Config, paths: Sequence[Path]) -> tuple[dict[int, int], int]:
     """Steps done and the stage from there on, of a run that goes on from the first of these checkpoints that can be
     read, and the step it goes on at. The ranks may find that one damaged, and take an older one."""
-    try:
-        manifest = first_readable(paths)
-    except ConfigError:  # the ranks say why
-        manifest = None
-    return stages_from(manifest, config.zero.stages)
+    found, _ = first_whole(paths, read_manifest)
+    return stages_from(None if found is None else found[1], config.zero.stages)
 
 
 def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_ranks: int) -> list[str]:

@@ -72,7 +72,7 @@ def check(
     model = None
     if _take_vocab_size(config, data):
         with refusing_too_large(config, ranks, room):
-            model = attempt("model", lambda config: _require_module(config))
+            model = attempt("model", _require_module)
     batches = None if data is None else attempt("data", lambda config: _first_batches(data, config, ranks, room))
     fingerprint = None if batches is None else attempt("data", lambda config: fingerprint_of(data, seed=config.seed))
     can_train = model is not None and attempt("model", lambda config: _try_model(model, config))

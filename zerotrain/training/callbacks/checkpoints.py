@@ -11,7 +11,15 @@ from typing import Any
 
 from rich.console import Console
 
-from zerotrain.checkpoint.kept import CHECKPOINTS, checkpoints_in, remove_old, set_aside, step_name, step_of
+from zerotrain.checkpoint.kept import (
+    CHECKPOINTS,
+    checkpoints_in,
+    first_whole,
+    remove_old,
+    set_aside,
+    step_name,
+    step_of,
+)
 from zerotrain.checkpoint.manifest import read_manifest
 from zerotrain.comm.ranks.world import World
 from zerotrain.engine.engine import ZeroEngine
@@ -108,30 +116,26 @@ class RunCheckpoints:
         Raises:
             CheckpointError: there are some, and none can be taken up. On every rank.
         """
-        errors: list[str] = []
-        for path in self._policy.resume:
-            try:
-                extra = self._engine.load(path)
-            except CheckpointError as error:
-                errors.append(str(error))
-                continue
-            if not isinstance(extra, dict) or not isinstance(state := extra.get(OF_TRAINER), dict):
-                raise CheckpointError(
-                    f"{path} was not saved by a run of launch.py or a Trainer, and does not say where in the data it "
-                    "was; its weights alone can be begun with"
-                )
-            require_run_state(path, state)
-            self._say(*(f"warning: skipped a checkpoint that cannot be taken up: {each}" for each in errors))
-            _restore_generators(self._engine, path)
-            step, self.newest = self._engine.stamps.num_steps, path
-            self._say(f"goes on from {path}, step {step}")
-            take_changed(self._engine.param_groups, was=state["built_groups"], now=self._built_groups)
-            return Resumed(path, step, state["run"])
-        if errors:
-            raise CheckpointError("\n".join(errors))
-        if self._policy.init_from is not None:
-            self._say(*self._engine.load_weights(self._policy.init_from, strict=self._policy.strict).told())
-        return None
+        found, problems = first_whole(self._policy.resume, self._engine.load)
+        if found is None:
+            if problems:
+                raise CheckpointError("\n".join(problems))
+            if self._policy.init_from is not None:
+                self._say(*self._engine.load_weights(self._policy.init_from, strict=self._policy.strict).told())
+            return None
+        path, extra = found
+        if not isinstance(extra, dict) or not isinstance(state := extra.get(OF_TRAINER), dict):
+            raise CheckpointError(
+                f"{path} was not saved by a run of launch.py or a Trainer, and does not say where in the data it was; "
+                "its weights alone can be begun with"
+            )
+        require_run_state(path, state)
+        self._say(*(f"warning: skipped a checkpoint that cannot be taken up: {each}" for each in problems))
+        _restore_generators(self._engine, path)
+        step, self.newest = self._engine.stamps.num_steps, path
+        self._say(f"goes on from {path}, step {step}")
+        take_changed(self._engine.param_groups, was=state["built_groups"], now=self._built_groups)
+        return Resumed(path, step, state["run"])
 
     def agreed(self, resumed: Resumed) -> None:
         """All ranks go on from this checkpoint: say which settings are others, and set aside the checkpoints of this

@@ -97,7 +97,7 @@ def test_what_a_tokenizer_does_not_have_is_refused(texts, tmp_path):
     }.items():
         with pytest.raises(ValueError, match=said):
             Recipe(sources, word_piece, end)
-    assert Recipe(sources, word_piece).end == "none"
+    assert Recipe(sources, word_piece).ending.name == "none"
 
 
 def test_a_tokenizer_that_was_saved_with_a_limit_loses_and_fills_up_nothing(tmp_path):

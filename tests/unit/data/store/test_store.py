@@ -48,7 +48,7 @@ def test_documents_tokenizer_and_vocabulary_come_back(tmp_path):
     write_store(tmp_path, [3, 4], documents=[0, 2, 2, 6], tokenizer="abc", vocab_size=300)
     store = TokenStore.open(tmp_path)
     assert store.documents.tolist() == [0, 2, 2, 6]
-    assert (store.has_documents, store.tokenizer, store.vocab_size) == (True, "abc", 300)
+    assert (store.tokenizer, store.vocab_size) == ("abc", 300)
     assert (tmp_path / "documents.bin").read_bytes() == np.array([0, 2, 2, 6], dtype="<u8").tobytes()
     assert json.loads((tmp_path / "index.json").read_text()) == {
         "format": 1,

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from zerotrain.config.compose import load_config
+from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config, LaunchConfig
 from zerotrain.launching.job.job import Job, num_threads_per_rank, write_ending
 from zerotrain.training.figures.result import RunResult
@@ -31,7 +32,7 @@ def test_the_folder_holds_the_config_and_nothing_of_an_earlier_run(job: Job):
         path.write_text("old")
     job.open_folder()
     assert not any(path.exists() for path in earlier)
-    assert load_config(job.run_dir / "config.yaml") == job.config
+    assert from_values(OmegaConf.load(job.run_dir / "config.yaml")) == job.config
 
 
 def test_after_a_restart_the_folder_keeps_what_was_logged_measured_and_saved(job: Job):
@@ -44,7 +45,7 @@ def test_after_a_restart_the_folder_keeps_what_was_logged_measured_and_saved(job
     replace(job, config=Config(seed=4), restarts=1).open_folder()
     assert all(path.read_text() == "of the first attempt" for path in kept)
     assert not any(path.exists() for path in gone)
-    assert load_config(job.run_dir / "config.yaml") == job.config
+    assert from_values(OmegaConf.load(job.run_dir / "config.yaml")) == job.config
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -69,7 +70,7 @@ def test_another_machine_completes_the_folder_without_taking_from_it(job: Job):
 def test_another_machine_makes_the_folder_that_nobody_has_opened_there(job: Job):
     job.complete_folder()
     assert job.ranks_dir.is_dir()
-    assert load_config(job.run_dir / "config.yaml") == job.config
+    assert from_values(OmegaConf.load(job.run_dir / "config.yaml")) == job.config
 
 
 def test_an_ending_keeps_what_rank_0_had_written(job: Job):
