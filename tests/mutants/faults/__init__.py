@@ -5,7 +5,9 @@ from tests.mutants.faults import (
     checkpoints,
     comm,
     datasets,
+    ends,
     export,
+    feeds,
     gradient,
     habits,
     launching,
@@ -16,6 +18,7 @@ from tests.mutants.faults import (
     rows,
     runs,
     saved,
+    saves,
     schedule,
     shared,
     starts,
@@ -53,6 +56,9 @@ FAULTS: dict[str, Fault] = {
         refusals,
         trust,
         rows,
+        saves,
+        ends,
+        feeds,
     )
     for name, fault in room.FAULTS.items()
 }

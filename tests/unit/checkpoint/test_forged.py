@@ -123,6 +123,7 @@ FORGERIES: dict[str, tuple[Edit, str]] = {
         lambda content: content["groups"][0]["hyperparameters"].update(lr="fast"), "lr is fast, and must be a number",
     ),
     "a group that is not there": (lambda content: parameter(content).update(group=7), "is of group 7, and there are 1"),
+    "the group behind the last": (lambda content: parameter(content).update(group=1), "is of group 1, and there are 1"),
     "a count of no dtype": (
         lambda content: parameter(content)["counts"].update(step={"dtype": "load", "value": 1}), "counts.step is",
     ),

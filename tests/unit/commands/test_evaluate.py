@@ -13,6 +13,8 @@ from zerotrain.checkpoint.kept import remove_old
 from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export.command import main as export
 from zerotrain.config.schema import Config
+from zerotrain.errors import ConfigError
+from zerotrain.launching.end.failures import RunError
 from zerotrain.run import factory
 from zerotrain.run.exported import ABOUT
 
@@ -54,6 +56,19 @@ class Bytes(Drawn):
     def __init__(self) -> None:
         super().__init__()
         self.features, self.output = torch.randn(256, 8), nn.Linear(8, 256)
+
+
+def test_the_folder_of_ranks_goes_unless_one_has_failed_whose_log_it_has() -> None:
+    with evaluate._folder_of_ranks() as folder:
+        (folder / "ranks").mkdir()
+    assert not folder.exists()
+    with pytest.raises(ConfigError), evaluate._folder_of_ranks() as refused:
+        raise ConfigError("a setting")
+    assert not refused.exists()
+    with pytest.raises(RunError), evaluate._folder_of_ranks() as failed:
+        raise RunError("rank 1 failed")
+    assert failed.is_dir()
+    failed.rmdir()
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 
 import zerotrain
 from tests.unit.checkpoint.runs import KINDS, build, train
+from zerotrain.checkpoint import compare
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.kept import set_aside, step_name
 from zerotrain.commands.inspection import main
@@ -94,6 +95,28 @@ def test_a_broken_one_is_told_with_file_and_tensors(
     assert out.count("are what was written\n") == 1
     assert "BROKEN: do not load it" in out
     assert f"{file} is not what was written: bytes 0 to {len(content)} are others (" in out
+
+
+def test_a_broken_one_is_in_the_exit_code_wherever_it_stands(saved: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(saved / "second", tmp_path / "broken"))
+    (broken / "rank-00002.safetensors").write_bytes(b"")
+    whole = str(saved / "first")
+    assert [main([str(broken), whole]), main([whole, str(broken)])] == [1, 1]
+    assert main([str(broken), "--diff", whole, str(saved / "again")]) == 1
+    assert main([whole, "--diff", whole, str(saved / "second")]) == 1
+    assert main([whole, "--diff", whole, str(saved / "again")]) == 0
+
+
+@pytest.mark.parametrize("chunk_numel", [1, 100, 2**20])
+def test_large_tensors_are_compared_to_their_end(
+    saved: Path, chunk_numel: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--diff", str(saved / "first"), str(saved / "second")]) == 1
+    expected = capsys.readouterr().out
+    assert "exp_avg of up.1.weight: 72 of 72 elements, by up to " in expected
+    monkeypatch.setattr(compare, "CHUNK_NUMEL", chunk_numel)
+    assert main(["--diff", str(saved / "first"), str(saved / "second")]) == 1
+    assert capsys.readouterr().out == expected
 
 
 def test_what_is_neither_a_checkpoint_nor_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,6 +202,16 @@ def test_megatrons_documents_are_split_whole(tmp_path):
         assert not read[0] & read[1]
 
 
+def test_tokens_before_the_first_document_of_an_index_are_one(tmp_path):
+    prefix = write_megatron(tmp_path / "corpus", [[1, 2], [3], [4, 5]], extra=0)
+    index = tmp_path / "corpus.idx"
+    content = bytearray(index.read_bytes())
+    content[-24:-16] = (1).to_bytes(8, "little")  # two documents begin with the second of the sequences
+    index.write_bytes(content)
+    store = open_files([Path(prefix + ".bin")], dtype="uint16", vocab_size=100, source="data.path=all")
+    assert store.documents.tolist() == [0, 2, 2, 3]
+
+
 def test_a_file_without_documents_is_one_beside_files_with_documents(tmp_path):
     write_megatron(tmp_path / "a", [[1, 2], [3]])
     np.save(tmp_path / "b.npy", np.arange(5, dtype="<i4"))
@@ -364,6 +374,19 @@ def test_a_token_beyond_the_vocabulary_is_refused_with_its_place(tmp_path):
     path = write_tokens(tmp_path / "val.bin", 1000)
     with pytest.raises(ValueError, match=r"data.validation_path=.*val.bin holds the token 999 .*least 1000"):
         token_files(write_tokens(tmp_path / "a.bin", 900), validation_path=path, vocab_size=999)
+
+
+@pytest.mark.parametrize("dtype", ["<u4", "<i4"])
+def test_of_several_unknown_tokens_the_first_is_told(dtype, tmp_path, monkeypatch):
+    """However they lie in the pieces that are looked at."""
+    monkeypatch.setattr("zerotrain.data.store.scan._READ_TOKENS", 10)
+    monkeypatch.setattr("zerotrain.data.store.scan.PIECE_TOKENS", 40)
+    unknown = 60_000 if dtype == "<u4" else -3
+    tokens = np.arange(900, dtype=dtype)
+    tokens[[105, 108, 115, 185, 300]] = unknown
+    np.save(tmp_path / "all.npy", tokens)
+    with pytest.raises(ValueError, match=rf"holds (the token )?{unknown} \(.*all.npy, token 105\)"):
+        token_files(tmp_path / "all.npy")
 
 
 def test_what_is_found_in_a_file_is_kept_and_found_anew_when_it_changes(tmp_path, cache_folder, monkeypatch, capsys):

@@ -46,6 +46,34 @@ def test_between_forward_and_backward_what_was_freed_is_used_again_without_page_
     assert behind > 10_000
 
 
+LIVING = """
+import sys, torch
+from pathlib import Path
+from zerotrain.device.heap import reuse_what_is_freed
+
+def resident():
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+reuse_what_is_freed()
+reuse_what_is_freed(sys.argv[1] == "reused")
+before = resident()
+pairs = [(torch.ones(2**18), torch.ones(8)) for _ in range(64)]  # 1 MiB each, and small ones behind them that stay
+pairs = [small for _, small in pairs]
+print((resident() - before) // 2**20)
+"""
+
+
+@of_glibc
+def test_what_lives_longer_than_a_step_is_given_back_when_it_is_freed() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    stays = {}
+    for how in ("reused", "given back"):
+        command = [sys.executable, "-c", LIVING, how]
+        stays[how] = int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    assert stays["reused"] > 48
+    assert stays["given back"] < 16
+
+
 @of_glibc
 def test_what_the_user_has_set_stays() -> None:
     assert min(num_faults(MALLOC_MMAP_THRESHOLD_="131072")) > 10_000

@@ -1,5 +1,6 @@
 """What is said of a config that a file has, and that is none."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 
 from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config
-from zerotrain.errors import ConfigError
+from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.models import GPT
 from zerotrain.run.saved import OfRun, config_from
 
 
@@ -42,6 +44,33 @@ def test_what_a_config_of_a_file_cannot_be_is_told_with_the_setting_and_what_it_
     with pytest.raises(ConfigError) as refused:
         config_from(values, Path("/run"))
     assert str(refused.value) == f"/run has a config that this zerotrain does not know: {told}"
+
+
+TINY = {"vocab_size": 16, "max_seq_len": 8, "num_layers": 2, "num_heads": 2, "hidden_size": 16}
+MISFITS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "one missing": (lambda state: state.pop("blocks.1.ln_1.weight"), r"it has no blocks\.1\.ln_1\.weight; was the cla"),
+    "all missing": (lambda state: state.clear(), r"it has no \S+; was the class changed"),
+    "one more": (lambda state: state.update(head=torch.ones(1)), "which has no head; was the class changed"),
+    "another shape": (
+        lambda state: state.update({"ln_f.weight": torch.ones(8)}),
+        r"ln_f\.weight is of shape \(8,\), and",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_weights_that_are_not_all_of_the_model_are_refused(case: str, tmp_path: Path):
+    """Of what is missing the model would have the values that it was built with."""
+    change, said = MISFITS[case]
+    (tmp_path / "weights").write_bytes(bytes(100_000))
+    state = dict(GPT(**TINY).state_dict())
+    config = from_values({"model": {"_target_": "zerotrain.models.GPT", **TINY}})
+    run = OfRun(path=tmp_path, step=1, config=config, data_fingerprint=None, tensors=lambda: iter(state.items()))
+    loaded = run.model(torch.device("cpu")).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    change(state)
+    with pytest.raises(CheckpointError, match=said):
+        run.model(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("build", [lambda run: run.model(torch.device("cpu")), OfRun.on_meta], ids=["whole", "on meta"])

@@ -121,6 +121,32 @@ def test_metrics_tell_how_far_the_data_is_read(make_trainer, tmp_path):
     assert told == [(0.2, 640), (0.4, 1280), (0.6, 1920)]
 
 
+class Ragged(Recorded):
+    """Row n has n % 5 labels that count."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        del self.tokens_per_sequence
+
+    def __getitem__(self, row):
+        ids, labels = super().__getitem__(row)
+        return ids, torch.where(torch.arange(len(labels)) < row % 5, labels, -100)
+
+
+@pytest.mark.parametrize("virtual_ranks", [1, 2, 4])
+def test_uneven_micro_batches_weigh_by_their_labels_whatever_virtual_rank_runs_them(
+    make_trainer, dataset, virtual_ranks
+):
+    """The engine takes the mean over virtual ranks: so the weights of all are as many, and not as many as ranks."""
+    dataset.train = Ragged(dataset.train)
+    engine = zerotrain.build_engine(fresh_engine().module, optimizer=torch.optim.SGD, virtual_ranks=virtual_ranks)
+    feed = make_trainer(engine=engine, dataset=dataset, micro_batch_size=3, gradient_accumulation_steps=2).feed
+    batches = [rows for number in range(virtual_ranks) for rows in feed.sampler.micro_batches(0, [number])]
+    num_labels = [sum(row % 5 for row in each.rows) for each in batches]
+    weights = [float(each) for number in range(virtual_ranks) for each in feed.leaf(number)[1]]
+    assert weights == pytest.approx([virtual_ranks * each / sum(num_labels) for each in num_labels])
+
+
 # ---- waiting
 
 

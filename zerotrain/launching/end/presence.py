@@ -18,8 +18,11 @@ from zerotrain.files.lock import can_lock, lock
 from zerotrain.files.regular import only_regular
 from zerotrain.files.untrusted import Natural, parse_json
 
-_NUM_BYTES = 1024
-"""Of the file, written whole at once: on a disk that is full later, a change needs no room."""
+_NUM_BYTES = 2**14
+"""Of the file, written whole at once: on a disk that is full later, a change needs no room. Behind 1 KiB nobody could
+read of a rank that had failed with a path in Japanese, or that 150 ranks were gone (2026-11-23)."""
+_NUM_TEXT = 2**10
+"""Of each text in it, as JSON has it."""
 _AGREED_S = 1.0
 _STEP_NUM_BYTES = 16
 """At the front, written in every step: 2 us."""
@@ -78,7 +81,7 @@ class Presence:
 
     def enter(self, phase: str) -> None:
         """Something else is done from here on."""
-        self._state = replace(self._state, phase=phase)
+        self._state = replace(self._state, phase=_short(phase))
         self._say()
 
     def begin(self, step: int) -> None:
@@ -87,7 +90,7 @@ class Presence:
 
     def fail(self, cause: str) -> None:
         """Something went wrong that could be written nowhere else."""
-        self._state = replace(self._state, failed=cause[: _NUM_BYTES // 2])
+        self._state = replace(self._state, failed=_short(cause))
         self._say()
 
     def note_stop(self, signum: int, in_order: bool = False) -> bool:
@@ -126,6 +129,14 @@ class Presence:
     def _say(self) -> None:
         said = json.dumps(asdict(self._state)).ljust(_NUM_BYTES)
         os.pwrite(self._descriptor, said.encode(), _STEP_NUM_BYTES)
+
+
+def _short(text: str) -> str:
+    """The beginning of a text that has room."""
+    text = text[:_NUM_TEXT]
+    while len(json.dumps(text)) > _NUM_TEXT:
+        text = text[:-1]
+    return text
 
 
 def read_states(ranks_dir: Path) -> list[tuple[RankState, bool]]:

@@ -23,7 +23,7 @@ from zerotrain.engine.precision.policy import precision_named
 from zerotrain.errors import ConfigError
 from zerotrain.offload.memory import available_nbytes, most_of_process
 from zerotrain.run.live_parameters import LiveParameters, watching_parameters
-from zerotrain.run.preflight.room import Ranks, model_sizes
+from zerotrain.run.preflight.room import Ranks, model_sizes, plans_of
 from zerotrain.sharding.plan import STAGES, Plan
 
 LARGE_NUMEL = 2**20
@@ -76,7 +76,7 @@ def refusing_too_large(config: Config, ranks: Ranks, room: Room) -> AbstractCont
     """Inside, a model whose weights alone have no room is refused before the last of a million layers is made, which
     would take minutes even without memory."""
     itemsize = precision_named(config.precision.name).compute.itemsize
-    may_share = any(plan.shards_parameters for plan in _plans(config.zero.stages.values()))
+    may_share = any(plan.shards_parameters for plan in plans_of(config.zero.stages.values()))
     num_sharing = ranks.num_ranks if may_share else 1
     patient_until_s = time.monotonic() + PATIENCE_S
     most_numel = getattr(room, room.device) * num_sharing / itemsize
@@ -115,7 +115,7 @@ def require_memory(
     """
     volume, optimizer_nbytes = model_sizes(config, model, optimizer, ranks)
     saved_nbytes = _saved_nbytes(config, model, row)
-    for plan in _plans(stages):
+    for plan in plans_of(stages):
         kept: dict[str, float] = {**volume.memory_nbytes(plan, optimizer_nbytes)}
         at_rest = _by_memory(config, plan, kept, room.device)
         said = f"weights, gradients and optimizer state at stage {STAGES.index(plan)}"
@@ -124,11 +124,6 @@ def require_memory(
         said = f"what the forward of {config.train.micro_batch_size} rows saves, with weights and optimizer state,"
         in_forward = _by_memory(config, plan, kept, room.device)
         room.require("train.micro_batch_size", in_forward, ranks.num_local, said, SMALLER_BATCH)
-
-
-def _plans(stages: Iterable[int]) -> list[Plan]:
-    """Of those that there are: what is wrong with another is told elsewhere."""
-    return [STAGES[stage] for stage in stages if 0 <= stage < len(STAGES)]
 
 
 def _by_memory(config: Config, plan: Plan, kept: Mapping[str, float], device: str) -> dict[str, float]:

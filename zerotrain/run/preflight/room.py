@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,14 +50,18 @@ def require_room(config: Config, model: nn.Module | None, run_dir: Path | None, 
         ScratchFile(there, "this run")
     except OffloadError as error:
         raise ConfigError(f"{error}; name another folder") from error
-    # At the stage at which ranks share least.
-    needed = 0 if model is None else _needed_nbytes(config, model, STAGES[min(config.zero.stages.values())], ranks)
+    needed = 0 if model is None else _needed_nbytes(config, model, ranks)
     free = shutil.disk_usage(there).free
     if needed > free:
         raise ConfigError(
             f"offload.path: {folder} has {free / 1e9:.3g} GB free, and this run needs {needed / 1e9:.3g} GB there; "
             "name a folder on a larger disk, or offload less (offload.keep)"
         )
+
+
+def plans_of(stages: Iterable[int]) -> list[Plan]:
+    """Of the stages that there are: what is wrong with another is told elsewhere."""
+    return [STAGES[stage] for stage in stages if 0 <= stage < len(STAGES)]
 
 
 def is_on_host(config: Config) -> bool:
@@ -96,14 +101,17 @@ def _folders(given: Path) -> tuple[Path, Path]:
     return folder, next(each for each in (folder, *folder.parents) if os.path.lexists(each))
 
 
-def _needed_nbytes(config: Config, model: nn.Module, plan: Plan, ranks: Ranks) -> int:
-    """Bytes of all ranks of this machine, with those that they measure its rates by."""
+def _needed_nbytes(config: Config, model: nn.Module, ranks: Ranks) -> int:
+    """Bytes of all ranks of this machine at the stage that takes most, with those that they measure its rates by."""
     volume, optimizer_nbytes = model_sizes(config, model, build("optimizer", config.optimizer), ranks)
-    held, needed = volume.memory_nbytes(plan, optimizer_nbytes), 0.0
-    if config.offload.optimizer == "disk":
-        needed += ranks.num_local * held["optimizer"] * (1 - config.offload.keep)
-    if config.offload.parameters == "disk" and plan.shards_parameters:
-        needed += ranks.num_local * held["parameters"]
+    needed = 0.0
+    for plan in plans_of(config.zero.stages.values()):
+        held, placed = volume.memory_nbytes(plan, optimizer_nbytes), 0.0
+        if config.offload.optimizer == "disk":
+            placed += ranks.num_local * held["optimizer"] * (1 - config.offload.keep)
+        if config.offload.parameters == "disk" and plan.shards_parameters:
+            placed += ranks.num_local * held["parameters"]
+        needed = max(needed, placed)
     sample = min(needed, ranks.num_local * SAMPLE_NBYTES)
     return round(needed + sample)
 

@@ -216,3 +216,19 @@ def test_a_text_that_changes_while_it_is_prepared_is_never_taken_for_current(
     capfd.readouterr()
     store(source, cache)
     assert capfd.readouterr().err == ""
+
+
+def test_a_store_of_another_recipe_is_made_anew(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+
+    def write(folder: Path, made_of: str) -> None:
+        written.append(folder)
+        (folder / "000000.bin").write_bytes(source.read_bytes())
+        (folder / "index.json").write_text("{}")
+
+    for recipe in ("one", "one", "another", "another"):
+        cache_module.kept_store(tmp_path / "store", [source], recipe, write)
+    assert len(written) == 2
+    assert "is made anew: it was made with other settings" in capsys.readouterr().err

@@ -80,6 +80,30 @@ def test_whatever_is_told_of_tokens_lies_on_the_disk_by_then(tmp_path: Path, mon
     assert store.documents.tolist() == [0, 130, 260, 390]
 
 
+@pytest.mark.parametrize("name", ["000000.bin", "000001.bin", "starts.part"])
+@pytest.mark.parametrize("harm", ["cut", "gone"])
+def test_where_less_lies_there_than_was_noted_all_is_made_anew(name: str, harm: str, tmp_path: Path, monkeypatch):
+    """Cut short, a file would be filled up with zeros."""
+    monkeypatch.setattr("zerotrain.data.preparing.writer.SHARD_TOKENS", 100)
+    writer = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
+    for number in range(2):
+        writer.start_document()
+        writer.write(np.arange(65))
+        writer.note(number + 1, 0, now=True)
+    writer.close()
+    again = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
+    assert (again.done.file, again.done.tokens, again.done.documents) == (2, 130, 2)
+    again.close()
+    if harm == "gone":
+        (tmp_path / name).unlink()
+    else:
+        os.truncate(tmp_path / name, (tmp_path / name).stat().st_size - 1)
+    anew = StoreWriter(tmp_path, np.dtype(np.uint16), "made of this")
+    assert (anew.done.file, anew.done.tokens, anew.done.documents) == (0, 0, 0)
+    anew.close()
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [0]
+
+
 class Killed(BaseException):
     """What no code catches."""
 

@@ -184,6 +184,14 @@ def test_the_state_of_a_run_that_read_other_rows_is_refused(here, said):
     assert sampler.rows_consumed == 0
 
 
+def test_a_state_that_knows_less_of_the_data_is_refused_too():
+    state = make_sampler(rows_consumed=12, fingerprint={"tokens": 5}).state_dict()
+    sampler = make_sampler(fingerprint={"tokens": 5, "split": "b"})
+    with pytest.raises(ValueError, match="split of the data: None there, b here"):
+        sampler.load_state_dict(state)
+    assert sampler.rows_consumed == 0
+
+
 def test_the_state_of_another_order_and_what_is_no_state_are_refused():
     sampler = make_sampler()
     with pytest.raises(ValueError, match="version of the order: 1 there, 2 here"):

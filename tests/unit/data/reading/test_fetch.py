@@ -76,9 +76,11 @@ def test_what_collate_draws_depends_on_the_rows_of_its_batch() -> None:
 
     first = fetch_rows([0] * 9, [1, 2], seed=0, epochs=[0, 0], step=1, collate=masked)
     again = fetch_rows([0] * 9, [1, 2], seed=0, epochs=[0, 0], step=5, collate=masked)
-    other = fetch_rows([0] * 9, [2, 1], seed=0, epochs=[0, 0], step=1, collate=masked)
     assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    for others in ([2, 1], [3, 2], [1, 3]):  # behind the same row, too
+        other = fetch_rows([0] * 9, others, seed=0, epochs=[0, 0], step=1, collate=masked)
+        assert not torch.equal(first, other)
+    assert not torch.equal(first, fetch_rows([0] * 9, [1, 2], seed=0, epochs=[1, 0], step=1, collate=masked))
 
 
 @pytest.mark.parametrize(

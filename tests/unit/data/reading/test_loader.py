@@ -209,6 +209,29 @@ def test_what_a_thread_reads_ahead_ends_where_the_values_end_or_fail() -> None:
         assert list(ahead) == [1, 2, 3]
 
 
+def test_who_waits_for_a_value_is_woken_by_the_error_in_its_place() -> None:
+    fails, raised = threading.Event(), []
+
+    def values() -> Any:
+        fails.wait(20.0)
+        raise KeyError("one")
+        yield
+
+    def wait_for_one() -> None:
+        with suppress(KeyError):
+            next(ahead)
+        raised.append(True)
+
+    with ReadAhead(values(), 5) as ahead:
+        waiting = threading.Thread(target=wait_for_one, daemon=True)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        fails.set()
+        waiting.join(20.0)
+    assert raised == [True]
+
+
 # ---- ends
 
 

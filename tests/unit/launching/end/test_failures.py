@@ -214,6 +214,17 @@ def test_a_rank_that_is_there_and_does_not_answer_is_named_however_it_was_ended(
     assert first_failure(tmp_path).rank == 2
 
 
+def test_a_rank_that_one_has_heard_and_another_missed_is_not_named(tmp_path: Path):
+    asleep = {1: "training, step 3", 3: "training, step 2"}
+    for rank, unheard in {0: (1, 3), 2: (3, 0)}.items():
+        Failure.of(CommError("timed out", unheard=unheard, where="gather", waited_s=12.0), rank, asleep).write(tmp_path)
+    failure = first_failure(tmp_path)
+    assert (failure.rank, failure.cause.partition(";")[0]) == (
+        3,
+        "did not answer for 12 s, last seen in training, step 2",
+    )
+
+
 def test_the_clock_of_a_machine_does_not_decide_what_came_first(tmp_path: Path, monkeypatch):
     Failure.of(ValueError("first"), 1).write(tmp_path)
     late = time.time() - 3600.0

@@ -1,14 +1,16 @@
 """A rank counts as alive as long as its own process is there, and no longer."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from zerotrain.launching.end.presence import Presence, read_states
+from zerotrain.launching.end.presence import Presence, RankState, read_states
 
 WITH_A_WORKER = """
 import os, sys, time
@@ -48,3 +50,29 @@ def test_a_rank_that_has_done_its_work_has_no_state(tmp_path: Path):
     assert alive_in(tmp_path) == [(0, True)]
     presence.leave()
     assert alive_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["x", "ü", "訓", "\\", "\x1b", "\ud800", "\U0001d54f"])
+def test_what_a_rank_says_can_be_read_however_long_it_is(tmp_path: Path, text: str):
+    """Characters of Japanese have six bytes in JSON: of a path of 130 there was no room (2026-11-23)."""
+    presence = Presence(tmp_path, 0)
+    presence.enter(f"loading {5000 * text}")
+    presence.fail(f"OSError: {5000 * text}")
+    [(state, alive)] = read_states(tmp_path)
+    assert alive
+    assert state.phase.startswith(f"loading {80 * text}")
+    assert state.failed is not None
+    assert state.failed.startswith(f"OSError: {80 * text}")
+
+
+def test_of_the_many_ranks_of_a_job_all_that_are_gone_are_told(tmp_path: Path):
+    """Of more than 150 a stopped rank could not be read, and so counted as one that had done its work (2026-11-23)."""
+    gone = range(1, 1000)
+    for rank in gone:
+        said = asdict(RankState(rank, "training"))
+        (tmp_path / f"{rank}.state").write_text(f"{0:<16}" + json.dumps(said))
+    presence = Presence(tmp_path, 0)
+    presence.enter("訓" * 5000)
+    assert not presence.note_stop(signal.SIGTERM, in_order=True)
+    [stopped] = [state for state, _ in read_states(tmp_path) if state.rank == 0]
+    assert (stopped.stopped_by, sorted(stopped.gone)) == ("SIGTERM", [*gone])

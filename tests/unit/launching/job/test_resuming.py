@@ -74,6 +74,13 @@ def test_a_rank_has_as_many_threads_as_before_on_the_cpu(given, taken):
     assert ["launch.threads_per_rank=7, as in the checkpoint" in line for line in said] == [True] * (given is None)
 
 
+@pytest.mark.parametrize(("saved", "is_taken"), [(-1, False), (10_000, True), (10_001, False)])
+def test_a_number_of_threads_that_no_run_had_is_not_taken(saved, is_taken):
+    config = Config(launch=LaunchConfig(device="cpu"))
+    said = resuming.take_from(Saved(5, 1, threads=saved), config, 1, 1)
+    assert (config.launch.threads_per_rank, bool(said)) == (saved if is_taken else None, is_taken)
+
+
 def test_a_checkpoint_beyond_the_last_step_is_refused():
     with pytest.raises(ConfigError, match=r"train.max_steps: got 4; it must be 5 or more"):
         resuming.take_from(Saved(5, 1), Config(train=TrainConfig(max_steps=4)), 1, 1)

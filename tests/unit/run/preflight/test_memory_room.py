@@ -115,9 +115,13 @@ def test_what_is_saved_is_counted_to_the_byte(precision: str, nbytes: int) -> No
     require(wanted, Room(needed, gpu=0), Ranks(1, 1), Saving(fails=True), row)
 
 
-def test_a_model_of_countless_layers_is_refused_while_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("zero", [ZeroGroup(stage=3), ZeroGroup(stage=2, schedule={5: 3})], ids=["3", "3 later"])
+def test_a_model_of_countless_layers_is_refused_while_it_is_built(
+    zero: ZeroGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on may be at the later stage alone."""
     monkeypatch.setattr(memory_room, "PATIENCE_S", 0.0)
-    wanted = config(zero=ZeroGroup(stage=3))
+    wanted = config(zero=zero)
     made: list[nn.Module] = []
     with (
         pytest.raises(
@@ -151,6 +155,22 @@ def test_before_any_rank_starts(groups: dict[str, tuple[str, int]], problem: str
     with pytest.raises(ConfigError) as refused:
         preflight.check(wanted)
     assert refused.value.problems[0].startswith(problem)
+
+
+@pytest.mark.parametrize(("last", "is_refused"), [(5, True), (4, False)])
+def test_a_stage_that_no_step_is_trained_at_needs_no_room(
+    last: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = config(zero=ZeroGroup(stage=3, schedule={4: 0}), train=TrainConfig(max_steps=last))
+    model = build_on_meta(wanted)
+    assert model is not None
+    per_element = 8.0 * sum(each.numel() for each in model.parameters())  # 4 on each of four ranks, or 16
+    monkeypatch.setattr(memory_room, "available_nbytes", lambda: per_element)
+    if is_refused:
+        with pytest.raises(ConfigError, match="weights, gradients and optimizer state at stage 0 of a rank"):
+            preflight.check(wanted, 1, 4)
+    else:
+        preflight.check(wanted, 1, 4)
 
 
 def test_the_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,24 @@ def test_a_disk_is_large_enough_from_what_the_ranks_of_a_machine_place_there_on(
                 require_room(wanted, model, tmp_path, Ranks(2, num_local))
 
 
+@pytest.mark.parametrize(
+    ("stage", "schedule", "nbytes"), [(3, {5: 1}, 14 // 2), (1, {5: 3}, 14 // 2), (3, {5: 0}, 12), (1, {5: 0}, 12)]
+)
+def test_a_disk_is_to_be_large_enough_for_each_stage(
+    stage: int, schedule: dict[int, int], nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards of parameters lie there at stage 3 alone, and what stages share less of is larger."""
+    wanted = to_disk(tmp_path, zero=ZeroGroup(stage=stage, schedule=schedule))
+    model = build_on_meta(wanted)
+    state = sum(each.numel() for each in model.parameters()) * nbytes
+    needed = state + min(state, SAMPLE_NBYTES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, needed))
+    require_room(wanted, model, tmp_path, Ranks(2, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, needed - 1))
+    with pytest.raises(ConfigError, match=r"^offload\.path: .* GB free, and this run needs .* GB there"):
+        require_room(wanted, model, tmp_path, Ranks(2, 1))
+
+
 def test_nothing_is_made_and_nothing_asked_of_a_disk_that_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "not/there"
     require_room(to_disk(path), None, None, Ranks(1, 1))

@@ -118,6 +118,20 @@ def test_a_run_in_its_own_folder_doubles_no_line_and_replaces_no_checkpoint(star
     assert f"step-00000012 is later than that, and is {aside} now" in screen.getvalue()
 
 
+def test_of_its_own_folder_a_run_that_begins_with_anothers_keeps_what_comes_before(start):
+    """Of the same step too, which it could not save again."""
+    for name in ("run", "another"):
+        start(name, checkpoint=EVERY_THREE).run()
+    another = start("another").run_dir / "checkpoints" / "step-00000006"
+    again = start("run", checkpoint=CheckpointPolicy(every_steps=3, keep=None, resume=[another]))
+    assert again.run()["checkpoint"] == str(path_of(again, 12))
+    kept = names_in(again)
+    assert [name.partition(".aside-")[0] for name in kept if "aside" in name] == [
+        f"step-{each:08d}" for each in (6, 9, 12)
+    ]
+    assert [name for name in kept if "aside" not in name] == [f"step-{each:08d}" for each in (3, 9, 12)]
+
+
 def test_the_newest_that_is_what_was_written_is_taken(start, screen):
     first = start("run", checkpoint=EVERY_THREE)
     first.run()

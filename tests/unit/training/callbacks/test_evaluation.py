@@ -1,5 +1,6 @@
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,6 +180,16 @@ def test_named_items_of_several_lengths_have_the_same_loss_as_pairs(engine, worl
     assert evaluate(dataset=cut, collate=padded, **arguments) == pytest.approx(loss, rel=1e-5)
     with pytest.raises(RowError, match=r"^data\.validation: rows 0, 1, 2 \(epoch 0, step 0\) cannot be put together"):
         evaluate(dataset=cut, **arguments)
+
+
+def test_a_source_that_weighs_next_to_nothing_is_evaluated_by_a_row(engine, world, dataset):
+    sources = {"one": dataset.validation, "other": dataset.train}
+    mix = SimpleNamespace(sources=sources, weights={"one": 1e6, "other": 1.0})
+    arguments = {"engine": engine, "world": world, "micro_batch_size": 4}
+    loss, by_source = evaluate_sources(dataset=mix, num_sequences=16, **arguments)
+    alone = evaluate(dataset=dataset.train, num_sequences=1, **arguments)
+    assert by_source["other"] == alone
+    assert loss == pytest.approx(by_source["one"], rel=1e-5)
 
 
 def test_each_source_of_a_mix_has_its_loss_and_their_mean_by_weights_is_that_of_the_mix(engine, world, dataset):

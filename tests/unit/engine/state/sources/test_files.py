@@ -135,6 +135,27 @@ def test_a_checkpoint_of_other_strides_and_of_another_optimizer_is_taken_too(tmp
     run_threads(on_a_rank, 2)
 
 
+def test_a_large_tensor_in_another_order_than_in_the_file_is_read_to_its_places(tmp_path: Path) -> None:
+    """In more than one piece, by two ranks of which each holds a part."""
+
+    class Turned(Matrices):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turned = nn.Parameter(torch.arange(400.0 * 401.0).view(401, 400).t())
+
+    kind = Kind(Turned)
+    path = saved(tensors_of(plain(kind, 7)), tmp_path / "weights.safetensors")
+
+    def on_a_rank(world: World) -> None:
+        engine = build(world, kind, 2, seed=1)
+        with torch.no_grad():
+            engine.module.turned.zero_()
+        engine.load_weights(path)
+        assert_holds(engine, kind, load_file(path))
+
+    run_threads(on_a_rank, 2)
+
+
 FORMS = ["any name.st", "one", "one/model.safetensors", "two", "two/model.safetensors.index.json", "run"]
 FORMS += ["run/checkpoints", f"run/checkpoints/{step_name(10)}"]
 

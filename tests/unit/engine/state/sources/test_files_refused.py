@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from tests.unit.checkpoint.runs import build, train
+from tests.unit.checkpoint.runs import Kind, build, train
 from tests.unit.engine.parts import alone
 from tests.unit.engine.state.sources.weight_files import (
     HARD,
@@ -115,6 +116,39 @@ def test_a_tied_tensor_may_lie_there_under_all_its_names_if_they_are_the_same(tm
     run_threads(on_a_rank, 2)
 
 
+def test_of_a_tensor_with_two_names_every_element_is_compared(tmp_path: Path) -> None:
+    """By five ranks: the 888 elements cannot be shared out evenly."""
+    tensors = tensors_of(plain(HARD, 7))
+    twice = tensors["embedding.weight"].clone()
+    twice[-1, -1] += 1
+    path = saved(tensors | {"output.weight": twice}, tmp_path / "weights.safetensors")
+
+    def on_a_rank(world: World) -> None:
+        engine = build(world, HARD, 2, seed=1)
+        with pytest.raises(CheckpointError, match=r"embedding\.weight and output\.weight are one tensor"):
+            engine.load_weights(path)
+
+    run_threads(on_a_rank, 5)
+
+
+def open_in(folder: Path) -> list[str]:
+    """The files of a folder that this process has open."""
+    names = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+    found = [os.readlink(name) for name in names if os.path.lexists(name)]
+    return [name for name in found if name.startswith(str(folder))]
+
+
+def test_files_are_closed_when_they_are_loaded_and_when_they_are_refused(source: Path) -> None:
+    engine = build(alone(), HARD, 2, seed=1)
+    misfit = saved({"head": torch.ones(2)}, source / "misfit.safetensors")
+    for form in ("any name.st", "two", "run"):
+        engine.load_weights(source / form)
+        assert open_in(source) == []
+    with pytest.raises(CheckpointError, match="the model has no head"):
+        engine.load_weights(misfit)
+    assert open_in(source) == []
+
+
 def written(path: Path, content: bytes) -> Path:
     path.write_bytes(content)
     return path
@@ -205,6 +239,28 @@ def test_a_flipped_byte_of_a_checkpoints_weights_is_refused_before_anything_has_
         assert engine.weights_sha256() == before
 
     run_threads(on_a_rank, 2)
+
+
+def test_a_flipped_byte_of_a_checkpoints_buffers_is_refused_before_anything_has_changed(tmp_path: Path) -> None:
+    """A buffer that no block shares with a weight."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(512, 1024, bias=False)
+            self.register_buffer("table", torch.zeros(512, 1024))
+
+    kind = Kind(Wide)
+    path = build(alone(), kind, 2).save(tmp_path / "step")
+    [piece] = pieces_of(read_manifest(path).buffers["table"])
+    content = bytearray((path / "rank-00000.safetensors").read_bytes())
+    content[piece.byte + 2**20 + 4] ^= 1
+    (path / "rank-00000.safetensors").write_bytes(content)
+    engine = build(alone(), kind, 2, seed=1)
+    before = engine.weights_sha256()
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is not what was written: .*buffer of table"):
+        engine.load_weights(path)
+    assert engine.weights_sha256() == before
 
 
 def test_ranks_that_see_different_files_refuse_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

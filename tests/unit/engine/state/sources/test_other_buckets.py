@@ -102,6 +102,21 @@ def test_each_new_span_has_a_state_of_its_own() -> None:
     assert {counter.item() for counter in counters} == {1.0}
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_of_the_state_that_moved_a_rank_keeps_its_part_alone(stage: int) -> None:
+    """A view of the whole bucket would keep all of it."""
+
+    def on_a_rank(world: World) -> None:
+        engine = engine_on(world, optimizer=MOMENTUM, zero={"stage": stage})
+        train(engine, 0)
+        engine.freeze("output.bias")
+        kept = [each for bucket in engine.schedule.trained for each in bucket.update.kept.state_tensors()]
+        assert kept
+        assert [each.untyped_storage().nbytes() for each in kept] == [each.nbytes for each in kept]
+
+    run_threads(on_a_rank, 2)
+
+
 def test_while_a_gradient_waits_what_trains_cannot_change() -> None:
     engine = engine_on(alone())
     engine.backward(engine(inputs(0, 0)))

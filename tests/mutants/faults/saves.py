@@ -1,0 +1,263 @@
+"""In what goes into a checkpoint and comes out of one, at the edges: two ranks and three, a retry, a dim of one."""
+
+from tests.mutants.fault import Fault
+
+UNIT = "unit/checkpoint/"
+SOURCES = "engine/state/sources/"
+
+FAULTS = {
+    "saves-old-state-stays": Fault(
+        "engine/state/fill.py",
+        "        kept.values.clear()\n",
+        "",
+        "a checkpoint from before the first step leaves the momentum of the engine that loads it",
+        (
+            "unit/checkpoint/test_exactness.py::test_an_engine_that_has_trained_goes_back_and_one_that_has_not_can_be_saved",
+        ),
+    ),
+    "saves-first-rank-verifies-all": Fault(
+        SOURCES + "checkpoint.py",
+        "problems_in(folder, manifest, collectives.shards.rank, collectives.shards.size)",
+        "problems_in(folder, manifest, 0, collectives.shards.size)",
+        "damage in what the others were to verify is found when half of the engine is loaded",
+        ("unit/checkpoint/test_damage.py::test_what_was_damaged_is_refused_by_all_ranks_before_anything_has_changed",),
+    ),
+    "saves-buffers-by-number-of-rank": Fault(
+        SOURCES + "checkpoint.py",
+        "rank = shards.rank if self._manifest.num_ranks == shards.size and shards.rank in by_rank else 0",
+        "rank = shards.rank if shards.rank in by_rank else 0",
+        "three ranks go on with batch norms of the two that saved, and one of them with those of the first",
+        (
+            "unit/checkpoint/test_exactness.py::test_ranks_whose_buffers_differ_get_each_its_own_and_other_numbers_of_ranks_those_of_rank_0",
+        ),
+    ),
+    "saves-last-elements-not-compared": Fault(
+        SOURCES + "files.py",
+        "numel * rank // size, numel * (rank + 1) // size)",
+        "numel // size * rank, numel // size * (rank + 1))",
+        "of a head and an embedding that differ in their last elements, three ranks drop one without a word",
+        ("unit/engine/state/sources/test_files_refused.py::test_of_a_tensor_with_two_names_every_element_is_compared",),
+    ),
+    "saves-weights-stay-open": Fault(
+        SOURCES + "files.py",
+        "        if weights is not None:\n            weights.close()\n",
+        "        pass\n",
+        "each load of weights keeps its files open",
+        (
+            "unit/engine/state/sources/test_files_refused.py::test_files_are_closed_when_they_are_loaded_and_when_they_are_refused",
+        ),
+    ),
+    "saves-chunks-at-the-first-place": Fault(
+        SOURCES + "files.py",
+        "        index = torch.arange(first, first + values.numel())\n",
+        "        index = torch.arange(values.numel())\n",
+        "of a large transposed tensor each chunk is read to the place of the first",
+        (
+            "unit/engine/state/sources/test_files.py::test_a_large_tensor_in_another_order_than_in_the_file_is_read_to_its_places",
+        ),
+    ),
+    "saves-guessed-names": Fault(
+        SOURCES + "match.py",
+        "    if len(before) + len(lacked) != 1:\n",
+        "    if not before and not lacked:\n",
+        "of two ways to read the names of a file one is guessed",
+        ("unit/engine/state/sources/test_match.py",),
+    ),
+    "saves-strides-of-one": Fault(
+        SOURCES + "fit.py",
+        "    dims = [dim for dim, size in enumerate(shape) if size > 1]\n",
+        "    dims = [dim for dim, size in enumerate(shape) if size > 0]\n",
+        "a convolution over one channel is refused for a stride that means nothing",
+        ("unit/engine/state/sources/test_fit.py",),
+    ),
+    "saves-whole-bucket-kept": Fault(
+        SOURCES + "other_buckets.py",
+        "self._whole[where].clone() if self._plan.shards_optimizer",
+        "self._whole[where] if self._plan.shards_optimizer",
+        "when what trains has changed, a rank keeps each role of the optimizer's state of all ranks",
+        ("unit/engine/state/sources/test_other_buckets.py::test_of_the_state_that_moved_a_rank_keeps_its_part_alone",),
+    ),
+    "saves-zeros-for-what-is-missing": Fault(
+        SOURCES + "state_dict.py",
+        "        if self._whole is not None and id(piece.managed.parameter) in self._members:\n",
+        "        if self._whole is not None:\n",
+        "strict=False sets to zero what lies in one bucket with what is given",
+        ("unit/engine/state/sources/test_state_dict.py::test_what_is_not_given_stays",),
+    ),
+    "saves-one-rank-speaks-for-all": Fault(
+        "engine/state/together.py",
+        "len({each.text for _, each in failed}) == 1 and len(failed) == num_ranks:\n        return first",
+        "len({each.text for _, each in failed}) == 1:\n        return first",
+        "what one rank alone has met is told as if all had",
+        ("unit/engine/state/test_together.py::test_what_one_rank_refuses_all_tell_with_its_rank",),
+    ),
+    "saves-extra-state-not-copied": Fault(
+        "engine/state/extra_state.py",
+        "values.detach().reshape(-1).clone()",
+        "values.detach().reshape(-1)",
+        "what a module keeps in a tensor is saved as of a later step than the weights",
+        ("unit/engine/state/saving/test_save.py",),
+    ),
+    "saves-wait-for-a-dead-save": Fault(
+        "engine/state/saving/snapshot.py",
+        "                kept.clear()\n            self._changed.notify_all()\n",
+        "                kept.clear()\n",
+        "an update waits for ever for room in a save that has failed",
+        ("unit/engine/state/saving/test_snapshot.py",),
+    ),
+    "saves-descriptions-stay": Fault(
+        "engine/state/saving/writing.py",
+        "        path.unlink()\n        return described\n",
+        "        return described\n",
+        "each checkpoint of several ranks has files in it that no reader knows",
+        ("unit/engine/state/saving/test_save.py",),
+    ),
+    "saves-refused-stays-locked": Fault(
+        "engine/state/saving/save.py",
+        "            plan.partial.remove()\n        raise\n",
+        "            pass\n        raise\n",
+        "a save that another rank refuses leaves its folder, which is locked while the process lives",
+        ("unit/engine/state/saving/test_save.py",),
+    ),
+    "saves-follow-the-training": Fault(
+        "engine/state/saving/save.py",
+        "    copied: dict[str, Any] = json.loads(json.dumps(content))\n    return copied\n",
+        "    return content\n",
+        "what a loop changes in its `extra` behind begin_save is saved with the step before",
+        ("unit/engine/state/saving/test_save.py",),
+    ),
+    "saves-state-dict-follows": Fault(
+        "engine/state/full_weights.py",
+        'state[name] = value.detach().to("cpu", copy=True)',
+        'state[name] = value.detach().to("cpu")',
+        "the buffers of a state dict change as the training goes on",
+        ("unit/engine/state/test_full_weights.py",),
+    ),
+    "saves-skips-forgotten": Fault(
+        "engine/checkpoints.py",
+        '        self._steps.optimizer_step.skipped_steps.num_in_a_row = saved["skipped_in_a_row"]\n',
+        "",
+        "a run that goes on may skip as many steps in a row once more",
+        ("unit/checkpoint/test_placements.py",),
+    ),
+    "saves-own-of-another": Fault(
+        "engine/checkpoints.py",
+        "return own[shards.rank] if len(own) == shards.size else None",
+        "return own[shards.rank] if shards.rank < len(own) else None",
+        "on fewer ranks than saved, generators go on as those of other leaves",
+        (
+            "unit/checkpoint/test_beside_training.py::test_what_each_rank_gives_of_its_own_comes_back_to_it_where_as_many_ask",
+        ),
+    ),
+    "saves-frozen-not-sent": Fault(
+        "engine/usage.py",
+        "            gathered += volume.trainable_nbytes + volume.frozen_nbytes\n",
+        "            gathered += volume.trainable_nbytes\n",
+        "a change of the stage is told to send less than it does, where some parameters are frozen",
+        ("unit/engine/test_usage.py",),
+    ),
+    "saves-name-in-memory-alone": Fault(
+        "checkpoint/folder.py",
+        "        sync_folder(self.target.parent)\n        (self.target / LOCK)",
+        "        (self.target / LOCK)",
+        "after a power cut a checkpoint that was told as saved is a partial folder, and the next save removes it",
+        (
+            "unit/checkpoint/test_interrupted.py::test_all_of_it_is_on_the_disk_before_it_has_its_name_and_then_the_name_is",
+        ),
+    ),
+    "saves-replace-what-came": Fault(
+        "checkpoint/folder.py",
+        "        sync_folder(self.path)\n        require_new(self.target)\n",
+        "        sync_folder(self.path)\n",
+        "a save takes the place of an empty folder that came while it was written",
+        ("unit/checkpoint/test_interrupted.py::test_a_name_that_is_taken_while_the_save_runs_is_not_replaced",),
+    ),
+    "saves-folders-in-memory-alone": Fault(
+        "checkpoint/folder.py",
+        "        path.mkdir(exist_ok=True)\n        sync_folder(path.parent)\n",
+        "        path.mkdir(exist_ok=True)\n",
+        "after a power cut the first checkpoint of a run is gone with the folder it was in",
+        (
+            "unit/checkpoint/test_interrupted.py::test_all_of_it_is_on_the_disk_before_it_has_its_name_and_then_the_name_is",
+        ),
+    ),
+    "saves-of-the-living-removed": Fault(
+        "checkpoint/folder.py",
+        "        if can_lock(descriptor):  # otherwise",
+        "        if can_lock(descriptor) or True:  # otherwise",
+        "a save into the same folder removes another one that is under way",
+        ("unit/checkpoint/test_interrupted.py::test_a_name_that_is_taken_while_the_save_runs_is_not_replaced",),
+    ),
+    "saves-sorted-as-texts": Fault(
+        "checkpoint/kept.py",
+        "os.path.isfile(path / MANIFEST)), key=step_of)",
+        "os.path.isfile(path / MANIFEST)), key=str)",
+        "the hundred millionth step counts as older than the one before it",
+        ("unit/checkpoint/test_kept.py::test_a_name_sorts_by_step_and_longer_ones_still_do",),
+    ),
+    "saves-group-behind-the-last": Fault(
+        "checkpoint/manifest_schema.py",
+        'if group is not None and not 0 <= group < len(content["groups"]):',
+        'if group is not None and not 0 <= group <= len(content["groups"]):',
+        "a group that is not there is found as an index out of range",
+        ("unit/checkpoint/test_forged.py",),
+    ),
+    "saves-block-of-another": Fault(
+        "checkpoint/reading.py",
+        "        self._last.pop(file, None)\n",
+        "",
+        "behind a damaged block its bytes count as those of the block before",
+        ("unit/checkpoint/test_reading.py",),
+    ),
+    "saves-smaller-elements-first": Fault(
+        "checkpoint/tensor_file.py",
+        "sorted(entries, key=lambda entry: -entry.values.itemsize)",
+        "sorted(entries, key=lambda entry: entry.values.itemsize)",
+        "elements lie across two blocks, and cannot be read in another dtype",
+        ("unit/checkpoint/test_tensor_file.py",),
+    ),
+    "saves-last-blocks-not-verified": Fault(
+        "checkpoint/verify.py",
+        "blocks[len(blocks) * part // num_parts : len(blocks) * (part + 1) // num_parts]",
+        "blocks[len(blocks) // num_parts * part : len(blocks) // num_parts * (part + 1)]",
+        "three ranks verify none of a few blocks",
+        ("unit/checkpoint/test_damage.py::test_what_was_damaged_is_refused_by_all_ranks_before_anything_has_changed",),
+    ),
+    "saves-compared-at-the-front": Fault(
+        "checkpoint/compare.py",
+        "    for start in range(0, numel, CHUNK_NUMEL):\n",
+        "    for start in range(0, min(numel, CHUNK_NUMEL), CHUNK_NUMEL):\n",
+        "two checkpoints are told to be the same that differ behind the first million elements of a tensor",
+        ("unit/commands/test_inspection.py::test_large_tensors_are_compared_to_their_end",),
+    ),
+    "saves-buffers-not-verified": Fault(
+        "checkpoint/others/weights.py",
+        "part, num_parts, roles=(WEIGHT, BUFFER))",
+        "part, num_parts, roles=(WEIGHT,))",
+        "a damaged buffer is found when the weights are loaded already",
+        (
+            "unit/engine/state/sources/test_files_refused.py::test_a_flipped_byte_of_a_checkpoints_buffers_is_refused_before_anything_has_changed",
+        ),
+    ),
+    "saves-longer-than-told": Fault(
+        "checkpoint/others/safetensors_file.py",
+        "    if data_start + place != nbytes:\n",
+        "    if data_start + place > nbytes:\n",
+        "a file that was written over by a longer one is loaded",
+        ("unit/engine/state/sources/test_files_refused.py::test_what_cannot_be_read_is_one_sentence_on_every_rank",),
+    ),
+    "saves-parts-of-one-tensor": Fault(
+        "checkpoint/others/safetensors_out.py",
+        "            parts.append([])\n            nbytes = 0\n",
+        "            parts.append([])\n",
+        "behind the first file of an export each tensor has one of its own",
+        ("unit/checkpoint/others/test_safetensors_out.py",),
+    ),
+    "saves-turned-piece-of-another": Fault(
+        "checkpoint/others/dcp_weights.py",
+        "        if self._turned is None or self._turned[0] != piece:\n",
+        "        if self._turned is None:\n",
+        "of two transposed pieces the second is read as the first",
+        ("unit/engine/state/sources/test_files_torch.py::test_the_order_in_which_elements_lie_in_memory_may_be_any",),
+    ),
+}

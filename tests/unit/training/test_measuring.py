@@ -1,0 +1,41 @@
+"""What a run measures of a step is that of all its ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import zerotrain
+from zerotrain.testing.ranks import run_ranks
+from zerotrain.training.figures.result import RunResult
+from zerotrain.training.measuring import Measuring
+
+
+class Line(torch.nn.Linear):
+    """Its loss is what it gives."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).mean()
+
+
+def measured() -> dict[str, Any]:
+    """Each rank waits for its rows half a second longer than the one before it, but the last does not."""
+    world = zerotrain.World.current(torch.device("cpu"))
+    engine = zerotrain.build_engine(Line(2, 1), optimizer=torch.optim.SGD, world=world)
+    feed: Any = SimpleNamespace(epoch=0.5, num_tokens=None)
+    measuring = Measuring(engine, world, feed, RunResult(world_size=world.size), model_flops=None, log_every=2)
+    for wait_s in (0.0, 0.5 * (world.rank % 2)):
+        with measuring.clock:
+            outcome = engine.train_step([(torch.full((1, 2), float(world.rank)),)])
+        measuring.clock.count(8.0, wait_s)
+    return measuring.of_step(outcome) | {"loss": outcome.loss.item()}
+
+
+def test_the_loss_is_the_mean_of_the_ranks_and_the_wait_that_of_the_longest() -> None:
+    by_rank = run_ranks(measured, 3)
+    mean = sum(each["loss"] for each in by_rank) / 3
+    assert len({each["loss"] for each in by_rank}) == 3
+    assert [each["train_loss"] for each in by_rank] == pytest.approx([mean] * 3)
+    assert [each["data_wait_ms"] for each in by_rank] == pytest.approx([250.0] * 3)
+    assert [each["epoch"] for each in by_rank] == [0.5] * 3
