@@ -31,7 +31,7 @@ from zerotrain.comm.ranks.world import Shards, World
 from zerotrain.comm.wire import Wire
 
 T = TypeVar("T")
-TIMEOUT_S = 5.0
+TIMEOUT_S = 60.0
 """Until ranks that wait for each other are told so."""
 
 
