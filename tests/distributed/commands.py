@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from zerotrain.testing.ranks import HANG_S
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 USER_CODE = Path(__file__).resolve().parent / "user_code"
 TINY = (
@@ -60,7 +62,7 @@ class Command:
                 start_new_session=True,
             )
 
-    def wait(self, timeout_s: float = 120.0) -> int:
+    def wait(self, timeout_s: float = HANG_S) -> int:
         """The exit code."""
         try:
             return self.process.wait(timeout_s)
@@ -111,14 +113,14 @@ class Command:
         """The processes of this command that are alive, those included whose parent is gone."""
         return [process for process in psutil.process_iter() if _is_alive_with_mark(process, self.mark)]
 
-    def wait_until_gone(self, timeout_s: float = 20.0) -> list[psutil.Process]:
+    def wait_until_gone(self, timeout_s: float = HANG_S) -> list[psutil.Process]:
         """The processes that are left after at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
 
-    def wait_for_text(self, path: Path, text: str, timeout_s: float = 90.0) -> None:
+    def wait_for_text(self, path: Path, text: str, timeout_s: float = HANG_S) -> None:
         """Wait until a file that the command writes holds `text`."""
         deadline = time.monotonic() + timeout_s
         while not (path.exists() and text in path.read_text()):

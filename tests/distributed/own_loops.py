@@ -14,8 +14,6 @@ from typing import Any
 
 from zerotrain.testing import ranks
 
-HANGS_S = 120.0
-"""Less than the 300 s that ranks wait by default, more than all that they may take."""
 KILLED, MET = "killed", "met"
 
 
@@ -71,7 +69,7 @@ def _ending(pipe: Connection, process: Any, rank: int) -> str:
     said = ""
     try:
         while True:
-            assert pipe.poll(HANGS_S), f"rank {rank} does not end"
+            assert pipe.poll(ranks.HANG_S), f"rank {rank} does not end"
             said = pipe.recv()
     except EOFError:
         process.join()

@@ -32,7 +32,7 @@ from zerotrain.comm.scratch import zeros_on
 from zerotrain.comm.wire import Wire
 
 T = TypeVar("T")
-TIMEOUT_S = 5.0
+TIMEOUT_S = 60.0
 """Until ranks that wait for each other are told so."""
 
 

@@ -20,6 +20,9 @@ _PRELOADED = ("torch._dynamo", "zerotrain.api", "zerotrain.models", "zerotrain.t
 """Imported once by the fork server and not by each rank, which takes 1.5 s: the first step of an optimizer imports
 torch._dynamo.
 """
+HANG_S = 240.0
+"""Ranks that give no answer for so long hang. Less than the limit of a test, and than the 300 s for which ranks wait
+for each other by default; more than anything takes on a machine that is ten times slower."""
 GRACE_S = 5.0
 """A rank that has lost another one is told of only if no cause comes from another rank within this: it may be heard
 before the rank that died (seen under load)."""
@@ -31,7 +34,7 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0, num_threads: int = 1
+    fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = HANG_S, num_threads: int = 1
 ) -> list[Any]:
     """Call `fn(*args)` on `size` processes with an initialised gloo group and return what each returned, by rank.
 

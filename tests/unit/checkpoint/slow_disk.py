@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from zerotrain.testing.ranks import HANG_S
+
 
 class SlowDisk:
     """Stands before `os.write` to the files of ranks.
@@ -24,7 +26,7 @@ class SlowDisk:
             name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
             if name.startswith("rank-"):
                 if pause_s is None:
-                    assert self._let_go[int(name[5:10])].wait(60.0)
+                    assert self._let_go[int(name[5:10])].wait(HANG_S)
                 else:
                     time.sleep(pause_s)
             return real(descriptor, data)

@@ -7,11 +7,13 @@ import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import input_codes
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -334,6 +336,16 @@ def test_a_model_that_is_compiled_as_a_whole_trains_as_it_is(place: str, stage: 
     got = {name.removeprefix("_orig_mod."): value for name, value in engine.full_state_dict().items()}
     for name, value in expected.full_state_dict().items():
         assert torch.allclose(got[name], value)
+
+
+def test_no_hook_is_compiled_with_the_model() -> None:
+    """Each was by itself, which took most of the time (2026-11-23)."""
+    torch._dynamo.reset()
+    world = zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+    one_step(build(world, 2, "fp32", torch.compile(seeded(Net), backend="eager")))
+    compiled = {Path(code.co_filename).name for code in (each() for each in input_codes.seen) if code is not None}
+    assert "habits.py" in compiled
+    assert "module_hook.py" not in compiled
 
 
 def test_an_engine_that_is_gone_watches_nothing() -> None:

@@ -1,10 +1,9 @@
 """A hook on a module of the model that stays behind when the module is copied, pickled or compiled."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from zerotrain.engine.model.engine_call import outside_graphs
 
 
 class ModuleHook:
@@ -16,12 +15,10 @@ class ModuleHook:
     """
 
     def __init__(self, call: Callable[..., None]) -> None:
-        self._call, self._stays_out_of_graphs = call, False
+        self._call = call
 
+    @outside_graphs
     def __call__(self, *arguments: Any) -> None:
-        # Only once something else has imported the compiler, which takes 2 s: before, nothing can be compiled.
-        if not self._stays_out_of_graphs and "torch._dynamo" in sys.modules:
-            self._call, self._stays_out_of_graphs = torch.compiler.disable(self._call), True
         self._call(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
