@@ -8,13 +8,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.zygote.client import Forked, Zygote
+from tests.zygote.server import MARK
+from zerotrain.testing.limits import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 USER_CODE = Path(__file__).resolve().parent / "user_code"
@@ -35,7 +39,6 @@ TINY = (
 SHOWN_BY_HAND = "python launch.py zero.stage=3 launch.nproc_per_node=2"
 SHOWN_SWEEP = "torchrun --nproc-per-node 2 launch.py -m zero.stage=2,3"
 """Commands of the README that test_launching.py runs as they stand there, but for TINY."""
-_MARK = "ZEROTRAIN_TEST_COMMAND"
 
 
 @dataclass
@@ -45,22 +48,24 @@ class Command:
     arguments: list[str]
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    start: Callable[..., subprocess.Popen[bytes] | Forked] = subprocess.Popen
+    """Or `Zygote.start`, where it is not about a start."""
 
     def __post_init__(self) -> None:
         self.mark = uuid.uuid4().hex
         self._out, self._err = self.folder / f"{self.mark}.out", self.folder / f"{self.mark}.err"
         search = os.pathsep.join([str(REPOSITORY), str(USER_CODE)])
         with self._out.open("w") as out, self._err.open("w") as err, _heeding_ctrl_c():
-            self.process = subprocess.Popen(
+            self.process = self.start(
                 self.arguments,
                 cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", **self.environment, _MARK: self.mark},
+                env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", **self.environment, MARK: self.mark},
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
             )
 
-    def wait(self, timeout_s: float = 120.0) -> int:
+    def wait(self, timeout_s: float = HANG_S) -> int:
         """The exit code."""
         try:
             return self.process.wait(timeout_s)
@@ -111,14 +116,14 @@ class Command:
         """The processes of this command that are alive, those included whose parent is gone."""
         return [process for process in psutil.process_iter() if _is_alive_with_mark(process, self.mark)]
 
-    def wait_until_gone(self, timeout_s: float = 20.0) -> list[psutil.Process]:
+    def wait_until_gone(self, timeout_s: float = HANG_S) -> list[psutil.Process]:
         """The processes that are left after at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
 
-    def wait_for_text(self, path: Path, text: str, timeout_s: float = 90.0) -> None:
+    def wait_for_text(self, path: Path, text: str, timeout_s: float = HANG_S) -> None:
         """Wait until a file that the command writes holds `text`."""
         deadline = time.monotonic() + timeout_s
         while not (path.exists() and text in path.read_text()):
@@ -127,9 +132,10 @@ class Command:
             time.sleep(0.1)
 
 
-def by_hand(*arguments: str, folder: Path, **environment: str) -> Command:
-    """`python launch.py ...`"""
-    return Command([sys.executable, str(REPOSITORY / "launch.py"), *arguments], folder, environment)
+def by_hand(*arguments: str, folder: Path, zygote: Zygote | None = None, **environment: str) -> Command:
+    """`python launch.py ...`, forked from the zygote where one is given."""
+    start = subprocess.Popen if zygote is None else zygote.start
+    return Command([sys.executable, str(REPOSITORY / "launch.py"), *arguments], folder, environment, start)
 
 
 def by_torchrun(*arguments: str, folder: Path, options: tuple[str, ...] = ("--nproc-per-node=2",)) -> Command:
@@ -161,6 +167,6 @@ def _heeding_ctrl_c() -> Iterator[None]:
 
 def _is_alive_with_mark(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+        return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:  # gone since it was listed, or another user's
         return False

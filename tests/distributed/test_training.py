@@ -231,7 +231,7 @@ def test_ranks_that_generate_texts_of_different_length_each_get_their_own_whatev
     assert (len(first), len(second)) == (4 + 3, 4 + 7)
     stop_token = first[5]  # the second that rank 0 adds, and rank 1 none of its own
     assert stop_token not in second
-    assert run_ranks(texts_at_each_stage, 2, stop_token, timeout_s=60.0) == [
+    assert run_ranks(texts_at_each_stage, 2, stop_token) == [
         [(first, first[:6])] * 4,
         [(second, second)] * 4,
     ]

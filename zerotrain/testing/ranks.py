@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from zerotrain.testing.limits import HANG_S
+
 _PRELOADED = ("torch._dynamo", "zerotrain.api", "zerotrain.models", "zerotrain.training", "hydra", "pytest")
 """Imported once by the fork server and not by each rank, which takes 1.5 s: the first step of an optimizer imports
 torch._dynamo.
 """
-GRACE_S = 5.0
+GRACE_S = 30.0
 """A rank that has lost another one is told of only if no cause comes from another rank within this: it may be heard
 before the rank that died (seen under load)."""
 _SIGNS_OF_LOST_RANKS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")
@@ -31,7 +33,7 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0, num_threads: int = 1
+    fn: Callable[..., Any], size: int, *args: Any, timeout_s: float = HANG_S, num_threads: int = 1
 ) -> list[Any]:
     """Call `fn(*args)` on `size` processes with an initialised gloo group and return what each returned, by rank.
 
