@@ -4,13 +4,15 @@ import fcntl
 import gc
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 gc.disable()  # until all tests are collected: in vain it would look through torch and 3,000 tests again and again
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+from tests.zygote.client import Zygote  # noqa: E402
 
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when its packages are imported; the ranks of a test inherit it
@@ -42,3 +44,11 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[]
             return pickle.loads(path.read_bytes())
 
     return value
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """The process that commands are forked from where a test is not about their start."""
+    zygote = Zygote(tmp_path_factory.mktemp("zygote"))
+    yield zygote
+    zygote.close()

@@ -1,15 +1,12 @@
 """What an attack is, and how one is carried out."""
 
 import json
-import os
 import shlex
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from commands import REPOSITORY, USER_CODE
+from tests.zygote.client import Zygote
 
 MAX_LINE = 2100
 """Characters of a line that a user reads."""
@@ -40,78 +37,6 @@ class Attack:
     def __str__(self) -> str:
         shown = self.command if isinstance(self.command, str) else shlex.join(self.command)
         return f"{shown} {self.before.splitlines()[0] if self.before else ''}".strip()[:100]
-
-
-@dataclass(frozen=True)
-class Ending:
-    """What came of a command."""
-
-    code: int
-    out: str
-    err: str
-
-
-class Zygote:
-    """The process of `zygote.py`, whose children the commands are."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
-        search = os.pathsep.join([str(REPOSITORY), str(USER_CODE)])
-        self.environment = {
-            **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
-            "PYTHONPATH": search,
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1",
-            "XDG_CACHE_HOME": str(folder / "cache"),
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("zygote.py"))],
-            env=self.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(
-        self,
-        arguments: list[str],
-        folder: Path,
-        environment: dict[str, str],
-        timeout_s: float = 60.0,
-        *,
-        module: str | None = None,
-        stdout: str | None = None,
-        tell_programs: bool = False,
-    ) -> Ending:
-        """Run `python launch.py` with these arguments, or `python -m module`.
-
-        Args:
-            stdout: the file that gets what it prints, or CLOSED_PIPE of `zygote`.
-            tell_programs: add a line `started: ...` to its errors for each program that it starts.
-        """
-        self._count += 1
-        request: dict[str, Any] = {
-            "arguments": arguments,
-            "folder": str(folder),
-            "environment": self.environment | environment,
-            "out": str(self._folder / f"{self._count}"),
-            "timeout_s": timeout_s,
-            "module": module,
-            "stdout": stdout,
-            "tell_programs": tell_programs,
-        }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        code = int(self._process.stdout.readline())
-        out = "" if stdout else Path(f"{request['out']}.out").read_text(errors="replace")
-        return Ending(code, out, Path(f"{request['out']}.err").read_text(errors="replace"))
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
 
 
 def carry_out(attack: Attack, zygote: Zygote, folder: Path) -> None:

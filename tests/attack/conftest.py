@@ -1,12 +1,13 @@
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable
 
 import pytest
-from attacks import Zygote
+from commands import Command, by_hand
+
+from tests.zygote.client import Zygote
 
 
 @pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """Where commands are run without importing torch for each."""
-    zygote = Zygote(tmp_path_factory.mktemp("zygote"))
-    yield zygote
-    zygote.close()
+def launch(zygote: Zygote) -> Callable[..., Command]:
+    """`by_hand`, where a test is not about the start."""
+    return functools.partial(by_hand, zygote=zygote)

@@ -13,6 +13,8 @@ import os
 import socket
 import sys
 
+from zerotrain.testing.limits import HANG_S
+
 _PIDFD_OPEN, _PIDFD_GETFD, _PTRACE_SEIZE, _PTRACE_DETACH = 434, 438, 0x4206, 17
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -59,7 +61,7 @@ def connected(listener: str, number: int) -> list[socket.socket]:
     """So many connections, or as many as there is room for."""
     made = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(number)]
     for index, connection in enumerate(made):
-        connection.settimeout(60.0)
+        connection.settimeout(HANG_S)
         try:
             connection.connect("\0" + listener)
         except OSError:

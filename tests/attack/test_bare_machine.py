@@ -9,6 +9,8 @@ from zipfile import ZipFile
 
 import pytest
 
+from zerotrain.testing.limits import HANG_S
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 ABSENT = ("hydra", "omegaconf", "antlr4", "deepspeed", "matplotlib", "transformers", "peft", "xdist", "pytest_timeout")
 HIDE = (
@@ -30,7 +32,13 @@ def bare(tmp_path: Path) -> dict[str, str]:
 def run(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
     """Exit code, and all that was printed."""
     done = subprocess.run(
-        words, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
+        words,
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=HANG_S,
     )
     return done.returncode, done.stdout
 

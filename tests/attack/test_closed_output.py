@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from attacks import Zygote
 from commands import REPOSITORY, TINY, Command, result_of
-from zygote import CLOSED_PIPE
+
+from tests.zygote.client import Zygote
+from tests.zygote.server import CLOSED_PIPE
 
 HAND = (sys.executable, str(REPOSITORY / "launch.py"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(REPOSITORY / "launch.py"))

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
-from attacks import Attack, Zygote, carry_out
+from attacks import Attack, carry_out
 from command_lines import GROUPS
+
+from tests.zygote.client import Zygote
 
 ALL = [pytest.param(attack, id=f"{name}: {attack}") for name, attacks in GROUPS.items() for attack in attacks]
 

@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from commands import TINY, Command, by_hand
+from commands import TINY, Command
 
 SETTINGS = (
     "launch.nproc_per_node=4",
@@ -38,12 +38,12 @@ def evaluated(folder: Path, *arguments: str, start: tuple[str, ...] = ()) -> tup
     return process.wait(), process.stdout, process.stderr
 
 
-def test_any_number_of_ranks_has_the_loss_of_a_run_that_is_under_way_and_was_killed(tmp_path: Path) -> None:
+def test_any_number_of_ranks_has_the_loss_of_a_run_that_is_under_way_and_was_killed(launch, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"def main(): return {each}  # ünï\n" for each in range(300)))
     given = {each.partition("=")[0] for each in SETTINGS}
     tiny = [each for each in TINY if each.partition("=")[0] not in {*given, "data.num_sequences"}]
     sources = f"data.sources={{{TEXT},{MASKED}}}"
-    run = by_hand(*tiny, *SETTINGS, sources, "hydra.run.dir=run", folder=tmp_path)
+    run = launch(*tiny, *SETTINGS, sources, "hydra.run.dir=run", folder=tmp_path)
     run.wait_for_text(tmp_path / "run/metrics.jsonl", '"step": 7, "val_loss"')
     checkpoint = tmp_path / "run/checkpoints/step-00000006"
     run.wait_for_text(checkpoint / "manifest.json", "masked")
@@ -65,9 +65,9 @@ def test_any_number_of_ranks_has_the_loss_of_a_run_that_is_under_way_and_was_kil
     assert list((tmp_path / "temporary").glob("zerotrain_*")) == []
 
 
-def test_a_rank_that_fails_is_the_first_cause_and_a_signal_ends_all_at_once(tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_the_first_cause_and_a_signal_ends_all_at_once(launch, tmp_path: Path) -> None:
     tiny = [*TINY, "model._target_=misbehaving.MisbehavingMLP", "+model.action=nothing", "+model.at=0", "+model.rank=1"]
-    run = by_hand(*tiny, "launch.nproc_per_node=2", "hydra.run.dir=run", folder=tmp_path)
+    run = launch(*tiny, "launch.nproc_per_node=2", "hydra.run.dir=run", folder=tmp_path)
     assert run.wait() == 0, run.stderr
     for action, said in (("raise", "rank 1 failed: "), ("kill", "rank 1 was killed by SIGKILL")):
         code, _, error = evaluated(tmp_path, "run", "launch.nproc_per_node=3", f"model.action={action}")

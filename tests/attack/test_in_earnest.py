@@ -4,17 +4,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY, TINY, Command, by_hand, by_torchrun, result_of
+from commands import REPOSITORY, TINY, Command, by_torchrun, result_of
 
 SHOUTING = (*TINY, "model._target_=misbehaving.MisbehavingMLP", "+model.action=shout", "hydra.run.dir=run")
 
 
 @pytest.mark.parametrize("starter", ["by hand", "by torchrun"])
 def test_five_megabytes_that_cannot_be_printed_are_short_on_the_terminal_and_whole_in_the_log(
-    tmp_path: Path, starter: str
+    launch, tmp_path: Path, starter: str
 ):
     if starter == "by hand":
-        command = by_hand(*SHOUTING, "launch.nproc_per_node=2", folder=tmp_path)
+        command = launch(*SHOUTING, "launch.nproc_per_node=2", folder=tmp_path)
     else:
         command = by_torchrun(*SHOUTING, folder=tmp_path)
     assert command.wait() == 1

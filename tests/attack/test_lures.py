@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import Ending, Zygote
 from commands import REPOSITORY, TINY
 from lures import (
     ADAPTERS,
@@ -32,6 +31,7 @@ from lures import (
     pickled,
 )
 
+from tests.zygote.client import Ending, Zygote
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
 from zerotrain.commands.export.command import main as export
 from zerotrain.config.schema import Config
@@ -120,7 +120,7 @@ class Trial:
         """What came of a command in whose folder nothing has run."""
         environment = OFFLINE | {"PYTHONPATH": f"{self.folder / 'installed'}{os.pathsep}{REPOSITORY}"}
         ending = self._zygote.run(
-            list(map(str, arguments)), self.folder, environment, module=module, tell_programs=True
+            list(map(str, arguments)), self.folder, environment, module=module, tells_programs=True
         )
         said = f"{module} {arguments}: exit code {ending.code}\n{ending.out[-3000:]}\n{ending.err[-3000:]}"
         assert not self.canary.exists(), said

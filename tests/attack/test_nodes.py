@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import REPOSITORY, TINY, Command, by_hand, by_torchrun, free_port, result_of
+from commands import REPOSITORY, TINY, Command, by_torchrun, free_port, result_of
 
 
 def test_a_machine_that_was_given_something_else_is_named_on_all_and_nothing_runs(tmp_path: Path):
@@ -68,13 +68,13 @@ def test_a_typo_on_one_of_two_machines_is_one_line_on_each_and_both_end(
         assert command.wait_until_gone() == []
 
 
-def test_ranks_started_one_by_one_say_who_is_missing_until_their_time_is_up(tmp_path: Path):
+def test_ranks_started_one_by_one_say_who_is_missing_until_their_time_is_up(launch, tmp_path: Path):
     port, nobodys = free_port(), free_port()
     alone = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     arguments = (*TINY, "launch.timeout_s=11", "hydra.run.dir=run")
-    first = by_hand(*arguments, folder=tmp_path, RANK="0", MASTER_PORT=str(port), **alone)
-    second = by_hand(*arguments, folder=tmp_path, RANK="1", MASTER_PORT=str(nobodys), **alone)
-    wrong = by_hand(*arguments, folder=tmp_path, RANK="2", MASTER_PORT=str(port), **alone)
+    first = launch(*arguments, folder=tmp_path, RANK="0", MASTER_PORT=str(port), **alone)
+    second = launch(*arguments, folder=tmp_path, RANK="1", MASTER_PORT=str(nobodys), **alone)
+    wrong = launch(*arguments, folder=tmp_path, RANK="2", MASTER_PORT=str(port), **alone)
     assert wrong.wait() == 2
     [line] = wrong.stderr.splitlines()
     assert line.startswith("RANK: got 2; it must be below WORLD_SIZE=2; torchrun sets all of them")

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from attacks import Attack, Zygote, carry_out
+from attacks import Attack, carry_out
 
+from tests.zygote.client import Zygote
 from zerotrain.config.schema import CheckpointConfig, Config, DataSwitches, ModelSwitches
 from zerotrain.settings import OffloadConfig, settings_in
 

@@ -124,7 +124,7 @@ def run_within_limit(folder: Path, *settings: str) -> Command:
         launch = (sys.executable, str(REPOSITORY / "launch.py"), *LARGE, *settings)
         inside = f'echo $$ > {group}/cgroup.procs; exec "$@"'
         command = Command(["sh", "-c", inside, "sh", *launch], folder)
-        command.wait(280.0)
+        command.wait()
         assert command.wait_until_gone() == []
     finally:
         group.rmdir()

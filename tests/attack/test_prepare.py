@@ -18,6 +18,7 @@ from tests.unit.data.tokenizers_made import END, sample, saved
 from zerotrain.data.preparing import lock as prepare_lock
 from zerotrain.data.preparing import writer as prepare_writer
 from zerotrain.data.preparing.prepared import prepared, prepared_in, recipe_of
+from zerotrain.testing.limits import HANG_S
 
 
 def begun(function: Callable[[], object], errors: Path) -> int:
@@ -40,7 +41,7 @@ def ended(pid: int) -> int:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + HANG_S
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -128,7 +129,7 @@ def test_of_two_at_once_one_waits_and_takes_over_where_the_other_was_killed(text
     def make_slowly() -> None:
         note = prepare_writer.StoreWriter.note
         monkeypatch.setattr(
-            prepare_writer.StoreWriter, "note", lambda *given, **more: note(*given, **more) or time.sleep(600)
+            prepare_writer.StoreWriter, "note", lambda *given, **more: note(*given, **more) or time.sleep(3600)
         )
         make()
 

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from commands import TINY, by_hand, by_torchrun, result_of
+from commands import TINY, by_torchrun, result_of
 
 MISBEHAVING = (*TINY, "model._target_=misbehaving.MisbehavingMLP")
 RUN = (*MISBEHAVING, "hydra.run.dir=run")
 TWO_RANKS = "launch.nproc_per_node=2"
 
 
-def test_a_killed_rank_is_started_again_and_the_run_completes(tmp_path: Path):
-    command = by_hand(*RUN, "+model.action=kill once", "launch.max_restarts=3", TWO_RANKS, folder=tmp_path)
+def test_a_killed_rank_is_started_again_and_the_run_completes(launch, tmp_path: Path):
+    command = launch(*RUN, "+model.action=kill once", "launch.max_restarts=3", TWO_RANKS, folder=tmp_path)
     assert command.wait() == 0, command.stderr
     assert command.stderr.splitlines() == [
         "rank 1 was killed by SIGKILL (kill -9, or the machine ran out of memory); restart 1 of 3 from the start",
@@ -23,8 +23,8 @@ def test_a_killed_rank_is_started_again_and_the_run_completes(tmp_path: Path):
     assert command.wait_until_gone() == []
 
 
-def test_ranks_that_fail_again_and_again_are_given_up(tmp_path: Path):
-    command = by_hand(*RUN, "+model.action=raise", "+model.rank=0", "launch.max_restarts=9", folder=tmp_path)
+def test_ranks_that_fail_again_and_again_are_given_up(launch, tmp_path: Path):
+    command = launch(*RUN, "+model.action=raise", "+model.rank=0", "launch.max_restarts=9", folder=tmp_path)
     assert command.wait() == 1
     cause, log = "rank 0 failed: ValueError: the third batch is unlucky", f"  its log: {tmp_path / 'run/ranks/0.log'}"
     given_up = "  given up: 2 restarts in a row have brought no newer checkpoint"

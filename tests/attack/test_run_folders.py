@@ -42,12 +42,12 @@ def assert_refused_for_the_first(second: Command, pid: int) -> None:
     )
 
 
-def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_changes_nothing(tmp_path: Path):
-    first = asleep(tmp_path, by_hand, TWO_RANKS)
+def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_changes_nothing(launch, tmp_path: Path):
+    first = asleep(tmp_path, launch, TWO_RANKS)
     before = files_in(tmp_path / "run")
     # a wrong setting and leave to overwrite make no difference
     seconds = [
-        by_hand(*RUN, more, TWO_RANKS, folder=tmp_path) for more in ("seed=7", "zero.stage=9", "launch.overwrite=true")
+        launch(*RUN, more, TWO_RANKS, folder=tmp_path) for more in ("seed=7", "zero.stage=9", "launch.overwrite=true")
     ]
     assert [second.wait() for second in seconds] == [2, 2, 2]
     for second in seconds:
@@ -58,43 +58,43 @@ def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_changes_noth
     assert from_values(OmegaConf.load(tmp_path / "run/config.yaml")).seed == 0
 
 
-def test_under_torchrun_a_second_run_in_the_folder_is_refused_too(tmp_path: Path):
+def test_under_torchrun_a_second_run_in_the_folder_is_refused_too(launch, tmp_path: Path):
     first = asleep(tmp_path, by_torchrun)
-    second = by_hand(*RUN, "seed=7", folder=tmp_path)
+    second = launch(*RUN, "seed=7", folder=tmp_path)
     assert second.wait() == 2
     assert "where a run is under way" in second.stderr
     end(first)
 
 
-def test_two_runs_started_at_once_in_one_folder_are_one_run(tmp_path: Path):
-    commands = [by_hand(*RUN, f"seed={seed}", TWO_RANKS, folder=tmp_path) for seed in (1, 2)]
+def test_two_runs_started_at_once_in_one_folder_are_one_run(launch, tmp_path: Path):
+    commands = [launch(*RUN, f"seed={seed}", TWO_RANKS, folder=tmp_path) for seed in (1, 2)]
     assert sorted(command.wait() for command in commands) == [0, 2], [command.stderr for command in commands]
     [seed] = [seed for seed, command in zip((1, 2), commands, strict=True) if command.process.returncode == 0]
     assert f"seed={seed}" in result_of(tmp_path / "run")["overrides"]
     assert from_values(OmegaConf.load(tmp_path / "run/config.yaml")).seed == seed
 
 
-def test_a_run_that_was_killed_leaves_a_folder_for_the_next(tmp_path: Path):
-    first = asleep(tmp_path, by_hand, TWO_RANKS)
+def test_a_run_that_was_killed_leaves_a_folder_for_the_next(launch, tmp_path: Path):
+    first = asleep(tmp_path, launch, TWO_RANKS)
     first.kill()
     first.wait()
     assert first.wait_until_gone() == []
-    second = by_hand(*RUN, folder=tmp_path)
+    second = launch(*RUN, folder=tmp_path)
     assert second.wait() == 0, second.stderr
     assert result_of(tmp_path / "run")["status"] == "completed"
 
 
 @pytest.fixture(scope="module")
-def completed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def completed(launch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a completed run lies, in `run`."""
     folder = tmp_path_factory.mktemp("completed")
-    assert by_hand(*RUN, folder=folder).wait() == 0
+    assert launch(*RUN, folder=folder).wait() == 0
     return folder
 
 
-def test_a_completed_run_is_not_overwritten(completed: Path):
+def test_a_completed_run_is_not_overwritten(launch, completed: Path):
     before = files_in(completed / "run")
-    second = by_hand(*RUN, "seed=7", folder=completed)
+    second = launch(*RUN, "seed=7", folder=completed)
     assert second.wait() == 2
     [line] = second.stderr.splitlines()
     assert line.startswith(
@@ -103,25 +103,25 @@ def test_a_completed_run_is_not_overwritten(completed: Path):
     assert files_in(completed / "run") == before
 
 
-def test_a_refused_config_leaves_the_result_of_an_earlier_run_as_it_was(completed: Path):
+def test_a_refused_config_leaves_the_result_of_an_earlier_run_as_it_was(launch, completed: Path):
     before = files_in(completed / "run")
     for more in ("zero.stage=9", "launch.overwrite=true"):
-        second = by_hand(*RUN, "zero.stage=9", more, folder=completed)
+        second = launch(*RUN, "zero.stage=9", more, folder=completed)
         assert second.wait() == 2
         assert "zero.stage: got 9" in second.stderr
         assert files_in(completed / "run") == before
 
 
-def test_a_completed_run_is_overwritten_by_one_that_is_told_to(tmp_path: Path, completed: Path):
+def test_a_completed_run_is_overwritten_by_one_that_is_told_to(launch, tmp_path: Path, completed: Path):
     os.symlink(completed / "run", tmp_path / "run")
-    second = by_hand(*RUN, "seed=7", "launch.overwrite=true", folder=tmp_path)
+    second = launch(*RUN, "seed=7", "launch.overwrite=true", folder=tmp_path)
     assert second.wait() == 0, second.stderr
     assert from_values(OmegaConf.load(tmp_path / "run/config.yaml")).seed == 7
 
 
-def test_a_job_of_a_sweep_does_not_erase_an_earlier_one_even_with_leave_to_overwrite(tmp_path: Path):
+def test_a_job_of_a_sweep_does_not_erase_an_earlier_one_even_with_leave_to_overwrite(launch, tmp_path: Path):
     sweep = ("-m", *TINY, "seed=0,1", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=same", "launch.overwrite=true")
-    command = by_hand(*sweep, folder=tmp_path)
+    command = launch(*sweep, folder=tmp_path)
     assert command.wait() == 1
     assert command.stderr.splitlines()[0] == (
         "job 1: hydra.sweep.subdir: got same, the folder of job 0 too; it must be another for each job; "
@@ -132,10 +132,10 @@ def test_a_job_of_a_sweep_does_not_erase_an_earlier_one_even_with_leave_to_overw
     assert "weights: 1 of 1 jobs" in command.stdout
 
 
-def test_a_sweep_in_the_folder_of_another_shows_no_results_of_that_one(tmp_path: Path):
+def test_a_sweep_in_the_folder_of_another_shows_no_results_of_that_one(launch, tmp_path: Path):
     commands = []
     for stages in ("2", "2,3"):
-        commands.append(by_hand("-m", *TINY, f"zero.stage={stages}", "hydra.sweep.dir=sweep", folder=tmp_path))
+        commands.append(launch("-m", *TINY, f"zero.stage={stages}", "hydra.sweep.dir=sweep", folder=tmp_path))
         commands[-1].wait()
     assert [command.process.returncode for command in commands] == [0, 1]
     assert commands[1].stderr.startswith("job 0: launch.overwrite: got false")
@@ -159,13 +159,13 @@ def test_a_run_whose_folder_is_deleted_says_so_and_ends(tmp_path: Path, start):
     assert command.wait_until_gone() == []
 
 
-def test_a_folder_whose_name_is_no_name_is_refused_in_one_line(tmp_path: Path):
+def test_a_folder_whose_name_is_no_name_is_refused_in_one_line(launch, tmp_path: Path):
     names = {
         "a${b}": "hydra.run.dir: got a${b}; there is no b",
         r"a\${b}": "hydra.run.dir: Interpolation key 'b' not found; a folder's name cannot hold `${`",
     }
     for name, answer in names.items():
-        command = by_hand(*TINY, f"hydra.run.dir={name}", folder=tmp_path)
+        command = launch(*TINY, f"hydra.run.dir={name}", folder=tmp_path)
         assert command.wait() == 2
         [line] = command.stderr.splitlines()
         assert line.startswith(answer)

@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from attacks import Ending, Zygote
 from commands import TINY, by_hand, by_torchrun, result_of
+
+from tests.zygote.client import Ending, Zygote
 
 AUTO = "checkpoint.resume=auto"
 LEFT = "holds this run, completed before; it is left as it is"

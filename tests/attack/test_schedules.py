@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attacks import Zygote
 from commands import TINY, result_of
+
+from tests.zygote.client import Zygote
 
 MIB = 2**20
 ROUND = "zero.schedule={0:0,5:1,10:2,15:3,20:1,25:0}"
@@ -20,7 +21,7 @@ TRAININGS = {
 def run(zygote: Zygote, folder: Path, name: str, *settings: str) -> dict[str, Any]:
     given = {each.partition("=")[0] for each in settings}
     tiny = [each for each in TINY if each.partition("=")[0] not in given]
-    ending = zygote.run([*tiny, f"hydra.run.dir={name}", *settings], folder, {}, timeout_s=120)
+    ending = zygote.run([*tiny, f"hydra.run.dir={name}", *settings], folder, {})
     assert ending.code == 0, ending.out + ending.err
     return result_of(folder / name)
 

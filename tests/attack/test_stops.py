@@ -6,14 +6,17 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import TINY, Command, by_hand, by_torchrun, result_of
+from commands import TINY, Command, by_torchrun, result_of
 
-RUN = (*TINY, "hydra.run.dir=run")
+from zerotrain.testing.limits import HANG_S
+
+PATIENT = f"launch.timeout_s={10 * HANG_S}"
+"""A rank that waits in a collective for one that is gone would hang."""
+RUN = (*TINY, "hydra.run.dir=run", PATIENT)
 ENDLESS = (*RUN, "train.max_steps=10000000")
 MISBEHAVING = (*RUN, "model._target_=misbehaving.MisbehavingMLP")
 PAUSING = (*MISBEHAVING, "+model.action=pause", "train.max_steps=10000000")
 TWO_RANKS = "launch.nproc_per_node=2"
-WITHIN_S = 60.0
 
 
 def assert_stopped_in_order(command: Command, run_dir: Path, by: str) -> None:
@@ -27,40 +30,40 @@ def assert_stopped_in_order(command: Command, run_dir: Path, by: str) -> None:
     assert command.wait_until_gone() == []
 
 
-def test_sigterm_to_the_launcher_alone_in_the_first_step(tmp_path: Path):
-    command = by_hand(*PAUSING, "+model.at=1", TWO_RANKS, folder=tmp_path)
+def test_sigterm_to_the_launcher_alone_in_the_first_step(launch, tmp_path: Path):
+    command = launch(*PAUSING, "+model.at=1", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "pausing")
     command.process.send_signal(signal.SIGTERM)
-    assert command.wait(WITHIN_S) == 0
+    assert command.wait() == 0
     assert command.stderr == "SIGTERM: the running step ends, then the run; once more stops at once\n"
     assert result_of(tmp_path / "run")["steps"] == 1
     assert_stopped_in_order(command, tmp_path / "run", "SIGTERM")
 
 
-def test_ctrl_c_in_an_evaluation(tmp_path: Path):
+def test_ctrl_c_in_an_evaluation(launch, tmp_path: Path):
     """The terminal sends it to all, and the launcher passes on none that has come by itself."""
-    command = by_hand(*PAUSING, "+model.at=0", TWO_RANKS, folder=tmp_path)
+    command = launch(*PAUSING, "+model.at=0", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "pausing")
     command.send_signal_as_terminal(signal.SIGINT)
-    assert command.wait(WITHIN_S) == 130
+    assert command.wait() == 130
     assert result_of(tmp_path / "run")["steps"] == 1
     assert_stopped_in_order(command, tmp_path / "run", "SIGINT")
 
 
-def test_sigusr1_to_all_processes_also_to_those_that_read_data(tmp_path: Path):
-    command = by_hand(*ENDLESS, "data.num_workers=2", TWO_RANKS, folder=tmp_path)
+def test_sigusr1_to_all_processes_also_to_those_that_read_data(launch, tmp_path: Path):
+    command = launch(*ENDLESS, "data.num_workers=2", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/")
     command.send_signal_as_terminal(signal.SIGUSR1)
-    assert command.wait(WITHIN_S) == 0
+    assert command.wait() == 0
     assert_stopped_in_order(command, tmp_path / "run", "SIGUSR1")
 
 
 @pytest.mark.parametrize(
     ("action", "rank", "by", "code"), [("interrupt", 1, "SIGINT", 130), ("terminate", 0, "SIGTERM", 0)]
 )
-def test_a_signal_to_one_rank_alone(tmp_path: Path, action: str, rank: int, by: str, code: int):
-    command = by_hand(*MISBEHAVING, f"+model.action={action}", f"+model.rank={rank}", TWO_RANKS, folder=tmp_path)
-    assert command.wait(WITHIN_S) == code
+def test_a_signal_to_one_rank_alone(launch, tmp_path: Path, action: str, rank: int, by: str, code: int):
+    command = launch(*MISBEHAVING, f"+model.action={action}", f"+model.rank={rank}", TWO_RANKS, folder=tmp_path)
+    assert command.wait() == code
     assert command.stderr == ""
     assert result_of(tmp_path / "run")["steps"] == 2
     assert_stopped_in_order(command, tmp_path / "run", by)
@@ -70,31 +73,31 @@ def test_under_torchrun_to_torchrun_and_to_a_rank(tmp_path: Path):
     by_torch = by_torchrun(*ENDLESS, folder=tmp_path)
     by_torch.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/")
     by_torch.process.send_signal(signal.SIGTERM)
-    assert by_torch.wait(WITHIN_S) == 1  # torchrun's own
+    assert by_torch.wait() == 1  # torchrun's own
     assert_stopped_in_order(by_torch, tmp_path / "run", "SIGTERM")
     elsewhere = "hydra.run.dir=elsewhere"  # the first has saved
     alone = by_torchrun(*MISBEHAVING, "+model.action=interrupt", elsewhere, folder=tmp_path)
-    assert alone.wait(WITHIN_S) == 0  # another code is a failure to torchrun, and the ranks start again
+    assert alone.wait() == 0  # another code is a failure to torchrun, and the ranks start again
     assert_stopped_in_order(alone, tmp_path / "elsewhere", "SIGINT")
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["SIGINT", "SIGTERM"])
-def test_a_sweep_ends_with_the_job_that_was_told_to_stop(tmp_path: Path, signum: signal.Signals, code: int):
+def test_a_sweep_ends_with_the_job_that_was_told_to_stop(launch, tmp_path: Path, signum: signal.Signals, code: int):
     sweep = ("-m", *TINY, "train.max_steps=10000000", "zero.stage=1,2", "hydra.sweep.dir=sweep")
-    command = by_hand(*sweep, TWO_RANKS, folder=tmp_path)
+    command = launch(*sweep, TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "sweep/0/ranks/0.log", "step 1/")
     command.send_signal_as_terminal(signum)
-    assert command.wait(WITHIN_S) == code
+    assert command.wait() == code
     assert f"job 0 stopped: stopped by {signum.name} after step" in command.stdout
     assert_stopped_in_order(command, tmp_path / "sweep/0", signum.name)
     assert not (tmp_path / "sweep/1").exists()
 
 
-def test_before_the_training_a_signal_ends_all_at_once(tmp_path: Path):
-    command = by_hand(*RUN, "model._target_=misbehaving.SlowMLP", TWO_RANKS, folder=tmp_path)
+def test_before_the_training_a_signal_ends_all_at_once(launch, tmp_path: Path):
+    command = launch(*RUN, "model._target_=misbehaving.SlowMLP", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "building")
     command.process.send_signal(signal.SIGUSR1)
-    assert command.wait(WITHIN_S) == 128 + signal.SIGUSR1
+    assert command.wait() == 128 + signal.SIGUSR1
     assert command.stderr.splitlines()[-1] == "stopped by SIGUSR1"
     result = result_of(tmp_path / "run")
     assert (result["status"], result["stopped_by"]) == ("stopped", None)
@@ -102,25 +105,25 @@ def test_before_the_training_a_signal_ends_all_at_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGINT], ids=["SIGUSR1", "SIGINT"])
-def test_before_the_training_a_signal_to_one_rank_ends_all_at_once_too(tmp_path: Path, signum: signal.Signals):
-    command = by_hand(*RUN, "model._target_=misbehaving.SlowMLP", TWO_RANKS, "launch.max_restarts=1", folder=tmp_path)
+def test_before_the_training_a_signal_to_one_rank_ends_all_at_once_too(launch, tmp_path: Path, signum: signal.Signals):
+    command = launch(*RUN, "model._target_=misbehaving.SlowMLP", TWO_RANKS, "launch.max_restarts=1", folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "building")
     os.kill(command.pid_of_rank(tmp_path / "run", 1), signum)
-    assert command.wait(WITHIN_S) == 128 + signum
+    assert command.wait() == 128 + signum
     assert command.stderr == f"stopped by {'Ctrl-C' if signum == signal.SIGINT else signum.name}\n"
     result = result_of(tmp_path / "run")
     assert (result["status"], result["stopped_by"], result["restarts"]) == ("stopped", None, 0)
     assert command.wait_until_gone() == []
 
 
-def test_a_rank_that_dies_while_the_others_stop_is_the_cause(tmp_path: Path):
-    command = by_hand(*PAUSING, TWO_RANKS, "launch.max_restarts=1", folder=tmp_path)
+def test_a_rank_that_dies_while_the_others_stop_is_the_cause(launch, tmp_path: Path):
+    command = launch(*PAUSING, TWO_RANKS, "launch.max_restarts=1", folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "pausing")
     victim = command.pid_of_rank(tmp_path / "run", 1)
     command.process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     os.kill(victim, signal.SIGKILL)
-    assert command.wait(WITHIN_S) == 1
+    assert command.wait() == 1
     assert command.stderr.splitlines()[1].startswith("rank 1 was killed by SIGKILL")
     result = result_of(tmp_path / "run")
     assert (result["status"], result["stopped_by"], result["restarts"]) == ("failed", None, 0)

@@ -24,11 +24,10 @@ from pathlib import Path
 
 import psutil
 
-from tests.attack.zygote import REPOSITORY
 from tests.chaos.cases import SETTINGS
+from tests.zygote.server import REPOSITORY
+from zerotrain.testing.limits import HANG_S
 
-HANG_S = 300.0
-GONE_S = 60.0
 MARK = "ZEROTRAIN_CHAOS_START"
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 VICTIMS = ("launcher", "group", "newest")
@@ -147,7 +146,7 @@ def _weights(folder: Path) -> str:
 
 def _left(folder: Path, process: subprocess.Popen[bytes]) -> list[str]:
     """Processes and temporary files that are there a while after the end."""
-    deadline = time.monotonic() + GONE_S
+    deadline = time.monotonic() + HANG_S
     while True:
         processes = [each.pid for each in psutil.process_iter() if _is_of(each, folder) and each.pid != process.pid]
         files = os.listdir(folder / "tmp")

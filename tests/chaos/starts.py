@@ -4,7 +4,6 @@ The code is the real one from its first line, in processes of their own; only th
 `plain` nothing is: the commands are those of a user, and site/sitecustomize.py arms them.
 """
 
-import gc
 import os
 import subprocess
 import sys
@@ -15,13 +14,11 @@ from typing import Any
 
 import psutil
 
-from tests.attack import zygote
 from tests.chaos import places
 from tests.chaos.strike import FOLDER_VARIABLE
+from tests.zygote import server as zygote
+from zerotrain.testing.limits import HANG_S
 
-LIMIT_S = 150.0
-"""Of one start; nothing takes as long that does not hang."""
-GONE_S = 20.0
 SITE = Path(__file__).parent / "site"
 _CHILDREN_COME_HERE = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2): processes whose parent was killed become children of this one."""
@@ -31,8 +28,8 @@ def get_ready() -> None:
     """Of a process that calls `start`: what is left behind comes to it."""
     import ctypes
 
+    zygote.get_ready()
     ctypes.CDLL(None).prctl(_CHILDREN_COME_HERE, 1)
-    gc.freeze()
 
 
 def start(arguments: list[str], folder: Path, *, out: Path, plain: bool) -> int:
@@ -51,24 +48,31 @@ def start(arguments: list[str], folder: Path, *, out: Path, plain: bool) -> int:
         "TMPDIR": str(folder / "tmp"),
         FOLDER_VARIABLE: str(folder),
     }
-    request = {"arguments": arguments, "folder": str(folder), "environment": environment, "out": str(out)}
+    request = {
+        "arguments": [str(zygote.REPOSITORY / "launch.py"), *arguments],
+        "folder": str(folder),
+        "environment": environment,
+        "stdout": f"{out}.out",
+        "stderr": f"{out}.err",
+        "tells_programs": False,
+    }
     process = _plain(request) if plain else _forked(request)
     code = _ending(process)
-    left = _left_after(0.0 if code is None else GONE_S)
+    left = _left_after(0.0 if code is None else HANG_S)
     for each in left:
         with suppress(psutil.Error):
             each.kill()
-    _left_after(GONE_S)
+    _left_after(HANG_S)
     if code is None:
-        raise AssertionError(f"hangs: {LIMIT_S:g} s")
+        raise AssertionError(f"hangs: {HANG_S:g} s")
     if left:
         raise AssertionError(f"left behind: {len(left)} processes")
     return code
 
 
 def _plain(request: dict[str, Any]) -> int:
-    with open(f"{request['out']}.out", "w") as out, open(f"{request['out']}.err", "w") as err:
-        command = [sys.executable, str(zygote.REPOSITORY / "launch.py"), *request["arguments"]]
+    with open(request["stdout"], "w") as out, open(request["stderr"], "w") as err:
+        command = [sys.executable, *request["arguments"]]
         # Waited for by `_ending`.
         return subprocess.Popen(
             command, cwd=request["folder"], env=request["environment"], stdout=out, stderr=err, start_new_session=True
@@ -90,7 +94,7 @@ def _forked(request: dict[str, Any]) -> int:
 
 def _ending(process: int) -> int | None:
     """The exit code; None if it does not end."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline:
         ended, status = os.waitpid(process, os.WNOHANG)
         if ended:

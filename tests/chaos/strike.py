@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from zerotrain.testing.limits import HANG_S
+
 FOLDER_VARIABLE = "ZEROTRAIN_CHAOS"
 """Where the kills of a run are planned; not set: none are."""
 STRIKES_NAME = "strikes.json"
 LAUNCHER = -1
 """In place of a rank: the process that starts them."""
-WITHIN_S = 10.0
 """A process that is to be killed from another one may just have been started."""
 
 
@@ -94,13 +95,13 @@ class Striker:
         return self.folder / f"process-{rank}"
 
     def _process(self, rank: int) -> int:
-        deadline = time.monotonic() + WITHIN_S
+        deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:
             try:
                 return int(self._process_path(rank).read_text())
             except (FileNotFoundError, ValueError):
                 time.sleep(0.01)
-        raise AssertionError(f"rank {rank} has not begun within {WITHIN_S} s")
+        raise AssertionError(f"rank {rank} has not begun within {HANG_S} s")
 
 
 def kill_itself() -> NoReturn:

@@ -4,19 +4,20 @@
 """
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import io
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.zygote.client import Zygote
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("zerotrain", "zerotrain.checkpoint", "zerotrain.data", "zerotrain.models", "zerotrain.training")
@@ -42,7 +43,7 @@ OPEN = ("config", "hyperparameters", "built_groups")
 """Fields of a manifest that hold what is listed above, or what an optimizer has."""
 
 
-def lines() -> list[str]:
+def lines(zygote: Zygote) -> list[str]:
     """The whole list, in order."""
     given = {
         "names, with their signatures": names,
@@ -52,7 +53,7 @@ def lines() -> list[str]:
         "config groups, with their choices": choices,
         "commands and their options": commands,
         "exit codes, as the commands tell them": exit_codes,
-        "files of a run, and their fields": run,
+        "files of a run, and their fields": functools.partial(run, zygote),
     }
     return [line for title, part in given.items() for line in [f"== {title}", *part()]]
 
@@ -117,11 +118,11 @@ def exit_codes() -> Iterator[str]:
     yield from (f"train: {name} {value}" for name, value in vars(exits).items() if name.isupper())
 
 
-def run() -> Iterator[str]:
+def run(zygote: Zygote) -> Iterator[str]:
     """What a run of one step leaves, and the fields of its files; its exit code, and that of a wrong setting."""
     with tempfile.TemporaryDirectory() as folder:
-        yield f"train zero.stage=9: exit code {_launch(folder, 'zero.stage=9')}"
-        yield f"train: exit code {_launch(folder, *RUN)}"
+        yield f"train zero.stage=9: exit code {zygote.run(['zero.stage=9'], Path(folder)).code}"
+        yield f"train: exit code {zygote.run(RUN, Path(folder)).code}"
         root = Path(folder, "run")
         yield from sorted(f"file {path.relative_to(root)}" for path in root.rglob("*") if path.is_file())
         yield from (f"result.json {field}" for field in _fields(json.loads((root / "result.json").read_text())))
@@ -148,11 +149,6 @@ def _help(main: Callable[[list[str]], object]) -> str:
         os.environ.pop("COLUMNS")
         os.environ |= {} if width is None else {"COLUMNS": width}
     return out.getvalue()
-
-
-def _launch(folder: str, *overrides: str) -> int:
-    command = [sys.executable, str(REPOSITORY / "launch.py"), *overrides]
-    return subprocess.run(command, cwd=folder, capture_output=True, check=False).returncode
 
 
 def _signature(value: Any) -> str:
@@ -207,4 +203,5 @@ def _fields(value: Any, prefix: str = "") -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(lines()))
+    with tempfile.TemporaryDirectory() as printed:
+        print("\n".join(lines(Zygote(Path(printed)))))

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 from tests.contract import public
+from tests.zygote.client import Zygote
 
 KEPT = Path(__file__).with_name("public.txt")
 
 
-def test_the_public_names_settings_files_and_commands_are_those_that_were_promised():
+def test_the_public_names_settings_files_and_commands_are_those_that_were_promised(zygote: Zygote):
     promised = [line for line in KEPT.read_text().splitlines() if not line.startswith("#")]
-    assert differences(promised, public.lines()) == []
+    assert differences(promised, public.lines(zygote)) == []
 
 
 def test_a_difference_is_seen():

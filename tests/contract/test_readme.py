@@ -5,12 +5,10 @@ first lines name a file, lie there as that file. A command of launch.py gets ove
 """
 
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +18,13 @@ import pytest
 from commands import SHOWN_BY_HAND, SHOWN_SWEEP
 from omegaconf import OmegaConf
 
+from tests.zygote.client import Zygote
 from zerotrain.config.compose import register_schema
+from zerotrain.testing.limits import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COPIED = ("launch.py", "Makefile", "setup.py", "pyproject.toml", "constraints.txt", "conf", "docs")
-STARTERS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+STARTERS = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
 CHEAP = (
     "launch.threads_per_rank=1",
     "data.seq_len=16",
@@ -88,27 +88,20 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(arguments: list[str], folder: Path) -> str:
-    """Run a command in `folder` on the CPU; what it printed."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(REPOSITORY),
-        "XDG_CACHE_HOME": str(folder / "cache"),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.run(
-        arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
-    )
-    assert process.returncode == 0, process.stdout
-    return process.stdout
+def run(arguments: list[str], folder: Path, zygote: Zygote) -> str:
+    """Run `python ARGUMENTS` in `folder` on the CPU; what it printed."""
+    environment = {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(folder / "cache")}
+    ending = zygote.run_python(arguments, folder, environment)
+    assert ending.code == 0, ending.out + ending.err
+    return ending.out
 
 
 def recipe(target: str, folder: Path) -> list[str]:
     """The commands that make would run for a target."""
     # Without what the make that may run these tests hands down: it would add lines of its own.
     make = ["env", "-u", "MAKEFLAGS", "-u", "MAKELEVEL", "make", "-n", target]
-    return run(make, folder).replace("\\\n", " ").splitlines()
+    done = subprocess.run(make, cwd=folder, capture_output=True, text=True, timeout=HANG_S, check=True)
+    return done.stdout.replace("\\\n", " ").splitlines()
 
 
 def launches(command: str, folder: Path) -> list[list[str]]:
@@ -133,9 +126,9 @@ def thinned(arguments: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("document", "command"), COMMANDS, ids=[f"{document.name}: {c}" for document, c in COMMANDS])
-def test_a_command_that_is_shown_runs(document: Document, command: str, checkout: Path):
+def test_a_command_that_is_shown_runs(document: Document, command: str, checkout: Path, zygote: Zygote):
     for arguments in launches(command, checkout):
-        output = run(arguments, checkout)
+        output = run(arguments, checkout, zygote)
         if is_sweep(arguments):
             assert "weights: 1 of 1 jobs have the same sha256" in output
 

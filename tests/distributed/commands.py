@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,9 @@ from typing import Any
 
 import psutil
 
-from zerotrain.testing.ranks import HANG_S
+from tests.zygote.client import Forked, Zygote
+from tests.zygote.server import MARK
+from zerotrain.testing.limits import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 USER_CODE = Path(__file__).resolve().parent / "user_code"
@@ -37,7 +39,6 @@ TINY = (
 SHOWN_BY_HAND = "python launch.py zero.stage=3 launch.nproc_per_node=2"
 SHOWN_SWEEP = "torchrun --nproc-per-node 2 launch.py -m zero.stage=2,3"
 """Commands of the README that test_launching.py runs as they stand there, but for TINY."""
-_MARK = "ZEROTRAIN_TEST_COMMAND"
 
 
 @dataclass
@@ -47,16 +48,18 @@ class Command:
     arguments: list[str]
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    start: Callable[..., subprocess.Popen[bytes] | Forked] = subprocess.Popen
+    """Or `Zygote.start`, where it is not about a start."""
 
     def __post_init__(self) -> None:
         self.mark = uuid.uuid4().hex
         self._out, self._err = self.folder / f"{self.mark}.out", self.folder / f"{self.mark}.err"
         search = os.pathsep.join([str(REPOSITORY), str(USER_CODE)])
         with self._out.open("w") as out, self._err.open("w") as err, _heeding_ctrl_c():
-            self.process = subprocess.Popen(
+            self.process = self.start(
                 self.arguments,
                 cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", **self.environment, _MARK: self.mark},
+                env={**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", **self.environment, MARK: self.mark},
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
@@ -129,9 +132,10 @@ class Command:
             time.sleep(0.1)
 
 
-def by_hand(*arguments: str, folder: Path, **environment: str) -> Command:
-    """`python launch.py ...`"""
-    return Command([sys.executable, str(REPOSITORY / "launch.py"), *arguments], folder, environment)
+def by_hand(*arguments: str, folder: Path, zygote: Zygote | None = None, **environment: str) -> Command:
+    """`python launch.py ...`, forked from the zygote where one is given."""
+    start = subprocess.Popen if zygote is None else zygote.start
+    return Command([sys.executable, str(REPOSITORY / "launch.py"), *arguments], folder, environment, start)
 
 
 def by_torchrun(*arguments: str, folder: Path, options: tuple[str, ...] = ("--nproc-per-node=2",)) -> Command:
@@ -163,6 +167,6 @@ def _heeding_ctrl_c() -> Iterator[None]:
 
 def _is_alive_with_mark(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+        return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:  # gone since it was listed, or another user's
         return False

@@ -13,7 +13,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from zerotrain.testing import ranks
+from zerotrain.testing.limits import HANG_S
 
+"""Less than the 300 s that ranks wait by default, more than all that they may take."""
 KILLED, MET = "killed", "met"
 
 
@@ -69,7 +71,7 @@ def _ending(pipe: Connection, process: Any, rank: int) -> str:
     said = ""
     try:
         while True:
-            assert pipe.poll(ranks.HANG_S), f"rank {rank} does not end"
+            assert pipe.poll(HANG_S), f"rank {rank} does not end"
             said = pipe.recv()
     except EOFError:
         process.join()

@@ -16,6 +16,7 @@ from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export.command import main as export
 from zerotrain.commands.generate import characters
+from zerotrain.testing.limits import HANG_S
 
 SETTINGS = (
     "zero.stage=3",
@@ -41,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("".join(f"def main(): return {each}  # ünï\n" for each in range(300)))
     settings = [*SETTINGS, f"hydra.run.dir={folder}/run", f"data.path={folder}/text.txt"]
     command = [sys.executable, str(REPOSITORY / "launch.py"), *settings]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
+    process = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=HANG_S)
     assert process.returncode == 0, process.stdout + process.stderr
     return folder / "run"
 

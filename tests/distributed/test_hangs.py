@@ -19,9 +19,9 @@ from zerotrain.comm.accounts import whereabouts
 from zerotrain.comm.ranks.world import Shards
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.errors import ZeroTrainError
-from zerotrain.testing.ranks import HANG_S
+from zerotrain.testing.limits import HANG_S
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 5.0
 Engine = zerotrain.ZeroEngine
 
 
@@ -226,7 +226,7 @@ def test_a_rank_that_sleeps_for_ever_is_told_of_within_the_timeout_and_ended(tmp
     assert command.wait() == 1
     cause, log = command.stderr.splitlines()
     assert re.fullmatch(
-        r"rank 1 did not answer for \d+ s, last seen in training misbehaving\.MisbehavingMLP, step 2; "
+        r"rank 1 did not answer for (?:[5-9]|\d\d+) s, last seen in training misbehaving\.MisbehavingMLP, step 2; "
         r"rank 0 waited in reduction of blocks\.0\.\.blocks\.1 \(step 2, (backward|update)\)",
         cause,
     )

@@ -238,7 +238,7 @@ def killed_on_two_hosts(case: tuple[int, bool]) -> str:
 @pytest.mark.parametrize("case", [(0, False), (2, False), (3, True)])
 def test_a_rank_that_is_killed_is_told_of_on_every_host(case: tuple[int, bool]) -> None:
     """Long before the five minutes that a collective waits, or the test waits for its ranks."""
-    told = run_ranks(killed_on_two_hosts, 4, case, timeout_s=60.0)
+    told = run_ranks(killed_on_two_hosts, 4, case)
     assert told[1] == "killed"
     for rank in (0, 2, 3):
         assert told[rank].startswith(f"rank {rank} failed in ")

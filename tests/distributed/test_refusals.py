@@ -19,7 +19,7 @@ from zerotrain.comm.accounts import whereabouts
 from zerotrain.comm.ranks.world import Shards
 from zerotrain.testing.ranks import run_ranks
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 5.0
 NUM_STEPS_BEHIND = 10
 
 

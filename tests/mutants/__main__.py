@@ -1,6 +1,6 @@
 """Do the tests notice faults? Plants each fault in a copy of the tree and runs the tests that must fail.
 
-    python -m tests.mutants                 # all, a quarter of an hour
+    python -m tests.mutants                 # all, some minutes
     python -m tests.mutants zeros drain     # those whose name begins so
 
 Prints a table; exit code 1 if a fault survived. What came of it last: docs/mutants.md.
@@ -8,88 +8,76 @@ Prints a table; exit code 1 if a fault survived. What came of it last: docs/muta
 
 import argparse
 import os
-import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from contextlib import suppress
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tests.mutants.fault import REPOSITORY, Fault
 from tests.mutants.faults import FAULTS
+from tests.mutants.run import Ending, Tests, endings
+from zerotrain.testing.limits import HANG_S
 
-LIMIT_S = 150.0
-"""A run of tests that takes longer hangs."""
+NUM_AT_ONCE = os.cpu_count() or 1
 NOT_COPIED = (".*", "__pycache__", "*.egg-info", "outputs", "build", "images")
 FAILED, PASSED = 1, 0
 
 
-def run_tests(tree: Path, tests: list[str], *, limit_s: float = LIMIT_S) -> tuple[int | None, str]:
-    """(exit code of pytest, None if it hung; the first test that failed)"""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", "-rf"]
-    # Without bytecode: a fault may have the size and, within a second, the time of what it replaces.
-    env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(
-        [*command, *(f"tests/{test}" for test in tests)],
-        cwd=tree,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return None, ""
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # ranks that still wait for each other
-        process.communicate()
-    found = re.search(r"^FAILED tests/(\S+?)(\[.*)?( - .*)?$", output, re.MULTILINE)
-    return process.returncode, found[1] if found else output[-2000:]
+def plant(fault: Fault, tree: Path) -> Callable[[], None]:
+    """Plant a fault; what is returned takes it away.
 
-
-def verdict_on(fault: Fault, tree: Path) -> str:
-    """What became of a fault: "killed by ...", "hang: killed", "survived", or why it proves nothing."""
+    Its file has another time, by which Python knows the bytecode of the sound one as not of this: a fault may have the
+    size and, within a second, the time of what it replaces.
+    """
     path = tree / "zerotrain" / fault.file
-    sound = path.read_text()
-    path.write_text(fault.planted_in(sound))
-    try:
-        code, failed = run_tests(tree, list(fault.tests))
-    finally:
-        path.write_text(sound)
-    if code is None:
-        return f"hang: killed after {LIMIT_S:.0f} s"
-    if code == PASSED:
+    sound, of_sound = path.read_text(), path.stat()
+
+    def write(text: str, later_s: int) -> None:
+        path.write_text(text)
+        os.utime(path, ns=(of_sound.st_atime_ns, of_sound.st_mtime_ns + later_s * 10**9))
+
+    write(fault.planted_in(sound), 60)
+    return partial(write, sound, 0)
+
+
+def verdict(ending: Ending) -> str:
+    """What became of a fault: "killed by ...", "hang: killed", "survived", or why it proves nothing."""
+    if ending.code is None:
+        return f"hang: killed after {ending.took_s:.0f} s"
+    if ending.code == PASSED:
         return "SURVIVED"
-    if code == FAILED:
-        return failed.rpartition("/")[2]
-    return f"process ended with {code}" if code < 0 else f"BROKEN: {failed}"
+    if ending.code == FAILED:
+        return ending.failed.rpartition("/")[2]
+    return f"process ended with {ending.code}" if ending.code < 0 else f"BROKEN: {ending.failed}"
+
+
+def sound(tests: list[str]) -> Tests:
+    return Tests(
+        "without any fault", tests, prepare=lambda tree: lambda: None, keeps_bytecode=True, limit_s=10 * HANG_S
+    )
 
 
 def main(prefixes: list[str]) -> int:
     chosen = {name: each for name, each in FAULTS.items() if not prefixes or name.startswith(tuple(prefixes))}
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        shutil.copytree(REPOSITORY, tree, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        trees = [Path(folder) / f"tree{number}" for number in range(NUM_AT_ONCE)]
+        for tree in trees:
+            shutil.copytree(REPOSITORY, tree, ignore=shutil.ignore_patterns(*NOT_COPIED))
         tests = sorted({test for fault in chosen.values() for test in fault.tests})
-        code, failed = run_tests(tree, tests, limit_s=10 * LIMIT_S)
-        if code != PASSED:
-            print(f"without any fault the tests do not pass: {failed}")
-            return 2
+        shares = [tests[number::NUM_AT_ONCE] for number in range(NUM_AT_ONCE)]
+        for ending in endings([sound(share) for share in shares if share], trees):
+            if ending.code != PASSED:
+                print(f"without any fault the tests do not pass: {ending.failed}")
+                return 2
         print("| fault | what goes wrong | file | killed by | s |\n|---|---|---|---|---|", flush=True)
         bad = []
-        for name, fault in chosen.items():
-            started_s = time.monotonic()
-            verdict = verdict_on(fault, tree)
-            bad += [name] if verdict.startswith(("SURVIVED", "BROKEN")) else []
-            print(
-                f"| {name} | {fault.why} | {fault.file} | {verdict} | {time.monotonic() - started_s:.0f} |", flush=True
-            )
+        planted = [Tests(name, list(fault.tests), partial(plant, fault)) for name, fault in chosen.items()]
+        for ending in endings(planted, trees):
+            fault, found = chosen[ending.name], verdict(ending)
+            bad += [ending.name] if found.startswith(("SURVIVED", "BROKEN")) else []
+            print(f"| {ending.name} | {fault.why} | {fault.file} | {found} | {ending.took_s:.0f} |", flush=True)
     print(f"\n{len(chosen)} faults, {len(chosen) - len(bad)} killed; not killed: {', '.join(bad) or 'none'}")
     return 1 if bad else 0
 

@@ -30,9 +30,10 @@ from zerotrain.comm.means import mean_by_tree
 from zerotrain.comm.ranks.world import Shards, World
 from zerotrain.comm.scratch import zeros_on
 from zerotrain.comm.wire import Wire
+from zerotrain.testing.limits import HANG_S
 
 T = TypeVar("T")
-TIMEOUT_S = 60.0
+TIMEOUT_S = HANG_S / 10
 """Until ranks that wait for each other are told so."""
 
 

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from zerotrain.testing.limits import HANG_S
+
 _PRELOADED = ("torch._dynamo", "zerotrain.api", "zerotrain.models", "zerotrain.training", "hydra", "pytest")
 """Imported once by the fork server and not by each rank, which takes 1.5 s: the first step of an optimizer imports
 torch._dynamo.
 """
-HANG_S = 240.0
-"""Ranks that give no answer for so long hang. Less than the limit of a test, and than the 300 s for which ranks wait
-for each other by default; more than anything takes on a machine that is ten times slower."""
-GRACE_S = 5.0
+GRACE_S = 30.0
 """A rank that has lost another one is told of only if no cause comes from another rank within this: it may be heard
 before the rank that died (seen under load)."""
 _SIGNS_OF_LOST_RANKS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")

@@ -53,7 +53,7 @@ class MisbehavingMLP(MLP):
             ctypes.CDLL(None)._exit(0)
         if self.action == "sleep":
             print("asleep", flush=True)
-            time.sleep(600)
+            time.sleep(3600)
         if self.action == "pause":
             print("pausing", flush=True)
             time.sleep(1.0)
@@ -79,7 +79,7 @@ class SlowMLP(MLP):
         super().__init__(**arguments)
         if "RANK" in os.environ:  # not where it is tried out
             print("building", flush=True)
-            time.sleep(600)
+            time.sleep(3600)
 
 
 class SlowText(TextDataset):

@@ -38,6 +38,7 @@ from zerotrain.engine.state.saving import snapshot
 from zerotrain.engine.state.saving.chunks import ChunkReader
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.testing.fake_wire import run_threads
+from zerotrain.testing.limits import HANG_S
 
 PLACES = [(kind, stage, 2 + (index + stage) % 2) for index, kind in enumerate(KINDS) for stage in range(4)]
 
@@ -360,7 +361,7 @@ save = engine.begin_save(Path(sys.argv[1]) / "step")
 begun.wait()
 assert not save.is_done
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     assert "its process ended before the save was done; call wait() on what engine.begin_save returns" in done.stderr
     assert list(tmp_path.iterdir()) == []

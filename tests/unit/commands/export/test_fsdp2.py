@@ -1,11 +1,8 @@
 """From here to FSDP2 and back: the script of docs/checkpoints.md, as it stands there, on two processes."""
 
 import functools
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 import zerotrain
 from tests.unit.commands.export.my_model import loss_of, make_model, tokens_of
 from tests.unit.commands.export.test_export import ONE_SEED_AT_A_TIME, exported
+from tests.zygote.client import Zygote
 from zerotrain.testing.fake_wire import run_threads
 
 DOCS = Path(__file__).resolve().parents[4] / "docs" / "checkpoints.md"
@@ -31,7 +29,9 @@ def engine_of(world: zerotrain.World, stage: int, seed: int) -> zerotrain.ZeroEn
 
 
 @pytest.fixture(scope="module")
-def gone_on(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[float]], list[list[float]]]:
+def gone_on(
+    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[list[float]], list[list[float]]]:
     """What the script has saved; its losses by rank, and those of the run that stayed here."""
     folder = tmp_path_factory.mktemp("fsdp2")
 
@@ -53,12 +53,10 @@ def gone_on(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[f
     assert len(SCRIPT[1].splitlines()) <= 35
     (folder / "fsdp2.py").write_text(SCRIPT[1])
     shutil.copy(Path(__file__).with_name("my_model.py"), folder)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "fsdp2.py", "exported", "saved", str(FIRST), str(LAST)]
-    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, env=alone)
-    assert done.returncode == 0, done.stderr
-    told = re.findall(r"rank (\d) step (\d+) loss ([-+.\de]+)", done.stdout)  # two ranks may share a line
+    torchrun = ["--standalone", "--nproc-per-node", "2", "fsdp2.py", "exported", "saved", str(FIRST), str(LAST)]
+    done = zygote.run(torchrun, folder, {"PYTHONPATH": ""}, module="torch.distributed.run")
+    assert done.code == 0, done.err
+    told = re.findall(r"rank (\d) step (\d+) loss ([-+.\de]+)", done.out)  # two ranks may share a line
     went = [[float(loss) for of, _, loss in sorted(told) if int(of) == rank] for rank in range(2)]
     return folder / "saved", went, stayed
 

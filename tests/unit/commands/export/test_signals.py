@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.commands.export.test_export import exported
 from tests.unit.commands.export.test_overwrite import contents, run, saved
+from zerotrain.testing.limits import HANG_S
 
 __all__ = ["run", "saved"]
 
@@ -23,7 +24,7 @@ write = command.write_safetensors
 def slow(folder, *given, **options):
     write(folder, *given, **options)
     print("written", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 command.write_safetensors = slow
 run_command(main)
 """
@@ -41,19 +42,20 @@ def test_a_signal_leaves_nothing_and_what_was_there(
     before = contents(tmp_path)
     command = [sys.executable, "-c", SLOW, str(run), "--out", str(out), "--overwrite"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ, preexec_fn=heed_ctrl_c
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ, preexec_fn=heed_signals
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "written\n"
     for each in signals:
         process.send_signal(each)
         time.sleep(0.005)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=HANG_S)
     assert (process.returncode, "Traceback" in said, said.count("\n")) == (code, False, 1)
     assert "nothing is left" in said
     assert contents(tmp_path) == before
 
 
-def heed_ctrl_c() -> None:
-    """In the child; one that a shell has started in the background ignores it."""
+def heed_signals() -> None:
+    """In the child: one that a shell has started in the background ignores Ctrl-C, and one behind nohup SIGHUP."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -218,7 +218,7 @@ def test_who_waits_says_for_whom_and_a_dead_holder_frees_the_lock(tmp_path, monk
     monkeypatch.setattr(prepare_lock, "REMINDER_S", 0.2)
     program = (
         "import sys, time; from pathlib import Path; from zerotrain.data.preparing.lock import sole_writer\n"
-        "with sole_writer(Path(sys.argv[1]), private=True):\n    print('mine', flush=True); time.sleep(600)\n"
+        "with sole_writer(Path(sys.argv[1]), private=True):\n    print('mine', flush=True); time.sleep(3600)\n"
     )
     holder = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path / "store")],

@@ -19,7 +19,7 @@ from zerotrain.launching.end.presence import Presence
 presence = Presence(Path(sys.argv[1]), 3)
 if os.fork() == 0:
     print(os.getpid(), flush=True)  # by now it has closed what it does not need of the rank's
-time.sleep(600)
+time.sleep(3600)
 """
 
 

@@ -64,7 +64,7 @@ def test_in_the_training_the_first_signal_ends_nothing_and_one_after_a_rank_is_g
             all_there = False
             try:
                 send(signal.SIGTERM)
-                time.sleep(60)
+                time.sleep(3600)
             except KeyboardInterrupt:
                 say("interrupted")
 
@@ -88,7 +88,7 @@ def test_a_second_request_ends_a_rank_that_hangs_after_the_grace(ends_with, monk
                     send(signal.SIGTERM)
                 except KeyboardInterrupt:
                     say("interrupted")
-                    time.sleep(60)
+                    time.sleep(3600)
 
     code, said = ends_with(body)
     assert code == 128 + signal.SIGTERM
@@ -101,6 +101,6 @@ def test_before_the_training_a_signal_ends_the_rank_at_once(ends_with, signum: i
     def body(say: Callable[..., None]) -> None:
         stopping.stop_in_order(lambda signum, in_order: say("noted", in_order) or in_order, lambda: say("settled"))
         send(signum)
-        time.sleep(60)
+        time.sleep(3600)
 
     assert ends_with(body) == (128 + signum, ["noted False", "settled"])

@@ -19,6 +19,7 @@ from zerotrain.comm.wires.memory.local_peers import NotLocalError
 from zerotrain.comm.wires.memory.local_ranks import LocalRanks
 from zerotrain.comm.wires.memory.shared_memory import read_into
 from zerotrain.testing.fake_wire import Board, BoardEnd
+from zerotrain.testing.limits import HANG_S
 
 Change = Callable[[int, list[str]], list[str]]
 """(which of its messages it is, the message) -> what a rank says instead"""
@@ -84,7 +85,7 @@ def test_strangers_who_find_the_address_are_kept_out() -> None:
         if len(said) == 3:  # where it listens
             for hello in (b"x" * 24, b"") * 5:
                 strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                strangers[-1].settimeout(5.0)
+                strangers[-1].settimeout(HANG_S)
                 strangers[-1].connect(said[1])
                 socket.send_fds(strangers[-1], [hello or b"x"], [0] if hello else [])
         return said

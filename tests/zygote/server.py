@@ -1,0 +1,161 @@
+"""Runs Python programs in children of one process that has imported torch and zerotrain: 0.3 s each in place of 3 s.
+
+The program is the real one from its first line, in a session of its own, with the environment, the search path, the
+folder and the files that it was given; only the imports are there already. For tests that are not about these.
+
+Reads a JSON object a line and answers with one value a line. `{"arguments", "folder", "environment", "stdout",
+"stderr", "tells_programs"}` starts `python ARGUMENTS`, a file or `-m module`, and answers with its pid; `{"pid"}`
+answers with the exit code of one that was started, or null while it runs.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+import weakref
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CLOSED_PIPE = "a pipe that nobody reads"
+MARK = "ZEROTRAIN_TEST_COMMAND"
+"""A variable that tells the processes of one command, in the environment that the system shows of a process."""
+NO_MARK = "0" * 32
+IMPORTED = (
+    "hydra.core.plugins",
+    "torch._dynamo",
+    "torch.distributed.run",
+    "zerotrain.commands.evaluate",
+    "zerotrain.commands.export.command",
+    "zerotrain.commands.generate",
+    "zerotrain.commands.inspection",
+    "zerotrain.commands.prepare",
+    "zerotrain.data",
+    "zerotrain.launching.command.dispatch",
+    "zerotrain.launching.command.task",
+    "zerotrain.launching.start.rank_process",
+    "zerotrain.models",
+    "zerotrain.training",
+)
+"""What the commands import on their way. Nothing here makes a thread, which a fork would lose."""
+
+
+def start(request: dict) -> int:
+    """The pid of a child that becomes the program."""
+    pid = os.fork()
+    if pid == 0:
+        become(request)
+    return pid
+
+
+def become(request: dict) -> NoReturn:
+    """Turn this child into the program, and end as Python ends."""
+    code = 1
+    try:
+        os.setsid()
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # or this end removed folders of the other's
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where a shell began all in the background
+        os.chdir(request["folder"])
+        set_environment(request["environment"])
+        for descriptor, name in enumerate(["/dev/null", request["stdout"], request["stderr"]]):
+            opened = closed_pipe() if name == CLOSED_PIPE else os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", 1, errors="backslashreplace")  # noqa: SIM115
+        sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+        if request["tells_programs"]:
+            sys.addaudithook(tell_of_programs)
+        run(request["arguments"])
+        code = 0
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        if isinstance(ending.code, str):
+            print(ending.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            threading._shutdown()
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def set_environment(environment: dict[str, str]) -> None:
+    """The environment as Python, the libraries and the system see it, and the search path that follows from it."""
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ.clear()
+    os.environ.update(environment)
+    if MARK in environment:
+        write_mark(environment[MARK])
+    of_python = [each for each in sys.path[1:] if each not in before]
+    now = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:] = [*(each for each in now if each), *of_python]
+
+
+def write_mark(mark: str) -> None:
+    """Write it where the system looks, into the environment that this process began with."""
+    first, last = (int(each) for each in open("/proc/self/stat").read().rpartition(")")[2].split()[47:49])  # noqa: SIM115
+    place = ctypes.string_at(first, last - first).index(f"{MARK}=".encode()) + len(f"{MARK}=")
+    ctypes.memmove(first + place, mark.encode().ljust(len(NO_MARK))[: len(NO_MARK)], len(NO_MARK))
+
+
+def run(arguments: list[str]) -> None:
+    """`python ARGUMENTS`."""
+    if arguments[0] == "-m":
+        sys.path[0] = os.getcwd()
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+        sys.argv = list(arguments)
+        runpy.run_path(os.path.abspath(arguments[0]), run_name="__main__")
+
+
+def tell_of_programs(event: str, arguments: tuple) -> None:
+    if event in ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen"):
+        print(f"started: {event} {arguments!r}"[:500], file=sys.stderr)
+
+
+def closed_pipe() -> int:
+    """The end of a pipe to write into, of which the other end is gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def code_of(pid: int) -> int | None:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def get_ready() -> None:
+    """Import all that is imported once."""
+    gc.disable()
+    for name in IMPORTED:
+        import_module(name)
+    import_module("torch").set_num_threads(1)
+    import_module("hydra.core.plugins").Plugins.instance()  # looks through all installed packages once
+    gc.freeze()
+    gc.enable()
+
+
+def main() -> None:
+    get_ready()
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(code_of(request["pid"]) if "pid" in request else start(request)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
