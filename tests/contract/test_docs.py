@@ -15,6 +15,7 @@ from types import ModuleType
 
 import hydra
 import pytest
+import yaml
 
 from zerotrain.__main__ import MODULES
 from zerotrain.config.checks import value_problems
@@ -182,6 +183,19 @@ def test_a_command_that_the_code_does_not_know_is_found(tmp_path: Path):
 def test_every_python_block_is_python(page: Path):
     for block in blocks_of(page, "python"):
         ast.parse(block)
+
+
+@each_page
+def test_every_yaml_block_is_yaml(page: Path):
+    for block in blocks_of(page, "yaml"):
+        assert isinstance(yaml.safe_load(block), dict)
+
+
+def test_the_store_that_a_page_writes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    [block] = blocks_of(DOCS / "guides/tokens.md", "python")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "tokens.md", "exec"), {})
+    assert (tmp_path / "my_store/index.json").exists()
 
 
 # ---- pages and pictures made of data
