@@ -50,7 +50,8 @@ def build_engine(
         virtual_ranks: a power of two times the number of ranks, by default that number: any number of ranks that runs
             as many (`ZeroEngine.each_virtual_rank`) comes to the same bits.
         decay_all: weight decay is for every parameter; False: for matrices alone, as the launcher has it.
-        param_groups: dicts of "params" (names, patterns such as "*.bias", parameters) and settings; see docs/cases.md.
+        param_groups: dicts of "params" (names, patterns such as "*.bias", parameters) and settings; see
+            docs/reference/cases/parameters.md.
         compile: torch.compile each unit's forward.
         activation_checkpointing: keep a unit's inputs alone, and compute the rest again in its backward.
         world: default: the caller's process group, or one process, on the device of the model's first parameter.

@@ -211,7 +211,7 @@ def test_a_disk_that_is_full_or_only_read_is_named_and_nothing_done_is_lost(text
 
 def test_a_long_line_takes_little_memory_and_small_files_little_time(tokenizer: str, tmp_path: Path):
     """150 bytes of memory a byte of a line before, 600 MB for these 4. Of 200 MB in a line, and of 50,000 files, see
-    docs/results.md."""
+    docs/results/log/2026-11-22_data.md."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/line.txt").write_text((sample() * 100)[:4_000_000].replace("\n", " "))
     for number in range(2000):

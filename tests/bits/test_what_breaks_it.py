@@ -1,4 +1,5 @@
-"""What the promise of equal bits is made of, broken on purpose one by one, and found by the hash. See docs/bits.md."""
+"""What the promise of equal bits is made of, broken on purpose one by one, and found by the hash. See
+docs/reference/bits.md."""
 
 import functools
 import io

@@ -1,4 +1,4 @@
-"""Every row of docs/cases.md and docs/bits.md names tests that are there, and each case of their tables has a row."""
+"""Every row of docs/reference/cases and bits.md names tests that are there, and each case of their tables has a row."""
 
 import ast
 import re
@@ -14,7 +14,9 @@ TABLES = {
     "test_what_breaks_it.py": ("bits/test_what_breaks_it.py", ["SETTINGS", "MODELS"]),
 }
 """Test file -> the file and names of its tables of cases."""
-LINES = [line for name in ("cases.md", "bits.md") for line in (REPOSITORY / "docs" / name).read_text().splitlines()]
+REFERENCE = REPOSITORY / "docs/reference"
+PAGES = [path for path in sorted(REFERENCE.glob("cases/*.md")) if path.stem != "README"] + [REFERENCE / "bits.md"]
+LINES = [line for path in PAGES for line in path.read_text().splitlines()]
 HEADS = ("| case |", "| what I do |", "| may change |", "| must stay equal |")
 ROWS = [line for line in LINES if line.startswith("| ") and not line.startswith(HEADS)]
 

@@ -1,7 +1,7 @@
 """The names of all settings are frozen: command lines, yaml files and other people's tools are written with them.
 
 When this fails on purpose: change the list below, say in CHANGELOG.md what a user must now write, and look whether the
-tables of README.md and docs/adding_components.md still hold.
+tables of README.md and the docs still hold, and write docs/reference/settings.md anew.
 """
 
 from pathlib import Path

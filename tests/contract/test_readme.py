@@ -1,4 +1,4 @@
-"""What the documents show is run as it stands there, so that it cannot drift from the code.
+"""What README and the guides to own code show is run as it stands there, so that it cannot drift from the code.
 
 Every command of a `bash` block runs in a copy of the repository's own files. The `python` and `yaml` blocks, whose
 first lines name a file, lie there as that file. A command of launch.py gets overrides at its end that make it small.
@@ -67,7 +67,8 @@ class Document:
 
 
 README = Document("README.md")
-DOCUMENTS = [README, Document("docs/adding_components.md")]
+GUIDES = ("own_model", "own_data", "own_optimizer", "own_loop")
+DOCUMENTS = [README, *(Document(f"docs/guides/{name}.md") for name in GUIDES)]
 ELSEWHERE = {SHOWN_BY_HAND, SHOWN_SWEEP}
 """Run by tests/distributed/test_launching.py, which looks at all that they leave."""
 COMMANDS = [(document, each) for document in DOCUMENTS for each in document.commands if each not in ELSEWHERE]

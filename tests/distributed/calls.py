@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 class Wide(nn.Module):
     """Two layers of one bucket, large enough that gradients are moved into it one after the other. Of whole vectors, or
-    torch's fused AdamW rounds the last elements otherwise than within a bucket (docs/cases.md)."""
+    torch's fused AdamW rounds the last elements otherwise than within a bucket (docs/reference/cases/parameters.md)."""
 
     def __init__(self) -> None:
         super().__init__()

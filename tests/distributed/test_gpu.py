@@ -124,7 +124,7 @@ def test_a_learning_rate_on_the_device_is_compared_without_a_wait_for_it() -> No
 
 @pytest.mark.gpu
 def test_additions_in_no_fixed_order_change_the_bits_from_one_time_to_the_next() -> None:
-    """Why docs/bits.md promises equal bits on GPUs with deterministic kernels alone."""
+    """Why docs/reference/bits.md promises equal bits on GPUs with deterministic kernels alone."""
     values = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).cuda()
     places = torch.arange(len(values), device="cuda") % 7
 

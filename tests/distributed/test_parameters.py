@@ -226,7 +226,7 @@ CASES = {
         changes={1: lambda engine: engine.freeze("last.*", "*norm*"), 3: lambda engine: engine.unfreeze("last.*")}
     ),
 }
-"""By name, as docs/cases.md lists them."""
+"""By name, as docs/reference/cases/parameters.md lists them."""
 
 
 @dataclass(frozen=True)

@@ -125,5 +125,5 @@ def test_compiled_units_give_the_same_bits_at_every_stage(tmp_path: Path) -> Non
     # One graph for all blocks and all stages: a stage changes nothing that a graph depends on.
     assert [each["num_graphs"] for each in (plain, *compiled)] == [0, 1] + [0] * 7
     assert len({each["sha256"] for each in compiled}) == 1
-    assert compiled[0]["sha256"] != plain["sha256"]  # but for this, docs/bits.md would promise more
+    assert compiled[0]["sha256"] != plain["sha256"]  # but for this, docs/reference/bits.md would promise more
     assert compiled[0]["losses"] == pytest.approx(plain["losses"], rel=1e-4)

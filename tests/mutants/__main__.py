@@ -3,7 +3,7 @@
     python -m tests.mutants                 # all, some minutes
     python -m tests.mutants zeros drain     # those whose name begins so
 
-Prints a table; exit code 1 if a fault survived. What came of it last: docs/mutants.md.
+Prints a table; exit code 1 if a fault survived. What came of it last: docs/reference/faults.md.
 """
 
 import argparse

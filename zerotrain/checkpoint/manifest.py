@@ -44,7 +44,7 @@ class Manifest:
     """What `manifest.json` says.
 
     Args:
-        content: as docs/checkpoints.md has it, without its hash.
+        content: as docs/reference/checkpoint_format.md has it, without its hash.
     """
 
     def __init__(self, content: dict[str, Any]) -> None:

@@ -45,9 +45,9 @@ class Checkpoints:
         buffers, all as they are now. Training goes on beside it.
 
         Collective, between steps. The folder appears when all of it is on the disk. Any number of ranks at any stage
-        can `load` it. docs/checkpoints.md has the format. A thread reads what forward and backward leave as it is; an
-        update first copies what is not written yet of its bucket. One save is under way at a time: a second call waits
-        for the first.
+        can `load` it. docs/reference/checkpoint_format.md has the format. A thread reads what forward and backward
+        leave as it is; an update first copies what is not written yet of its bucket. One save is under way at a time: a
+        second call waits for the first.
 
         Args:
             path: of a folder that is not there yet, which all ranks reach, such as checkpoints/step-00000100.

@@ -1,4 +1,4 @@
-"""What damage does to checkpoints of torch and to ours: the table in docs/checkpoints.md, cell by cell."""
+"""What damage does to checkpoints of torch and to ours: the table of docs/reference/checkpoint_promises.md, by cell."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from zerotrain.comm.ranks.world import World
 from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads
 
-DOCS = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "checkpoint_promises.md"
 NUMEL = 4096
 
 

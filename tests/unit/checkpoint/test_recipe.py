@@ -1,4 +1,4 @@
-"""The recipe of docs/checkpoints.md, as it stands there, and the files by the safetensors library alone."""
+"""The recipe of docs/reference/checkpoint_format.md, as it stands there, and the files by safetensors alone."""
 
 import json
 import re
@@ -14,7 +14,7 @@ import zerotrain
 from tests.unit.checkpoint.runs import KINDS, Matrices, build, held, joined, train
 from zerotrain.testing.fake_wire import run_threads
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "checkpoints.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "reference" / "checkpoint_format.md"
 RECIPE = re.search(r"```python\n# read_checkpoint\.py\n(.*?)```", DOCS.read_text(), re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Clipping beside plain PyTorch: as docs/bits.md says to compare it."""
+"""Clipping beside plain PyTorch: as docs/reference/bits.md says to compare it."""
 
 import pytest
 import torch

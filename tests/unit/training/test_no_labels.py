@@ -18,7 +18,7 @@ from zerotrain.training import Trainer, constant
 
 
 class WithLoss(nn.Module):
-    """A model whose loss is written as in docs/adding_components.md, or as the mean of masked losses."""
+    """A model whose loss is written as in docs/guides/own_model.md, or as the mean of masked losses."""
 
     def __init__(self, loss):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A user's model and data, which know nothing of zerotrain: the script of docs/checkpoints.md imports them."""
+"""A user's model and data, which know nothing of zerotrain: the script of docs/guides/fsdp2.md imports them."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""From here to FSDP2 and back: the script of docs/checkpoints.md, as it stands there, on two processes."""
+"""From here to FSDP2 and back: the script of docs/guides/fsdp2.md, as it stands there, on two processes."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from tests.unit.commands.export.test_export import ONE_SEED_AT_A_TIME, exported
 from tests.zygote.client import Zygote
 from zerotrain.testing.fake_wire import run_threads
 
-DOCS = Path(__file__).resolve().parents[4] / "docs" / "checkpoints.md"
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "guides" / "fsdp2.md"
 SCRIPT = re.search(r"```python\n# fsdp2\.py\n(.*?)```", DOCS.read_text(), re.DOTALL)
 FIRST, LAST = 2, 6
 

@@ -1,0 +1,209 @@
+"""The pictures that are drawn from data: `python docs/draw.py PICTURE ...` writes docs/images/PICTURE.svg.
+
+bars                       ms a step beside the peers, from the table of results/summary.md; a test says when it is old
+timeline STAGE_1 STAGE_3   a step of each stage, from profile/rank0.json of two runs with train.profile=true
+terminal OUTPUT            a run in a terminal, from what FORCE_COLOR=1 made it print
+"""
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+DOCS = Path(__file__).resolve().parent
+STYLE = """<style>
+text { font: 13px ui-sans-serif, system-ui, sans-serif; fill: #24292f }
+.small { font-size: 11px } .bold { font-weight: 600 }
+.paper { fill: #ffffff; stroke: #d0d7de } .line { stroke: #8c959f } .ours { fill: #1f6feb } .peer { fill: #afb8c1 }
+.root { fill: #8c959f } .b0 { fill: #0969da } .b1 { fill: #1a7f37 } .b2 { fill: #bc4c00 } .b3 { fill: #8250df }
+.update { fill: #cf222e } .inside { fill: #ffffff; font-size: 11px }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3 } .paper { fill: #0d1117; stroke: #30363d } .line { stroke: #6e7681 } .peer { fill: #484f58 }
+.ours { fill: #388bfd } .inside { fill: #ffffff } }
+</style>"""
+"""GitHub shows a picture on white or on black; these colours are seen on both."""
+
+
+def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
+    """A picture on a sheet of its own."""
+    size = f'viewBox="0 0 {width} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}">'
+    sheet = f'<rect class="paper" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6"/>'
+    return "\n".join([head, f"<title>{escape(title)}</title>", STYLE, sheet, *parts, "</svg>", ""])
+
+
+def label(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    """A line of text."""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def box(x: float, y: float, width: float, height: float, kind: str, title: str = "") -> str:
+    """A bar, whose title a browser shows."""
+    where = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.8):.1f}" height="{height:.1f}"'
+    return f'<rect class="{kind}" {where} rx="1.5"><title>{escape(title)}</title></rect>'
+
+
+# ---- bars
+
+
+def bars() -> str:
+    """Bars of the table of the summary: two columns of milliseconds, loopback and link."""
+    rows = re.findall(
+        r"^\| ([^|]+) \| ([\d,.]+) \| ([\d,.]+) \|", (DOCS / "results/summary.md").read_text(), re.MULTILINE
+    )
+    parts = [label(16, 26, "Milliseconds a step, 2 ranks, fp32, 13.9 M parameters: less is better", "bold")]
+    for column, head in enumerate(("one host (loopback)", "two hosts, 1 Gbit/s link")):
+        left = 190 + column * 385
+        values = [float(row[1 + column].replace(",", "")) for row in rows]
+        parts.append(label(left, 52, head))
+        for number, ((name, *_), value) in enumerate(zip(rows, values, strict=True)):
+            y, width = 62 + 24 * number, 310 * value / max(values)
+            parts.append(
+                box(left, y, width, 17, "ours" if name.startswith("zerotrain") else "peer", f"{name}: {value} ms")
+            )
+            parts.append(label(left + width + 5, y + 13, f"{value:.0f}", "small"))
+            if not column:
+                parts.append(label(182, y + 13, name, "small", "end"))
+    return svg(960, 74 + 24 * len(rows), "Milliseconds a step of each engine", parts)
+
+
+# ---- timeline
+
+
+def block_of(name: str) -> str:
+    """The colour of a unit, bucket or range."""
+    found = re.search(r"blocks\.(\d+)", name)
+    return f"b{found[1]}" if found else "root"
+
+
+def ranges_of(trace: Path) -> tuple[list[tuple[str, float, float]], float]:
+    """(name, from, to) of each named range of a step and of the update before it, in ms; how long they take."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    steps = {event["name"]: event for event in events if event.get("name", "").startswith("ProfilerStep#")}
+    before, step = [steps[name] for name in sorted(steps)[:2]]
+    norms = [event["ts"] for event in events if event.get("name") == "norm of the gradient"]
+    begin = max(ts for ts in norms if ts < step["ts"] and ts > before["ts"])
+    named = [
+        (event["name"], (event["ts"] - begin) / 1000, (event["ts"] + event["dur"] - begin) / 1000)
+        for event in events
+        if event.get("cat") == "user_annotation" and event["ts"] >= begin and event["tid"] == step["tid"]
+    ]
+    return sorted(named, key=lambda each: each[1]), (step["ts"] + step["dur"] - begin) / 1000
+
+
+def under_way(ranges: list[tuple[str, float, float]], verb: str) -> list[tuple[str, float, float]]:
+    """(bucket, issued, taken) of each collective: from when it is issued to when its result is waited for no more."""
+    open_since, found = {}, []
+    for name, start, end in ranges:
+        if name.startswith(f"{verb} "):
+            open_since[name.removeprefix(f"{verb} ")] = start
+        bucket = name.removeprefix(f"wait for {verb} ")
+        if name.startswith(f"wait for {verb} ") and bucket in open_since:
+            found.append((bucket, open_since.pop(bucket), end))
+    return found
+
+
+def rows_of(bars: list[tuple[str, float, float]]) -> list[tuple[int, tuple[str, float, float]]]:
+    """Each bar with the first row that is free when it begins."""
+    free, placed = [], []
+    for each in sorted(bars, key=lambda bar: bar[1]):
+        row = next((number for number, end in enumerate(free) if end <= each[1]), len(free))
+        free[row : row + 1] = [each[2]]
+        placed.append((row, each))
+    return placed
+
+
+def compute_of(ranges: list[tuple[str, float, float]], total: float) -> list[tuple[str, str, float, float]]:
+    """(what, colour, from, to) of the main thread: forwards, backwards by the gradients they leave, the two updates."""
+    norms = [start for name, start, _ in ranges if name == "norm of the gradient" and start < total]
+    forwards = [each for each in ranges if each[0].startswith("forward ") and each[1] < total]
+    found = [
+        (
+            "update",
+            "update",
+            norms[0],
+            max(end for name, start, end in ranges if start < forwards[0][1] - 1 and "optim" in name),
+        )
+    ]
+    found += [(name.removeprefix("forward blocks."), block_of(name), start, end) for name, start, end in forwards]
+    moved: dict[str, float] = defaultdict(float)
+    for name, _, end in ranges:
+        if name.startswith("move gradient blocks") and end < total:
+            moved[block_of(name)] = max(moved[block_of(name)], end)
+    start = forwards[-1][2]
+    for block, end in sorted(moved.items(), key=lambda each: each[1]):
+        found.append((block[1:], block, start, end))
+        start = end
+    return [*found, ("update", "update", norms[1], total)]
+
+
+def lanes(trace: Path, top: float, title: str) -> tuple[list[str], float]:
+    """The picture of one step from `top` on, and where it ends."""
+    ranges, total = ranges_of(trace)
+    scale, left = 800 / total, 130
+    parts = [label(16, top + 16, title, "bold")]
+    y = top + 28
+    parts.append(label(left - 8, y + 15, "main thread", "small", "end"))
+    for name, kind, start, end in compute_of(ranges, total):
+        parts.append(box(left + start * scale, y, (end - start) * scale, 22, kind, f"{name}: {end - start:.1f} ms"))
+        if (end - start) * scale > 12 and kind != "update":
+            parts.append(label(left + (start + end) / 2 * scale, y + 15, name, "inside", "middle"))
+    y += 30
+    for verb, name in (("gather", "gathers"), ("reduce", "reductions")):
+        bars = [(bucket, start, min(end, total)) for bucket, start, end in under_way(ranges, verb) if start < total]
+        placed = rows_of(bars)
+        parts.append(label(left - 8, y + 10, name, "small", "end"))
+        for row, (bucket, start, end) in placed:
+            parts.append(
+                box(left + start * scale, y + 9 * row, (end - start) * scale, 7, block_of(bucket), f"{verb} {bucket}")
+            )
+        y += 9 * (1 + max(row for row, _ in placed)) + 9
+    for ms in range(0, int(total) + 1, 100):
+        x = left + ms * scale
+        parts.append(f'<line class="line" x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 4}"/>')
+        parts.append(label(x, y + 16, f"{ms} ms", "small", "middle"))
+    return parts, y + 30
+
+
+def timeline(stage_1: str, stage_3: str) -> str:
+    """A step at stage 1 over one at stage 3."""
+    note = "Numbers and colours are blocks of the model, grey the root. A collective lasts from its issue to its use."
+    first, y = lanes(Path(stage_1), 34, "stage 1: gathers follow the update, the forward takes them")
+    second, y = lanes(Path(stage_3), y, "stage 3: each unit is gathered in the forward, and again in the backward")
+    return svg(960, int(y), "A step at stages 1 and 3", [label(16, 24, note, "small"), *first, *second])
+
+
+# ---- terminal
+
+
+def terminal(output: str) -> str:
+    """The start, the last line of progress and the end of a run."""
+    lines = Path(output).read_text().splitlines()
+    kept: list[str] = []
+    for line in lines:
+        last = line.split("\r")[-1] if "\r" in line else line
+        last = re.sub(r"\x1b\[\?25[lh]|\x1b\[\d*[KA]", "", last.split("\x1b[2K")[-1])
+        kept.append(last)
+    start = kept[: next(number for number, line in enumerate(kept) if "--:--" in line)]
+    progress = [line for line in kept if "tok/s" in line][-1:]
+    saved = [re.sub(r"^\s*", "", line) for line in kept if "saved checkpoints" in line][-1:]
+    table = kept[next(number for number, line in enumerate(kept) if "train loss" in line) :]
+    console = Console(record=True, width=82, file=open("/dev/null", "w"), force_terminal=True)  # noqa: SIM115
+    console.print(Text("$ make train", style="bold"))
+    for line in [*start, *progress, *saved, "", *table[:9]]:
+        console.print(Text.from_ansi(line.rstrip()), overflow="crop", no_wrap=True)
+    return console.export_svg(title="zerotrain", unique_id="zerotrain")
+
+
+PICTURES: dict[str, Any] = {"bars": bars, "timeline": timeline, "terminal": terminal}
+
+if __name__ == "__main__":
+    picture, *arguments = sys.argv[1:]
+    (DOCS / "images" / f"{picture}.svg").write_text(PICTURES[picture](*arguments))

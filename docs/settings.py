@@ -1,0 +1,107 @@
+"""Writes reference/settings.md from the code and conf/: `python docs/settings.py`. A test says when the page is old."""
+
+import ast
+import json
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from zerotrain.config import schema
+from zerotrain.settings import Setting
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = REPOSITORY / "docs/reference/settings.md"
+SWITCHES = {"model": schema.ModelSwitches, "data": schema.DataSwitches}
+"""Settings of open groups that are no arguments of a class."""
+OTHER_YAMLS = ("debug", "experiment", "precision")
+"""Folders of conf/ whose yamls choose no class."""
+HEAD = """# Which settings are there, and what does each mean?
+
+`python docs/settings.py` writes this page from `zerotrain/settings.py`, `zerotrain/config/schema.py` and `conf/`. Do
+not edit it. `python launch.py --cfg job` prints all settings of a run with their values. A setting goes on the command
+line (`zero.stage=3`) or into a yaml. `null` is no value. A setting without an effect in a run gets a warning.
+"""
+
+
+def docstrings_of(path: Path) -> dict[tuple[str, str], str]:
+    """(class, field) -> the string below the field, on one line."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+                found[node.name, field.target.id] = " ".join(str(below.value.value).split())
+    return found
+
+
+def cell(text: str) -> str:
+    """A text that may stand in a table."""
+    return text.replace("|", "\\|")
+
+
+def shown(value: Any) -> str:
+    """A value as on the command line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def rows_of(group: str, config: type, meanings: dict[tuple[str, str], str]) -> list[str]:
+    """A row for each setting of a dataclass and of what it inherits."""
+    rows = []
+    for each in fields(config):
+        found = each.metadata.get("setting")
+        assert isinstance(found, Setting)
+        meaning = next(
+            meanings[base.__name__, each.name] for base in config.__mro__ if (base.__name__, each.name) in meanings
+        )
+        rows.append(
+            f"| `{group}.{each.name}` | `{shown(found.default)}` | {cell(found.rule.allowed)} | {cell(meaning)} |"
+        )
+    return rows
+
+
+def choice(group: str, name: str) -> str:
+    """A row for a yaml of an open group: its first line, and its keys with their comments."""
+    lines = (REPOSITORY / "conf" / group / f"{name}.yaml").read_text().splitlines()
+    meaning = lines[0].removeprefix("# ") if lines[0].startswith("#") else ""
+    keys = []
+    for line in lines:
+        key = re.fullmatch(r"( *)(\w+):(?: ([^#]*[^# ]))?(?: +# (.*))?", line)
+        if key and key[2] not in ("_target_", "_partial_", "defaults"):
+            keys.append(f"`{key[2]}{'=' + key[3] if key[3] else ''}`{': ' + key[4] if key[4] else ''}")
+    return f"| `{group}={name}` | {cell(meaning)} | {cell('; '.join(keys))} |"
+
+
+def groups() -> dict[str, type]:
+    """Each group of a run's config with the dataclass that has its settings."""
+    made = {each.name: each.default_factory for each in fields(schema.Config)}
+    return {
+        name: made_by for name, made_by in made.items() if isinstance(made_by, type) and is_dataclass(made_by)
+    } | SWITCHES
+
+
+def page() -> str:
+    """The page as it should be."""
+    meanings = docstrings_of(REPOSITORY / "zerotrain/settings.py") | docstrings_of(
+        REPOSITORY / "zerotrain/config/schema.py"
+    )
+    parts = [HEAD]
+    for group, config in groups().items():
+        title = re.split(r"\.(?:\s|$)", config.__mro__[-2].__doc__ or "")[0]
+        parts.append(f"## `{group}`\n\n{title}.\n\n| setting | default | it must be | meaning |\n|---|---|---|---|")
+        parts.append("\n".join(rows_of(group, config, meanings)) + "\n")
+    seed = next(each for each in fields(schema.Config) if each.name == "seed").metadata["setting"]
+    parts.append(f"`seed` (default `{seed.default}`, {seed.rule.allowed}): {meanings['Config', 'seed']}\n")
+    parts.append(
+        "## Choices\n\nA choice names a class with `_target_`; its other keys are the arguments, such as `data.path`.\n"
+    )
+    parts.append("| choice | meaning | arguments and defaults |\n|---|---|---|")
+    yamls = sorted(path for path in (REPOSITORY / "conf").glob("*/*.yaml") if path.parent.name not in OTHER_YAMLS)
+    parts.append("\n".join(choice(path.parent.name, path.stem) for path in yamls))
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
