@@ -32,6 +32,10 @@ class TrainingError(ZeroTrainError):
     """Training cannot go on: the numbers, not a setting or a rank, are at fault. Every rank raises it alike."""
 
 
+class CallbackError(ZeroTrainError):
+    """A callback of the user has raised in one of its moments; the cause is its exception."""
+
+
 class CheckpointError(ZeroTrainError):
     """A checkpoint, or weights of another file, are not what was written, do not fit the engine, or could not be saved.
     What was there before, on the disk and in the engine, is as it was. Every rank raises it alike."""

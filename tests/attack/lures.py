@@ -84,8 +84,14 @@ def system(**more: Any) -> dict[str, Any]:
     return {"_target_": "os.system", "command": TOUCH, **more}
 
 
+CALLBACKS = Lure(
+    "callbacks, which a run alone has",
+    changed={"callbacks": {"a": system(), "b": {"_target_": "canary_on_import.B"}}},
+    codes={"generate": 0, "evaluate": 0},
+)
 RUNS = (
     Lure("a command of the shell", model=system()),
+    CALLBACKS,
     Lure("by another module's os", model={**system(), "_target_": "zerotrain.inspect.os.system"}),
     Lure("by posix", model={**system(), "_target_": "posix.system"}),
     Lure("subprocess", model={"_target_": "subprocess.check_call", "args": ["touch", "CANARY"]}),

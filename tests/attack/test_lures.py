@@ -15,6 +15,7 @@ import torch
 from commands import REPOSITORY, TINY
 from lures import (
     ADAPTERS,
+    CALLBACKS,
     CODES,
     DATA,
     EXPORTS,
@@ -228,7 +229,7 @@ def test_a_run_that_goes_on_builds_what_the_user_has_named(run: Path, trial: Tri
     shutil.copytree(run, trial.lure, dirs_exist_ok=True)
     [folder] = (trial.lure / "checkpoints").iterdir()
     manifest = read_manifest(folder)
-    for lure in RUNS[:2]:
+    for lure in (*RUNS[:3], CALLBACKS):
         trial.config(manifest.content["config"], lure)
     manifest.content["extra"]["trainer"] = {"_target_": "os.system", "command": f"touch {trial.canary}"}
     (folder / MANIFEST).write_text(manifest.text())

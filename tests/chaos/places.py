@@ -200,7 +200,7 @@ def _watch_changes_of_the_stage(striker: Striker) -> None:
     before(Builder, "moved", change.bucket)
     before(Handle, "wait", change.wait)
     after(ShardedModel, "_move_to", change.end)
-    after(RunStages, "go_on", change.told)
+    after(RunStages, "after_step", change.told)
 
 
 def _watch_checkpoints(striker: Striker) -> None:

@@ -208,7 +208,7 @@ def _of_evaluation(run: OfRun) -> Config:
         config.model["lora"] = None
     config.zero.stage, config.zero.schedule = stage_at(config.zero.stages, run.step), None
     config.train.virtual_ranks, config.train.gradient_accumulation_steps = None, 1
-    config.offload, config.checkpoint = OffloadConfig(), CheckpointConfig()
+    config.offload, config.checkpoint, config.callbacks = OffloadConfig(), CheckpointConfig(), {}
     config.data = _kept_in_own_cache(config.data)
     config.launch.nproc_per_node, config.launch.max_restarts = 1, 0
     return config

@@ -18,6 +18,7 @@ from zerotrain.config.words import word
 from zerotrain.settings import Setting, settings_in
 
 OPEN_GROUPS = ("model", "data", "optimizer", "scheduler")
+CALLBACKS = "callbacks"
 COLLATE_FN = "data.collate_fn"
 PARTIAL_GROUPS = ("optimizer", "scheduler", COLLATE_FN)
 """What is given more arguments later: the parameters, the step, the items."""
@@ -33,7 +34,7 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
         ConfigError: an interpolation leads nowhere, so that there is no config to check.
     """
     config, problems = to_config(composed)
-    return config, problems + value_problems(config) + class_problems(config)
+    return config, problems + value_problems(config) + class_problems(config) + callback_problems(config)
 
 
 def class_problems(config: Config) -> list[str]:
@@ -48,6 +49,20 @@ def class_problems(config: Config) -> list[str]:
     collate = config.data_switches["collate_fn"]
     if isinstance(collate, dict) and "_target_" in collate:
         problems += _open_group_problems(collate, COLLATE_FN)
+    return problems
+
+
+def callback_problems(config: Config) -> list[str]:
+    """Likewise of the callbacks, which a run alone has."""
+    problems: list[str] = []
+    for name, values in config.callback_targets.items():
+        called = f"{CALLBACKS}.{name}"
+        if not isinstance(values, dict):
+            problems.append(f"{called}: got {word(values)}; it must be a class with its arguments, or null")
+        elif values.get("_partial_"):
+            problems.append(f"{called}._partial_: got {word(values['_partial_'])}; leave it out")
+        else:
+            problems += _open_group_problems(values, called)
     return problems
 
 

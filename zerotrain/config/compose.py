@@ -77,9 +77,12 @@ def save_config(config: Config, path: Path) -> None:
 
 def config_hash(config: Config) -> str:
     """16 hex digits that two runs share where they compute the same: all settings are in it but `launch` and, of
-    `checkpoint`, what is no weight to begin with."""
+    `checkpoint`, what is no weight to begin with. What a run need not have is left out where it has none, so that the
+    hash is that of a zerotrain which did not know of it."""
     values = asdict(config)
     del values["launch"]
+    if not config.callbacks:
+        del values["callbacks"]
     init_from = values.pop("checkpoint")["init_from"]
     values |= {} if init_from is None else {"init_from": init_from}
     # Twice: steps of a schedule are numbers where the run was composed, and texts in ranks that were told it in JSON.

@@ -12,7 +12,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, ValidationError
 
-from zerotrain.config.checks import OPEN_GROUPS, checked_config, must_be
+from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config, must_be
 from zerotrain.config.compose import first_line, known_keys
 from zerotrain.config.places import find_yaml, holds_no_settings, place_of, syntax_problem
 from zerotrain.config.suggest import did_you_mean
@@ -100,9 +100,10 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
         outer = override.partition("=")[0]
         if must_be(outer, got) is not None:  # a dict, which Hydra merges into one that is there, but for new names
             return f"{outer}: has a value already that is to be merged with; {outer}=null before it takes that away"
-        may_be_added = key.startswith(OPEN_GROUPS) and (is_inner or key.count(".") > 1)
+        may_be_added = key.startswith((*OPEN_GROUPS, CALLBACKS)) and (is_inner or key.count(".") > 1)
         adding = f"; +{key}=... adds it" if may_be_added else ""
-        return f"{key}: there is no such setting{did_you_mean(key, known) or adding}"
+        meant = "" if key.startswith(f"{CALLBACKS}.") else did_you_mean(key, known)  # whose names are the user's own
+        return f"{key}: there is no such setting{meant or adding}"
     if "An item is already at" in str(error) or "Multiple values for" in str(error):
         return f"{override}: {key} has a value already; leave out the +"
     if override.startswith("~") and key in known:

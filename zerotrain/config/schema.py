@@ -218,7 +218,7 @@ class LaunchConfig:
 @dataclass
 class Config:
     """One run. The open groups (model, data, optimizer, scheduler) name a class or function with `_target_`;
-    their other keys are its arguments."""
+    their other keys are its arguments. So does each entry of `callbacks`."""
 
     seed: int = setting(0, Rule("between 0 and 2**63 - 1", lambda seed: 0 <= seed < 2**63))
     """Seeds the initial weights, the order of the data and dropout."""
@@ -235,9 +235,16 @@ class Config:
     """An element-wise torch.optim.Optimizer with `_partial_: true`."""
     scheduler: dict[str, Any] = field(default_factory=dict)
     """A function (step, max_steps, ...) -> factor on the learning rate, with `_partial_: true`."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """Each a `zerotrain.training.Callback` by a name of the user's, called in this order; null for none."""
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    @property
+    def callback_targets(self) -> dict[str, Any]:
+        """The callbacks that there are, by name."""
+        return {name: values for name, values in self.callbacks.items() if values is not None}
 
     @property
     def model_target(self) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
 from zerotrain.settings import EngineConfig, OffloadConfig
-from zerotrain.training import Trainer
+from zerotrain.training import Callback, Trainer
+from zerotrain.training.callback import require_callbacks
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 from zerotrain.training.figures.flops import ModelFlops, count_flops
 from zerotrain.training.figures.metrics import device_peak_flops
@@ -101,6 +102,7 @@ def _trainer(config: Config, world: World, run_dir: Path, stage: int, **told: An
         num_workers=config.data_switches["num_workers"],
         collate_fn=build_collate(config),
         settings=_settings(config, world.size * len(engine.virtual_ranks)),
+        callbacks=build_callbacks(config),
         **told,
         **loop,
     )
@@ -160,6 +162,8 @@ def _policy(config: Config, resume_from: Sequence[str]) -> CheckpointPolicy:
 def _settings(config: Config, virtual_ranks: int) -> dict[str, Any]:
     """What a checkpoint notes of the settings: all, and what null came to where the bits depend on it."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(config)))  # steps of zero.schedule become texts
+    if not config.callbacks:  # a zerotrain that does not know of them reads this too
+        del values["callbacks"]
     values["train"]["virtual_ranks"] = virtual_ranks
     values["launch"]["threads_per_rank"] = torch.get_num_threads()
     return values
@@ -176,6 +180,13 @@ def build_data(config: Config) -> Any:
     `build`."""
     with seeded("data", config.seed):
         return build("data", config.data_target)
+
+
+def build_callbacks(config: Config) -> dict[str, Callback]:
+    """The user's callbacks by name. Raises as `build`, and where one is none."""
+    built = {name: build(f"callbacks.{name}", values) for name, values in config.callback_targets.items()}
+    require_callbacks(built)
+    return built
 
 
 def build(group: str, values: dict[str, Any]) -> Any:

@@ -1,8 +1,10 @@
 """The training loop around an engine: schedule, metrics, evaluation, progress, report."""
 
+from zerotrain.training.callback import Callback, Run
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.figures.sinks import MetricSink
+from zerotrain.training.request import Request
 from zerotrain.training.schedule import constant, warmup_cosine
 from zerotrain.training.trainer import Trainer
 
-__all__ = ["MetricSink", "RunResult", "Trainer", "constant", "warmup_cosine"]
+__all__ = ["Callback", "MetricSink", "Request", "Run", "RunResult", "Trainer", "constant", "warmup_cosine"]

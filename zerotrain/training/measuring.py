@@ -1,14 +1,14 @@
 """What a run measures of itself: a step, its speed so far, and at its end the bytes of each rank."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from zerotrain.comm.ranks.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
+from zerotrain.training.callback import Callback, Run
+from zerotrain.training.callbacks.stages import RunStages
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.figures.flops import ModelFlops
 from zerotrain.training.figures.metrics import StepClock
@@ -19,8 +19,8 @@ DATA_WAIT_SHOWN = 0.05
 """Share of the steps' time that a run may wait for its data without a word."""
 
 
-class Measuring:
-    """Fills in the result of a run. The speed of a step is taken over `log_every` steps."""
+class Measuring(Callback):
+    """Logs steps, and fills in the result of a run. The speed of a step is taken over `log_every` steps."""
 
     def __init__(
         self,
@@ -28,15 +28,53 @@ class Measuring:
         world: World,
         feed: TrainingFeed,
         result: RunResult,
+        clock: StepClock,
+        stages: RunStages,
         *,
         model_flops: ModelFlops | None,
         log_every: int,
     ) -> None:
         self._engine, self._world, self._feed, self._result = engine, world, feed, result
+        self._clock, self._stages = clock, stages
         self._model_flops, self._log_every = model_flops, log_every
-        self.clock = StepClock()
+        self._usages: list[RankUsage] = []
+        """Of all ranks at the end."""
 
-    def of_step(self, outcome: TrainStepResult) -> dict[str, Any]:
+    def after_step(self, run: Run, outcome: TrainStepResult) -> None:
+        """See `Callback.after_step`."""
+        if run.is_due(self._log_every) or run.step == 1:
+            run.log(self._of_step(outcome))
+
+    def end(self, run: Run) -> None:
+        """Note the speed and, after the last step, what is known then only: the weights, and what the ranks hold."""
+        if not run.stopped_by:
+            self._usages = self._stages.note_usage()
+            usage = self._usages[self._world.rank]
+            self._result.weights_sha256 = self._engine.weights_sha256()
+            self._result.comm_bytes_per_step = {"sent": usage.sent_nbytes, "theory": usage.theory_sent_nbytes}
+            self._result.memory_bytes = self._engine.memory_bytes() | {"peak": usage.peak_nbytes}
+        self._note_speed()
+
+    def failure(self, run: Run, error: BaseException) -> None:
+        """See `Callback.failure`."""
+        self._note_speed()
+
+    def completed(self, run: Run) -> None:
+        """Print what came of the run."""
+        print_report(run.console, result=self._result, usages=self._usages, device=self._world.device)
+        if (share := self._clock.data_wait_share()) > DATA_WAIT_SHOWN:
+            said = f"waited for data {share:.0%} of the time: {self._feed.advice_on_waiting()}"
+            run.console.print(said, highlight=False, markup=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"clock": self._clock.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        self._clock.load_state_dict(state["clock"])
+
+    def _of_step(self, outcome: TrainStepResult) -> dict[str, Any]:
         """What a step of training came to, for the sinks. Collective."""
         loss, wait_ms = self._over_ranks(outcome.loss)
         self._result.final_train_loss = loss
@@ -47,42 +85,26 @@ class Measuring:
             "grad_norm_clipped": outcome.grad_norm * outcome.clip_coefficient,
             "skipped_steps": self._result.skipped_steps,
             "loss_scale": outcome.loss_scale,
-            "tokens_per_s": self.clock.tokens_per_s(last_steps=self._log_every),
-            "step_ms_median": self.clock.step_ms_median(last_steps=self._log_every),
+            "tokens_per_s": self._clock.tokens_per_s(last_steps=self._log_every),
+            "step_ms_median": self._clock.step_ms_median(last_steps=self._log_every),
             "mfu": self._utilization(last_steps=self._log_every),
             "data_wait_ms": wait_ms,
             "epoch": self._feed.epoch,
             "tokens": self._feed.num_tokens,
         }
 
-    def of_speed(self) -> None:
+    def _note_speed(self) -> None:
         """The speed of the run, however it has ended."""
-        self._result.tokens_per_s = self.clock.tokens_per_s()
-        self._result.step_ms_median = self.clock.step_ms_median()
+        self._result.tokens_per_s = self._clock.tokens_per_s()
+        self._result.step_ms_median = self._clock.step_ms_median()
         self._result.mfu = self._utilization()
-        self._result.data_wait_ms = self.clock.data_wait_ms()
-        self._result.train_s = self.clock.train_s
-
-    def of_ranks(self, usages: list[RankUsage]) -> list[RankUsage]:
-        """Note what is known at the end only: the weights, and of this rank what it holds and sends. Returns the usages
-        of all ranks that it was given. Collective."""
-        usage = usages[self._world.rank]
-        self._result.weights_sha256 = self._engine.weights_sha256()
-        self._result.comm_bytes_per_step = {"sent": usage.sent_nbytes, "theory": usage.theory_sent_nbytes}
-        self._result.memory_bytes = self._engine.memory_bytes() | {"peak": usage.peak_nbytes}
-        return usages
-
-    def report(self, console: Console, usages: Sequence[RankUsage]) -> None:
-        """Print what came of the run."""
-        print_report(console, result=self._result, usages=usages, device=self._world.device)
-        if (share := self.clock.data_wait_share()) > DATA_WAIT_SHOWN:
-            said = f"waited for data {share:.0%} of the time: {self._feed.advice_on_waiting()}"
-            console.print(said, highlight=False, markup=False)
+        self._result.data_wait_ms = self._clock.data_wait_ms()
+        self._result.train_s = self._clock.train_s
 
     def _over_ranks(self, loss: torch.Tensor) -> tuple[float, float]:
         """(mean loss, milliseconds that the last steps waited for their data on the rank that waited longest)."""
         waits = loss.new_zeros(self._world.size, dtype=torch.float64)
-        waits[self._world.rank] = self.clock.data_wait_ms(last_steps=self._log_every)
+        waits[self._world.rank] = self._clock.data_wait_ms(last_steps=self._log_every)
         total, *waits_ms = self._world.sum(torch.cat([loss.double().view(1), waits])).tolist()
         return total / self._world.size, max(waits_ms)
 
@@ -91,4 +113,4 @@ class Measuring:
         if self._model_flops is None:
             return None
         per_step = self._feed.sampler.global_batch_size
-        return self._model_flops.utilization(per_step * self.clock.steps_per_s(last_steps))
+        return self._model_flops.utilization(per_step * self._clock.steps_per_s(last_steps))

@@ -10,9 +10,31 @@ from rich.text import Text
 from zerotrain.data.reading.batches import GlobalBatchSampler
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.training.callback import Callback, Run
+from zerotrain.training.callbacks.stages import RunStages
 from zerotrain.training.figures.report import UNITS, in_unit
 
 INDENT = 8
+
+
+class ShowStart(Callback):
+    """Prints the lines of a start, once the stage is known."""
+
+    ranks = "first"
+
+    def __init__(self, stages: RunStages, sampler: GlobalBatchSampler) -> None:
+        self._stages, self._sampler = stages, sampler
+
+    def start(self, run: Run) -> None:
+        """See `Callback.start`."""
+        print_start(
+            run.console,
+            engine=run.engine,
+            dataset=run.dataset,
+            sampler=self._sampler,
+            plan_name=self._stages.named(run.step),
+            num_steps=run.max_steps - run.step,
+        )
 
 
 def print_start(

@@ -151,12 +151,12 @@ FAULTS = {
     ),
     "refused-run-sets-aside": Fault(
         "training/trainer.py",
-        "                self.feed.agree(self.data_state, self.data_checked)\n"
-        "                if resumed is not None and self.world.rank == 0:\n"
-        "                    self._take_over(resumed)\n",
-        "                if resumed is not None and self.world.rank == 0:\n"
-        "                    self._take_over(resumed)\n"
-        "                self.feed.agree(self.data_state, self.data_checked)\n",
+        "        self.feed.agree(self.data_state, self.data_checked)\n"
+        "        if resumed is not None and self.world.rank == 0:\n"
+        "            self._take_over(resumed)\n",
+        "        if resumed is not None and self.world.rank == 0:\n"
+        "            self._take_over(resumed)\n"
+        "        self.feed.agree(self.data_state, self.data_checked)\n",
         "a run that is refused for its data has set checkpoints aside and cut metrics.jsonl",
         OF_CHECKPOINTS,
     ),

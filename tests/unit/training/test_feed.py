@@ -165,7 +165,7 @@ def test_a_run_that_waits_for_its_rows_says_so_with_what_helps(make_trainer, dat
 def test_a_run_that_does_not_wait_does_not_speak_of_it(make_trainer, dataset, screen):
     trainer = make_trainer(max_steps=8)
     trainer.run()
-    share = trainer.measuring.clock.data_wait_share()
+    share = trainer.clock.data_wait_share()
     assert ("waited for data" in screen.getvalue()) == (share > 0.05)
     assert 0 <= share < 1
 

@@ -11,7 +11,7 @@ from zerotrain import PrecisionConfig, TrainingError, build_engine
 from zerotrain.data import GlobalBatchSampler, SyntheticTokens, TextDataset
 from zerotrain.data.reading.fetch import RowError
 from zerotrain.models import GPT
-from zerotrain.training import warmup_cosine
+from zerotrain.training import Callback, warmup_cosine
 from zerotrain.training.callbacks import stop
 
 
@@ -356,9 +356,11 @@ def test_a_run_that_is_told_to_stop_ends_the_step_and_says_so_in_its_result(make
 
 
 def test_a_run_told_to_stop_in_its_first_evaluation_ends_after_its_first_step(make_trainer, dataset, tmp_path):
-    trainer = make_trainer(dataset=dataset, eval_every=1)
-    evaluate, trainer._evaluate = trainer._evaluate, lambda: os.kill(os.getpid(), signal.SIGTERM) or evaluate()
-    trainer.run()
+    class StopInEvaluation(Callback):
+        def after_evaluation(self, run, metrics):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    make_trainer(dataset=dataset, eval_every=1, callbacks={"stop": StopInEvaluation()}).run()
     assert (read_result(tmp_path)["status"], read_result(tmp_path)["steps"]) == ("stopped", 1)
 
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
-from zerotrain.config.checks import OPEN_GROUPS, checked_config, doubtful, without_effect
+from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config, doubtful, without_effect
 from zerotrain.config.compose import first_line
 from zerotrain.config.places import with_place
 from zerotrain.config.schema import Config
@@ -241,7 +241,7 @@ def _checked(
     except ConfigError as error:
         problems += error.problems
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
-    if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, "launch")) for problem in problems):
+    if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, CALLBACKS, "launch")) for problem in problems):
         try:
             data_checked = preflight.check(config, num_local, num_ranks, manifest, run_dir)
         except ConfigError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from zerotrain.comm.accounts.shortage import shortage
-from zerotrain.errors import CommError, ConfigError, DisagreementError, ZeroTrainError
+from zerotrain.errors import CallbackError, CommError, ConfigError, DisagreementError, ZeroTrainError
 from zerotrain.files.printable import printable
 from zerotrain.files.untrusted import Each, Natural, read_json, require_schema
 from zerotrain.files.whole import whole
@@ -231,6 +231,8 @@ def _comes_from_peers(error: BaseException) -> bool:
         return False
     if isinstance(error, CommError):
         return not error.is_own
+    if isinstance(error, CallbackError) and error.__cause__ is not None:
+        return _comes_from_peers(error.__cause__)
     if isinstance(error, dist.DistError):
         return True
     # Gloo has no class of its own for what it raises.

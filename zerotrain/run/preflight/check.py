@@ -31,7 +31,15 @@ from zerotrain.engine.precision.policy import precision_named
 from zerotrain.engine.state.sources.files import weight_misfits
 from zerotrain.engine.state.sources.fit import model_misfits
 from zerotrain.errors import ConfigError
-from zerotrain.run.factory import TOO_LARGE_A_TENSOR, build, build_on_meta, ended_in, in_group, try_schedule
+from zerotrain.run.factory import (
+    TOO_LARGE_A_TENSOR,
+    build,
+    build_callbacks,
+    build_on_meta,
+    ended_in,
+    in_group,
+    try_schedule,
+)
 from zerotrain.run.preflight.data import dataset_of, first_batches_of, require_enough, require_fit
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
 from zerotrain.run.preflight.room import Ranks, require_room
@@ -92,6 +100,7 @@ def check(
         stages = _stages_to_come(goes_on_from, config)
         attempt("model", lambda config: require_memory(config, sized, factory, batches[0][0], ranks, room, stages))
     attempt("scheduler", _naming_the_argument("scheduler", try_schedule))
+    attempt("callbacks", build_callbacks)
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
     return fingerprint or {}

@@ -25,12 +25,14 @@ from zerotrain.comm.ranks.world import World
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.hyperparameters import OF_THIS_MACHINE, Hyperparameters, restored, saved_group
 from zerotrain.engine.options import dotted
+from zerotrain.engine.results import TrainStepResult
 from zerotrain.engine.state.saving.under_way import SaveUnderWay
-from zerotrain.errors import CheckpointError
+from zerotrain.errors import CheckpointError, TrainingError
+from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.run_state import require_run_state
-from zerotrain.training.callbacks.stop import SAVE
 from zerotrain.training.figures.report import in_unit, say
 from zerotrain.training.figures.result import RunResult
+from zerotrain.training.request import Request
 from zerotrain.training.sameness.generators import generator_states, restore_generators
 
 OF_TRAINER = "trainer"
@@ -70,10 +72,10 @@ class Resumed:
     path: Path
     step: int
     state: dict[str, Any]
-    """What the run that saved it gave to `RunCheckpoints.save`."""
+    """What `Run.state` gave in the run that saved it."""
 
 
-class RunCheckpoints:
+class RunCheckpoints(Callback):
     """The checkpoints of one run. All ranks have one, and call the same.
 
     Args:
@@ -153,31 +155,48 @@ class RunCheckpoints:
                 told = [json.dumps(each.get(name)) for each in (was, now)]
                 yield f"  {name}: {told[0]} until now, {told[1]} from here on"
 
-    def ask(self) -> int:
-        """What this rank tells the others with the next step."""
+    def ask(self, run: Run) -> Request:
+        """See `Callback.ask`."""
         every_s = self._policy.every_s
         is_due = every_s is not None and time.monotonic() - self._begun_s >= every_s
-        return SAVE if self._world.rank == 0 and is_due else 0
+        return Request(save=self._world.rank == 0 and is_due)
 
-    def is_due(self, step: int, signals: Sequence[int]) -> bool:
-        """Whether all ranks save after this step."""
+    def after_step(self, run: Run, outcome: TrainStepResult) -> None:
+        """Say what has come of a save beside this step, if that has ended, and save where it is due."""
+        self._step_times_s[self._under_way is not None].append(run.clock.last_s)
+        if self._under_way is not None and self._under_way.is_done:
+            self._settle(run)
         every = self._policy.every_steps
-        return any(signal & SAVE for signal in signals) or (every is not None and step % every == 0)
+        if run.asked.save or (every is not None and run.step % every == 0) or run.stopped_by:
+            self._save(run, wait=bool(run.stopped_by))
 
-    def save(self, step: int, run_state: dict[str, Any], *, wait: bool = False) -> None:
+    def end(self, run: Run) -> None:
+        """Save after the last step, if the policy says so, and wait for what is under way."""
+        if self._policy.at_end and not run.stopped_by:
+            self._save(run, wait=True)
+        self._finish(run)
+        if self._failures:
+            run.failed_saves = CheckpointError("\n".join(self._failures))
+
+    def failure(self, run: Run, error: BaseException) -> None:
+        """Wait for what is under way, if all ranks do."""
+        if isinstance(error, TrainingError):  # of all ranks alike
+            self._finish(run)
+        self._note_in(run.result)
+
+    def _save(self, run: Run, *, wait: bool) -> None:
         """Begin to save what is trained now, and return: the rest comes beside the training. Collective.
 
         Args:
-            run_state: what `resume` is to return.
             wait: until it is on the disk, or has failed.
         """
-        self._settle()
-        path = self._folder / step_name(step)
+        self._settle(run)
+        path = self._folder / step_name(run.step)
         if self.newest == path:
             return
         self._begun_s = time.monotonic()
         # What is measured differs by rank; that of rank 0 is the run's.
-        mine = {OF_TRAINER: {"run": run_state, "built_groups": self._built_groups}} if self._world.rank == 0 else None
+        mine = {OF_TRAINER: {"run": run.state(), "built_groups": self._built_groups}} if self._world.rank == 0 else None
         [extra, *_] = self._engine.collectives.gather_objects(mine, name="what a checkpoint holds beside")
         own = generator_states(self._engine.module)
         try:
@@ -186,20 +205,9 @@ class RunCheckpoints:
             self._note_failure(path, error)
             return
         if wait or not self._policy.asynchronous:
-            self._settle(waited=True)
+            self._settle(run, waited=True)
 
-    def save_at_end(self, step: int, run_state: dict[str, Any]) -> None:
-        """Save when the last step is done, if the policy says so. Collective."""
-        if self._policy.at_end:
-            self.save(step, run_state, wait=True)
-
-    def look(self, step_s: float) -> None:
-        """A step has taken so many seconds: say what has come of a save beside it, if that has ended."""
-        self._step_times_s[self._under_way is not None].append(step_s)
-        if self._under_way is not None and self._under_way.is_done:
-            self._settle()
-
-    def note_in(self, result: RunResult) -> None:
+    def _note_in(self, result: RunResult) -> None:
         """Say which checkpoint is the newest, and what saves have cost."""
         result.checkpoint = None if self.newest is None else str(self.newest)
         result.save_pause_ms, result.save_step_ratio = self.costs()
@@ -211,16 +219,16 @@ class RunCheckpoints:
         beside, others = self._step_times_s[True], self._step_times_s[False]
         return pause_ms, statistics.median(beside) / statistics.median(others) if beside and others else None
 
-    def finish(self) -> CheckpointError | None:
-        """Wait for what is under way. What went wrong in the saves of this run, though the training went on."""
-        self._settle()
+    def _finish(self, run: Run) -> None:
+        """Wait for what is under way, and note what the saves of this run came to."""
+        self._settle(run)
         self._await_removal()
         _, ratio = self.costs()
         if ratio is not None:
             self._say(f"a step beside a save took {ratio:.2f} of the time of the others, by their medians")
-        return CheckpointError("\n".join(self._failures)) if self._failures else None
+        self._note_in(run.result)
 
-    def _settle(self, *, waited: bool = False) -> None:
+    def _settle(self, run: Run, *, waited: bool = False) -> None:
         """Wait for the save that is under way, and say what came of it. Older checkpoints go then, and not before.
         Nothing was trained beside a save that is `waited` for."""
         saving, self._under_way = self._under_way, None
@@ -239,6 +247,7 @@ class RunCheckpoints:
             self._await_removal()
             self._removal = threading.Thread(target=self._remove_old, name="remove-checkpoints", daemon=True)
             self._removal.start()
+        run.callbacks.call("after_save", run, self.newest)
 
     def _note_failure(self, path: Path, error: CheckpointError) -> None:
         self._failures.append(f"{path.name} was not saved: {error}")

@@ -9,7 +9,6 @@ What was done, or why not, replaces what was asked: `answer: ...`. So nothing is
 whoever writes it meanwhile, the run neither waits nor ends.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,15 @@ from rich.console import Console
 
 from zerotrain.checkpoint.kept import step_name
 from zerotrain.comm.ranks.world import World
+from zerotrain.engine.results import TrainStepResult
 from zerotrain.files.printable import printable
 from zerotrain.files.untrusted import UntrustedFileError, read_regular, shown
 from zerotrain.files.whole import whole
-from zerotrain.training.callbacks.stop import SAVE, STOP
+from zerotrain.training.callback import Callback, Run
 from zerotrain.training.figures.report import say
+from zerotrain.training.request import ASKED, Request
 
-CONTROL_NAME = "control.yaml"
-ONE_STAGE = SAVE << 1
-"""As many of these as the stage that is asked for, and one more, are in the number of rank 0."""
+CONTROL_NAME = ASKED
 REQUESTS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "stage": ("0, 1, 2 or 3", (0, 1, 2, 3)),
     "save": ("now", ("now", True)),
@@ -38,13 +37,7 @@ MAX_PROBLEMS = 10
 """That are told of one file."""
 
 
-def stage_asked(signals: Sequence[int]) -> int | None:
-    """The stage that rank 0 has asked for in a step; None where it has not."""
-    number = signals[0] % STOP // ONE_STAGE
-    return number - 1 if number else None
-
-
-class Control:
+class Control(Callback):
     """One run's file. All ranks have one, and call the same; rank 0 alone reads and writes."""
 
     def __init__(self, path: Path, world: World, console: Console) -> None:
@@ -54,16 +47,23 @@ class Control:
         self._asked: dict[str, Any] = {}
         self._problems: list[str] = []
 
-    def ask(self) -> int:
-        """What rank 0 tells the others with the next step: SAVE, STOP, a stage. A look costs some microseconds."""
+    def ask(self, run: Run) -> Request:
+        """See `Callback.ask`."""
+        return self.look()
+
+    def after_step(self, run: Run, outcome: TrainStepResult) -> None:
+        """See `Callback.after_step`."""
+        self.answer(run.step)
+
+    def look(self) -> Request:
+        """What the file asks for, on rank 0. A look costs some microseconds."""
         if self._world.rank > 0 or (now := self._state()) is None or now == self._seen:
-            return 0
+            return Request()
         asked, problems = _requests(self._path)
         if self._state() != now:  # it is being written, or it is gone: the next look sees it whole
-            return 0
+            return Request()
         self._seen, self._asked, self._problems = now, asked, problems
-        number = (self._asked["stage"] + 1) * ONE_STAGE if "stage" in self._asked else 0
-        return number + SAVE * ("save" in self._asked) + STOP * ("stop" in self._asked)
+        return Request(stage=asked.get("stage"), save="save" in asked, stop="stop" in asked and CONTROL_NAME)
 
     def answer(self, step: int) -> None:
         """What was asked for with this step, counted from 1, is done: say so, in the log and in the file."""

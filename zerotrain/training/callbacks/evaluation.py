@@ -15,23 +15,63 @@ from zerotrain.data.reading.inputs import as_inputs, num_labels, to_device, toke
 from zerotrain.data.reading.items import source_name
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.results import TrainStepResult
 from zerotrain.engine.update.leaves import call_model
+from zerotrain.training.callback import Callback, Run
 
 ROWS_PER_EVAL_BATCH = 8
 """What `train.eval_batches` counts. A number, not the batch of training: what is validated must not depend on ranks."""
 
 
-class RunEvaluation:
+class RunEvaluation(Callback):
     """The evaluations of one run: the same sequences each time. Warns once of a loss that is no number.
 
     Args:
         num_batches: of `ROWS_PER_EVAL_BATCH` sequences.
+        every: steps between two in training, with one before the first step; 0: after the last step alone.
+        evaluated_at: steps done when the model was evaluated last; None: never.
         arguments: for `evaluate_sources`.
     """
 
-    def __init__(self, console: Console, *, num_batches: int, **arguments: Any) -> None:
+    def __init__(
+        self,
+        console: Console,
+        *,
+        num_batches: int,
+        every: int = 0,
+        evaluated_at: int | None = None,
+        **arguments: Any,
+    ) -> None:
         self._console, self._warned = console, False
+        self._every, self._evaluated_at = every, evaluated_at
         self._evaluate = partial(evaluate_sources, num_sequences=num_batches * ROWS_PER_EVAL_BATCH, **arguments)
+
+    def start(self, run: Run) -> None:
+        """Evaluate where it is due before the next step: the first of all, or one that a stop came before."""
+        is_owed = run.is_due(self._every) and self._evaluated_at != run.step
+        if is_owed if run.step else self._every > 0:
+            self._evaluate_in(run)
+
+    def after_step(self, run: Run, outcome: TrainStepResult) -> None:
+        """See `Callback.after_step`."""
+        if run.is_due(self._every) and not run.stopped_by:
+            self._evaluate_in(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"evaluated_at": self._evaluated_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        self._evaluated_at = state["evaluated_at"]
+
+    def _evaluate_in(self, run: Run) -> None:
+        loss, by_source = self.after(run.step)
+        run.result.final_val_loss, run.result.val_loss_by_source = loss, by_source or None
+        self._evaluated_at = run.step
+        metrics = {"val_loss": loss} | {f"val_loss/{name}": value for name, value in by_source.items()}
+        run.log(metrics)
+        run.callbacks.call("after_evaluation", run, metrics)
 
     def after(self, step: int) -> tuple[float, dict[str, float]]:
         """(loss, loss of each source) after so many steps, as of `evaluate_sources`. Collective."""

@@ -1,53 +1,63 @@
 """What a run records of its first steps: a chrome trace of its operations, and a snapshot of the GPU's memory."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 import torch
-from rich.console import Console
 
-from zerotrain.comm.ranks.world import World
 from zerotrain.device.device import Device, MemoryHistory
 from zerotrain.device.kinds import device_of
+from zerotrain.engine.results import TrainStepResult
+from zerotrain.training.callback import Callback, Run
 
 NUM_TRACED_STEPS = 3
 NUM_STEPS_BEFORE = 3
 """Steps before the traced ones, which allocate and compile."""
 
 
-@contextmanager
-def recorded_steps(
-    folder: Path, world: World, *, max_steps: int, trace: bool, memory: bool, console: Console
-) -> Iterator[Callable[[], None]]:
-    """Record the steps of training made within; yields what is to be called after each.
+class Recording(Callback):
+    """Records the first steps in `profile` of the run's folder: `rank<r>.json` and `memory_rank<r>.pickle`.
 
     Args:
-        folder: `rank<r>.json` and `memory_rank<r>.pickle` are written there. Made where something is recorded.
-        max_steps: steps of the run. One that is too short to leave its first steps out is traced from the first on.
-        trace: record operations and named ranges, for chrome://tracing or Perfetto.
+        trace: record operations and named ranges, for chrome://tracing or Perfetto. A run that is too short to leave
+            its first steps out is traced from the first on.
         memory: record allocations, for pytorch.org/memory_viz; there are none to record on the CPU.
-        console: told so.
     """
-    rank, device = world.rank, device_of(world.device)
-    history = device.memory_history() if memory else None
-    if memory and history is None:
-        console.print("warning: train.memory_snapshot=true has no effect on the CPU", highlight=False)
-    recorders: list[torch.profiler.profile | _Allocations] = []
-    with ExitStack() as stack:
-        if trace and max_steps > 0:
+
+    def __init__(self, *, trace: bool, memory: bool) -> None:
+        self._trace, self._memory = trace, memory
+        self._stack = ExitStack()
+        self._recorders: list[torch.profiler.profile | _Allocations] = []
+
+    def start(self, run: Run) -> None:
+        """See `Callback.start`."""
+        rank, device, folder = run.world.rank, device_of(run.world.device), run.folder / "profile"
+        num_steps = run.max_steps - run.step
+        history = device.memory_history() if self._memory else None
+        if self._memory and history is None:
+            run.console.print("warning: train.memory_snapshot=true has no effect on the CPU", highlight=False)
+        if self._trace and num_steps > 0:
             folder.mkdir(exist_ok=True)
-            recorders.append(stack.enter_context(_profiler(folder / f"rank{rank}.json", device, max_steps)))
+            profiler = _profiler(folder / f"rank{rank}.json", device, num_steps)
+            self._recorders.append(self._stack.enter_context(profiler))
         if history is not None:
             folder.mkdir(exist_ok=True)
-            recorders.append(stack.enter_context(_Allocations(history, folder / f"memory_rank{rank}.pickle")))
+            allocations = _Allocations(history, folder / f"memory_rank{rank}.pickle")
+            self._recorders.append(self._stack.enter_context(allocations))
 
-        def step_done() -> None:
-            for recorder in recorders:
-                recorder.step()
+    def after_step(self, run: Run, outcome: TrainStepResult) -> None:
+        """See `Callback.after_step`."""
+        for recorder in self._recorders:
+            recorder.step()
 
-        yield step_done
+    def end(self, run: Run) -> None:
+        """See `Callback.end`."""
+        self._stack.close()
+
+    def failure(self, run: Run, error: BaseException) -> None:
+        """See `Callback.failure`."""
+        self._stack.close()
 
 
 def _profiler(path: Path, device: Device, max_steps: int) -> torch.profiler.profile:

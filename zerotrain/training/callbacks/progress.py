@@ -6,11 +6,46 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from zerotrain.engine.results import TrainStepResult
+from zerotrain.training.callback import Callback, Run
+
 MAX_PLAIN_LINES = 10
 
 
+class ShowProgress(Callback):
+    """A display on rank 0 from the start of a run to its end."""
+
+    ranks = "first"
+
+    def __init__(self) -> None:
+        self._display: ProgressDisplay | None = None
+
+    def start(self, run: Run) -> None:
+        """See `Callback.start`."""
+        self._display = ProgressDisplay(console=run.console, max_steps=run.max_steps, first_step=run.step)
+
+    def after_step(self, run: Run, outcome: TrainStepResult) -> None:
+        """See `Callback.after_step`."""
+        if self._display is not None:
+            self._display.advance()
+
+    def log(self, run: Run, metrics: dict[str, Any]) -> None:
+        """See `Callback.log`."""
+        if self._display is not None:
+            self._display.log(metrics, run.step)
+
+    def end(self, run: Run) -> None:
+        """See `Callback.end`."""
+        if self._display is not None:
+            self._display.close()
+
+    def failure(self, run: Run, error: BaseException) -> None:
+        """See `Callback.failure`."""
+        self.end(run)
+
+
 class ProgressDisplay:
-    """Shows on a console how far training is, and as a `MetricSink` what was measured. Print through `console` until
+    """Shows on a console how far training is, and what was measured. Print through `console` until
     it is closed; a quiet one shows nothing."""
 
     def __init__(self, *, console: Console, max_steps: int, first_step: int = 0) -> None:
@@ -49,7 +84,7 @@ class ProgressDisplay:
             self._console.print(f"step {step}/{self._max_steps}  {description}", soft_wrap=True, highlight=False)
 
     def close(self) -> None:
-        """See `MetricSink.close`."""
+        """The run is over, however it ended."""
         self._bar.stop()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.errors import CheckpointError
-from zerotrain.files.untrusted import Natural, Optional, UntrustedFileError, require_schema
+from zerotrain.files.untrusted import Each, Natural, Optional, UntrustedFileError, require_schema
 from zerotrain.training.figures.metrics import EARLIER
 
 _LOSS = Optional((float, None))
@@ -32,6 +32,7 @@ _RESULT = {
 _STATE = {
     "data": dict, "skipped_steps": Natural(), "evaluated_at": (int, None), "result": _RESULT,
     "clock": dict.fromkeys(EARLIER, float), "sinks": [(dict, None)], "asked_stages": AskedStages(),
+    "callbacks": Optional(Each(dict)),
 }  # fmt: skip
 
 

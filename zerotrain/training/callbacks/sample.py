@@ -8,9 +8,22 @@ from zerotrain.data.reading.items import ids_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import CommError
 from zerotrain.files.printable import printable
+from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.generate import generate
 
 NUM_PROMPT_TOKENS = 32
+
+
+class Sample(Callback):
+    """Shows a sample when the last step is done."""
+
+    def __init__(self, *, num_tokens: int, seed: int) -> None:
+        self._num_tokens, self._seed = num_tokens, seed
+
+    def end(self, run: Run) -> None:
+        """See `Callback.end`."""
+        if not run.stopped_by:
+            show_sample(run.console, run.engine, run.dataset, num_tokens=self._num_tokens, seed=self._seed)
 
 
 def show_sample(console: Console, engine: ZeroEngine, dataset: Any, *, num_tokens: int, seed: int) -> None:

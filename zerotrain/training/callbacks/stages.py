@@ -1,6 +1,6 @@
 """The stage of a run, which may change between two steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -9,7 +9,8 @@ from rich.console import Console
 from zerotrain.checkpoint.manifest import Manifest
 from zerotrain.comm.ranks.world import World
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.engine.results import StageSwitch
+from zerotrain.engine.results import StageSwitch, TrainStepResult
+from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER
 from zerotrain.training.callbacks.run_state import AskedStages
 from zerotrain.training.figures.report import RankUsage, gather_usages, in_unit, measure_usage, say
@@ -47,7 +48,7 @@ def _with_asked(schedule: Mapping[int, int], asked: Mapping[str, int]) -> dict[i
     return dict(schedule) | {int(step): stage for step, stage in asked.items()}
 
 
-class RunStages:
+class RunStages(Callback):
     """Lets an engine be at the stage that is due, and notes in the result what each stage came to. All ranks have one,
     and call the same.
 
@@ -69,35 +70,49 @@ class RunStages:
         self._schedule = {0: engine.options.zero.stage} | dict(schedule)
         self.asked: dict[str, int] = {}
         """What operators have asked for: steps done, as texts, and the stage from there on, until a later entry of the
-        schedule. Of a run that goes on set before `begin`."""
+        schedule."""
         self._num_micro_batches = gradient_accumulation_steps * len(engine.virtual_ranks)
 
-    def begin(self, step: int) -> str:
-        """Be at the stage of this step, from whatever stage the engine was built at; its name, and what comes later.
-        Collective."""
-        now, due = self._engine.options.zero.stage, stage_at(self._due, step)
+    def start(self, run: Run) -> None:
+        """Be at the stage of this step, from whatever stage the engine was built at."""
+        now, due = self._engine.options.zero.stage, stage_at(self._due, run.step)
         if due != now:
-            self._change(due, step)
-        self._enter(due, step, {"sent_nbytes": None, "theory_sent_nbytes": None})
+            self._change(due, run.step)
+        self._enter(due, run.step, {"sent_nbytes": None, "theory_sent_nbytes": None})
+
+    def named(self, step: int) -> str:
+        """The stage of this step, and what comes later, such as "stage 2, 3 after step 500"."""
         return stages_named(self._due, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"asked_stages": self.asked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        self.asked = state["asked_stages"]
 
     @property
     def _due(self) -> dict[int, int]:
         return _with_asked(self._schedule, self.asked)
 
-    def go_on(self, step: int, log: Callable[[dict[str, Any]], None], asked: int | None = None) -> None:
-        """Be at the stage that is due after this step, or that an operator asks for now, and say so where that is
-        another. Collective."""
-        if asked is not None:
+    def after_step(self, run: Run, outcome: TrainStepResult) -> None:
+        """Be at the stage that is due after this step, or that somebody asks for now, and say so where that is
+        another."""
+        if run.is_last:
+            return
+        step = run.step
+        if (asked := run.asked.stage) is not None:
             self.asked[str(step)] = asked
         now, due = self._engine.options.zero.stage, stage_at(self._due, step)
         if due == now:
             return
-        self.end()
+        self.note_usage()
         switch = self._change(due, step)
         sent = {"sent_nbytes": switch.sent_nbytes, "theory_sent_nbytes": switch.theory_sent_nbytes}
         self._enter(due, step, sent)
-        log({"stage": due, **{f"stage_{name}": value for name, value in sent.items()}})
+        run.log({"stage": due, **{f"stage_{name}": value for name, value in sent.items()}})
+        run.callbacks.call("after_stage_change", run, switch)
 
     def _change(self, due: int, step: int) -> StageSwitch:
         now = self._engine.options.zero.stage
@@ -119,7 +134,7 @@ class RunStages:
         if not stages or stages[-1]["stage"] != due:
             stages.append({"stage": due, "from_step": step, **sent, "ranks": None})
 
-    def end(self) -> list[RankUsage]:
+    def note_usage(self) -> list[RankUsage]:
         """Note what the stage came to: the usage of all ranks. Collective."""
         device = self._world.device
         usage = measure_usage(engine=self._engine, device=device, num_micro_batches=self._num_micro_batches)

@@ -3,18 +3,12 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Those that let a run stop in order. Slurm sends SIGTERM, or SIGUSR1 so long before a job's time is up."""
-SAVE = 1 << 8
-"""What rank 0 adds to the number of its signal, or to 0, where all ranks are to save after a step."""
-STOP = SAVE << 4
-"""Likewise where an operator lets the run stop; between the two is the stage that one asks for (`control.py`)."""
-ASKED = "control.yaml"
-"""What has stopped a run then."""
 SAME_REQUEST_S = 1.0
 """Signals so soon after the first are the same request: Ctrl-C comes from the terminal, and from the launcher too."""
 
@@ -66,13 +60,3 @@ def stop_requests(tell: Callable[[int], object] = lambda signum: None) -> Iterat
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
-
-
-def name_of_stop(signals: Sequence[int]) -> str | None:
-    """What the ranks were told to stop by, of what each has said with a step; None where nobody was. Where they were
-    told differently, as when Ctrl-C comes to a run that a scheduler stops, SIGINT counts: the run is to exit as by it.
-    """
-    came = [number % SAVE for number in signals if number % SAVE]
-    if not came:
-        return ASKED if any(number & STOP for number in signals) else None
-    return signal.Signals(signal.SIGINT if signal.SIGINT in came else came[0]).name

@@ -19,8 +19,8 @@ from zerotrain.comm.ranks.world import World
 from zerotrain.models import GPT
 from zerotrain.training.callbacks import control as control_module
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
-from zerotrain.training.callbacks.control import Control, stage_asked
-from zerotrain.training.callbacks.stop import SAVE, STOP, name_of_stop
+from zerotrain.training.callbacks.control import Control
+from zerotrain.training.request import SAVE, STOP, Request, decoded
 
 
 @pytest.fixture
@@ -118,11 +118,11 @@ def test_an_empty_file_and_an_answer_ask_for_nothing(run):
 
 def test_the_numbers_that_travel_are_told_apart():
     for stage in range(4):
-        assert stage_asked([15 + SAVE + (stage + 1) * (SAVE << 1) + STOP, 0]) == stage
-    assert stage_asked([15 + SAVE + STOP, 0]) is None
-    assert name_of_stop([STOP, 0]) == "control.yaml"
-    assert name_of_stop([STOP, 15]) == "SIGTERM"
-    assert name_of_stop([SAVE + (SAVE << 1), 0]) is None
+        assert decoded([15 + SAVE + (stage + 1) * (SAVE << 1) + STOP, 0]).stage == stage
+    assert decoded([15 + SAVE + STOP, 0]).stage is None
+    assert decoded([STOP, 0]).stopped_by == "control.yaml"
+    assert decoded([STOP, 15]).stopped_by == "SIGTERM"
+    assert decoded([SAVE + (SAVE << 1), 0]).stopped_by is None
 
 
 def test_an_answer_that_cannot_be_written_is_said_whatever_the_run_is_called(run, screen, monkeypatch, tmp_path):
@@ -186,19 +186,19 @@ def test_whatever_it_holds_is_answered_in_yaml_that_a_terminal_can_take(control,
         os.truncate(path, 200 * 10**6)
     else:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-    assert control.ask() == 0
+    assert control.look() == Request()
     control.answer(1)
     [answer] = yaml.safe_load(path.read_text())["answer"]
     assert answer.startswith(said)
     assert answer.isprintable()
     assert len(answer) < 700
     assert screen.getvalue() == f"control.yaml: {answer}\n"
-    assert control.ask() == 0
+    assert control.look() == Request()
 
 
 def test_of_many_mistakes_the_first_are_told(control, tmp_path):
     (tmp_path / "control.yaml").write_text("".join(f"key{number}: 1\n" for number in range(500)) + "stage: 3\n")
-    assert stage_asked([control.ask()]) == 3
+    assert control.look().stage == 3
     control.answer(1)
     answers = yaml.safe_load((tmp_path / "control.yaml").read_text())["answer"]
     assert (len(answers), answers[0], answers[-1]) == (12, "stage: 3 after step 1", "and 490 more that are wrong")
@@ -231,21 +231,21 @@ def link_to(target: str) -> Callable[[Path], None]:
 def test_what_is_no_file_is_answered_in_its_place_and_nobody_waits(control, tmp_path, make, said):
     path = tmp_path / "control.yaml"
     make(path)
-    assert control.ask() == 0
+    assert control.look() == Request()
     control.answer(1)
     assert yaml.safe_load(path.read_text()) == {
         "answer": [f"it cannot be read: {said}; write stage: 0 to 3, save: now, stop: true"]
     }
     assert path.is_file()
     assert not path.is_symlink()
-    assert control.ask() == 0
+    assert control.look() == Request()
 
 
 def test_a_folder_is_answered_in_the_log_once_and_stays(control, tmp_path, screen):
     path = tmp_path / "control.yaml"
     path.mkdir()
     for step in range(1, 4):
-        assert control.ask() == 0
+        assert control.look() == Request()
         control.answer(step)
     assert path.is_dir()
     refused, warning = screen.getvalue().splitlines()
@@ -263,7 +263,7 @@ def test_a_file_that_may_not_be_read_is_answered(control, tmp_path, monkeypatch)
     real = os.open
     (tmp_path / "control.yaml").write_text("stage: 3")
     monkeypatch.setattr(os, "open", refuse)  # the tests may run as root, who may read it
-    assert control.ask() == 0
+    assert control.look() == Request()
     control.answer(1)
     monkeypatch.undo()
     assert "it cannot be read: Permission denied" in (tmp_path / "control.yaml").read_text()
@@ -273,7 +273,7 @@ def test_a_file_that_may_not_be_read_is_answered(control, tmp_path, monkeypatch)
 def test_other_ranks_look_at_nothing(tmp_path, screen, monkeypatch, rank):
     control = Control(tmp_path / "control.yaml", World(rank, 4, rank, torch.device("cpu")), Console(file=screen))
     (tmp_path / "control.yaml").write_text("stage: 3\nnonsense: 1\n")
-    assert control.ask() == 0
+    assert control.look() == Request()
     control.answer(1)
     assert (tmp_path / "control.yaml").read_text() == "stage: 3\nnonsense: 1\n"
     assert screen.getvalue() == ""
@@ -292,14 +292,14 @@ def test_a_file_that_goes_or_changes_while_it_is_read_is_left_for_the_next_look(
     (tmp_path / "control.yaml").write_text("stage: 3\n")
     with monkeypatch.context() as patch:
         patch.setattr(control_module, "read_regular", read)
-        assert control.ask() == 0
+        assert control.look() == Request()
         control.answer(1)
     if meanwhile == "gone":
-        assert control.ask() == 0
+        assert control.look() == Request()
         assert list(tmp_path.iterdir()) == []
     else:
-        assert stage_asked([asked := control.ask()]) == 1
-        assert asked & SAVE
+        assert (asked := control.look()).stage == 1
+        assert asked.save
         control.answer(2)
         assert len(yaml.safe_load((tmp_path / "control.yaml").read_text())["answer"]) == 2
 
@@ -307,11 +307,11 @@ def test_a_file_that_goes_or_changes_while_it_is_read_is_left_for_the_next_look(
 def test_a_request_that_comes_before_the_answer_to_another_is_done_too(control, tmp_path, screen):
     path = tmp_path / "control.yaml"
     path.write_text("stage: 3\n")
-    assert stage_asked([control.ask()]) == 3
+    assert control.look().stage == 3
     path.write_text("stop: true\n")
     control.answer(1)
     assert screen.getvalue() == "control.yaml: stage: 3 after step 1\n"
-    assert control.ask() == STOP
+    assert control.look() == Request(stop="control.yaml")
     control.answer(2)
     assert yaml.safe_load(path.read_text()) == {"answer": ["stop: after step 2, saved"]}
 
@@ -325,7 +325,7 @@ def test_what_lies_where_an_answer_is_prepared_is_neither_waited_for_nor_written
         (tmp_path / "mine").write_text("kept")
         make(temporary)
         path.write_text(f"stage: {step}\n")
-        assert stage_asked([control.ask()]) == step
+        assert control.look().stage == step
         control.answer(step)
         assert yaml.safe_load(path.read_text()) == {"answer": [f"stage: {step} after step {step}"]}
     assert (tmp_path / "mine").read_text() == "kept"

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from zerotrain.training.callbacks import stop
-from zerotrain.training.callbacks.stop import STOP_SIGNALS, name_of_stop, stop_requests
+from zerotrain.training.callbacks.stop import STOP_SIGNALS, stop_requests
 
 
 def send(signum: int) -> None:
@@ -64,9 +64,3 @@ def test_outside_the_main_thread_nothing_changes():
     thread.start()
     thread.join()
     assert seen == [(0, before)]
-
-
-def test_the_signal_of_a_run_is_named_and_ctrl_c_counts_first():
-    assert name_of_stop([0, 0]) is None
-    assert name_of_stop([0, signal.SIGUSR1]) == "SIGUSR1"
-    assert name_of_stop([signal.SIGTERM, signal.SIGINT, 0]) == "SIGINT"

@@ -1,0 +1,339 @@
+"""Callbacks on several ranks: the same moments on all, one rank's end, wishes that all follow, and no cost."""
+
+import functools
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import OPTIMIZERS, make_model
+from commands import TINY, by_hand, result_of
+from rich.console import Console
+
+import zerotrain
+from zerotrain.data import SyntheticTokens
+from zerotrain.testing import RankError, run_ranks
+from zerotrain.training import Callback, Request, Trainer, constant
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
+
+MOMENTS = (
+    "start", "before_step", "ask", "after_step", "log", "after_evaluation", "after_stage_change", "end", "state_dict",
+)  # fmt: skip
+NUM_RANKS = [1, 2, 3]
+
+
+class Noting(Callback):
+    """Notes the moments of its rank."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def start(self, run):
+        self.seen.append(("start", run.step))
+
+    def after_step(self, run, outcome):
+        self.seen.append(("after_step", run.step))
+        mine = torch.tensor(float(run.world.rank + 1))
+        assert run.world.sum(mine).item() == sum(range(1, run.world.size + 1))  # all ranks are here
+
+    def after_evaluation(self, run, metrics):
+        self.seen.append(("after_evaluation", run.step))
+        run.world.sum(torch.zeros(()))
+
+    def after_stage_change(self, run, change):
+        self.seen.append((f"stage {change.stage}", run.step))
+        assert change.stage == run.engine.options.zero.stage
+
+    def end(self, run):
+        self.seen.append(("end", run.step))
+
+
+class NotingFirst(Noting):
+    ranks = "first"
+
+    def after_step(self, run, outcome):
+        self.seen.append(("after_step", run.step))
+
+    def after_evaluation(self, run, metrics):
+        assert run.world.rank == 0
+
+
+class Asking(Callback):
+    """Asks on one rank for a stage, and on another for a stop."""
+
+    def __init__(self, rank: int, **requests: Request) -> None:
+        self.rank, self.requests = rank, requests
+
+    def ask(self, run):
+        return self.requests.get(f"after_{run.step + 1}") if run.world.rank == self.rank else None
+
+
+class Slow(Callback):
+    """Comes late on one rank to each of its moments."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def before_step(self, run):
+        time.sleep(0.05 * (run.world.rank == self.rank))
+
+    ask = before_step
+
+    def after_step(self, run, outcome):
+        self.before_step(run)
+
+    def log(self, run, metrics):
+        self.before_step(run)
+
+
+class Counting(Callback):
+    """Has state, of which rank 0's counts."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def after_step(self, run, outcome):
+        self.steps.append(run.step + 100 * run.world.rank)
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = list(state["steps"])
+
+
+class Raising(Callback):
+    """Raises on one rank, at one moment."""
+
+    def __init__(self, moment: str, rank: int) -> None:
+        self.moment, self.rank = moment, rank
+
+    def meet(self, moment: str, run: Any = None, *_: Any) -> Any:
+        is_here = run is None or run.world.rank == self.rank
+        if is_here and moment == self.moment:
+            raise RuntimeError(f"had enough of {moment}")
+        return {} if moment == "state_dict" else None
+
+
+for each in MOMENTS:
+    setattr(Raising, each, functools.partialmethod(Raising.meet, each))
+
+
+class Idle(Callback):
+    """Does nothing at each of the moments of a step."""
+
+    def before_step(self, run):
+        pass
+
+    def ask(self, run):
+        return None
+
+    def after_step(self, run, outcome):
+        pass
+
+
+class Ledgers(Callback):
+    """Keeps the bytes and collectives of each step, and the collectives outside of steps so far."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, ...]] = []
+
+    def after_step(self, run, outcome):
+        step, outside = run.engine.ledger.last_step, run.engine.ledger.outside_steps
+        counts = sum(step.nbytes.values()), sum(step.calls.values()), sum(outside.calls.values())
+        self.sent.append(counts)
+
+
+def trained(folder: Path, name: str, callbacks: dict[str, Callback], **changes: Any) -> dict[str, Any]:
+    """On each rank: the body of the result, and what the callbacks have noted."""
+    world = zerotrain.World.current(torch.device("cpu"))
+    run_dir = folder / f"{name}-{world.size}"
+    run_dir.mkdir(exist_ok=True)
+    engine = zerotrain.build_engine(
+        make_model(),
+        optimizer=OPTIMIZERS["adamw"],
+        zero=zerotrain.ZeroConfig(stage=2, bucket_mb=0.2, reduction="ordered"),
+        max_grad_norm=1.0,
+        world=world,
+    )
+    given: dict[str, Any] = {
+        "max_steps": 4, "eval_every": 2, "eval_batches": 1, "log_every": 2, "sample_tokens": 0, "micro_batch_size": 2,
+        "gradient_accumulation_steps": 1, "seed": 0, "run_facts": {"stage": 2},
+    }  # fmt: skip
+    trainer = Trainer(
+        engine=engine,
+        world=world,
+        dataset=SyntheticTokens(seq_len=32, vocab_size=256, num_sequences=64),
+        schedule=constant,
+        run_dir=run_dir,
+        console=Console(file=io.StringIO(), width=80),
+        callbacks=callbacks,
+        **given | changes,
+    )
+    body = trainer.run()
+    return {"body": body, "noted": {name: vars(each) for name, each in callbacks.items()}}
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_the_moments_of_all_ranks_are_the_same_and_those_of_the_first_are_its_own(tmp_path, num_ranks):
+    callbacks = {"all": Noting(), "first": NotingFirst()}
+    ranks = run_ranks(functools.partial(trained, stages={2: 3}), num_ranks, tmp_path, "moments", callbacks)
+    wanted = [
+        ("start", 0), ("after_evaluation", 0), ("after_step", 1), ("stage 3", 2), ("after_step", 2),
+        ("after_evaluation", 2), ("after_step", 3), ("after_step", 4), ("after_evaluation", 4), ("end", 4),
+    ]  # fmt: skip
+    assert [rank["noted"]["all"]["seen"] for rank in ranks] == [wanted] * num_ranks
+    first, *others = [rank["noted"]["first"]["seen"] for rank in ranks]
+    assert first == [each for each in wanted if each[0] != "after_evaluation"]
+    assert others == [[]] * (num_ranks - 1)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_one_that_raises_on_one_rank_ends_all_and_is_named_there(tmp_path, num_ranks, moment):
+    at = 0 if moment == "state_dict" else num_ranks - 1
+    run = functools.partial(trained, stages={2: 3}, checkpoint=CheckpointPolicy(at_end=True))
+    said = rf"rank {at} failed:[^$]*CallbackError: callbacks\.bad: {moment}[^$]*RuntimeError: had enough of {moment}\n"
+    with pytest.raises(RankError, match=said):
+        run_ranks(run, num_ranks, tmp_path, moment, {"bad": Raising(moment, at)})
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_a_stage_that_any_rank_asks_for_is_taken_by_all_and_the_bits_stay(tmp_path, num_ranks):
+    asking = Asking(num_ranks - 1, after_1=Request(stage=3), after_3=Request(stage=0))
+    ranks = run_ranks(trained, num_ranks, tmp_path, "asking", {"a": asking, "noting": Noting()})
+    [plain] = {rank["body"]["weights_sha256"] for rank in run_ranks(trained, num_ranks, tmp_path, "plain", {})}
+    assert {rank["body"]["weights_sha256"] for rank in ranks} == {plain}
+    for rank in ranks:
+        assert [(each["stage"], each["from_step"]) for each in rank["body"]["stages"]] == [(2, 0), (3, 1), (0, 3)]
+        assert [each for each in rank["noted"]["noting"]["seen"] if "stage" in each[0]] == [
+            ("stage 3", 1),
+            ("stage 0", 3),
+        ]
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_a_stop_that_one_rank_asks_for_ends_all_after_the_same_step(tmp_path, num_ranks):
+    asking = Asking(num_ranks - 1, after_2=Request(stop=True))
+    ranks = run_ranks(trained, num_ranks, tmp_path, "stop", {"other": Idle(), "enough": asking})
+    for rank in ranks:
+        assert (rank["body"]["stopped_by"], rank["body"]["steps"]) == ("callbacks.enough", 2)
+    assert (tmp_path / f"stop-{num_ranks}" / "checkpoints" / "step-00000002" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_one_that_is_slow_on_one_rank_changes_no_bit(tmp_path, num_ranks):
+    slow = run_ranks(trained, num_ranks, tmp_path, "slow", {"slow": Slow(1), "noting": Noting()})
+    plain = run_ranks(trained, num_ranks, tmp_path, "plain", {})
+    assert [each["body"]["weights_sha256"] for each in slow] == [each["body"]["weights_sha256"] for each in plain]
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_a_run_goes_on_with_the_state_of_the_first_rank(tmp_path, num_ranks):
+    saving = functools.partial(trained, checkpoint=CheckpointPolicy(every_steps=2, at_end=False))
+    run_ranks(saving, 2, tmp_path, "first", {"counting": Counting()})
+    policy = CheckpointPolicy(resume=[tmp_path / "first-2" / "checkpoints" / "step-00000002"], at_end=False)
+    again = functools.partial(trained, checkpoint=policy)
+    ranks = run_ranks(again, num_ranks, tmp_path, "again", {"new": Counting(), "counting": Counting()})
+    for number, rank in enumerate(ranks):
+        later = [3 + 100 * number, 4 + 100 * number]
+        assert rank["noted"]["counting"]["steps"] == [1, 2, *later]
+        assert rank["noted"]["new"]["steps"] == later
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_callbacks_cost_no_collective_and_no_byte_in_a_step(tmp_path, num_ranks):
+    """Neither the user's nor the house's, in steps where nothing is due."""
+    rare = {"log_every": 100, "eval_every": 0, "max_steps": 5}
+    run = functools.partial(trained, **rare, checkpoint=CheckpointPolicy(every_s=3600, at_end=False))
+    idle = {f"idle{number}": Idle() for number in range(20)}
+    many = run_ranks(run, num_ranks, tmp_path, "many", {**idle, "ledgers": Ledgers()})
+    none = run_ranks(run, num_ranks, tmp_path, "none", {"ledgers": Ledgers()})
+    for with_them, without in zip(many, none, strict=True):
+        assert with_them["noted"]["ledgers"] == without["noted"]["ledgers"]
+        # Those of a step by theory, and nothing between two steps but where the first step is logged.
+        assert len(set(with_them["noted"]["ledgers"]["sent"][1:])) == 1
+
+
+MODULE = """
+from zerotrain.training import Callback
+
+
+class Bad(Callback):
+    def __init__(self, moment, rank=0):
+        self.moment, self.rank = moment, rank
+
+    def after_step(self, run, outcome):
+        if self.moment == "after_step" and run.step == 2 and run.world.rank == self.rank:
+            raise ValueError("no luck")
+
+    def start(self, run):
+        print(f"callback starts on rank {run.world.rank}", flush=True)
+
+
+class First(Callback):
+    ranks, may_fail = "first", True
+
+    def log(self, run, metrics):
+        raise ConnectionError("nobody listens")
+
+
+class Refusing(Callback):
+    def __init__(self, number):
+        if number < 3:
+            raise ValueError(f"number={number}; it must be at least 3")
+
+
+class NoCallback:
+    pass
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_users_callback_is_named_on_the_command_line(tmp_path, num_ranks):
+    (tmp_path / "mine.py").write_text(MODULE)
+    arguments = (*TINY, f"launch.nproc_per_node={num_ranks}", "hydra.run.dir=run")
+    given = (
+        "+callbacks.bad._target_=mine.Bad",
+        f"+callbacks.bad.rank={num_ranks - 1}",
+        "+callbacks.first._target_=mine.First",
+    )
+    command = by_hand(*arguments, *given, "+callbacks.bad.moment=never", folder=tmp_path)
+    assert command.wait() == 0, command.stderr
+    assert command.stdout.count("warning: callbacks.first: log after step") == 1
+    for rank in range(num_ranks):
+        assert f"callback starts on rank {rank}" in (tmp_path / f"run/ranks/{rank}.log").read_text()
+    arguments = (*arguments, "launch.overwrite=true")
+    command = by_hand(*arguments, *given, "+callbacks.bad.moment=after_step", folder=tmp_path)
+    assert command.wait() == 1
+    said = "CallbackError: callbacks.bad: after_step after step 2: ValueError: no luck"
+    assert f"rank {num_ranks - 1} failed: {said}" in command.stderr
+    if num_ranks == 1:
+        assert said in result_of(tmp_path / "run")["error"]
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("+callbacks.x._target_=mine.Nope", "callbacks.x._target_: got mine.Nope; mine has no Nope"),
+        ("+callbacks.x={_target_: mine.Bad}", "callbacks.x: mine.Bad: missing a required argument: 'moment'"),
+        ("+callbacks.x={_target_: mine.Refusing, number: 1}", "callbacks.x: number=1; it must be at least 3"),
+        ("+callbacks.x._target_=mine.NoCallback", "callbacks.x: is a NoCallback, and no zerotrain.training.Callback"),
+        ("+callbacks.x=3", "callbacks.x: got 3; it must be a class with its arguments, or null"),
+        (
+            "callbacks.x._target_=mine.Bad",
+            "callbacks.x._target_: there is no such setting; +callbacks.x._target_=... adds it",
+        ),
+        ("callbacks=nope", "callbacks=nope: there is no such choice"),
+    ],
+    ids=str,
+)
+def test_a_callback_that_cannot_be_is_one_line_before_any_rank_starts(tmp_path, given, line):
+    (tmp_path / "mine.py").write_text(MODULE)
+    command = by_hand(*TINY, given, "hydra.run.dir=run", folder=tmp_path)
+    assert command.wait() == 2
+    [said] = command.stderr.splitlines()
+    assert said.startswith(line)
+    assert not (tmp_path / "run" / "ranks").exists()

@@ -1,0 +1,300 @@
+"""The moments of a run: when they come, in which order, and what becomes of a callback that raises."""
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import zerotrain
+from zerotrain.checkpoint import checkpoints_in
+from zerotrain.errors import CallbackError, CheckpointError, ConfigError, TrainingError
+from zerotrain.training import Callback, Request
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
+from zerotrain.training.callbacks.early_stopping import EarlyStopping
+
+MOMENTS = [name for name in vars(Callback) if not name.startswith("_") and callable(getattr(Callback, name))]
+IN_A_RUN = [name for name in MOMENTS if name not in ("after_stage_change", "failure", "load_state_dict")]
+
+
+class Witness(Callback):
+    """Notes the moments in a list that it may share, and does something at one of them."""
+
+    def __init__(self, name="", seen=None, at="", action=None):
+        self.name, self.seen, self.at, self.action = name, [] if seen is None else seen, at, action
+
+    def note(self, moment, run, *arguments):
+        self.seen.append((moment, self.name, None if run is None else run.step))
+        if moment == self.at:
+            return self.action() if run is None else self.action(run, *arguments)
+        return {} if moment == "state_dict" else None
+
+
+def noting(moment):
+    if moment.endswith("state_dict"):
+        return lambda self, *arguments: self.note(moment, None)
+    return lambda self, run, *arguments: self.note(moment, run, *arguments)
+
+
+for moment in MOMENTS:
+    setattr(Witness, moment, noting(moment))
+
+
+class FirstRank(Witness):
+    ranks = "first"
+
+
+class MayFail(Witness):
+    ranks, may_fail = "first", True
+
+
+class Total(Callback):
+    """Has state."""
+
+    def __init__(self):
+        self.total, self.loaded = 0, None
+
+    def after_step(self, run, outcome):
+        self.total += run.step
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total, self.loaded = state["total"], state
+
+
+def fail(*_):
+    raise ValueError("no [luck]\nat all")
+
+
+def result_in(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+EVERY_2 = CheckpointPolicy(every_steps=2, asynchronous=False)
+
+
+# ---- when the moments come
+
+
+def test_all_moments_come_in_the_order_of_the_steps(make_trainer):
+    seen = []
+    changing = Witness(seen=seen, at="ask", action=lambda run: Request(stage=3) if run.step == 1 else None)
+    make_trainer(max_steps=3, log_every=2, eval_every=2, callbacks={"a": changing}, checkpoint=EVERY_2).run()
+    assert [(name, step) for name, _, step in seen] == [
+        ("start", 0), ("log", 0), ("after_evaluation", 0),
+        ("before_step", 0), ("ask", 0), ("log", 1), ("after_step", 1),
+        ("before_step", 1), ("ask", 1), ("log", 2), ("log", 2), ("after_stage_change", 2), ("after_step", 2),
+        ("log", 2), ("after_evaluation", 2), ("state_dict", None), ("after_save", 2),
+        ("before_step", 2), ("ask", 2), ("log", 3), ("after_step", 3), ("log", 3), ("after_evaluation", 3),
+        ("state_dict", None), ("after_save", 3), ("end", 3), ("completed", 3),
+    ]  # fmt: skip
+
+
+def test_callbacks_start_in_their_order_and_end_in_the_reverse(make_trainer):
+    seen = []
+    make_trainer(max_steps=1, callbacks={name: Witness(name, seen) for name in "cab"}).run()
+    for moment, order in (("start", "cab"), ("after_step", "cab"), ("end", "bac"), ("completed", "cab")):
+        assert "".join(name for each, name, _ in seen if each == moment) == order
+
+
+def test_what_a_callback_logs_is_in_the_file_from_its_start_to_its_end(make_trainer, tmp_path):
+    class Logging(Callback):
+        def start(self, run):
+            run.log({"at_start": 1})
+
+        def end(self, run):
+            run.log({"at_end": math.nan})
+
+    make_trainer(max_steps=1, callbacks={"a": Logging()}).run()
+    first, *_, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first, last) == ({"step": 0, "at_start": 1}, {"step": 1, "at_end": None})
+
+
+def test_a_run_without_callbacks_has_the_same_weights_and_lines(make_trainer, tmp_path, model):
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    shown = ("step", "train_loss", "val_loss", "grad_norm")
+    found = []
+    for callbacks in ({}, {"a": Witness(), "b": FirstRank(), "c": Total()}):
+        model.load_state_dict(start)
+        body = make_trainer(max_steps=3, eval_every=2, callbacks=callbacks).run()
+        lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+        found.append((body["weights_sha256"], [[line.get(name) for name in shown] for line in lines]))
+    assert found[0] == found[1]
+
+
+# ---- a wish
+
+
+def test_a_callback_may_stop_the_run_and_is_named(make_trainer, tmp_path):
+    seen = []
+    stopping = Witness(seen=seen, at="ask", action=lambda run: Request(stop=run.step == 2))
+    make_trainer(max_steps=9, callbacks={"enough": stopping}, checkpoint=CheckpointPolicy()).run()
+    result = result_in(tmp_path)
+    assert (result["status"], result["stopped_by"], result["steps"]) == ("stopped", "callbacks.enough", 3)
+    assert result["error"] == "stopped by callbacks.enough after step 3 of 9"
+    assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["step-00000003"]
+    assert [name for name, _, _ in seen][-3:] == ["state_dict", "after_save", "end"]
+
+
+def test_a_callback_may_have_a_step_saved(make_trainer, tmp_path):
+    saving = Witness(at="ask", action=lambda run: Request(save=run.step in (1, 3)))
+    make_trainer(max_steps=5, callbacks={"a": saving}, checkpoint=CheckpointPolicy(at_end=False)).run()
+    assert {path.name for path in checkpoints_in(tmp_path / "checkpoints")} == {"step-00000002", "step-00000004"}
+
+
+# ---- one that raises
+
+
+@pytest.mark.parametrize("moment", IN_A_RUN)
+def test_one_that_raises_ends_the_run_with_its_name_and_the_moment(make_trainer, tmp_path, moment):
+    seen = []
+    callbacks = {"first": Witness("first", seen), "bad": Witness("bad", seen, at=moment, action=fail)}
+    trainer = make_trainer(max_steps=2, callbacks=callbacks, checkpoint=CheckpointPolicy())
+    with pytest.raises(
+        CallbackError, match=rf"^callbacks\.bad: {moment}( after step \d)?: ValueError: no \[luck\]"
+    ) as caught:
+        trainer.run()
+    assert isinstance(caught.value.__cause__, ValueError)
+    result = result_in(tmp_path)
+    if moment == "completed":  # the run is done, and its result on the disk
+        assert result["status"] == "completed"
+        return
+    assert result["status"] == "failed"
+    assert result["error"].startswith(f"CallbackError: callbacks.bad: {moment}")
+    assert [name for each, name, _ in seen if each == "failure"] == ["bad", "first"]
+
+
+def test_one_that_raises_when_the_run_has_failed_does_not_hide_the_cause(make_trainer, tmp_path, screen):
+    callbacks = {"bad": Witness(at="failure", action=fail), "worse": Witness(at="before_step", action=fail)}
+    with pytest.raises(CallbackError, match=r"callbacks\.worse: before_step after step 0"):
+        make_trainer(callbacks=callbacks).run()
+    assert "callbacks.worse: before_step" in result_in(tmp_path)["error"]
+    assert "warning: CallbackError: callbacks.bad: failure after step 0: ValueError: no [luck]" in screen.getvalue()
+
+
+def test_one_that_ends_the_process_is_named_too(make_trainer, tmp_path):
+    with pytest.raises(CallbackError, match=r"callbacks\.bad: after_step after step 1: SystemExit: 3"):
+        make_trainer(callbacks={"bad": Witness(at="after_step", action=lambda *_: exit(3))}).run()
+    assert result_in(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("moment", "given", "said"),
+    [
+        ("ask", 3, "it gave a int; it must give a Request or None"),
+        ("state_dict", [1], "it gave a list; it must give a dict"),
+        ("state_dict", {"a": {1}}, "Object of type set is not JSON serializable"),
+        ("state_dict", {"a": math.inf}, "Out of range float values are not JSON compliant"),
+    ],
+    ids=str,
+)
+def test_what_no_moment_can_give_is_refused_by_name(make_trainer, moment, given, said):
+    bad = Witness(at=moment, action=lambda *_: given)
+    with pytest.raises(CallbackError, match=rf"callbacks\.bad: {moment}.*{said}"):
+        make_trainer(max_steps=1, callbacks={"bad": bad}, checkpoint=CheckpointPolicy()).run()
+
+
+@pytest.mark.parametrize("moment", IN_A_RUN)
+def test_one_that_may_fail_warns_once_and_nothing_is_lost(make_trainer, tmp_path, screen, moment):
+    bad = MayFail(at=moment, action=fail)
+    callbacks = {"bad": bad, "good": Witness()}
+    body = make_trainer(max_steps=3, callbacks=callbacks, checkpoint=EVERY_2).run()
+    assert (body["status"], body["steps"]) == ("completed", 3)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train_loss" in line] == [1, 2, 3]
+    assert screen.getvalue().count("warning: ") == 1
+    assert f"warning: callbacks.bad: {moment}" in screen.getvalue()
+    assert bad.seen == callbacks["good"].seen
+
+
+def test_nobody_but_the_first_rank_may_fail(make_trainer):
+    class Wrong(Callback):
+        may_fail = True
+
+    with pytest.raises(ConfigError, match=r"callbacks\.a: has may_fail=True and runs on all ranks"):
+        make_trainer(callbacks={"a": Wrong()})
+
+
+def test_what_is_no_callback_is_refused(make_trainer):
+    with pytest.raises(ConfigError, match=r"callbacks\.a: is a dict, and no zerotrain\.training\.Callback"):
+        make_trainer(callbacks={"a": {}})
+
+
+def test_a_callback_that_has_not_started_is_told_of_no_failure(make_trainer):
+    late, bad = Witness(), Witness(at="start", action=fail)
+    with pytest.raises(CallbackError):
+        make_trainer(callbacks={"bad": bad, "late": late}).run()
+    assert [name for name, _, _ in bad.seen] == ["start", "failure"]
+    assert late.seen == []
+
+
+def test_a_run_that_fails_by_its_numbers_tells_all(make_trainer, model):
+    with torch.no_grad():
+        model.ln_f.weight.fill_(float("inf"))
+    engine = zerotrain.build_engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), max_skipped_steps=1)
+    witness = Witness()
+    with pytest.raises(TrainingError):
+        make_trainer(engine=engine, max_steps=3, callbacks={"a": witness}).run()
+    assert witness.seen[-1] == ("failure", "", 0)
+
+
+# ---- state
+
+
+def test_state_goes_on_from_a_checkpoint(make_trainer, tmp_path, model):
+    first = make_trainer(max_steps=4, callbacks={"total": Total(), "idle": Witness()}, checkpoint=EVERY_2)
+    first.run()
+    [*_, newest] = checkpoints_in(tmp_path / "checkpoints")
+    taken = checkpoints_in(tmp_path / "checkpoints")[0]
+    assert newest.name == "step-00000004"
+    total, new = Total(), Total()
+    policy = CheckpointPolicy(resume=[taken], at_end=False)
+    make_trainer(engine=first.engine, max_steps=4, callbacks={"total": total, "new": new}, checkpoint=policy).run()
+    assert total.loaded == {"total": 3}
+    assert total.total == 10
+    assert (new.loaded, new.total) == (None, 7)
+
+
+def test_the_state_of_one_that_may_fail_is_kept_while_it_can_give_none(make_trainer, tmp_path):
+    class Forgetful(Total):
+        ranks, may_fail = "first", True
+
+        def state_dict(self):
+            return fail() if self.total > 3 else {"total": self.total}
+
+    first = make_trainer(max_steps=4, callbacks={"a": Forgetful()}, checkpoint=EVERY_2)
+    first.run()
+    again = Total()
+    policy = CheckpointPolicy(resume=checkpoints_in(tmp_path / "checkpoints")[-1:], at_end=False)
+    make_trainer(engine=first.engine, max_steps=5, callbacks={"a": again}, checkpoint=policy).run()
+    assert again.loaded == {"total": 3}
+
+
+def test_state_that_a_callback_cannot_take_ends_the_run_by_its_name(make_trainer, tmp_path):
+    first = make_trainer(max_steps=2, callbacks={"a": Total()}, checkpoint=EVERY_2)
+    first.run()
+    policy = CheckpointPolicy(resume=checkpoints_in(tmp_path / "checkpoints"), at_end=False)
+    trainer = make_trainer(
+        engine=first.engine, max_steps=3, callbacks={"a": EarlyStopping(patience=1)}, checkpoint=policy
+    )
+    with pytest.raises(CallbackError, match=r"callbacks\.a: load_state_dict: UntrustedFileError: best is missing"):
+        trainer.run()
+
+
+def test_state_of_no_form_that_a_run_writes_is_refused(make_trainer, tmp_path, monkeypatch):
+    first = make_trainer(max_steps=2, callbacks={"a": Total()}, checkpoint=EVERY_2)
+    state = first._state
+    first._state = lambda: state() | {"callbacks": {"a": [3]}}
+    first.run()
+    policy = CheckpointPolicy(resume=checkpoints_in(tmp_path / "checkpoints"))
+    with pytest.raises(CheckpointError, match=r"run\.callbacks\.a is \[3\], and must be"):
+        make_trainer(engine=first.engine, max_steps=3, callbacks={"a": Total()}, checkpoint=policy).run()
+
+
+def test_a_run_without_callbacks_of_its_own_saves_what_it_always_saved(make_trainer):
+    assert set(make_trainer()._state()) == {
+        "data", "skipped_steps", "evaluated_at", "result", "clock", "sinks", "asked_stages", "run",
+    }  # fmt: skip

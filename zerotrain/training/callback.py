@@ -1,0 +1,270 @@
+"""The protocol of what happens beside the steps of a run, and the list that a run calls."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from rich.console import Console
+
+from zerotrain.comm.ranks.world import World
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.results import StageSwitch, TrainStepResult
+from zerotrain.errors import CallbackError, CommError, ConfigError
+from zerotrain.files.printable import printable
+from zerotrain.training.figures.metrics import StepClock
+from zerotrain.training.figures.report import say
+from zerotrain.training.figures.result import RunResult
+from zerotrain.training.request import ASKED, Request
+
+
+class Callback:
+    """Something that happens beside the steps of a run: subclasses override the moments that they need.
+
+    The constructor stores its arguments; a process that only checks the config makes one too. A callback may call
+    collectives, such as `run.world.sum`, in the moments that say so, provided that it runs on all ranks. In the other
+    moments ranks may be at different places, and a collective would wait for ranks that do not come.
+
+    A moment that raises ends the run, with the name of the callback and of the moment.
+    """
+
+    ranks: ClassVar[Literal["all", "first"]] = "all"
+    """On which ranks it runs: all, or rank 0 alone."""
+    may_fail: ClassVar[bool] = False
+    """Whether the run goes on where a moment raises: it warns once, and calls the callback again at later moments. For
+    callbacks of rank 0 alone."""
+
+    def start(self, run: "Run") -> None:
+        """The run is about to train its first step, or to go on. Collective."""
+
+    def before_step(self, run: "Run") -> None:
+        """A step begins; `run.step` are done. Collective."""
+
+    def ask(self, run: "Run") -> Request | None:
+        """What this rank wishes for after the step that is about to be trained. All ranks follow one rank's wish."""
+
+    def after_step(self, run: "Run", outcome: TrainStepResult) -> None:
+        """A step is done, and counts in `run.step`. Collective."""
+
+    def log(self, run: "Run", metrics: dict[str, Any]) -> None:
+        """Something was measured: of training ("train_loss" and more), of an evaluation ("val_loss"), or by a callback.
+        A number may be nan or infinite; None is what is not known."""
+
+    def after_evaluation(self, run: "Run", metrics: dict[str, Any]) -> None:
+        """The model was evaluated: {"val_loss": ...}, the same on all ranks. Collective."""
+
+    def after_stage_change(self, run: "Run", change: StageSwitch) -> None:
+        """The engine is at another stage. Collective."""
+
+    def after_save(self, run: "Run", path: Path) -> None:
+        """A checkpoint is on the disk: ranks see that at different steps."""
+
+    def end(self, run: "Run") -> None:
+        """The last step is done, or the run is stopped (`run.stopped_by`). Callbacks end in the reverse of the order in
+        which they start. Collective."""
+
+    def failure(self, run: "Run", error: BaseException) -> None:
+        """The run has failed, or was interrupted, after `start`. In the same order as `end`."""
+
+    def completed(self, run: "Run") -> None:
+        """The last step is done, and result.json is on the disk."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on begins with, for a checkpoint: what JSON can hold. That of rank 0 is kept."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave on rank 0, before `start`. It comes out of a file, which anybody may have
+        written: look at it before it is used."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run as callbacks see it."""
+
+    engine: ZeroEngine
+    world: World
+    dataset: Any
+    """Has `train` and `validation`."""
+    console: Console
+    """Shows lines on rank 0, nothing on others."""
+    folder: Path
+    """The run's own."""
+    max_steps: int
+    result: RunResult
+    """Becomes result.json."""
+    clock: StepClock
+    callbacks: "CallbackList"
+    state: Callable[[], dict[str, Any]]
+    """Where the run is, for a checkpoint."""
+    asked: Request = field(default_factory=Request)
+    """The wishes of all ranks after the last step."""
+    failed_saves: Exception | None = None
+    """Raised when all else is done."""
+
+    @property
+    def step(self) -> int:
+        """Steps done, those before a run went on included."""
+        return self.result.steps
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last step is done."""
+        return self.step == self.max_steps
+
+    @property
+    def stopped_by(self) -> str | None:
+        """Why the run ends before its last step; None: it does not."""
+        return None if self.is_last else self.asked.stopped_by
+
+    def is_due(self, every: int) -> bool:
+        """Whether something to be done every so many steps comes now; 0: only after the last."""
+        return self.is_last or (every > 0 and self.step % every == 0)
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Send metrics to metrics.jsonl and to all callbacks, as those of the last step that is done."""
+        self.callbacks.call("log", self, metrics)
+
+
+@dataclass
+class _Entry:
+    name: str
+    """Such as callbacks.average; empty for one of the house."""
+    callback: Callback
+    has_warned: bool = False
+    has_started: bool = False
+    last_state: dict[str, Any] | None = None
+    """Of one that may fail, and could give none now."""
+
+
+class CallbackList:
+    """The callbacks of a run, called in order. All ranks have one with the same names.
+
+    Args:
+        before, after: of the house; what they raise is raised as it is.
+        own: those of the user, by name, which come between them.
+    """
+
+    def __init__(
+        self,
+        before: Sequence[Callback],
+        own: Mapping[str, Callback],
+        after: Sequence[Callback],
+        *,
+        world: World,
+        console: Console,
+    ) -> None:
+        require_callbacks(own)
+        self._console = console
+        named = [(f"callbacks.{name}", each) for name, each in own.items()]
+        entries = [("", each) for each in before] + named + [("", each) for each in after]
+        self._entries = [_Entry(*each) for each in entries if each[1].ranks == "all" or world.rank == 0]
+        self.names = (ASKED, *(name for name, _ in named))
+        """All who may ask for a stop."""
+        self._of_moment = {
+            moment: [each for each in self._entries if _overrides(each.callback, moment)]
+            for moment in vars(Callback)
+            if not moment.startswith("_")
+        }
+
+    def call(self, moment: str, run: Run, *arguments: Any) -> None:
+        """Call a moment of all callbacks."""
+        for entry in self._of_moment[moment]:
+            self._call(entry, moment, run.step, run, *arguments)
+
+    def start(self, run: Run) -> None:
+        """Call `start` of all."""
+        for entry in self._entries:
+            entry.has_started = True
+            self._call(entry, "start", run.step, run)
+
+    def end(self, run: Run) -> None:
+        """Call `end` of all."""
+        for entry in reversed(self._of_moment["end"]):
+            self._call(entry, "end", run.step, run)
+
+    def failure(self, run: Run, error: BaseException) -> None:
+        """Call `failure` of all. What they raise is told, since what the run has failed with matters more."""
+        for entry in reversed(self._of_moment["failure"]):
+            if entry.name and not entry.has_started:
+                continue
+            try:
+                self._call(entry, "failure", run.step, run, error)
+            except Exception as another:
+                say(self._console, f"warning: {printable(f'{type(another).__name__}: {another}')}")
+
+    def ask(self, run: Run) -> Request:
+        """The wishes of all callbacks of this rank."""
+        wishes = Request()
+        for entry in self._of_moment["ask"]:
+            wish = self._call(entry, "ask", run.step, run)
+            if wish is not None:
+                wishes |= replace(wish, stop=entry.name) if wish.stop is True else wish
+        return wishes
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all: fields of the house's, and {callbacks: {name: state}} of those of the user."""
+        state: dict[str, Any] = {}
+        of_user: dict[str, Any] = {}
+        for entry in self._of_moment["state_dict"]:
+            found = self._call(entry, "state_dict", None)
+            if not entry.name:
+                state |= found
+            elif (found := entry.last_state if found is None else found) is not None:
+                entry.last_state = of_user[entry.name.removeprefix("callbacks.")] = found
+        return state | ({"callbacks": of_user} if of_user else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave; one of the house finds its own fields."""
+        of_user: dict[str, Any] = state.get("callbacks", {})
+        for entry in self._of_moment["load_state_dict"]:
+            found = of_user.get(entry.name.removeprefix("callbacks.")) if entry.name else state
+            if found is not None:
+                entry.last_state = found
+                self._call(entry, "load_state_dict", None, found)
+
+    def _call(self, entry: _Entry, moment: str, step: int | None, *arguments: Any) -> Any:
+        method = getattr(entry.callback, moment)
+        if not entry.name:
+            return method(*arguments)
+        try:
+            return _checked(moment, method(*arguments))
+        except (CallbackError, CommError):  # says by itself whose it is
+            raise
+        except (Exception, SystemExit) as error:
+            after = "" if step is None else f" after step {step}"
+            line = f"{entry.name}: {moment}{after}: {printable(f'{type(error).__name__}: {error}')}"
+            if not entry.callback.may_fail or isinstance(error, SystemExit):
+                raise CallbackError(line) from error
+            if not entry.has_warned:
+                entry.has_warned = True
+                say(self._console, f"warning: {line}; the run goes on, and does not warn of {entry.name} again")
+            return None
+
+
+def require_callbacks(own: Mapping[str, object]) -> None:
+    """Make sure that all are callbacks that a run can have; ConfigError where one is not."""
+    for name, each in own.items():
+        if not isinstance(each, Callback):
+            raise ConfigError(f"callbacks.{name}: is a {type(each).__name__}, and no zerotrain.training.Callback")
+        if each.ranks not in ("all", "first"):
+            raise ConfigError(f"callbacks.{name}: ranks={each.ranks!r}; it must be 'all' or 'first'")
+        if each.may_fail and each.ranks != "first":
+            problem = "has may_fail=True and runs on all ranks; where one fails the others would wait for it"
+            raise ConfigError(f"callbacks.{name}: {problem}; give it ranks='first'")
+
+
+def _overrides(callback: Callback, moment: str) -> bool:
+    return getattr(type(callback), moment) is not getattr(Callback, moment)
+
+
+def _checked(moment: str, given: Any) -> Any:
+    """What a moment of a user's callback has given."""
+    if moment == "ask" and not isinstance(given, Request | None):
+        raise TypeError(f"it gave a {type(given).__name__}; it must give a Request or None")
+    if moment == "state_dict":
+        if not isinstance(given, dict):
+            raise TypeError(f"it gave a {type(given).__name__}; it must give a dict")
+        return json.loads(json.dumps(given, allow_nan=False))
+    return given

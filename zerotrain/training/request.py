@@ -1,0 +1,82 @@
+"""Requests to all ranks: to stop, to save or to change the stage, which ride as one number on the norm's exchange."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zerotrain.files.untrusted import Natural
+
+SAVE = 1 << 8
+"""Added to the number of a signal, or to 0."""
+ONE_STAGE = SAVE << 1
+"""Times the stage, and one more."""
+STOP = SAVE << 4
+"""Times the place, from 1 on, that the one who asks for a stop has among the names."""
+ASKED = "control.yaml"
+"""The first of the names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A wish of one rank, or what came of the wishes of all."""
+
+    save: bool = False
+    """After this step, beside the training."""
+    stage: int | None = None
+    """To train at from the next step on, until `zero.schedule` says otherwise."""
+    stop: bool | str = False
+    """After this step, saved. A text is the name of the one who asks, True stands for the callback that gives this."""
+    signal: int = 0
+    """A signal to stop."""
+
+    def __post_init__(self) -> None:
+        if not _may_be_asked_for(self.stage):
+            raise ValueError(f"Request(stage={self.stage!r}): it must be 0, 1, 2, 3 or None")
+
+    def __or__(self, other: "Request") -> "Request":
+        """Both wishes; of two stages, stops or signals the first one."""
+        return Request(
+            save=self.save or other.save,
+            stage=next((each for each in (self.stage, other.stage) if each is not None), None),
+            stop=self.stop or other.stop,
+            signal=self.signal or other.signal,
+        )
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The name of the signal, or of the one who has asked for the stop; None: the run goes on."""
+        return signal.Signals(self.signal).name if self.signal else str(self.stop) if self.stop else None
+
+    def encoded(self, names: Sequence[str] = (ASKED,)) -> int:
+        """The number that tells this to the other ranks.
+
+        Args:
+            names: of all who may ask for a stop, the same on all ranks.
+        """
+        asked = self.stage
+        of_stage = 0 if asked is None else (asked + 1) * ONE_STAGE
+        of_stop = (names.index(str(self.stop)) + 1) * STOP if self.stop else 0
+        return self.signal + SAVE * bool(self.save) + of_stage + of_stop
+
+
+def _may_be_asked_for(asked: Any) -> bool:
+    return asked is None or Natural(3).problem(asked) is None
+
+
+def decoded(numbers: Sequence[int], names: Sequence[str] = (ASKED,)) -> Request:
+    """What the ranks ask for together: each has said its number with a step.
+
+    The lowest rank with a wish for a stage or a stop is followed. Where signals differ, as when Ctrl-C comes to a run
+    that a scheduler stops, SIGINT counts: the run is to exit as by it.
+    """
+    wishes = Request()
+    for number in numbers:
+        stage, stop = number % STOP // ONE_STAGE, number // STOP
+        wishes |= Request(
+            save=bool(number & SAVE),
+            stage=stage - 1 if stage else None,
+            stop=names[stop - 1] if stop else False,
+            signal=signal.SIGINT if number % SAVE == signal.SIGINT else 0,
+        )
+    return wishes | Request(signal=next((number % SAVE for number in numbers if number % SAVE), 0))

@@ -1,0 +1,75 @@
+"""What a training loop is told."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from zerotrain.comm.ranks.world import World
+from zerotrain.data.reading.fetch import Collate
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.training.callback import Callback
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
+from zerotrain.training.figures.flops import ModelFlops
+from zerotrain.training.figures.sinks import MetricSink
+
+
+@dataclass(kw_only=True)
+class TrainerSettings:
+    """Arguments of a `Trainer`; those of numbers have the names of the `train` settings."""
+
+    engine: ZeroEngine
+    """Around a model with forward(ids, labels) -> mean loss and forward(ids) -> logits."""
+    world: World
+    dataset: Any
+    """Map-style datasets `train` and `validation` of what the model takes; see `zerotrain.data`."""
+    schedule: Callable[[int, int], float]
+    """(updates done, max_steps) -> factor on the learning rate. A skipped step is no update."""
+    stages: Mapping[int, int] = field(default_factory=dict)
+    """Steps done, and the ZeRO stage from there on: {500: 3}. Before the first entry the engine's own."""
+    seed: int
+    """Of the order of the data and of the sample of text."""
+    max_steps: int
+    """Global batches to train on, those of skipped steps and of steps before `first_step` included."""
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    eval_every: int
+    eval_batches: int
+    log_every: int
+    sample_tokens: int
+    run_dir: Path
+    """Exists; rank 0 writes metrics.jsonl and result.json there."""
+    run_facts: dict[str, Any]
+    """What result.json repeats of the settings: {stage, overrides, config_hash}."""
+    profile: bool = False
+    memory_snapshot: bool = False
+    model_flops: ModelFlops | None = None
+    """For MFU; None where it is not known."""
+    console: Console = field(default_factory=Console)
+    """Where rank 0 shows its progress."""
+    sinks: Sequence[MetricSink] = ()
+    """Where rank 0 sends metrics beside metrics.jsonl and the console; `run` closes them. See `ResumableSink`."""
+    begin: Callable[[int], None] = lambda step: None
+    """Told the number of each step, from 1, as it begins."""
+    num_workers: int = 0
+    """Processes that read the training data ahead."""
+    collate_fn: Collate | None = None
+    """Makes a batch of items; None: torch's default_collate."""
+    data_checked: Mapping[str, Any] | None = None
+    """What the data was when it was checked, by `zerotrain.data.reading.fingerprint`; None where nobody did."""
+    data_state: Mapping[str, Any] | None = None
+    """Where in the data the run is: {rows_consumed, seed, order_version, fingerprint}. As it is given, the run goes on
+    there, with whatever ranks and batch size; None: behind `first_step` batches of this size. From the first step on
+    it is where the run is, after each step the position behind it."""
+    first_step: int = 0
+    """Global batches that the engine was trained on before; metrics.jsonl is gone on with where it is there."""
+    skipped_before: int = 0
+    """Those of them that were skipped, which are no updates to the schedule."""
+    checkpoint: CheckpointPolicy | None = None
+    """When to save, and what to go on from; None: neither."""
+    settings: Mapping[str, Any] | None = None
+    """What checkpoints note of the run's settings: nested dicts of what JSON can hold."""
+    callbacks: Mapping[str, Callback] = field(default_factory=dict)
+    """The user's own by name, the same on all ranks; they are called in this order."""
