@@ -8,6 +8,7 @@ import torch
 
 import zerotrain
 from zerotrain.testing.ranks import run_ranks
+from zerotrain.training.figures.metrics import StepClock
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.measuring import Measuring
 
@@ -24,12 +25,14 @@ def measured() -> dict[str, Any]:
     world = zerotrain.World.current(torch.device("cpu"))
     engine = zerotrain.build_engine(Line(2, 1), optimizer=torch.optim.SGD, world=world)
     feed: Any = SimpleNamespace(epoch=0.5, num_tokens=None)
-    measuring = Measuring(engine, world, feed, RunResult(world_size=world.size), model_flops=None, log_every=2)
+    stages: Any = None  # asked at the end alone
+    clock, result = StepClock(), RunResult(world_size=world.size)
+    measuring = Measuring(engine, world, feed, result, clock, stages, model_flops=None, log_every=2)
     for wait_s in (0.0, 0.5 * (world.rank % 2)):
-        with measuring.clock:
+        with clock:
             outcome = engine.train_step([(torch.full((1, 2), float(world.rank)),)])
-        measuring.clock.count(8.0, wait_s)
-    return measuring.of_step(outcome) | {"loss": outcome.loss.item()}
+        clock.count(8.0, wait_s)
+    return measuring._of_step(outcome) | {"loss": outcome.loss.item()}
 
 
 def test_the_loss_is_the_mean_of_the_ranks_and_the_wait_that_of_the_longest() -> None:
