@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import place, run_over
+from cases import place, run_over, three_stages
 from commands import by_hand, result_of
 from torch import nn
 from torch.nn import functional as F
@@ -169,7 +169,7 @@ def test_the_repeated_blocks_are_found_to_be_the_units(name: str) -> None:
 
 
 def test_every_model_trains_at_every_stage_as_in_plain_pytorch() -> None:
-    settings = [(name, stage) for name in MODELS for stage in range(4)]
+    settings = [(name, stage) for number, name in enumerate(MODELS) for stage in three_stages(number)]
     expected = {name: reference(name) for name in MODELS}
     wrong = []
     for (name, stage), (got, _) in zip(settings, run_over(settings, train, NUM_RANKS), strict=True):

@@ -63,10 +63,9 @@ def tensors_sent_by_gloo(case: Case) -> tuple[int, int, int]:
 
 def test_no_parameter_or_gradient_goes_through_a_socket_or_is_copied_to_be_read() -> None:
     cases = [
-        Case(ZeroConfig(stage=stage, bucket_mb=0.05), precision=precision, num_micro_batches=number)
+        Case(ZeroConfig(stage=stage, bucket_mb=0.05), precision=precision, num_micro_batches=1 + (stage + number) % 2)
         for stage in range(4)
-        for precision in ("fp32", "bf16")
-        for number in (1, 2)
+        for number, precision in enumerate(("fp32", "bf16"))
     ]
     for by_rank in run_over(cases, tensors_sent_by_gloo, 2):
         for num_sent, num_staged, num_collectives in by_rank:
@@ -227,12 +226,12 @@ def test_an_engine_takes_its_thread_with_it_and_two_do_not_meet() -> None:
 
 
 def held_behind_gathers(_: None) -> int:
-    """Of 20 buffers of 64 MiB that were gathered into and let go at once, those that were there a moment longer."""
+    """Of 20 buffers of 32 MiB that were gathered into and let go at once, those that were there a moment longer."""
     collectives, num_held = Collectives(world_of(TIMEOUT_S), ledger=Ledger(), ordered=True, overlap=True), 0
-    shard = torch.ones(2**24 // dist.get_world_size())
+    shard = torch.ones(2**23 // dist.get_world_size())
     for number in range(20):
         before = resident_nbytes()
-        full = torch.zeros(2**24)
+        full = torch.zeros(2**23)
         gather = collectives.gather(str(number), full, shard)
         gather.issue()
         gather.finish()

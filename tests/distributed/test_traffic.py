@@ -1,6 +1,5 @@
 """Promise 2, on the wire: bytes at the theory and a known number of collectives, at every stage."""
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -37,8 +36,12 @@ def last_step(case: Case) -> dict[str, Any]:
 def test_a_step_with_replicated_parameters_sends_each_byte_down_and_up_once(precision: str, num_ranks: int) -> None:
     itemsize = {"fp32": 4, "bf16": 2}[precision]
     cases = [
-        Case(ZeroConfig(stage=stage, bucket_mb=0.05), precision=precision, num_micro_batches=num_micro_batches)
-        for stage, num_micro_batches in product((0, 1, 2), (1, 3))
+        Case(
+            ZeroConfig(stage=stage, bucket_mb=0.05),
+            precision=precision,
+            num_micro_batches=(1, 3)[(stage + num_ranks + itemsize // 4) % 2],
+        )
+        for stage in (0, 1, 2)
     ]
     for by_rank in run_over(cases, last_step, num_ranks):
         for step in by_rank:

@@ -177,17 +177,21 @@ def counted(engine: zerotrain.ZeroEngine) -> dict[str, Any]:
 
 def joined(of_ranks: list[list[tuple[str, str, int, torch.Tensor]]]) -> State:
     """Whole tensors of what the ranks hold. What several hold must be the same."""
-    parts: dict[tuple[str, str], dict[int, float]] = {}
-    kinds = {}
+    parts: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
     for name, role, start, values in (each for of_rank in of_ranks for each in of_rank):
-        kinds[name, role] = values.dtype
-        elements = parts.setdefault((name, role), {})
-        for index, value in enumerate(values.tolist(), start):
-            assert elements.setdefault(index, value) == value, f"{role} of {name} differs between two ranks"
+        parts.setdefault((name, role), []).append((start, values))
     state = {}
-    for key, elements in parts.items():
-        assert sorted(elements) == list(range(len(elements)))
-        state[key] = torch.tensor([elements[index] for index in range(len(elements))], dtype=kinds[key])
+    for (name, role), of_tensor in parts.items():
+        numel = max(start + values.numel() for start, values in of_tensor)
+        whole, is_there = torch.empty(numel, dtype=of_tensor[0][1].dtype), torch.zeros(numel, dtype=torch.bool)
+        for start, values in of_tensor:
+            there = is_there[start : start + values.numel()]
+            part = whole[start : start + values.numel()]
+            assert torch.equal(part[there], values[there]), f"{role} of {name} differs between two ranks"
+            part.copy_(values)
+            there.fill_(True)
+        assert is_there.all()
+        state[name, role] = whole
     return state
 
 

@@ -36,9 +36,10 @@ def at_rest(engine: zerotrain.ZeroEngine) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_stage_changes_in_mid_run_and_the_bits_do_not(kind: str, size: int) -> None:
     def fixed(world: zerotrain.World, stage: int) -> tuple[list[str], Any, Any, Any]:
+        """As many steps at the stage that comes last; what rests at the others is known after two."""
         engine = build(world, KINDS[kind], stage)
         hashes = []
-        for step in range(len(ROUND) + 1):
+        for step in range(len(ROUND) + 1 if stage == ROUND[-1] else 2):
             train(engine, step, of_rank=world.rank)
             hashes.append(engine.weights_sha256())
         return hashes, held(engine), counted(engine), at_rest(engine)

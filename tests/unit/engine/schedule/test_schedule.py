@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -102,7 +101,8 @@ def test_the_order_of_a_step(zero: dict[str, Any], expected: list[str]) -> None:
 def test_both_groups_have_one_order_on_all_ranks_whatever_gradients_each_has(
     make: Callable[[], nn.Module], size: int
 ) -> None:
-    for stage, bucket_mb in product(range(4), (0.004, ONE_EACH)):
+    for stage in range(4):
+        bucket_mb = (0.004, ONE_EACH)[(stage + size) % 2]
         first, *others = orders_of(make, size, stage=stage, bucket_mb=bucket_mb, late_rank=size - 1, done_rank=0)
         assert all(order == first for order in others), (stage, bucket_mb)
 
