@@ -1,0 +1,71 @@
+"""Curves of a run, also of one that went on, are those of metrics.jsonl."""
+
+import json
+import math
+import sys
+
+import pytest
+
+from zerotrain.checkpoint import checkpoints_in
+from zerotrain.training import Callback
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
+from zerotrain.training.loggers.tensorboard import TensorBoard
+
+EVERY_2 = CheckpointPolicy(every_steps=2, asynchronous=False, at_end=False)
+
+
+def curves(run_dir):
+    """{name: [(step, value)]} as TensorBoard shows them."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    shown = accumulator.EventAccumulator(str(run_dir / "tensorboard"))
+    shown.Reload()
+    return {name: [(each.step, each.value) for each in shown.Scalars(name)] for name in shown.Tags()["scalars"]}
+
+
+def lines_of(run_dir):
+    found = {}
+    for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+        for name, value in line.items():
+            if name != "step" and value is not None:
+                found.setdefault(name, []).append((line["step"], pytest.approx(value, rel=1e-6)))
+    return found
+
+
+class Unknown(Callback):
+    def after_step(self, run, outcome):
+        run.log({"nothing": None, "nan": math.nan, "text": "x"})
+
+
+def test_each_number_of_the_file_is_a_point(make_trainer, tmp_path):
+    pytest.importorskip("tensorboard")
+    make_trainer(max_steps=3, eval_every=2, callbacks={"tensorboard": TensorBoard()}).run()
+    assert curves(tmp_path) == lines_of(tmp_path)
+    assert {"train_loss", "val_loss"} <= set(curves(tmp_path))
+
+
+def test_what_is_no_finite_number_is_left_out(make_trainer, tmp_path):
+    pytest.importorskip("tensorboard")
+    make_trainer(max_steps=1, callbacks={"tensorboard": TensorBoard(), "unknown": Unknown()}).run()
+    assert not {"nothing", "nan", "text"} & set(curves(tmp_path))
+
+
+@pytest.mark.parametrize("is_same_folder", [True, False], ids=["the same folder", "another folder"])
+def test_a_run_that_went_on_is_one_curve(make_trainer, tmp_path, is_same_folder):
+    pytest.importorskip("tensorboard")
+    first = make_trainer(max_steps=3, callbacks={"tensorboard": TensorBoard()}, checkpoint=EVERY_2)
+    first.run()
+    [taken] = checkpoints_in(tmp_path / "checkpoints")
+    folder = tmp_path if is_same_folder else tmp_path / "second"
+    folder.mkdir(exist_ok=True)
+    policy = CheckpointPolicy(resume=[taken], at_end=False)
+    callbacks = {"tensorboard": TensorBoard()}
+    make_trainer(engine=first.engine, max_steps=5, callbacks=callbacks, checkpoint=policy, run_dir=folder).run()
+    assert [step for step, _ in curves(folder)["train_loss"]] == [1, 2, 3, 4, 5]
+    assert curves(folder) == lines_of(folder)
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("zerotrain.training.loggers.tensorboard.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'zerotrain\[tensorboard\]' brings it"):
+        TensorBoard()
+    assert "zerotrain.training.loggers.tensorboard" in sys.modules
