@@ -10,7 +10,7 @@ Whatever a constructor reads is computed again for it, so that it may do anythin
 
 import gc
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -63,6 +63,12 @@ class InitialValues:
             storage.fill()
         yield parameter.detach()
         self.release()
+
+    def copy_to(self, targets: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter]) -> None:
+        """Copy the values of each parameter to its target, one after the other."""
+        for target, parameter in zip(targets, parameters, strict=True):
+            with self.of(parameter) as value:
+                target.copy_(value)
 
     def release(self, *, but: Collection[RefillableStorage] = ()) -> None:
         """Give back the memory of all that can be computed again."""

@@ -33,22 +33,23 @@ from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.flat_buffer import FlatBuffer
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.ownership import assign_owners
-from zerotrain.sharding.units import ManagedParameter, Unit, WalkedModel, cut_units
+from zerotrain.sharding.units import ModelParameter, Unit, WalkedModel
 
 
 class Builder:
     """Makes the buckets of one model, at first and each time what trains has changed.
 
     Args:
-        walked: the model.
-        dtypes: what each of them is held in.
+        units: of the model.
+        dtypes: what each parameter is held in.
         pools: lend what gradients and updates need for a part of a step.
         homes: where what buckets keep lies between uses.
     """
 
     def __init__(
         self,
-        walked: WalkedModel,
+        model: nn.Module,
+        units: Sequence[Unit[ModelParameter]],
         dtypes: Mapping[nn.Parameter, torch.dtype],
         *,
         options: EngineOptions,
@@ -58,10 +59,8 @@ class Builder:
         homes: Homes,
     ) -> None:
         self._homes = homes
-        self._model, self._dtypes, self._options = walked.model, dtypes, options
+        self._model, self._units, self._dtypes, self._options = model, units, dtypes, options
         self._groups, self._collectives, self._pools = groups, collectives, pools
-        self._max_numel = max(1, int(options.zero.bucket_mb * 2**20) // options.precision.compute.itemsize)
-        self._units = cut_units(walked, options.zero.unit_patterns, self._max_numel)
 
     def schedule(self, initial: InitialValues, source: Source | None = None) -> Schedule:
         """Cut the model into buckets, move its parameters into them and order them.
@@ -73,15 +72,15 @@ class Builder:
         Raises:
             ConfigError: ranks with different models, or no trainable parameter.
         """
-        units = self._classified()
-        require_trainable(self._model, [managed for unit in units for managed in unit.parameters])
-        specs = cut_buckets(units, self._max_numel)
+        units = self._groups.classified(self._units, self._dtypes)
+        specs = cut_buckets(units, self._options.bucket_numel)
+        require_trainable(self._model, trains=any(spec.trainable for spec in specs))
+        layouts = [spec.layout(self._collectives.shards.size) for spec in specs]
         facts = {
-            "the model (buckets and their parameters)": _described(specs),
+            "the model (buckets and their parameters)": _described(specs, layouts),
             "the optimizer (its parameter groups)": _groups_described(self._groups.hyperparameters),
         }
         require_same(self._collectives, facts)
-        layouts = [_layout(spec, self._collectives.shards.size) for spec in specs]
         whole = [
             [slot.shape for slot in layout.slots[: spec.num_whole]] for spec, layout in zip(specs, layouts, strict=True)
         ]
@@ -129,28 +128,6 @@ class Builder:
         """A schedule of units, each with its name, its modules and the places of its buckets."""
         live_units = [LiveUnit(name, modules, [buckets[place] for place in places]) for name, modules, places in units]
         return Schedule(live_units, buckets, self._options)
-
-    def _classified(self) -> list[Unit[ManagedParameter]]:
-        """The units, with all that decides how each parameter is held, moved and updated."""
-        traits = self._groups.traits(self._units)
-        return [
-            Unit(
-                unit.name,
-                unit.modules,
-                [
-                    ManagedParameter(
-                        each.parameter,
-                        each.names,
-                        each.owners,
-                        dtype=self._dtypes[each.parameter],
-                        **vars(traits[each.parameter]),
-                    )
-                    for each in unit.parameters
-                ],
-                unit.is_root,
-            )
-            for unit in self._units
-        ]
 
     def _bucket(self, spec: BucketSpec, layout: BucketLayout, owners: Sequence[int], initial: InitialValues) -> Bucket:
         values = self._initial_values(spec, layout, self._options.precision.of_bucket(spec.dtype).master, initial)
@@ -242,9 +219,7 @@ class Builder:
         """The weights of a bucket as rank 0 has them."""
         values = weight_memory(layout, dtype, self._options.plan, self._collectives)
         if self._collectives.shards.rank == 0:
-            for view, managed in zip(values.views(), spec.parameters, strict=True):
-                with initial.of(managed.parameter) as value:
-                    view.copy_(value)
+            initial.copy_to(values.views(), spec.tensors)
         self._collectives.broadcast(values.tensor, name=spec.name)
         return values
 
@@ -256,14 +231,13 @@ def share_unmanaged(walked: WalkedModel, collectives: Collectives) -> None:
     Raises:
         ConfigError: one of these parameters is to be trained, or the ranks have different ones.
     """
-    others = {each.names[0]: each.parameter for each in walked.parameters if not each.parameter.is_floating_point()}
-    for name, parameter in others.items():
-        if parameter.requires_grad:
+    tensors = walked.unmanaged
+    for name, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             raise ConfigError(
-                f"{name} is {parameter.dtype} and requires a gradient, which no bucket holds: make it two real "
+                f"{name} is {tensor.dtype} and requires a gradient, which no bucket holds: make it two real "
                 "parameters (torch.view_as_real), or freeze it with requires_grad_(False)"
             )
-    tensors = {**walked.buffers, **others}
     shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
     fact = f"{len(tensors)} tensors, hash {_hash(shapes)}"
     require_same(collectives, {"the model (buffers, and parameters that are no floating-point numbers)": fact})
@@ -274,23 +248,11 @@ def share_unmanaged(walked: WalkedModel, collectives: Collectives) -> None:
             collectives.broadcast(tensor.data.view(-1).view(torch.uint8), name="buffers")
 
 
-def _layout(spec: BucketSpec, num_shards: int) -> BucketLayout:
-    shapes = [managed.parameter.shape for managed in spec.parameters]
-    return BucketLayout.pack(shapes, num_shards, [managed.stride for managed in spec.parameters])
-
-
-def _described(specs: Sequence[BucketSpec]) -> str:
+def _described(specs: Sequence[BucketSpec], layouts: Sequence[BucketLayout]) -> str:
     """Few words that differ where anything about buckets does."""
-    parameters = [managed for spec in specs for managed in spec.parameters]
-    details = [
-        (
-            spec.name,
-            [(m.names, tuple(m.parameter.shape), m.stride, m.is_updated_whole, m.span) for m in spec.parameters],
-        )
-        for spec in specs
-    ]
-    numel = sum(managed.parameter.numel() for managed in parameters)
-    return f"{len(specs)} buckets, {len(parameters)} parameters, {numel} elements, hash {_hash(details)}"
+    num_parameters, numel = sum(len(spec.tensors) for spec in specs), sum(layout.numel for layout in layouts)
+    details = [spec.described() for spec in specs]
+    return f"{len(specs)} buckets, {num_parameters} parameters, {numel} elements, hash {_hash(details)}"
 
 
 def _groups_described(groups: Sequence[dict[str, Any]]) -> str:

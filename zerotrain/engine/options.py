@@ -62,6 +62,11 @@ class EngineOptions:
         return self.given.offload
 
     @property
+    def bucket_numel(self) -> int:
+        """Elements of a bucket, at most; a larger parameter is one of its own."""
+        return max(1, int(self.zero.bucket_mb * 2**20) // self.precision.compute.itemsize)
+
+    @property
     def reduces_each(self) -> bool:
         """Whether each micro-batch is reduced."""
         return self.zero.accumulate == "reduced"

@@ -21,10 +21,9 @@ from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.build import Builder, share_unmanaged
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.groups.param_groups import ParamGroups
-from zerotrain.engine.model.checks import require_leaves, require_plain, require_values
+from zerotrain.engine.model.checks import require_leaves, require_own_memory, require_plain, require_values
 from zerotrain.engine.model.engine_call import makes_memory
 from zerotrain.engine.model.newcomers import Newcomers
-from zerotrain.engine.model.one_memory import require_own_memory
 from zerotrain.engine.model.unit_forward import offload_saved
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.precision.kept_fp32 import cast_around_kept, dtypes_of
@@ -39,7 +38,7 @@ from zerotrain.engine.state.together import agreed
 from zerotrain.engine.update.optimizer_step import written_to
 from zerotrain.engine.usage import Usage
 from zerotrain.errors import EngineStateError
-from zerotrain.sharding.units import WalkedModel, walk
+from zerotrain.sharding.units import WalkedModel, cut_units, walk
 
 T = TypeVar("T")
 
@@ -102,6 +101,7 @@ class ShardedModel:
         self.ledger = Ledger()
         self.collectives = Collectives(world, ledger=self.ledger, ordered=options.ordered, overlap=options.zero.overlap)
         require_same(self.collectives, options.settings())
+        units = cut_units(walked, options.zero.unit_patterns, options.bucket_numel)
         dtypes = dtypes_of(walked.managed, self.precision)
         self.groups = ParamGroups(
             walked.managed, optimizer, param_groups, decay_all=decay_all, device=world.device, warns=world.rank == 0
@@ -110,7 +110,8 @@ class ShardedModel:
         self.homes = Homes(options.offload, world, options.zero.prefetch)
         share_unmanaged(walked, self.collectives)
         self._builder = Builder(
-            walked,
+            model,
+            units,
             dtypes,
             options=options,
             groups=self.groups,
@@ -118,7 +119,7 @@ class ShardedModel:
             pools=self.pools,
             homes=self.homes,
         )
-        self._newcomers = Newcomers(walked)
+        self._newcomers = Newcomers(walked, dtypes)
         if self.homes.saved is not None:
             restore = offload_saved(walked, options.zero.unit_patterns, self.homes.saved, options.offload.activations)
             weakref.finalize(self, restore).atexit = False

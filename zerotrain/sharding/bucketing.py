@@ -1,11 +1,12 @@
 """Cut units into buckets: the parameters that travel together, in the order the forward uses them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
+from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.units import ManagedParameter, Unit
 
 MIN_BUCKETS = 8
@@ -13,14 +14,30 @@ MIN_BUCKETS = 8
 WORTHWHILE_NUMEL = 2**18
 """Below this (1 MiB of fp32) a bucket costs more than it lets overlap."""
 
+Members = dict[Unit[ManagedParameter], list[ManagedParameter]]
+"""The parameters of one kind in each unit that has any, in forward order."""
+
 
 @dataclass(eq=False)
 class BucketSpec:
     """The parameters of one bucket, all of one dtype, and the units they belong to, in forward order."""
 
+    name: str
+    """Its unit, or the first and last of several; its first and last parameter where it is a part of a unit. No two
+    buckets of a model have the same."""
     units: list[Unit[ManagedParameter]]
     parameters: list[ManagedParameter]
+    """What is updated whole comes first, then what is alike in `span`."""
     trainable: bool
+    tensors: list[nn.Parameter] = field(init=False)
+    """The parameters themselves, in the same order."""
+    runs: list[tuple[int, tuple[int, int] | None]] = field(init=False)
+    """Neighbours that are updated as one: (the first one's index, their `span`), or None of those updated whole."""
+
+    def __post_init__(self) -> None:
+        self.tensors = [managed.parameter for managed in self.parameters]
+        spans = [None if managed.is_updated_whole else managed.span for managed in self.parameters]
+        self.runs = [(i, span) for i, span in enumerate(spans) if i == 0 or span != spans[i - 1]]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -32,18 +49,17 @@ class BucketSpec:
         """How many of its parameters are updated whole. They come first."""
         return sum(managed.is_updated_whole for managed in self.parameters)
 
-    @cached_property
-    def name(self) -> str:
-        """Its unit, or the first and last of several; its first and last parameter where it is a part of a unit.
-        No two buckets of a model have the same."""
-        parts = {unit.name: list(_select(unit, self.trainable, self.dtype)) for unit in self.units}
-        names = [name for name, members in parts.items() if members]
-        if sum(map(len, parts.values())) > len(self.parameters):
-            names = [managed.names[0] for managed in self.parameters]
-        name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
-        if len({managed.dtype for unit in self.units for managed in unit.parameters}) > 1:
-            name += f" ({str(self.dtype).removeprefix('torch.')})"
-        return name if self.trainable else f"{name} (frozen)"
+    def layout(self, num_shards: int) -> BucketLayout:
+        """Where each parameter lies."""
+        shapes = [managed.parameter.shape for managed in self.parameters]
+        return BucketLayout.pack(shapes, num_shards, [managed.stride for managed in self.parameters])
+
+    def described(self) -> object:
+        """Something whose `repr` differs where anything about the bucket does."""
+        return self.name, [
+            (managed.names, tuple(managed.parameter.shape), managed.stride, managed.is_updated_whole, managed.span)
+            for managed in self.parameters
+        ]
 
 
 def cut_buckets(units: Sequence[Unit[ManagedParameter]], max_numel: int) -> list[BucketSpec]:
@@ -56,42 +72,53 @@ def cut_buckets(units: Sequence[Unit[ManagedParameter]], max_numel: int) -> list
     parameters never share, nor do those of two dtypes. Within a bucket come first what is updated whole, then what is
     alike in `span`, so that each group of the optimizer is one range.
     """
-    specs: list[BucketSpec] = []
-    kinds = dict.fromkeys((each.parameter.requires_grad, each.dtype) for unit in units for each in unit.parameters)
-    for trainable, dtype in kinds:
-        members = {unit: list(_select(unit, trainable, dtype)) for unit in units}
-        numels = {unit: sum(managed.parameter.numel() for managed in members[unit]) for unit in units}
-        total = sum(numels.values())
-        shared_numel = min(max_numel, max(2 * WORTHWHILE_NUMEL, total // MIN_BUCKETS))
-        last_numel = min(max_numel, max(WORTHWHILE_NUMEL, total // (2 * MIN_BUCKETS)))
-        last = next((unit for unit in reversed(units) if numels[unit]), units[-1])
-        runs: list[list[Unit[ManagedParameter]]] = []
-        run_numel = 0
-        for unit in units:
-            limit = last_numel if unit is last else shared_numel
-            if runs and runs[-1][0].modules and run_numel + numels[unit] <= limit:
-                runs[-1].append(unit)
-                run_numel += numels[unit]
-            else:
-                runs.append([unit])
-                run_numel = numels[unit]
-        for run in runs:
-            part_numel = last_numel if last in run and last.modules else max_numel
-            for part in _split([managed for unit in run for managed in members[unit]], part_numel):
-                part.sort(key=lambda managed: (not managed.is_updated_whole, managed.span))
-                specs.append(BucketSpec([unit for unit in run if members[unit]], part, trainable))
+    kinds: dict[tuple[bool, torch.dtype], Members] = {}
+    dtypes: dict[Unit[ManagedParameter], set[torch.dtype]] = {unit: set() for unit in units}
+    for unit in units:
+        for each in unit.parameters:
+            members = kinds.setdefault((each.parameter.requires_grad, each.dtype), {})
+            members.setdefault(unit, []).append(each)
+            dtypes[unit].add(each.dtype)
+    specs = []
+    for (trainable, dtype), members in kinds.items():
+        for run, part in _parts(members, max_numel):
+            name = _name(run, part, members)
+            if len(set().union(*(dtypes[unit] for unit in run))) > 1:
+                name += f" ({str(dtype).removeprefix('torch.')})"
+            specs.append(BucketSpec(name if trainable else f"{name} (frozen)", run, part, trainable))
     # By the first unit of each: the backward reaches that one last, and only then the bucket's gradient is complete.
     # Buckets are reduced in the reverse of this list, so none has to wait for one that is complete later.
     specs.sort(key=lambda spec: (not spec.trainable, units.index(spec.units[0])))
     return specs
 
 
-def _select(unit: Unit[ManagedParameter], trainable: bool, dtype: torch.dtype) -> Iterator[ManagedParameter]:
-    return (
-        managed
-        for managed in unit.parameters
-        if managed.parameter.requires_grad is trainable and managed.dtype == dtype
-    )
+def _parts(members: Members, max_numel: int) -> Iterator[tuple[list[Unit[ManagedParameter]], list[ManagedParameter]]]:
+    """The parameters of each bucket, and the units they belong to."""
+    numels = {unit: sum(managed.parameter.numel() for managed in held) for unit, held in members.items()}
+    total, last = sum(numels.values()), next(reversed(members))
+    shared_numel = min(max_numel, max(2 * WORTHWHILE_NUMEL, total // MIN_BUCKETS))
+    last_numel = min(max_numel, max(WORTHWHILE_NUMEL, total // (2 * MIN_BUCKETS)))
+    runs: list[list[Unit[ManagedParameter]]] = []
+    run_numel = 0
+    for unit, numel in numels.items():
+        limit = last_numel if unit is last else shared_numel
+        if runs and runs[-1][0].modules and run_numel + numel <= limit:
+            runs[-1].append(unit)
+            run_numel += numel
+        else:
+            runs.append([unit])
+            run_numel = numel
+    for run in runs:
+        part_numel = last_numel if last in run and last.modules else max_numel
+        for part in _split([managed for unit in run for managed in members[unit]], part_numel):
+            part.sort(key=lambda managed: (not managed.is_updated_whole, managed.span))
+            yield run, part
+
+
+def _name(run: Sequence[Unit[ManagedParameter]], part: Sequence[ManagedParameter], members: Members) -> str:
+    is_split = len(part) < sum(len(members[unit]) for unit in run)
+    names = [managed.names[0] for managed in part] if is_split else [unit.name for unit in run]
+    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
 
 
 def _split(members: Sequence[ManagedParameter], max_numel: int) -> Iterator[list[ManagedParameter]]:

@@ -46,13 +46,12 @@ class WalkedModel:
     """Each once, by its first name, in module order."""
     parameters: Sequence[ModelParameter]
     """All of them, in module order, tied ones once."""
+    managed: Sequence[ModelParameter]
+    """The floating-point ones: buckets hold them."""
+    unmanaged: Mapping[str, torch.Tensor]
+    """What lies in no bucket, by its first name: buffers, and parameters that are no floating-point numbers."""
     buffers: Mapping[str, torch.Tensor]
     """Each once, by its first name."""
-
-    @cached_property
-    def managed(self) -> list[ModelParameter]:
-        """The floating-point parameters: buckets hold them."""
-        return [each for each in self.parameters if each.parameter.is_floating_point()]
 
     @cached_property
     def inside(self) -> Mapping[str, Sequence[tuple[str, ModelParameter]]]:
@@ -84,13 +83,12 @@ def walk(model: nn.Module) -> WalkedModel:
         for attribute, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.setdefault(buffer, begin + attribute)
-    return WalkedModel(
-        model,
-        places,
-        {name: module for module, name in modules.items()},
-        list(parameters.values()),
-        {name: buffer for buffer, name in buffers.items()},
-    )
+    found = list(parameters.values())
+    managed = [each for each in found if each.parameter.is_floating_point()]
+    named_buffers = {name: buffer for buffer, name in buffers.items()}
+    others = {each.names[0]: each.parameter for each in found if not each.parameter.is_floating_point()}
+    by_name = {name: module for module, name in modules.items()}
+    return WalkedModel(model, places, by_name, found, managed, {**named_buffers, **others}, named_buffers)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -182,7 +180,7 @@ def _like_children(name: str, module: nn.Module, walked: WalkedModel) -> dict[st
 
 def model_parameters(model: nn.Module) -> list[ModelParameter]:
     """All floating-point parameters in module order, tied ones once."""
-    return walk(model).managed
+    return list(walk(model).managed)
 
 
 def cut_units(walked: WalkedModel, patterns: Sequence[str] | None, max_numel: int) -> list[Unit[ModelParameter]]:

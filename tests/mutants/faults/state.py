@@ -123,8 +123,8 @@ FAULTS = {
     ),
     "cut-over-the-world": Fault(
         BUILD,
-        "_layout(spec, self._collectives.shards.size)",
-        "_layout(spec, self._collectives.world.size)",
+        "spec.layout(self._collectives.shards.size)",
+        "spec.layout(self._collectives.world.size)",
         "where not all ranks share the shards, buckets are cut for too many",
         OF_BUILD,
     ),
@@ -157,9 +157,9 @@ FAULTS = {
         OF_BUILD,
     ),
     "buckets-in-the-wrong-bytes": Fault(
-        BUILD,
-        "// options.precision.compute.itemsize",
-        "// options.precision.master.itemsize",
+        "engine/options.py",
+        "// self.precision.compute.itemsize",
+        "// self.precision.master.itemsize",
         "in 16 bits a bucket is half as large as asked",
         OF_BUILD,
     ),

@@ -59,7 +59,7 @@ class OneBucket:
         wire = WIRE[self.precision]
         managed = [ManagedParameter(p, [f"p{i}"], [], dtype=wire) for i, p in enumerate(self.parameters)]
         unit = Unit("unit", [nn.Module()], managed)
-        self.spec = BucketSpec([unit], managed, trainable=True)
+        self.spec = BucketSpec("unit", [unit], managed, trainable=True)
         self.layout = BucketLayout.pack(self.shapes, self.world.shards.size)
         self.pool = ScratchPool(dtype=wire, device=CPU)
 

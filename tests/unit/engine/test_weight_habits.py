@@ -191,6 +191,14 @@ def test_ranks_that_write_other_weights_are_told(stage: int, precision: str) -> 
     run_threads(on_a_rank, 2)
 
 
+def test_what_all_ranks_have_written_is_compared_in_one_step() -> None:
+    engine = build(alone(), 2, "fp32")
+    clamp(engine.module)
+    engine.backward(engine(inputs(0)).sum())
+    engine.step()
+    assert not any(bucket.weights.writes.digest for bucket in engine.schedule.buckets)
+
+
 def test_what_cannot_lie_in_the_engines_memory_is_refused_where_it_is_said() -> None:
     engine = build(alone(), 2, "fp32")
     with pytest.raises(zerotrain.EngineStateError, match=r"first\.weight lies in memory of the engine"):

@@ -172,6 +172,22 @@ def test_a_bucket_is_named_by_its_units_or_by_its_parameters_where_it_is_a_part_
     assert "blocks.0" not in in_parts
 
 
+def test_no_two_buckets_have_the_same_name() -> None:
+    model = gpt()
+    model.blocks[1].mlp.requires_grad_(False)
+    units = units_of(model, HUGE, dtype=lambda name: torch.bfloat16 if "ln_" in name else torch.float32)
+    for max_numel in (100, HUGE):
+        found = [each.name for each in bucketing.cut_buckets(units, max_numel)]
+        assert len(set(found)) == len(found)
+    assert found == [
+        "root (float32)",
+        "root (bfloat16)",
+        "blocks.0..blocks.2 (float32)",
+        "blocks.0..blocks.2 (bfloat16)",
+        "blocks.1 (float32) (frozen)",
+    ]
+
+
 def test_integer_parameters_are_left_alone() -> None:
     model = nn.Linear(2, 2)
     model.register_parameter("table", nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False))

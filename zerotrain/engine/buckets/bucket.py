@@ -1,6 +1,5 @@
 """A bucket at run time: three parts that move apart."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +11,6 @@ from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
-from zerotrain.sharding.units import ManagedParameter
 
 
 @dataclass(eq=False)
@@ -67,15 +65,15 @@ class TrainedBucket(Bucket):
         self.update.home.leave()
 
 
-def require_unchanged(members: Iterable[ManagedParameter], *, trains: bool) -> None:
+def require_unchanged(spec: BucketSpec, *, trains: bool) -> None:
     """Make sure that nobody but the engine has told these parameters to train, or to train no more.
 
     Raises:
         EngineStateError: one was told so.
     """
-    for managed in members:
-        if managed.parameter.requires_grad is not trains:
-            name, call = managed.names[0], "freeze" if trains else "unfreeze"
+    for index, parameter in enumerate(spec.tensors):
+        if parameter.requires_grad is not trains:
+            name, call = spec.parameters[index].names[0], "freeze" if trains else "unfreeze"
             raise EngineStateError(
                 f"requires_grad of {name} was set to {not trains} after build_engine; call engine.{call}({name!r}) "
                 "instead, on all ranks, between engine.step() and the next forward"

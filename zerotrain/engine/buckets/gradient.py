@@ -65,16 +65,15 @@ class Segment:
             set_grad(parameter, None)
 
 
-def cut_segments(spec: BucketSpec) -> list[Segment]:
+def cut_segments(spec: BucketSpec, layout: BucketLayout) -> list[Segment]:
     """Cut a bucket's parameters into segments, in order."""
     segments: list[Segment] = []
     start = nbytes = 0
-    parameters = [managed.parameter for managed in spec.parameters]
-    for index, parameter in enumerate(parameters):
-        nbytes += parameter.nbytes
-        if nbytes >= SEGMENT_NBYTES or index == len(parameters) - 1:
-            segments.append(Segment(slice(start, index + 1), parameters[start : index + 1]))
-            start, nbytes = index + 1, 0
+    for end, slot in enumerate(layout.slots, 1):
+        nbytes += slot.numel * spec.dtype.itemsize
+        if nbytes >= SEGMENT_NBYTES or end == len(layout.slots):
+            segments.append(Segment(slice(start, end), spec.tensors[start:end]))
+            start, nbytes = end, 0
     return segments
 
 
@@ -107,7 +106,7 @@ class BucketGradient:
         self.layout = layout
         self.precision = options.precision.of_bucket(spec.dtype)
         self.life = Life(f"gradient of {spec.name}", GradientState.EMPTY, GRADIENT_TRANSITIONS)
-        self.segments = cut_segments(spec)
+        self.segments = cut_segments(spec, layout)
         self._pool = pool
         self._widens = options.widens
         self._own: Scratch | None = None

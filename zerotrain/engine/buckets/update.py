@@ -72,7 +72,7 @@ class BucketUpdate:
             self.master_weight = master
         else:
             self.master_weight = weights.shard if self._is_sharded else weights.held
-        self.spans = cut_spans(layout, self.spec.parameters, self.where, self.master_weight)
+        self.spans = cut_spans(layout, self.spec.runs, self.where, self.master_weight)
         self._optimizer = groups.optimizer_of((span.key[0], span.target) for span in self.spans)
         self.whole = None
         self._whole_optimizer = None

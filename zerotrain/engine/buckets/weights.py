@@ -10,7 +10,6 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.life import WEIGHT_TRANSITIONS, Life, WeightState
 from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.model.live_parameter import (
-    LiveParameter,
     UnreadyParameter,
     live_class,
     set_data,
@@ -73,15 +72,13 @@ class BucketWeights:
         if values.tensor.dtype != spec.dtype:
             self.model_weight = weight_memory(layout, spec.dtype, plan, collectives)
             self.model_weight.tensor.copy_(values.tensor)
-        self._classes: list[tuple[nn.Parameter, type[LiveParameter]]] = []
-        for view, managed in zip(self.model_weight.views(), spec.parameters, strict=True):
-            parameter = managed.parameter
+        self._classes = [live_class(kind) for kind in map(type, spec.tensors)]
+        for parameter, view in zip(spec.tensors, self.model_weight.views(), strict=True):
             set_data(parameter, view)
             set_grad(parameter, None)
-            settle(parameter, None)
-            self._classes.append((parameter, live_class(type(parameter))))
         self._become_live()
-        self.writes = Writes([parameter for parameter, _ in self._classes])
+        settle(spec.tensors, None)
+        self.writes = Writes(spec.tensors)
         self.own = layout.shard(collectives.shards.rank)
         self.shard = self.model_weight.tensor[self.own]
         if plan.shards_parameters:
@@ -146,7 +143,7 @@ class BucketWeights:
         if self.plan.shards_parameters:
             self.take_writes()
         self.life.become(WeightState.SHARD)
-        for parameter, _ in self._classes:
+        for parameter in self.spec.tensors:
             parameter.__class__ = UnreadyParameter
         if self.plan.shards_parameters:
             self.model_weight.release()
@@ -200,7 +197,7 @@ class BucketWeights:
         self._become_live()
 
     def _become_live(self) -> None:
-        for parameter, kind in self._classes:
+        for parameter, kind in zip(self.spec.tensors, self._classes, strict=True):
             parameter.__class__ = kind
 
     def data_was_read(self) -> None:

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -24,18 +23,9 @@ from zerotrain.engine.groups.optimizer_factory import (
 from zerotrain.engine.groups.trial import Trials
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.layout import round_up
-from zerotrain.sharding.units import ModelParameter, Unit
+from zerotrain.sharding.units import ManagedParameter, ModelParameter, Unit
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class GroupTraits:
-    """What the groups decide of one parameter. See `ManagedParameter`."""
-
-    group: int
-    generation: int
-    is_updated_whole: bool
 
 
 class ParamGroups:
@@ -87,7 +77,7 @@ class ParamGroups:
         self._updates_whole = False
         self._sampled_nbytes: dict[bool, int] = {}
         if given is None:
-            return  # `traits` makes the groups: which parameters are updated whole depends on the units
+            return  # `classified` makes the groups: which parameters are updated whole depends on the units
         if updates_whole(factory):
             raise ConfigError(
                 "param_groups: the optimizer updates whole tensors and has groups of its own; leave param_groups out"
@@ -175,21 +165,32 @@ class ParamGroups:
             found.update(matching)
         return [parameter for parameter in self._names if parameter in found]
 
-    def traits(self, units: Sequence[Unit[ModelParameter]]) -> dict[nn.Parameter, "GroupTraits"]:
-        """What the groups decide of each parameter. The default groups are made at the first call."""
-        members = [each for unit in units for each in unit.parameters]
+    def classified(
+        self, units: Sequence[Unit[ModelParameter]], dtypes: Mapping[nn.Parameter, torch.dtype]
+    ) -> list[Unit[ManagedParameter]]:
+        """The units, with all that decides how each parameter is held, moved and updated. The default groups are made
+        at the first call.
+
+        Args:
+            dtypes: what each parameter is held in.
+        """
         whole = {each.parameter for each in needing_whole(self.factory, units)}
         self._updates_whole = self._updates_whole or bool(whole)
         if not self.hyperparameters:
-            self._add_default_groups([each.parameter for each in members], whole)
-        return {
-            each.parameter: GroupTraits(
+            self._add_default_groups([each.parameter for unit in units for each in unit.parameters], whole)
+
+        def managed(each: ModelParameter) -> ManagedParameter:
+            return ManagedParameter(
+                each.parameter,
+                each.names,
+                each.owners,
+                dtype=dtypes[each.parameter],
                 group=self._group.get(each.parameter, 0),
                 generation=self._generation.get(each.parameter, 0),
                 is_updated_whole=each.parameter in whole,
             )
-            for each in members
-        }
+
+        return [Unit(unit.name, unit.modules, list(map(managed, unit.parameters)), unit.is_root) for unit in units]
 
     def optimizer_of(self, targets: Iterable[tuple[int, torch.Tensor]]) -> torch.optim.Optimizer | None:
         """The optimizer of tensors, each with the number of its group; None for no tensors."""

@@ -1,23 +1,29 @@
 """What a model must be to be trained by an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerotrain.errors import ConfigError
-from zerotrain.sharding.units import ModelParameter, WalkedModel
+from zerotrain.sharding.units import WalkedModel
 
 
-def require_trainable(model: nn.Module, parameters: Sequence[ModelParameter]) -> None:
+def require_trainable(model: nn.Module, *, trains: bool) -> None:
     """Make sure that there is something to train.
+
+    Args:
+        trains: whether any floating-point parameter does.
 
     Raises:
         ConfigError: every parameter is frozen.
     """
-    if not any(each.parameter.requires_grad for each in parameters):
+    if not trains:
         raise ConfigError(f"model {type(model).__name__} has no trainable floating-point parameter; nothing to train")
 
 
@@ -87,3 +93,115 @@ def require_values(walked: WalkedModel) -> None:
                 f"{name} of model {kind} is on the meta device, which holds no values; give "
                 "build_engine the function that builds the model instead of the model; it holds nothing whole either"
             )
+
+
+@dataclass(frozen=True)
+class _MemoryRange:
+    """Where a tensor lies, its gaps included."""
+
+    space: int
+    """0: memory has addresses. Else the storage, of a tensor without memory: on the meta device, or not filled yet."""
+    start: int
+    end: int
+    name: str
+    tensor: torch.Tensor
+    is_parameter: bool
+
+
+def require_own_memory(walked: WalkedModel) -> None:
+    """Make sure that each weight has one name for its memory: that no parameter shares elements with another parameter,
+    a buffer or a plain tensor of a module.
+
+    The engine moves parameters into buckets, and what was a second view of the old memory would keep the old values,
+    without a word. Disjoint parts of one storage are no sharing: cuDNN's flattened weights, a flat checkpoint.
+
+    Raises:
+        ConfigError: two do; or one parameter has several elements at one place (`expand`).
+    """
+    ranges = sorted(_ranges(walked), key=lambda each: (each.space, each.start))
+    reaching: list[_MemoryRange] = []
+    """Those that may reach into the next ones."""
+    for each in ranges:
+        reaching = [earlier for earlier in reaching if earlier.space == each.space and earlier.end > each.start]
+        for earlier in reaching:
+            if (each.is_parameter or earlier.is_parameter) and _share_elements(earlier, each):
+                raise ConfigError(_said(earlier, each) if earlier.is_parameter else _said(each, earlier))
+        reaching.append(each)
+
+
+def _said(one: _MemoryRange, other: _MemoryRange) -> str:
+    """What is wrong with two tensors, the first of which is a parameter."""
+    if other.is_parameter:
+        return (
+            f"{one.name} and {other.name} are two parameters over one memory, and would part in training; to tie "
+            f"them, assign the parameter itself (model.{other.name} = model.{one.name}), not nn.Parameter(...) of it; "
+            "to have two, clone() one"
+        )
+    return (
+        f"{other.name} is a tensor over the memory of the parameter {one.name}, and would keep its old values in "
+        f"training; read the parameter where it is needed, or clone() it"
+    )
+
+
+def _ranges(walked: WalkedModel) -> Iterator[_MemoryRange]:
+    for each in walked.parameters:
+        name, parameter = each.names[0], each.parameter
+        if any(size > 1 and stride == 0 for size, stride in _dims(parameter)):
+            raise ConfigError(f"{name} has several elements at one place, as expand() gives them; clone() it")
+        yield from _range(name, parameter, is_parameter=True)
+    own = {id(each.parameter) for each in walked.parameters}
+    for name, tensor in (*walked.buffers.items(), *_plain_tensors(walked)):
+        if id(tensor) not in own:
+            yield from _range(name, tensor, is_parameter=False)
+
+
+def _plain_tensors(walked: WalkedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that modules hold as attributes, alone or in a list, tuple or dict."""
+    for prefix, module in walked.modules.items():
+        for attribute, value in vars(module).items():
+            # torch.nn.utils.spectral_norm and prune make `weight` anew from `weight_orig` before each forward.
+            if attribute in _OF_MODULES or f"{attribute}_orig" in module._parameters:
+                continue
+            for tensor in _tensors_of(value):
+                yield f"{prefix}.{attribute}" if prefix else attribute, tensor
+
+
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _range(name: str, tensor: torch.Tensor, *, is_parameter: bool) -> Iterator[_MemoryRange]:
+    """The range of a tensor that has memory of the usual kind, and elements."""
+    if tensor.layout != torch.strided or tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
+        return
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr() if storage.nbytes() > 0 else 0
+    start = address + int(tensor.storage_offset()) * tensor.itemsize
+    numel = 1 + sum((size - 1) * stride for size, stride in _dims(tensor))
+    yield _MemoryRange(
+        0 if address else storage._cdata, start, start + numel * tensor.itemsize, name, tensor, is_parameter
+    )
+
+
+def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    return list(zip(tensor.shape, tensor.stride(), strict=True)) if tensor.layout == torch.strided else []
+
+
+def _share_elements(one: _MemoryRange, other: _MemoryRange) -> bool:
+    """Whether two tensors whose ranges overlap have an element in common: columns of a matrix have none."""
+    if one.tensor.itemsize != other.tensor.itemsize:
+        return True
+    itemsize, first = one.tensor.itemsize, min(one.start, other.start)
+    taken = torch.zeros((max(one.end, other.end) - first) // itemsize, dtype=torch.bool)
+
+    def elements(each: _MemoryRange) -> torch.Tensor:
+        return taken.as_strided(each.tensor.shape, each.tensor.stride(), (each.start - first) // itemsize)
+
+    elements(one).fill_(True)
+    return bool(elements(other).any())

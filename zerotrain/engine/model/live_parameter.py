@@ -13,7 +13,7 @@ counts, `p.data = ...` that takes the parameter out of its bucket, `p.grad` that
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
@@ -76,9 +76,11 @@ _LAST_HOOKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """nn.Parameter -> the key of the hook of ours that must run behind all others."""
 
 
-def settle(parameter: nn.Parameter, owner: Owner | None) -> None:
-    """From now on `owner` answers for `parameter`; None: nobody yet, and until then nobody can read it."""
-    _OWNERS[parameter] = _nobody if owner is None else weakref.ref(owner)
+def settle(parameters: Iterable[nn.Parameter], owner: Owner | None) -> None:
+    """From now on `owner` answers for these; None: nobody yet, and until then nobody can read them."""
+    reference = _nobody if owner is None else weakref.ref(owner)
+    for parameter in parameters:
+        _OWNERS[parameter] = reference
 
 
 def _nobody() -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Iterable
 
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -16,11 +17,12 @@ class Newcomers:
     """What is put into the modules of a model: noted when it is (PyTorch tells), and looked at by the next forward.
 
     Args:
-        walked: as it is now; the engine has its floating-point parameters.
+        walked: as it is now.
+        known: the engine's parameters.
     """
 
-    def __init__(self, walked: WalkedModel) -> None:
-        self._known = {id(each.parameter) for each in walked.managed}
+    def __init__(self, walked: WalkedModel, known: Iterable[nn.Parameter]) -> None:
+        self._known = set(map(id, known))
         self._names = weakref.WeakKeyDictionary({module: name for name, module in walked.modules.items()})
         self._placed: list[tuple[weakref.ref[nn.Module], str, weakref.ref[Placed]]] = []
 

@@ -118,8 +118,7 @@ def connect(engine: object, schedule: Schedule, others: Iterable[Watch] = ()) ->
 
 def _modules_of(schedule: Schedule) -> list[nn.Module]:
     """All modules that an engine's parameters are in, also those of the resident root, which have no hooks."""
-    members = (managed for bucket in schedule.buckets for managed in bucket.spec.parameters)
-    owners = (owner for managed in members for owner, _ in managed.owners)
+    owners = (owner for bucket in schedule.buckets for each in bucket.spec.parameters for owner, _ in each.owners)
     return [*(module for unit in schedule.units for module in unit.modules), *owners]
 
 

@@ -141,7 +141,7 @@ class Reductions:
         """
         for bucket in self.trained:
             if self._open_segments[bucket]:
-                require_unchanged(bucket.spec.parameters, trains=True)
+                require_unchanged(bucket.spec, trains=True)
         for bucket in self._closed_short:
             late = [each.names[0] for each in bucket.spec.parameters if get_grad(each.parameter) is not None]
             if late:
@@ -201,7 +201,7 @@ class Reductions:
         """Fill with zeros what has not come."""
         if not self._open_segments[bucket]:
             return
-        require_unchanged(bucket.spec.parameters, trains=True)
+        require_unchanged(bucket.spec, trains=True)
         self._move_unmoved(bucket)
         self._open_segments[bucket].clear()
         self._closed_short.append(bucket)

@@ -42,7 +42,7 @@ class Schedule:
         self.reductions = Reductions(self.trained, completing)
         self._reuses_heap = lies_on_host(buckets[0].weights.shard) and not options.offload.uses_disk
         """With a disk memory is to be flat."""
-        self._frozen = [m for bucket in buckets if bucket not in self.trained for m in bucket.spec.parameters]
+        self._frozen = [bucket for bucket in buckets if bucket not in self.trained]
         self._owners = [BucketOwner(bucket, self) for bucket in buckets]
         self._backward = 0
         """Number of the backward under way, or of the last."""
@@ -107,9 +107,10 @@ class Schedule:
     def require_unchanged(self) -> None:
         """Before a backward: nobody has told parameters to train, or to train no more, behind the engine's back."""
         with torch._C.DisableTorchFunctionSubclass():  # which would be a call into Python for each
-            require_unchanged(self._frozen, trains=False)
-            for bucket in self.trained:
-                require_unchanged(bucket.spec.parameters, trains=True)
+            for bucket in self._frozen:
+                require_unchanged(bucket.spec, trains=False)
+            for trained in self.trained:
+                require_unchanged(trained.spec, trains=True)
 
     def begin_backward(self, backward: Backward) -> None:
         """A backward starts."""
@@ -205,8 +206,7 @@ class BucketOwner:
 
     def __init__(self, bucket: Bucket, schedule: Schedule) -> None:
         self._bucket, self._schedule = bucket, weakref.ref(schedule)
-        for managed in bucket.spec.parameters:
-            settle(managed.parameter, self)
+        settle(bucket.spec.tensors, self)
 
     def complete(self) -> None:
         """See `Owner`, as for all."""

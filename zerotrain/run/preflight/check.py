@@ -22,8 +22,7 @@ from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.places.homes import NOT_ON_HOST
 from zerotrain.engine.groups.optimizer_factory import SAMPLE_SHAPE, build_optimizer, needing_whole
 from zerotrain.engine.groups.trial import Trials
-from zerotrain.engine.model.checks import require_plain, require_trainable
-from zerotrain.engine.model.one_memory import require_own_memory
+from zerotrain.engine.model.checks import require_own_memory, require_plain, require_trainable
 from zerotrain.engine.model.unit_forward import replace_forwards, require_units
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.engine.precision.kept_fp32 import dtypes_of
@@ -234,7 +233,7 @@ def _try_model(model: nn.Module, config: Config) -> bool:
         require_own_memory(walked)
     except ConfigError as error:
         raise ConfigError(*(f"model: {problem}" for problem in error.problems)) from error
-    require_trainable(model, walked.managed)
+    require_trainable(model, trains=any(each.parameter.requires_grad for each in walked.managed))
     dtypes_of(walked.managed, precision_named(config.precision.name, tuple(config.precision.keep_fp32)))
     replace_forwards(model, units=config.zero.unit_patterns, **config.model_switches)
     if config.offload.activations != "device":

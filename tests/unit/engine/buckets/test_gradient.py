@@ -174,6 +174,20 @@ def test_a_loss_scale_is_left_in_the_sum_and_taken_out_of_the_norm() -> None:
     assert torch.equal(gradient.reduction.reduced(), bucket.flat([3072]))
 
 
+def test_gradients_that_were_moved_are_in_nobodys_hands() -> None:
+    bucket = OneBucket(alone())
+    gradient = bucket.gradient()
+    give(bucket, 1.0, None, 3.0)
+    gradient.begin_filling(Backward())
+    [segment] = gradient.segments
+    for held_before in (False, True):
+        gradients = segment.gradients()
+        gradient.fill(segment, gradients, counts=not held_before)
+        assert gradients == []
+        assert all(parameter.grad is None for parameter in bucket.parameters)
+        give(bucket, 4.0, 5.0, None)
+
+
 def test_segments_are_of_256_kib_at_least_and_hold_each_parameter_once_in_order() -> None:
     small, large = (SEGMENT_NBYTES // 4 // 4,), (SEGMENT_NBYTES // 4,)
     gradient = OneBucket(alone(), (small, small, small, small, large, small, small)).gradient()

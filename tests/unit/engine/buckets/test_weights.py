@@ -99,7 +99,7 @@ def test_a_read_of_what_is_on_its_way_waits_for_it() -> None:
         weights = bucket.weights()
         owner = Completing(weights)
         for parameter in bucket.parameters:
-            settle(parameter, owner)
+            settle([parameter], owner)
         weights.reshard()
         weights.start_gather()
         return (bucket.parameters[2] + 0).sum().item()
@@ -114,11 +114,24 @@ def test_a_read_after_the_engine_has_gone_is_refused() -> None:
     with pytest.raises(EngineStateError, match="whose engine is gone"):
         bucket.parameters[0].sum()
     owner = Completing(weights)
-    settle(bucket.parameters[0], owner)
+    settle([bucket.parameters[0]], owner)
     del owner, weights
     gc.collect()
     with pytest.raises(EngineStateError, match="whose engine is gone"):
         bucket.parameters[0].sum()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_was_written_before_weights_are_replaced_is_forgotten(stage: int) -> None:
+    bucket = OneBucket(alone(), stage=stage)
+    weights = bucket.weights()
+    with torch.no_grad():
+        bucket.parameters[0].add_(1)
+    weights.take_writes()
+    assert weights.writes.digest != 0
+    weights.begin_refill()
+    weights.end_refill()
+    assert (weights.writes.digest, weights.writes.are_new) == (0, False)
 
 
 def test_what_is_full_or_on_its_way_is_gathered_no_second_time_and_what_is_at_rest_not_freed_again() -> None:

@@ -27,7 +27,7 @@ class Bucket:
     def __init__(self, parameter: nn.Parameter, calls: list[str]) -> None:
         self.parameter, self.calls = parameter, calls
         self.live_class = live_class(type(parameter))
-        settle(parameter, self)
+        settle([parameter], self)
         KEPT.append(self)
 
     def complete(self) -> None:

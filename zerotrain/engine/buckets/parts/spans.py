@@ -7,7 +7,6 @@ import torch
 
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.plan import Plan
-from zerotrain.sharding.units import ManagedParameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +27,16 @@ def update_range(layout: BucketLayout, plan: Plan, rank: int) -> slice:
 
 
 def cut_spans(
-    layout: BucketLayout, members: Sequence[ManagedParameter], where: slice, master_weight: torch.Tensor
+    layout: BucketLayout, runs: Sequence[tuple[int, tuple[int, int] | None]], where: slice, master_weight: torch.Tensor
 ) -> list[Span]:
-    """What a rank that updates `where` updates by elements: neighbours of one group and generation together."""
-    keys = [(managed.is_updated_whole, managed.span) for managed in members]
-    borders = [index for index, key in enumerate(keys) if index == 0 or key != keys[index - 1]]
+    """What a rank that updates `where` updates by elements: neighbours of one group and generation together.
+
+    Args:
+        runs: of the bucket's spec.
+    """
+    places = layout.spans([index for index, _ in runs], where)
     return [
-        Span(place, master_weight[place].detach(), members[border].span)
-        for border, place in zip(borders, layout.spans(borders, where), strict=True)
-        if place.stop > place.start and not members[border].is_updated_whole
+        Span(place, master_weight[place].detach(), key)
+        for (_, key), place in zip(runs, places, strict=True)
+        if place.stop > place.start and key is not None
     ]
