@@ -69,9 +69,7 @@ FAULTS = {
         "    finally:\n        ends.close()\n",
         "    finally:\n        pass\n",
         "each loader of a run leaves its worker processes",
-        (
-            "unit/data/reading/test_loader.py::test_an_exception_comes_in_its_step_with_row_epoch_and_step_and_its_traceback",
-        ),
+        ("unit/data/reading/test_loader.py::test_workers_in_the_middle_of_an_item_are_gone_in_bounded_time",),
     ),
     "feeds-lock-of-a-folder-that-went": Fault(
         PREPARING + "lock.py",
