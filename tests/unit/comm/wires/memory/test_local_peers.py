@@ -31,8 +31,12 @@ def meet(size: int, changes: dict[int, Change]) -> list[Any]:
     def run(rank: int) -> None:
         wire, number = FakeWire(board, rank), iter(range(10))
         change = changes.get(rank, lambda _, said: said)
+
+        def say(said: list[str]) -> list[Any]:
+            return wire.gather_objects(change(next(number), said))
+
         try:
-            got[rank] = LocalRanks(rank, range(size), lambda said: wire.gather_objects(change(next(number), said)), 5.0)
+            got[rank] = LocalRanks(rank, range(size), say, HANG_S)
         except Exception as error:
             got[rank] = error
 
@@ -111,7 +115,7 @@ def test_another_user_who_connects_and_says_nothing_is_not_waited_for() -> None:
 
     started_s = time.monotonic()
     require_they_read_each_other(meet(2, {0: be_found}))
-    assert time.monotonic() - started_s < 5.0  # which is how long ranks wait for each other
+    assert time.monotonic() - started_s < HANG_S  # which is how long ranks wait for each other
     assert os.waitpid(child, 0)[1] == 0
     for each in (heard, told, done, connected):
         os.close(each)
