@@ -13,7 +13,7 @@ from own_loops import KILLED, Disturbance, nothing, run_loop
 
 from zerotrain.comm.ranks import world
 
-JOIN_S = 3.0
+JOIN_S = 15.0
 """In place of 20 s: what is waited for in vain here."""
 
 
