@@ -3,6 +3,7 @@
 import torch
 
 from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.handles import Gather
 from zerotrain.comm.scratch import Scratch, ScratchPool
 from zerotrain.engine.buckets.parts.norm import BlockSquares
 from zerotrain.engine.model.ranges import named_range
@@ -66,7 +67,8 @@ class BucketReduction:
 
     def keep_sum(self) -> None:
         """Another backward will be reduced: keep what those before it came to."""
-        self._finish_gather()
+        if self._gather is not None:
+            self._finish_gather(self._gather)
         if self._sum is None:
             self._sum = self.shard.to(self._master, copy=True)
 
@@ -125,12 +127,14 @@ class BucketReduction:
 
     def reduced(self) -> torch.Tensor:
         """The reduced gradient over this rank's optimizer range, compute dtype."""
-        self._finish_gather()
+        if self._gather is not None:
+            self._finish_gather(self._gather)
         return self._updated
 
     def drop(self) -> None:
         """Forget what it came to. A reduction that was prepared will not come, on any rank."""
-        self._finish_gather()
+        if self._gather is not None:
+            self._finish_gather(self._gather)
         self.handle.withdraw()
         self._squares = self._sum = None
 
@@ -140,7 +144,7 @@ class BucketReduction:
             self._wire_pool.give_back(self._widened)
             self._widened = None
 
-    def _finish_gather(self) -> None:
-        if self._gather is not None and self._gather.is_under_way:
+    def _finish_gather(self, gather: Gather) -> None:
+        if gather.is_under_way:
             with named_range("wait for gather gradient", self._name):
-                self._gather.finish()
+                gather.finish()

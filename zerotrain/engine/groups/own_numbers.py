@@ -30,7 +30,8 @@ def own_numbers(optimizer: torch.optim.Optimizer, settings: Sequence[Mapping[str
                 group[name.removeprefix(OF_GROUP)] = state.pop(name)
     yield
     for group, given in zip(optimizer.param_groups, settings, strict=True):
-        for name in [each for each, value in group.items() if each not in given and is_number(value)]:
+        added = group.keys() - given.keys() - {"params"}
+        for name in [each for each in group if each in added and is_number(group[each])]:
             value = group.pop(name)
             for target in group["params"]:
                 optimizer.state[target][OF_GROUP + name] = value
