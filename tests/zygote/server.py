@@ -17,6 +17,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import weakref
@@ -65,6 +66,7 @@ def become(request: dict) -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where a shell began all in the background
         os.chdir(request["folder"])
         set_environment(request["environment"])
+        tempfile.tempdir = None  # noted before TMPDIR was that of this program
         for descriptor, name in enumerate(["/dev/null", request["stdout"], request["stderr"]]):
             opened = closed_pipe() if name == CLOSED_PIPE else os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
             os.dup2(opened, descriptor)

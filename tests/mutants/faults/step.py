@@ -12,7 +12,7 @@ FAULTS = {
         "    if not different:\n        return\n",
         "    return\n",
         "ranks with other settings train on",
-        ("unit/engine/test_set_stage.py::test_it_comes_between_steps_and_all_ranks_ask_for_the_same_stage",),
+        ("unit/engine/test_build.py::test_ranks_that_are_given_different_things_are_all_told_so",),
     ),
     "writes-not-compared": Fault(
         AGREEMENT,

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
@@ -66,6 +67,7 @@ class ForkServer:
             stream.flush()
         self._pid, owner = os.fork(), os.getpid()
         if self._pid == 0:
+            ours.close()
             _serve(theirs)
         theirs.close()
         self._socket, self._messages = ours, Connection(os.dup(ours.fileno()))
@@ -125,9 +127,8 @@ class ForkServer:
     def _end(self, owner: int) -> None:
         """End the server with its owner, but not with a process that was forked from that."""
         if os.getpid() == owner:
-            self._socket.close()
-            self._messages.close()
-            with contextlib.suppress(ChildProcessError):
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self._pid, signal.SIGKILL)
                 os.waitpid(self._pid, 0)
 
 
@@ -302,6 +303,7 @@ def _forget_launcher() -> None:
     """Undo in this process what Hydra and the launcher have set, and draw new random numbers: Python's own generator
     does so by itself, torch's begins with a constant."""
     sys.modules["__main__"] = rank_process
+    tempfile.tempdir = None  # what TMPDIR was when it was asked first
     sys.stdin = sys.__stdin__
     # Those of a launcher that was started without output are None; the numbers lead nowhere then (`outlast_readers`).
     sys.stdout = sys.__stdout__ or os.fdopen(1, "w", closefd=False)
