@@ -36,6 +36,7 @@ def run(folder: Path, *settings: str, fails: str | None = None) -> Command:
     if fails is not None:
         site = REPOSITORY / "tests/attack/failing_disk"
         environment["PYTHONPATH"] = os.pathsep.join([str(site), str(REPOSITORY)])
+        environment["OPENBLAS_NUM_THREADS"] = "2"  # a thread: ranks are new Pythons then, which import what fails
         environment["ZEROTRAIN_FAILING_DISK"] = f"{fails}|1|{folder / 'run/checkpoints/step-00000002'}"
     command = by_hand(*RUN, *settings, folder=folder, **environment)
     command.wait()

@@ -6,7 +6,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -292,15 +292,23 @@ def _checked(config: Config, weights: str, num_local: int, num_ranks: int) -> di
 
 def _by_ranks(config: Config, told: dict[str, Any], num_ranks: int) -> dict[str, Any]:
     """The loss by ranks that are started here. A ConfigError or RunError with the first cause of a failure."""
-    with ExitStack() as removal:
-        folder = Path(tempfile.mkdtemp(prefix="zerotrain_evaluate_"))
-        removal.callback(shutil.rmtree, folder, ignore_errors=True)
+    with _folder_of_ranks() as folder:
         job = Job(config=config, run_dir=folder, overrides=[], evaluates=told)
         job.ranks_dir.mkdir()
-        try:
-            run_ranks(Attempts(job), num_ranks)
-        except RunError:
-            removal.pop_all()  # what is told of a rank that has failed names its log
-            raise
+        run_ranks(Attempts(job), num_ranks)
         result: dict[str, Any] = read_json(folder / evaluating.LOSS_NAME, _LOSS, max_nbytes=MAX_LOSS_NBYTES)
         return result
+
+
+@contextmanager
+def _folder_of_ranks() -> Iterator[Path]:
+    """A folder for the logs of ranks, which stays where one has failed: what is told of it names its log."""
+    folder, stays = Path(tempfile.mkdtemp(prefix="zerotrain_evaluate_")), False
+    try:
+        yield folder
+    except RunError:
+        stays = True
+        raise
+    finally:
+        if not stays:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -154,9 +154,9 @@ FAULTS = {
     ),
     "ends-folders-of-ranks-stay": Fault(
         "commands/evaluate.py",
-        "            removal.pop_all()",
-        "            pass",
-        "an evaluation by ranks of which one has failed leaves no log of it",
+        "        if not stays:\n            shutil.rmtree(folder, ignore_errors=True)\n",
+        "        if stays:\n            shutil.rmtree(folder, ignore_errors=True)\n",
+        "each evaluation by several ranks leaves a folder, and one that has failed none",
         ("unit/commands/test_evaluate.py::test_the_folder_of_ranks_goes_unless_one_has_failed_whose_log_it_has",),
     ),
     "ends-threads-of-the-run": Fault(

@@ -27,8 +27,8 @@ FAULTS = {
     ),
     "drop-does-not-wait": Fault(
         REDUCTION,
-        "        self._finish_gather()\n        self.handle.withdraw()",
-        "        self.handle.withdraw()",
+        "            self._finish_gather(self._gather)\n        self.handle.withdraw()",
+        "            pass\n        self.handle.withdraw()",
         "the next gradient is filled into what a gather still writes",
         UNIT,
     ),
@@ -181,8 +181,8 @@ FAULTS = {
     ),
     "gathered-gradient-not-waited-for": Fault(
         REDUCTION,
-        "        self._finish_gather()\n        return self._updated",
-        "        return self._updated",
+        "            self._finish_gather(self._gather)\n        return self._updated",
+        "            pass\n        return self._updated",
         "stage 0 updates with what has not arrived",
         UNIT,
     ),

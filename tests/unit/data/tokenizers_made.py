@@ -15,7 +15,11 @@ END = "<|endoftext|>"
 
 
 def sample() -> str:
-    return "".join((REPOSITORY / "docs" / name).read_text() for name in ("architecture.md", "cases.md"))
+    pages = [
+        *sorted((REPOSITORY / "docs/design").glob("*.md")),
+        *sorted((REPOSITORY / "docs/reference/cases").glob("*.md")),
+    ]
+    return "".join(page.read_text() for page in pages)
 
 
 def made(kind: str) -> Any:

@@ -236,7 +236,7 @@ def test_a_folder_without_a_tokenizer_is_refused(adapters, capsys) -> None:
 
 def recipe(out: Path) -> str:
     """What docs/guides/export.md tells to do with optimizer.pt."""
-    docs = (REPOSITORY / "docs" / "checkpoints.md").read_text()
+    docs = (REPOSITORY / "docs/guides/export.md").read_text()
     [found] = [block for block in docs.split("```") if block.startswith("text\nsaved = torch.load(")]
     return found.removeprefix("text\n").replace("DIR/", f"{out}/")
 
