@@ -124,12 +124,14 @@ FORBIDDEN = {
     "preadv|EPERM|1": "rank 1: it cannot make memory that others can read: cannot read another rank's memory",
 }
 
+UNREADY = {"PYTHONPATH": os.pathsep.join([str(HERE / "unready"), str(REPOSITORY)]), "OPENBLAS_NUM_THREADS": "2"}
+"""Ranks that import unready/sitecustomize.py: a thread makes them new Pythons."""
+
 
 def without(call: str, folder: Path, *settings: str, later: str = "") -> Command:
     if platform.machine() not in ("x86_64", "aarch64"):
         pytest.skip("knows the numbers of the calls on no other machine")
-    site = os.pathsep.join([str(HERE / "unready"), str(REPOSITORY)])
-    return by_hand(*RUN, *settings, folder=folder, ZEROTRAIN_FORBIDDEN=f"{call}|{later}", PYTHONPATH=site)
+    return by_hand(*RUN, *settings, folder=folder, ZEROTRAIN_FORBIDDEN=f"{call}|{later}", **UNREADY)
 
 
 @pytest.mark.parametrize("call", FORBIDDEN)
@@ -289,8 +291,7 @@ def test_two_runs_at_once_do_not_mix(launch, wanted: str, tmp_path: Path) -> Non
 def held_run(folder: Path) -> Iterator[tuple[Command, int, int, int, str]]:
     """(a run whose rank 1 is held before it connects to rank 0; of rank 0 the process, the descriptor of its memory,
     where something is mapped, and where it listens)"""
-    site = os.pathsep.join([str(HERE / "unready"), str(REPOSITORY)])
-    command = by_hand(*RUN, folder=folder, ZEROTRAIN_HELD=f"1|{folder}", PYTHONPATH=site)
+    command = by_hand(*RUN, folder=folder, ZEROTRAIN_HELD=f"1|{folder}", **UNREADY)
     try:
         deadline = time.monotonic() + HANG_S
         while not (folder / "held").exists():

@@ -127,6 +127,8 @@ class ForkServer:
     def _end(self, owner: int) -> None:
         """End the server with its owner, but not with a process that was forked from that."""
         if os.getpid() == owner:
+            self._socket.close()
+            self._messages.close()
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self._pid, signal.SIGKILL)
                 os.waitpid(self._pid, 0)

@@ -88,23 +88,32 @@ def _run_once(job: Job, num_ranks: int, stop: StopRequest) -> None:
 
 def _codes_of_first_to_fail(job: Job, job_path: Path, num_ranks: int) -> dict[int, int]:
     """Start the ranks and wait until all have ended, or one has failed; end those that are left. Return the exit codes,
-    by rank, of those that had failed before; none where all have completed."""
+    by rank, of those that had failed before, or were killed meanwhile by others; none where all have completed."""
     ranks: list[RankProcess] = []
     signum: int = signal.SIGTERM
+    failed: dict[int, int] = {}
     try:
         for rank in range(num_ranks):
             ranks.append(_start(job, job_path, rank, num_ranks))
         while True:
-            codes = {rank: code for rank, process in enumerate(ranks) if (code := process.poll()) is not None}
+            codes = _codes_of(ranks)
             failed = {rank: code for rank, code in codes.items() if code != 0}
             if failed or len(codes) == num_ranks:
-                return failed
+                break
             time.sleep(_LOOK_EVERY_S)
     except Ended as error:
         signum = error.signum
         raise
     finally:
-        _end(ranks, signum)
+        sent = _end(ranks, signum)
+    # Where memory runs out, ranks are killed one after the other.
+    killed = {rank: code for rank, code in _codes_of(ranks).items() if code < 0 and -code not in sent}
+    return failed and killed | failed
+
+
+def _codes_of(ranks: list[RankProcess]) -> dict[int, int]:
+    """The exit codes of those that have ended, by rank."""
+    return {rank: code for rank, process in enumerate(ranks) if (code := process.poll()) is not None}
 
 
 def _start(job: Job, job_path: Path, rank: int, num_ranks: int) -> RankProcess:
@@ -129,10 +138,15 @@ class _SpawnedRank(subprocess.Popen[bytes]):
                 os.killpg(self.pid, signum)
 
 
-def _end(ranks: list[RankProcess], signum: int) -> None:
-    """End the ranks that are left: by this signal, and by SIGKILL `_GRACE_S` later or when another signal comes."""
+def _end(ranks: list[RankProcess], signum: int) -> set[int]:
+    """End the ranks that are left: by this signal, and by SIGKILL `_GRACE_S` later or when another signal comes.
+
+    Returns:
+        The signals that were sent.
+    """
     kill_s = time.monotonic() + _GRACE_S
     came: BaseException | None = None
+    sent = {signum}
     left = [process for process in ranks if process.poll() is None]
     for process in left:
         process.send_signal(signum)
@@ -140,6 +154,7 @@ def _end(ranks: list[RankProcess], signum: int) -> None:
         try:
             if time.monotonic() > kill_s:
                 kill_s = math.inf
+                sent.add(signal.SIGKILL)
                 for process in left:
                     process.send_signal(signal.SIGKILL)
             time.sleep(_LOOK_EVERY_S)
@@ -147,6 +162,7 @@ def _end(ranks: list[RankProcess], signum: int) -> None:
             came, kill_s = error, 0.0
     if came is not None:
         raise came
+    return sent
 
 
 @contextmanager
