@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from zerotrain.commands.export.weights import adapters, hugging_face, is_of_adapter, merged
+from zerotrain.commands.export.weights import adapters, is_of_adapter, merged, name_of_hugging_face, plain
 
 
 def saved_of(tensors: dict[str, torch.Tensor]) -> SimpleNamespace:
@@ -47,6 +47,6 @@ def test_files_of_adapters_hold_them_alone_under_the_names_of_peft() -> None:
 
 
 def test_a_dtype_is_for_numbers_with_a_point_alone() -> None:
-    found = hugging_face(saved_of(adapted()), torch.float16)
+    found = plain(saved_of(adapted()), torch.float16, name_of_hugging_face)
     assert found["base_model.model.ids"].dtype == torch.int64
     assert {each.dtype for name, each in found.items() if not name.endswith("ids")} == {torch.float16}
