@@ -81,7 +81,7 @@ def test_a_rank_that_was_stopped_is_said_not_to_answer_and_is_ended_soon(tmp_pat
     command.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/3")
     started_s = time.monotonic()
     assert command.wait() == 1
-    assert time.monotonic() - started_s < 20.0  # torch's agent alone waits for 30 s
+    assert time.monotonic() - started_s < 20.0  # without that the launcher waits for 30 s
     cause = "rank 1 did not answer for 6 s, last seen in training misbehaving.MisbehavingMLP, step 2; rank 0 waited in "
     told = [line for line in command.stderr.splitlines() if line.startswith("rank ")]
     assert len(told) == 1

@@ -9,7 +9,6 @@ started again in the same folder does not complete with the weights of the undis
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -17,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +24,9 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.cases import SETTINGS
-from tests.zygote.server import REPOSITORY
+from tests.distributed.commands import Command, by_hand, result_of
 from zerotrain.testing.limits import HANG_S
 
-MARK = "ZEROTRAIN_CHAOS_START"
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 VICTIMS = ("launcher", "group", "newest")
 """The launcher alone; its process group, as from a terminal; its newest child or grandchild, if there is one."""
@@ -59,8 +57,11 @@ def main(arguments: list[str]) -> int:
     blows = [Blow(draw.choice(SIGNALS), draw.choice(VICTIMS), draw.random()) for _ in range(given.kills)]
     shutil.rmtree(out, ignore_errors=True)
     weights, takes_s = undisturbed(out / "undisturbed")
-    with ThreadPoolExecutor(given.jobs) as pool:
-        found = list(pool.map(lambda each: strike(out / str(each[0]), each[1], weights, takes_s), enumerate(blows)))
+    with ProcessPoolExecutor(given.jobs) as pool:
+        under_way = [
+            pool.submit(strike, out / str(number), blow, weights, takes_s) for number, blow in enumerate(blows)
+        ]
+        found = [each.result() for each in under_way]
     wrong = [(blow, problems) for blow, problems in zip(blows, found, strict=True) if problems]
     for blow, problems in wrong:
         print(f"{blow}: {'; '.join(problems)}")
@@ -70,18 +71,19 @@ def main(arguments: list[str]) -> int:
 
 def undisturbed(folder: Path) -> tuple[str, float]:
     """The weights of the run, and the seconds that its ranks take until they train."""
-    process, began_s = _start(folder), time.monotonic()
+    command, began_s = _start(folder), time.monotonic()
     while not _is_at_work(folder):
-        assert process.poll() is None, _said(folder)
+        assert command.process.poll() is None, command.stderr
         time.sleep(0.01)
     takes_s = time.monotonic() - began_s
-    assert process.wait(HANG_S) == 0, _said(folder)
+    assert command.wait() == 0, command.stderr
     return _weights(folder), takes_s
 
 
 def strike(folder: Path, blow: Blow, weights: str, takes_s: float) -> list[str]:
     """What is wrong after a blow, and after the start that follows it."""
-    process = _start(folder)
+    command = _start(folder)
+    process = command.process
     deadline = time.monotonic() + blow.after * takes_s
     while time.monotonic() < deadline and not _is_at_work(folder) and process.poll() is None:
         time.sleep(0.001)
@@ -93,19 +95,17 @@ def strike(folder: Path, blow: Blow, weights: str, takes_s: float) -> list[str]:
             victim = children[-1].pid if blow.victim == "newest" and children else process.pid
             os.kill(victim, blow.signum)
     try:
-        code = process.wait(HANG_S)
+        code = command.wait()
     except subprocess.TimeoutExpired:
-        process.kill()
-        return [f"hangs: {_said(folder)}"]
-    problems = _left(folder, process)
-    said = _said(folder)
-    if "Traceback" in said:
-        problems.append(f"a traceback: {said}")
+        return [f"hangs: {command.stderr}"]
+    problems = _left(folder, command)
+    if "Traceback" in command.stderr:
+        problems.append(f"a traceback: {command.stderr}")
     if code not in (0, 1, *(each for signum in SIGNALS for each in (-signum, 128 + signum))):
-        problems.append(f"exit code {code}: {said}")
+        problems.append(f"exit code {code}: {command.stderr}")
     again = _start(folder)
-    if again.wait(HANG_S) != 0:
-        return [*problems, f"the next start: {_said(folder)}"]
+    if again.wait() != 0:
+        return [*problems, f"the next start: {again.stderr}"]
     if _weights(folder) != weights:
         problems.append("other weights")
     problems += _left(folder, again)
@@ -114,54 +114,28 @@ def strike(folder: Path, blow: Blow, weights: str, takes_s: float) -> list[str]:
     return problems
 
 
-def _start(folder: Path) -> subprocess.Popen[bytes]:
+def _start(folder: Path) -> Command:
     (folder / "tmp").mkdir(parents=True, exist_ok=True)
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    environment = {**kept, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp"), MARK: str(folder)}
     more = ("launch.nproc_per_node=2", "train.max_steps=2", "checkpoint.every=null", "checkpoint.save_at_end=false")
     settings = [each for each in SETTINGS if not each.startswith("checkpoint.every")]
-    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
-        return subprocess.Popen(
-            [sys.executable, str(REPOSITORY / "launch.py"), *settings, *more],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
+    return by_hand(*settings, *more, folder=folder, TMPDIR=str(folder / "tmp"))
 
 
 def _is_at_work(folder: Path) -> bool:
     return (folder / "run/metrics.jsonl").exists()
 
 
-def _said(folder: Path) -> str:
-    return (folder / "err").read_text(errors="replace")[-2000:]
-
-
 def _weights(folder: Path) -> str:
-    return str(json.loads((folder / "run/result.json").read_text())["weights_sha256"])
+    return str(result_of(folder / "run")["weights_sha256"])
 
 
-def _left(folder: Path, process: subprocess.Popen[bytes]) -> list[str]:
-    """Processes and temporary files that are there a while after the end."""
+def _left(folder: Path, command: Command) -> list[str]:
+    """Processes and temporary files that are there long after the end."""
+    processes = command.wait_until_gone()
     deadline = time.monotonic() + HANG_S
-    while True:
-        processes = [each.pid for each in psutil.process_iter() if _is_of(each, folder) and each.pid != process.pid]
-        files = os.listdir(folder / "tmp")
-        if not processes and not files:
-            return []
-        if time.monotonic() > deadline:
-            return [f"left: {len(processes)} processes, {files}"]
+    while (files := os.listdir(folder / "tmp")) and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def _is_of(process: psutil.Process, folder: Path) -> bool:
-    try:
-        return process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:  # gone since it was listed
-        return False
+    return [f"left: {len(processes)} processes, {files}"] if processes or files else []
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ CONFIG_NAMES = re.compile(
 )
 
 MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "testing"}
-"""The collectives, the agent that starts ranks, and the ranks of tests."""
+"""The collectives, the launcher's start of ranks, and the ranks of tests."""
 
 WRITES_ITS_FORMAT = {"commands"}
 """Folders of torch.distributed.checkpoint, in one process."""

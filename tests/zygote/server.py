@@ -8,8 +8,6 @@ Reads a JSON object a line and answers with one value a line. `{"arguments", "fo
 answers with the exit code of one that was started, or null while it runs.
 """
 
-import atexit
-import contextlib
 import ctypes
 import gc
 import json
@@ -18,7 +16,6 @@ import runpy
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 import weakref
 from importlib import import_module
@@ -84,13 +81,7 @@ def become(request: dict) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(BaseException):
-            threading._shutdown()
-            atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
+        import_module("zerotrain.launching.end.exits").end_as_python(code)
 
 
 def set_environment(environment: dict[str, str]) -> None:

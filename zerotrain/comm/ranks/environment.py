@@ -1,4 +1,4 @@
-"""The variables by which torchrun, or the agent of `launching.spawn`, tells a process which rank it is. Imports no
+"""The variables by which torchrun, or our own launcher, tells a process which rank it is. Imports no
 torch."""
 
 import functools

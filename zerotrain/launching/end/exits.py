@@ -1,10 +1,13 @@
 """Exit codes."""
 
+import atexit
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 COMPLETED = 0
 FAILED = 1
@@ -32,3 +35,15 @@ def exits_raised() -> Iterator[None]:
         yield
     finally:
         os._exit = end_process
+
+
+def end_as_python(code: int) -> NoReturn:
+    """End a fork, whose callers are those of another process, as Python ends: wait for threads, call what is registered
+    at exit, write out what was printed."""
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -170,7 +170,7 @@ def _is_locked(descriptor: int) -> bool:
 
 def continue_stopped(ranks_dir: Path) -> None:
     """Let ranks of this machine that are stopped go on, to be ended in order: a SIGTERM does not reach them before, and
-    torch's agent waits for 30 s until it kills them (2026-11-21)."""
+    the launcher and torchrun wait for 30 s until they kill them (2026-11-21)."""
     for state, alive in read_states(ranks_dir):
         if alive and state.host == socket.gethostname() and state.pid > 0:
             with suppress(ProcessLookupError, PermissionError):

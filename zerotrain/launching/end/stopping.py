@@ -32,7 +32,7 @@ def stop_in_order(note: Callable[[int, bool], bool], settle: Callable[[], None])
 
     Args:
         note: told the number of each signal to stop, when it comes, and whether this rank could end in order; returns
-            whether all ranks can. Torch's agent ends the others of a rank that is gone, by SIGTERM too.
+            whether all ranks can. The launcher, or torchrun, ends the others of a rank that is gone, by SIGTERM too.
         settle: called before the process is ended here.
 
     The limit is kept by a thread, which reads the interpreter's wake-up socket: the signal itself writes to it. Python

@@ -26,6 +26,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
 from zerotrain.device.kinds import is_gpu_in_use
+from zerotrain.launching.end import exits
 from zerotrain.launching.end.signals import STOP_SIGNALS, end_with_parent
 from zerotrain.launching.start import rank_process
 
@@ -292,13 +293,7 @@ def _become_rank(request: _Start, files: Sequence[int], handlers: dict[signal.Si
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(BaseException):
-            threading._shutdown()  # type: ignore[attr-defined]  # as Python ends: threads, then atexit
-            atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
+        exits.end_as_python(code)
 
 
 def _forget_launcher() -> None:

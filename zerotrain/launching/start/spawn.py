@@ -91,7 +91,6 @@ def _codes_of_first_to_fail(job: Job, job_path: Path, num_ranks: int) -> dict[in
     by rank, of those that had failed before, or were killed meanwhile by others; none where all have completed."""
     ranks: list[RankProcess] = []
     signum: int = signal.SIGTERM
-    failed: dict[int, int] = {}
     try:
         for rank in range(num_ranks):
             ranks.append(_start(job, job_path, rank, num_ranks))

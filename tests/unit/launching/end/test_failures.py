@@ -180,7 +180,7 @@ def test_a_stop_is_in_order_while_all_ranks_are_there_and_until_a_second_one(tmp
     assert presence.note_stop(signal.SIGTERM, in_order=True)
     assert [state.in_order for state, _ in read_states(tmp_path)] == [True]
     assert presence.note_stop(signal.SIGINT, in_order=True)
-    leave_state(tmp_path, 1)  # it is gone: torch's agent is about to end the others
+    leave_state(tmp_path, 1)  # it is gone: the launcher is about to end the others
     assert not presence.note_stop(signal.SIGTERM, in_order=True)
     [state] = [state for state, _ in read_states(tmp_path) if state.rank == 0]
     assert (state.stopped_by, state.in_order, state.gone) == ("SIGTERM", False, ())

@@ -25,7 +25,7 @@ def before():
 
 @pytest.mark.parametrize(("module", "fails"), [("platform", False), ("no_such_module", True)])
 def test_signals_are_handled_after_a_job_as_before_it(tmp_path: Path, monkeypatch, before, module: str, fails: bool):
-    """torch's agent leaves handlers of its own, after which Ctrl-C between two jobs of a sweep would not end it."""
+    """Handlers that were left would take Ctrl-C between two jobs of a sweep."""
     monkeypatch.setattr(spawn, "RANK_MODULE", module)  # what a rank runs: a second less than a training
     job = Job(config=Config(), run_dir=tmp_path, overrides=[])
     job.open_folder()
