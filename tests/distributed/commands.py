@@ -134,14 +134,15 @@ class Command:
 
 def by_hand(*arguments: str, folder: Path, zygote: Zygote | None = None, **environment: str) -> Command:
     """`python launch.py ...`, forked from the zygote where one is given."""
-    start = subprocess.Popen if zygote is None else zygote.start
-    return Command([sys.executable, str(REPOSITORY / "launch.py"), *arguments], folder, environment, start)
+    return Command([sys.executable, str(REPOSITORY / "launch.py"), *arguments], folder, environment, _start_of(zygote))
 
 
-def by_torchrun(*arguments: str, folder: Path, options: tuple[str, ...] = ("--nproc-per-node=2",)) -> Command:
-    """`torchrun ... launch.py ...`"""
+def by_torchrun(
+    *arguments: str, folder: Path, options: tuple[str, ...] = ("--nproc-per-node=2",), zygote: Zygote | None = None
+) -> Command:
+    """`torchrun ... launch.py ...`; forked from the zygote where one is given, but for its ranks: new Pythons."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
-    return Command([*torchrun, str(REPOSITORY / "launch.py"), *arguments], folder)
+    return Command([*torchrun, str(REPOSITORY / "launch.py"), *arguments], folder, start=_start_of(zygote))
 
 
 def free_port() -> int:
@@ -163,6 +164,10 @@ def _heeding_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _start_of(zygote: Zygote | None) -> Callable[..., subprocess.Popen[bytes] | Forked]:
+    return subprocess.Popen if zygote is None else zygote.start
 
 
 def _is_alive_with_mark(process: psutil.Process, mark: str) -> bool:

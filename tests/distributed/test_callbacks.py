@@ -3,6 +3,7 @@
 import functools
 import io
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from commands import TINY, by_hand, result_of
 from rich.console import Console
 
 import zerotrain
+from tests.zygote.client import Zygote
 from zerotrain.data import SyntheticTokens
 from zerotrain.testing import RankError, run_ranks
 from zerotrain.training import Callback, Request, Trainer, constant
@@ -22,6 +24,13 @@ MOMENTS = (
     "start", "before_step", "ask", "after_step", "log", "after_evaluation", "after_stage_change", "end", "state_dict",
 )  # fmt: skip
 NUM_RANKS = [1, 2, 3]
+RAISING = [
+    *((2, moment, rank) for moment, rank in zip(MOMENTS, (0, 1, 0, 1, 0, 1, 1, 1, 0), strict=True)),
+    *((3, "start", 1), (3, "ask", 2), (3, "log", 2)),
+    *((1, "before_step", 0), (1, "after_evaluation", 0), (1, "end", 0)),
+]
+"""Number of ranks, moment, and the rank that raises: each moment on another one than the first, but for state_dict,
+which is the first one's alone."""
 
 
 class Noting(Callback):
@@ -190,21 +199,30 @@ def test_the_moments_of_all_ranks_are_the_same_and_those_of_the_first_are_its_ow
     assert others == [[]] * (num_ranks - 1)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("num_ranks", NUM_RANKS)
-def test_one_that_raises_on_one_rank_ends_all_and_is_named_there(tmp_path, num_ranks, moment):
-    at = 0 if moment == "state_dict" else num_ranks - 1
+@pytest.mark.parametrize(("num_ranks", "moment", "at"), RAISING)
+def test_one_that_raises_on_one_rank_ends_all_and_is_named_there(tmp_path, num_ranks, moment, at):
     run = functools.partial(trained, stages={2: 3}, checkpoint=CheckpointPolicy(at_end=True))
     said = rf"rank {at} failed:[^$]*CallbackError: callbacks\.bad: {moment}[^$]*RuntimeError: had enough of {moment}\n"
     with pytest.raises(RankError, match=said):
         run_ranks(run, num_ranks, tmp_path, moment, {"bad": Raising(moment, at)})
 
 
+@pytest.fixture(scope="module")
+def plain_hashes(tmp_path_factory) -> Callable[[int], list[str]]:
+    """The hash of the weights on each of so many ranks that have trained without a callback."""
+
+    def train(num_ranks: int) -> list[str]:
+        ranks = run_ranks(trained, num_ranks, tmp_path_factory.mktemp("plain"), "plain", {})
+        return [rank["body"]["weights_sha256"] for rank in ranks]
+
+    return functools.cache(train)
+
+
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
-def test_a_stage_that_any_rank_asks_for_is_taken_by_all_and_the_bits_stay(tmp_path, num_ranks):
+def test_a_stage_that_any_rank_asks_for_is_taken_by_all_and_the_bits_stay(tmp_path, num_ranks, plain_hashes):
     asking = Asking(num_ranks - 1, after_1=Request(stage=3), after_3=Request(stage=0))
     ranks = run_ranks(trained, num_ranks, tmp_path, "asking", {"a": asking, "noting": Noting()})
-    [plain] = {rank["body"]["weights_sha256"] for rank in run_ranks(trained, num_ranks, tmp_path, "plain", {})}
+    [plain] = set(plain_hashes(num_ranks))
     assert {rank["body"]["weights_sha256"] for rank in ranks} == {plain}
     for rank in ranks:
         assert [(each["stage"], each["from_step"]) for each in rank["body"]["stages"]] == [(2, 0), (3, 1), (0, 3)]
@@ -224,17 +242,23 @@ def test_a_stop_that_one_rank_asks_for_ends_all_after_the_same_step(tmp_path, nu
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_one_that_is_slow_on_one_rank_changes_no_bit(tmp_path, num_ranks):
+def test_one_that_is_slow_on_one_rank_changes_no_bit(tmp_path, num_ranks, plain_hashes):
     slow = run_ranks(trained, num_ranks, tmp_path, "slow", {"slow": Slow(1), "noting": Noting()})
-    plain = run_ranks(trained, num_ranks, tmp_path, "plain", {})
-    assert [each["body"]["weights_sha256"] for each in slow] == [each["body"]["weights_sha256"] for each in plain]
+    assert [each["body"]["weights_sha256"] for each in slow] == plain_hashes(num_ranks)
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory) -> Path:
+    """The checkpoint after two steps of two ranks that count them."""
+    folder = tmp_path_factory.mktemp("counted")
+    saving = functools.partial(trained, checkpoint=CheckpointPolicy(every_steps=2, at_end=False))
+    run_ranks(saving, 2, folder, "first", {"counting": Counting()})
+    return folder / "first-2" / "checkpoints" / "step-00000002"
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
-def test_a_run_goes_on_with_the_state_of_the_first_rank(tmp_path, num_ranks):
-    saving = functools.partial(trained, checkpoint=CheckpointPolicy(every_steps=2, at_end=False))
-    run_ranks(saving, 2, tmp_path, "first", {"counting": Counting()})
-    policy = CheckpointPolicy(resume=[tmp_path / "first-2" / "checkpoints" / "step-00000002"], at_end=False)
+def test_a_run_goes_on_with_the_state_of_the_first_rank(tmp_path, num_ranks, counted):
+    policy = CheckpointPolicy(resume=[counted], at_end=False)
     again = functools.partial(trained, checkpoint=policy)
     ranks = run_ranks(again, num_ranks, tmp_path, "again", {"new": Counting(), "counting": Counting()})
     for number, rank in enumerate(ranks):
@@ -292,7 +316,7 @@ class NoCallback:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_users_callback_is_named_on_the_command_line(tmp_path, num_ranks):
+def test_a_users_callback_is_named_on_the_command_line(tmp_path, num_ranks, zygote: Zygote):
     (tmp_path / "mine.py").write_text(MODULE)
     arguments = (*TINY, f"launch.nproc_per_node={num_ranks}", "hydra.run.dir=run")
     given = (
@@ -300,13 +324,13 @@ def test_a_users_callback_is_named_on_the_command_line(tmp_path, num_ranks):
         f"+callbacks.bad.rank={num_ranks - 1}",
         "+callbacks.first._target_=mine.First",
     )
-    command = by_hand(*arguments, *given, "+callbacks.bad.moment=never", folder=tmp_path)
+    command = by_hand(*arguments, *given, "+callbacks.bad.moment=never", folder=tmp_path, zygote=zygote)
     assert command.wait() == 0, command.stderr
     assert command.stdout.count("warning: callbacks.first: log after step") == 1
     for rank in range(num_ranks):
         assert f"callback starts on rank {rank}" in (tmp_path / f"run/ranks/{rank}.log").read_text()
     arguments = (*arguments, "launch.overwrite=true")
-    command = by_hand(*arguments, *given, "+callbacks.bad.moment=after_step", folder=tmp_path)
+    command = by_hand(*arguments, *given, "+callbacks.bad.moment=after_step", folder=tmp_path, zygote=zygote)
     assert command.wait() == 1
     said = "CallbackError: callbacks.bad: after_step after step 2: ValueError: no luck"
     assert f"rank {num_ranks - 1} failed: {said}" in command.stderr
@@ -330,9 +354,9 @@ def test_a_users_callback_is_named_on_the_command_line(tmp_path, num_ranks):
     ],
     ids=str,
 )
-def test_a_callback_that_cannot_be_is_one_line_before_any_rank_starts(tmp_path, given, line):
+def test_a_callback_that_cannot_be_is_one_line_before_any_rank_starts(tmp_path, given, line, zygote: Zygote):
     (tmp_path / "mine.py").write_text(MODULE)
-    command = by_hand(*TINY, given, "hydra.run.dir=run", folder=tmp_path)
+    command = by_hand(*TINY, given, "hydra.run.dir=run", folder=tmp_path, zygote=zygote)
     assert command.wait() == 2
     [said] = command.stderr.splitlines()
     assert said.startswith(line)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zerotrain
+from tests.zygote.client import Zygote
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.sharding.units import find_units, walk
 
@@ -243,7 +244,7 @@ def save_pretrained(folder: Path) -> None:
     )
 
 
-def test_a_pretrained_model_is_fine_tuned_with_adapters_from_the_command_line(tmp_path: Path) -> None:
+def test_a_pretrained_model_is_fine_tuned_with_adapters_from_the_command_line(tmp_path: Path, zygote: Zygote) -> None:
     pytest.importorskip("peft")
     save_pretrained(tmp_path / "tiny")
     (tmp_path / "text.txt").write_text("a b c d e f g h i j " * 200)
@@ -251,7 +252,8 @@ def test_a_pretrained_model_is_fine_tuned_with_adapters_from_the_command_line(tm
     model = ("model=huggingface", "model.name_or_path=tiny", "model.lora.rank=2", "optimizer.lr=0.05")
     data = ("data=tokenized", "data.path=text.txt", "data.seq_len=16", "data.cache_dir=cache")
     loop = ("train.max_steps=10", "train.micro_batch_size=4", "train.eval_batches=1", "train.sample_tokens=4")
-    command = by_hand(*run, *model, *data, *loop, "scheduler=constant", "hydra.run.dir=run", folder=tmp_path)
+    settings = (*run, *model, *data, *loop, "scheduler=constant", "hydra.run.dir=run")
+    command = by_hand(*settings, folder=tmp_path, zygote=zygote)
     assert command.wait() == 0, command.stderr
     result = result_of(tmp_path / "run")
     first, *_ = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

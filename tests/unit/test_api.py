@@ -1,13 +1,13 @@
 """Building an engine in Python: what is refused, in the words of Python, and what is needed for it."""
 
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import zerotrain
+from tests.zygote.client import Zygote
 from zerotrain.errors import ConfigError
 
 
@@ -48,9 +48,12 @@ def test_settings_that_change_later_change_nothing_in_the_engine() -> None:
     assert engine.options.zero.prefetch == 1
 
 
-def test_an_engine_needs_neither_hydra_nor_omegaconf() -> None:
+def test_an_engine_needs_neither_hydra_nor_omegaconf(tmp_path: Path, zygote: Zygote) -> None:
     program = """
 import sys
+for name in list(sys.modules):  # all of the package is imported anew
+    if name.partition(".")[0] in ("zerotrain", "hydra", "omegaconf"):
+        del sys.modules[name]
 sys.modules |= dict.fromkeys(("hydra", "omegaconf"))  # an import of None fails
 
 import torch, zerotrain
@@ -58,5 +61,6 @@ engine = zerotrain.build_engine(torch.nn.Linear(2, 2), optimizer=torch.optim.Ada
 engine.backward(engine(torch.ones(1, 2)).sum())
 print(engine.step().skipped)
 """
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (process.stdout, process.returncode) == ("False\n", 0), process.stderr
+    (tmp_path / "program.py").write_text(program)
+    ending = zygote.run_python(["program.py"], tmp_path)
+    assert (ending.out, ending.code) == ("False\n", 0), ending.err

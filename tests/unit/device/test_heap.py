@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import zerotrain
+from tests.zygote.client import Zygote
 from zerotrain.engine.schedule import schedule
 
 of_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's")
@@ -31,52 +32,62 @@ print(num_faults(16))  # more than the heap keeps
 """
 
 
-def num_faults(**variables: str) -> list[int]:
-    """Between a forward and its backward, and behind that."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    command = [sys.executable, "-c", FAULTS]
-    told = subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=True)
-    return [int(number) for number in told.stdout.split()]
+def numbers_of(program: str, folder: Path, zygote: Zygote) -> list[int]:
+    """What the program prints, where nothing says what glibc does."""
+    (folder / "program.py").write_text(program)
+    ending = zygote.run_python(["program.py"], folder)
+    assert ending.code == 0, ending.err
+    return [int(number) for number in ending.out.split()]
 
 
 @of_glibc
-def test_between_forward_and_backward_what_was_freed_is_used_again_without_page_faults() -> None:
-    inside, behind = num_faults()
+def test_between_forward_and_backward_what_was_freed_is_used_again_without_page_faults(
+    tmp_path: Path, zygote: Zygote
+) -> None:
+    inside, behind = numbers_of(FAULTS, tmp_path, zygote)
     assert inside < 1000
     assert behind > 10_000
 
 
 LIVING = """
-import sys, torch
+import torch
 from pathlib import Path
-from zerotrain.device.heap import reuse_what_is_freed
+from zerotrain.device.heap import give_back_freed, reuse_what_is_freed
 
 def resident():
     return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
 
+def growth():
+    before = resident()
+    pairs = [(torch.ones(2**18), torch.ones(8)) for _ in range(64)]  # 1 MiB each, and small ones behind them that stay
+    stay.extend(small for _, small in pairs)
+    del pairs
+    return (resident() - before) // 2**20
+
+give_back_freed()  # of the imports
+stay = []
 reuse_what_is_freed()
-reuse_what_is_freed(sys.argv[1] == "reused")
-before = resident()
-pairs = [(torch.ones(2**18), torch.ones(8)) for _ in range(64)]  # 1 MiB each, and small ones behind them that stay
-pairs = [small for _, small in pairs]
-print((resident() - before) // 2**20)
+reuse_what_is_freed(False)
+print(growth())
+reuse_what_is_freed()
+print(growth())
 """
 
 
 @of_glibc
-def test_what_lives_longer_than_a_step_is_given_back_when_it_is_freed() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    stays = {}
-    for how in ("reused", "given back"):
-        command = [sys.executable, "-c", LIVING, how]
-        stays[how] = int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-    assert stays["reused"] > 48
-    assert stays["given back"] < 16
+def test_what_lives_longer_than_a_step_is_given_back_when_it_is_freed(tmp_path: Path, zygote: Zygote) -> None:
+    given_back, reused = numbers_of(LIVING, tmp_path, zygote)
+    assert reused > 48
+    assert given_back < 16
 
 
 @of_glibc
 def test_what_the_user_has_set_stays() -> None:
-    assert min(num_faults(MALLOC_MMAP_THRESHOLD_="131072")) > 10_000
+    """glibc reads it when a process begins."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    environment["MALLOC_MMAP_THRESHOLD_"] = "131072"
+    told = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True)
+    assert min(int(number) for number in told.stdout.split()) > 10_000
 
 
 @pytest.mark.parametrize(("offload", "wanted"), [({}, [True, False]), ({"optimizer": "disk"}, [])])

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,12 @@ import commands
 import psutil
 import pytest
 
+from tests.zygote.client import Zygote
 
-def _start(folder: Path, *arguments: str, **environment: str) -> commands.Command:
+
+def _start(folder: Path, *arguments: str, zygote: Zygote | None = None, **environment: str) -> commands.Command:
     tiny = [*commands.TINY, "hydra.run.dir=run", "launch.nproc_per_node=2"]
-    return commands.by_hand(*tiny, *arguments, folder=folder, **environment)
+    return commands.by_hand(*tiny, *arguments, folder=folder, zygote=zygote, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,9 @@ def _at_work(command: commands.Command, folder: Path) -> psutil.Process:
     return server
 
 
-def test_a_fork_server_that_is_killed_takes_its_ranks_along_and_is_done_without(tmp_path: Path) -> None:
+def test_a_fork_server_that_is_killed_takes_its_ranks_along_and_is_done_without(tmp_path: Path, zygote: Zygote) -> None:
     long = ("train.max_steps=100000", "checkpoint.every=5")
-    command = _start(tmp_path, *long, "launch.max_restarts=1")
+    command = _start(tmp_path, *long, "launch.max_restarts=1", zygote=zygote)
     _at_work(command, tmp_path).kill()
     command.wait_for_text(command.error_path, "restart 1 of 1")
     assert "was killed by SIGKILL" in command.stderr
@@ -96,8 +96,8 @@ def test_a_fork_server_that_is_killed_takes_its_ranks_along_and_is_done_without(
     assert command.wait_until_gone() == []
 
 
-def test_a_launcher_that_is_killed_takes_the_fork_server_and_the_ranks_along(tmp_path: Path) -> None:
-    command = _start(tmp_path, "train.max_steps=100000")
+def test_a_launcher_that_is_killed_takes_the_fork_server_and_the_ranks_along(tmp_path: Path, zygote: Zygote) -> None:
+    command = _start(tmp_path, "train.max_steps=100000", zygote=zygote)
     _at_work(command, tmp_path)
     command.kill()
     assert command.wait_until_gone() == []
@@ -123,9 +123,7 @@ print(server.is_gone)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes the name of another user")
-def test_where_no_process_is_to_be_had_the_start_says_so_and_the_server_stays() -> None:
-    user = str(60_000 + os.getpid() % 5_000)
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_ROOM, user], capture_output=True, text=True, cwd=commands.REPOSITORY
-    )
-    assert done.stdout.splitlines() == ["Resource temporarily unavailable"] * 2 + ["False"], done.stderr
+def test_where_no_process_is_to_be_had_the_start_says_so_and_the_server_stays(tmp_path: Path, zygote: Zygote) -> None:
+    (tmp_path / "without_room.py").write_text(WITHOUT_ROOM)
+    done = zygote.run_python(["without_room.py", str(60_000 + os.getpid() % 5_000)], tmp_path)
+    assert done.out.splitlines() == ["Resource temporarily unavailable"] * 2 + ["False"], done.err
