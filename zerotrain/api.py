@@ -140,7 +140,7 @@ def _require_allowed(model: Any, optimizer: Any, given: EngineConfig) -> None:
 
 
 def _device_of(model: nn.Module | Callable[[], nn.Module]) -> torch.device:
-    """Where a model's first parameter lies, or will lie."""
+    """The device of a model's first parameter; of a model still to be built, torch's default device."""
     if not isinstance(model, nn.Module):
         return torch.get_default_device()
     first = next(model.parameters(), None)

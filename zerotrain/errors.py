@@ -38,7 +38,7 @@ class CallbackError(ZeroTrainError):
 
 class CheckpointError(ZeroTrainError):
     """A checkpoint, or weights of another file, are not what was written, do not fit the engine, or could not be saved.
-    What was there before, on the disk and in the engine, is as it was. Every rank raises it alike."""
+    Earlier files on the disk and the engine's state are unchanged. Every rank raises it alike."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(printable(message, MAX_MESSAGE, keep="\n"))

@@ -1,4 +1,4 @@
-"""What an engine is told: each setting with its meaning, unit and default, what it may be, and when it has an effect.
+"""The settings of an engine: each with its meaning, unit, default and rule, and when it has an effect.
 
 A setting is one field: the command line, the check of its value, the warning that it changes nothing here and the
 comparison over the ranks all read the field. A new one is a field here, or in `zerotrain.config.schema` if it is no
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """What a setting may be."""
+    """The values that a setting may have."""
 
     allowed: str
     """Completes the sentence "it must be ..."; None is called null."""
@@ -35,7 +35,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a field of a dataclass of settings knows, beside its meaning."""
+    """The default, rule and effects of a field of settings; its docstring has the meaning."""
 
     default: Any
     rule: Rule
@@ -112,7 +112,7 @@ def positive(what: str) -> Rule:
 
 
 def or_null(rule: Rule, meaning: str = "") -> Rule:
-    """What another rule allows, or null."""
+    """The rule that allows null beside another rule's values."""
     return Rule(f"{rule.allowed}, or null{meaning}", lambda value: value is None or rule.holds(value))
 
 
@@ -142,14 +142,14 @@ FOLDER = or_null(Rule("the path of a folder", lambda value: isinstance(value, st
 # ---- when a setting has an effect
 
 SENT = Effect(lambda _, num_ranks: num_ranks > 1, "with one rank; launch.nproc_per_node=2 starts two")
-"""Of what ranks send each other: one rank alone sends nothing."""
+"""For settings of communication: one rank alone sends nothing."""
 SHARES = Effect(lambda _, num_ranks: num_ranks > 1, "on memory with one rank; launch.nproc_per_node=2 starts two")
-"""Of sharding: the shard of one rank is the whole."""
+"""For settings of sharding: the shard of one rank is the whole."""
 UNSCHEDULED = Effect(
     lambda run, _: not run.zero.has_first, "with zero.schedule={zero.schedule}, which has the stage from step 0 on"
 )
 STAGE_3 = Effect(lambda run, _: 3 in run.zero.stages.values(), "at {zero.stages_given}; it has at 3")
-"""Of sharded parameters on their way."""
+"""For settings of sharded parameters on their way."""
 ACCUMULATES = Effect(
     lambda run, _: run.train.gradient_accumulation_steps > 1,
     "with train.gradient_accumulation_steps={train.gradient_accumulation_steps}; it has with 2 or more",
@@ -189,7 +189,7 @@ class ZeroConfig:
     reduce-scatter; fp32: the same of gradients widened to fp32, in bf16 and fp16 twice the bytes; auto: ordered on
     gloo, native on NCCL."""
     accumulate: str = setting("local", one_of("local", "reduced"), ACCUMULATES)
-    """What the micro-batches of a step are added up in. local: a sum on each rank (in 16 bits an fp32 one of the whole
+    """How the micro-batches of a step are summed. local: a sum on each rank (in 16 bits an fp32 one of the whole
     model), reduced once. reduced: each is reduced, and its mean over ranks added to an fp32 shard; as many times the
     gradients' bytes as there are micro-batches, and other bits."""
     units: Any = setting("auto", UNITS)
@@ -222,7 +222,7 @@ class PrecisionConfig:
 
 @dataclass
 class OffloadConfig:
-    """What lies off the device while nothing is computed with it. The weights keep their bits."""
+    """The state that lies off the device while nothing is computed with it. The weights keep their bits."""
 
     optimizer: str = setting("device", TIER)
     """The optimizer's state, and master weights that are kept apart: device; cpu: the host's memory; disk: a file in
@@ -230,14 +230,14 @@ class OffloadConfig:
     parameters: str = setting("device", TIER, STAGE_3)
     """Stage 3: this rank's part of the weights, fetched for each gather, and stored after each update."""
     activations: str = setting("device", TIER)
-    """What a unit's forward saves for its backward (with activation checkpointing the unit's inputs), in memories of
-    64 KiB or more; fetched one unit ahead of the backward. cpu; disk: a file in `path` that grows with the first
-    steps."""
+    """The tier for tensors that a unit's forward saves for its backward (with activation checkpointing the unit's
+    inputs), in memories of 64 KiB or more; they are fetched one unit ahead of the backward. cpu; disk: a file in `path`
+    that grows with the first steps."""
     keep: float = setting(0.0, between(0, 1, "of the optimizer's state"), OFFLOADS_OPTIMIZER)
     """How much of the optimizer's state stays on the device, in whole buckets, those of the model's end first."""
     update: str = setting("device", one_of("device", "host"), OFFLOADS_OPTIMIZER)
-    """Where the optimizer computes. host: on the CPU, with less to move between GPU and host, and other bits than
-    without offloading."""
+    """The processor that runs the optimizer. host: on the CPU, with less to move between GPU and host, and other bits
+    than without offloading."""
     path: str | None = setting(None, FOLDER, OFFLOADS_TO_DISK)
     """The folder whose disk is used; what is there needs no cleaning up, however a run ends. null: the run's folder."""
 

@@ -35,11 +35,11 @@ class BlockWriter:
         self.path = path
         self.nbytes = 0
         self.hashes: list[str] = []
-        """Of the blocks written so far; the last may be shorter."""
+        """Hashes of the blocks written so far; the last block may be shorter."""
         self._block = xxhash.xxh3_64()
-        """Of what is written of a block that is not whole yet."""
+        """Hash of the bytes written of the current, unfinished block."""
         self._begun_nbytes = 0
-        """Of which the disk was told."""
+        """Bytes whose write-back to the disk has begun."""
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def write(self, data: memoryview) -> None:

@@ -25,7 +25,7 @@ LOCK = "lock"
 
 
 def file_name(rank: int) -> str:
-    """Of the tensors that a rank saves."""
+    """Name of the file with the tensors that a rank saves."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -55,7 +55,7 @@ class PartialFolder:
             require_new(target)
         self.target = target
         self.token = secrets.token_hex(8)
-        """Of this save alone: in the manifest, and in the header of each file."""
+        """Identifies this save: it is in the manifest and in the header of each file."""
         _make_folders(target.parent)
         remove_dead(target.parent)
         self.path = target.parent / f".{target.name}.partial-{self.token}"
@@ -102,7 +102,7 @@ class PartialFolder:
         self._unlock()
 
     def remove(self) -> None:
-        """Of a save that failed nothing is left. Twice is once."""
+        """Remove all files of a failed save. Calling it twice is safe."""
         with suppress(OSError):
             _remove_all(self.path)
         self._unlock()

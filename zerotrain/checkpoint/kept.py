@@ -40,7 +40,7 @@ Taken = TypeVar("Taken")
 
 
 def step_name(step: int) -> str:
-    """Of the folder of a checkpoint, such as step-00000100."""
+    """Name of a checkpoint's folder, such as step-00000100."""
     return f"step-{step:08d}"
 
 
@@ -50,7 +50,7 @@ def step_of(path: Path) -> int:
 
 
 def entries(folder: Path) -> list[Path]:
-    """What lies in a folder, by name; nothing in one that is not there.
+    """The entries of a folder, sorted by name; none if there is no such folder.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -76,7 +76,7 @@ def checkpoints_in(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def named_as_steps(folder: Path) -> list[Path]:
-    """What has a checkpoint's name in a folder, whether it is one or not."""
+    """The entries of a folder that have a checkpoint's name, checkpoints or not."""
     return [path for path in entries(folder) if _STEP.fullmatch(path.name)]
 
 
@@ -86,12 +86,12 @@ def partial_in(folder: Path) -> list[Path]:
 
 
 def removed_in(folder: Path) -> list[Path]:
-    """What is being removed, or what removals that were cut off have left."""
+    """Folders that are being removed, and those left by interrupted removals."""
     return [path for path in entries(folder) if _REMOVED.fullmatch(path.name)]
 
 
 def set_aside_in(folder: Path) -> list[Path]:
-    """What `set_aside` has renamed."""
+    """Checkpoints that `set_aside` has renamed."""
     return [path for path in entries(folder) if _ASIDE.fullmatch(path.name)]
 
 
@@ -119,11 +119,11 @@ ALLOWED = (
 
 
 def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
-    """What may be loaded of what a user named, the newest first: at least one.
+    """The checkpoints that a path given by the user names, the newest first: at least one.
 
     Args:
         path: of a checkpoint, of a folder of checkpoints with a step's name, or of a run, which has such a folder.
-        allowed: what an error tells to give.
+        allowed: what an error tells the user to give.
 
     Raises:
         CheckpointError: there is none.
@@ -260,11 +260,11 @@ def remove_all(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Give a checkpoint a name that is no step's: what a run that goes on from an older one does with it, which
-    otherwise could not save this step again, and would keep this one as its newest.
+    """Rename a checkpoint so that it no longer counts as a step. A run that resumes from an older one does so:
+    otherwise it could not save this step again, and would keep this one as its newest.
 
     Returns:
-        Where it is now: step-00000100.aside-9f3c0e5d21b7a864 beside it.
+        Its new path: step-00000100.aside-9f3c0e5d21b7a864 beside it.
 
     Raises:
         CheckpointError: it cannot be renamed.
@@ -279,7 +279,7 @@ def set_aside(path: Path) -> Path:
 
 
 def _not_kept(found: Sequence[Path], keep: int | None, keep_every: int | None) -> list[Path]:
-    """Of checkpoints by step, ascending."""
+    """The checkpoints to remove; `found` is sorted by step, ascending."""
     if keep is None:
         return []
     old = found[: -max(keep, 1)]

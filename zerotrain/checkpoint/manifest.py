@@ -19,7 +19,7 @@ from zerotrain.files.untrusted import UntrustedFileError, parse_json, read_regul
 
 MANIFEST = "manifest.json"
 MAX_NBYTES = 2**30
-"""Of a manifest: hashes of 40 TB."""
+"""Largest manifest that is read: it has hashes of 40 TB."""
 BUFFER = "buffer"
 """A role, as `WEIGHT` is; what an optimizer keeps has the optimizer's own names, such as exp_avg."""
 EXTRA_STATE = "extra_state"
@@ -41,7 +41,7 @@ class Piece:
 
 
 class Manifest:
-    """What `manifest.json` says.
+    """The content of `manifest.json`.
 
     Args:
         content: as docs/reference/checkpoint_format.md has it, without its hash.
@@ -104,12 +104,12 @@ def _canonical(content: dict[str, Any]) -> bytes:
 
 
 def dtype_of(tensor: Mapping[str, Any]) -> torch.dtype:
-    """Of a tensor in the manifest."""
+    """The dtype of a tensor in the manifest."""
     return DTYPES[tensor["dtype"]]
 
 
 def pieces_of(tensor: Mapping[str, Any]) -> list[Piece]:
-    """Of a tensor in the manifest."""
+    """The pieces of a tensor in the manifest."""
     return [Piece(*(piece[name] for name in PLACES)) for piece in tensor["pieces"]]
 
 

@@ -41,7 +41,7 @@ WEIGHT = "weight"
 
 
 _NAME = Check(lambda value: isinstance(value, str) and value.isprintable(), "a printable name")
-"""Of a parameter and the like, which messages show."""
+"""Checks the name of a parameter, buffer and the like, which messages show."""
 
 
 def _are_pieces(value: Any) -> bool:

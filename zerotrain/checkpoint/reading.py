@@ -86,7 +86,7 @@ class Reader:
         self._descriptor(file)
 
     def _nbytes_of(self, file: int, index: int) -> int:
-        """Of a block; the last of a file may be shorter."""
+        """Size of a block; the last of a file may be shorter."""
         return min(BLOCK_NBYTES, int(self._manifest.files[file]["nbytes"]) - index * BLOCK_NBYTES)
 
     def _block(self, file: int, index: int) -> bytearray:
@@ -149,7 +149,7 @@ class Reader:
         return listed(names, last="or") if names else "its header"
 
     def _belongs(self, found: str, index: int) -> str:
-        """Where a block with this hash would be right."""
+        """Names the file in which a block with this hash would be right; empty if there is none."""
         for other in self._manifest.files:
             if index < len(other["hashes"]) and other["hashes"][index] == found:
                 return f"; they are those of {other['name']}: were the two swapped?"

@@ -20,7 +20,7 @@ CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""What the format calls a dtype. Of any other the bytes are written; the manifest has the name."""
+"""The format's names of dtypes. Tensors of other dtypes are written as bytes; the manifest has the dtype."""
 CHUNK_NBYTES = 4 * 2**20
 """Copied from a device at a time."""
 ROUND_NBYTES = 64 * 2**20
@@ -33,7 +33,7 @@ class Entry:
     """One tensor of a file: some neighbouring elements of a tensor of the model, or of what is kept of it."""
 
     name: str
-    """Of the parameter or buffer."""
+    """Name of the parameter or buffer."""
     role: str
     """weight, buffer, or what the optimizer calls it."""
     values: torch.Tensor
@@ -41,11 +41,11 @@ class Entry:
     start: int
     """Which element of the whole is the first, in the order of its memory."""
     kept_shape: list[int] | None = None
-    """Of what the optimizer keeps of a tensor as a whole."""
+    """Shape of optimizer state that is kept for a tensor as a whole."""
 
     @property
     def key(self) -> str:
-        """What it is called in the file."""
+        """Its name in the file."""
         return f"{self.role}/{self.name}"
 
 

@@ -31,7 +31,7 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
 def problems_in(
     folder: Path, manifest: Manifest, part: int = 0, num_parts: int = 1, roles: Collection[str] | None = None
 ) -> list[str]:
-    """What is wrong with the files, at most `MAX_PROBLEMS_SHOWN` lines.
+    """The problems of the files, at most `MAX_PROBLEMS_SHOWN` lines.
 
     Args:
         part, num_parts: of all blocks look only at this share.

@@ -45,8 +45,8 @@ class CheckpointTensors:
         return self.of_role(name, WEIGHT, room)
 
     def of_role(self, name: str, role: str, room: mmap | None = None) -> torch.Tensor:
-        """What is kept of a parameter in a role, such as exp_avg: contiguous, in the parameter's shape; of a tensor
-        that is updated whole in the shape it is kept in."""
+        """A parameter's tensor in a role, such as exp_avg: contiguous, in the parameter's shape; if the optimizer
+        updates the tensor whole, in the shape of that state."""
         parameter = self.manifest.parameters[name]
         tensor = parameter["tensors"].get(role)
         if tensor is None:  # of a parameter without elements nothing was written
@@ -70,7 +70,7 @@ class CheckpointTensors:
 
 @contextmanager
 def opened(path: Path) -> Iterator[CheckpointTensors]:
-    """Of what a user named the newest checkpoint, see `held`: it stays while it is open.
+    """Opens the newest checkpoint that a user's path names. It is not removed while it is open, see `held`.
 
     Raises:
         CheckpointError: there is none, or its manifest is not what was written.

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """What an engine sends over the shards of a `World`. Each collective has a `name`, the same on every rank.
+    """The collectives of an engine over the shards of a `World`. Each collective has a `name`, the same on every rank.
 
     Handles are made in the same order on every rank.
 
@@ -67,7 +67,7 @@ class Collectives:
         gather.finish()
 
     def reduction(self, name: str, out: torch.Tensor, pool: ScratchPool, *, leaves_per_rank: int = 1) -> Reduction:
-        """A handle on the mean over all leaves, of which `out` gets this rank's part. What is sent is of the dtype of
+        """A handle on the mean over all leaves, of which `out` gets this rank's part. It is sent in the dtype of
         `pool`."""
         return self._wire.reduction(ReductionSpec(name, self._journal, out, pool, leaves_per_rank * self.shards.size))
 
@@ -93,7 +93,7 @@ class Collectives:
         return self._together("comparison", name, partial(self._wire.gather_small, values, name), in_order)
 
     def gather_objects(self, value: Any, *, name: str, in_order: bool = True) -> list[Any]:
-        """What each rank has to say, in rank order, on every rank: small values, outside of steps. Otherwise as
+        """The values of all ranks, in rank order, on every rank: small ones, outside of steps. Otherwise as
         `gather_small`."""
         say = partial(gather_objects, self._wire.gather_small, self.world.device, value, name)
         return self._together("comparison", name, say if self.shards.size > 1 else lambda: [value], in_order)
@@ -129,7 +129,7 @@ class Collectives:
 
 
 def _wire_of(world: World, ordered: bool) -> Wire:
-    """What carries the collectives: the world's process groups, or nothing for one rank."""
+    """The transport of the collectives: the wire of the shards, the process groups, or nothing for one rank."""
     if world.shards.make_wire is not None:
         return world.shards.make_wire(ordered)
     if world.shards.size == 1:

@@ -29,9 +29,9 @@ class Handle(ABC):
     """
 
     kind: ClassVar[str]
-    """What an error calls it."""
+    """Its name in errors."""
     ledger_kind: ClassVar[str]
-    """What the ledger calls it."""
+    """Its name in the ledger."""
     is_local: ClassVar[bool] = False
     """Whether nothing is ever sent: the ledger does not count it, and nothing is waited for."""
     sent_nbytes: int
@@ -141,7 +141,7 @@ class Handle(ABC):
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """What a gather is to do, whatever carries it."""
+    """Describes a gather, independent of the wire."""
 
     name: str
     journal: Journal
@@ -167,7 +167,7 @@ class Gather(Handle):
 
 @dataclass(frozen=True)
 class ReductionSpec:
-    """What a reduction is to do, whatever carries it."""
+    """Describes a reduction, independent of the wire."""
 
     name: str
     journal: Journal
@@ -177,7 +177,7 @@ class ReductionSpec:
     pool: ScratchPool
     """Lends buffers of the dtype of what is reduced, for what is received on the way."""
     num_leaves: int
-    """Of all ranks."""
+    """Leaves on all ranks together."""
 
 
 class Reduction(Handle):
@@ -231,7 +231,7 @@ class Reduction(Handle):
 
 @dataclass(frozen=True)
 class ExchangeSpec:
-    """What an exchange is to do, whatever carries it. `sent` and `received` hold one part for each rank."""
+    """Describes an exchange, independent of the wire. `sent` and `received` hold one part for each rank."""
 
     name: str
     journal: Journal

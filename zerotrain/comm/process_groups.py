@@ -43,7 +43,7 @@ all-to-all posts a receive behind the send. Posted, each takes two calls a rank,
 
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-"""Of a group that does not say: torch's own."""
+"""Torch's own timeout, for a group that does not tell its own."""
 
 
 def process_groups(shards: Shards, device: torch.device, *, ordered: bool) -> Wire:

@@ -12,7 +12,7 @@ class Scratch:
     storage: torch.Tensor
     """(numel,) as many elements as were asked for, or more."""
     cuts: dict[Any, Any]
-    """What borrowers have cut it into, by what they cut it for: making 10,000 views costs more than filling them."""
+    """Views cut by borrowers, by their key: making 10,000 views costs more than filling them."""
 
     def __init__(self, storage: torch.Tensor) -> None:
         self.storage = storage
@@ -50,8 +50,8 @@ class ScratchPool:
     def take(self, numel: int, cut_for: Any = None) -> Scratch:
         """A buffer of at least `numel` elements, uninitialised: the smallest free one that fits.
 
-        Of several, one that has been cut for `cut_for` before is taken, so that all views are made within a few steps.
-        Where none fits, the largest free one makes way for a larger, so that sizes settle after one step.
+        Among equals it takes one that was cut for `cut_for` before, so that all views are made within a few steps. If
+        none fits, a new one replaces the largest free one, so that sizes settle after one step.
         """
         fitting = [scratch for scratch in self._free if scratch.storage.numel() >= numel]
         if fitting:
@@ -67,7 +67,7 @@ class ScratchPool:
         return scratch
 
     def give_back(self, scratch: Scratch) -> None:
-        """End a loan. What reads the buffer must have been waited for."""
+        """End a loan. Readers of the buffer must have been waited for."""
         self.lent_nbytes -= scratch.storage.nbytes
         self._free.append(scratch)
 

@@ -1,4 +1,4 @@
-"""What carries collectives between the ranks that share shards: a table of what sends what, for `Collectives`."""
+"""The transport of collectives between the ranks that share shards: a table of functions, for `Collectives`."""
 
 import io
 import pickle
@@ -23,7 +23,7 @@ class Wire:
 
     gather: Callable[[GatherSpec], Gather]
     reduction: Callable[[ReductionSpec], Reduction]
-    """What is sent is of the dtype of `pool`, and what is received lies in its buffers."""
+    """It sends in the dtype of `pool`, and receives into buffers of `pool`."""
     exchange: Callable[[ExchangeSpec], Exchange]
     gather_small: Callable[[torch.Tensor, str], torch.Tensor]
     """(n,) on each rank, and its name -> (ranks, n) on every rank. Raises OtherNamesError on all ranks if they have
@@ -41,7 +41,7 @@ class Wire:
 def gather_objects(
     gather_small: Callable[[torch.Tensor, str], torch.Tensor], device: torch.device, value: Any, name: str = ""
 ) -> list[Any]:
-    """What each rank has to say, in rank order, on every rank: numbers, texts, dtypes, tensors, collections."""
+    """The values of all ranks, in rank order, on every rank: numbers, texts, dtypes, tensors, collections."""
     said = torch.frombuffer(bytearray(_packed(value)), dtype=torch.uint8).to(device)
     numels = gather_small(torch.tensor([said.numel()], device=device), name).flatten().tolist()
     everyone = gather_small(torch.cat([said, said.new_zeros(max(numels) - said.numel())]), "").cpu()

@@ -179,8 +179,8 @@ def _threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def _known_in_one_line(config: Config, path: Path) -> Iterator[None]:
-    """What classes of ours or torch's make of arguments that a file gives is a line about the file. Whoever has written
-    another class needs to see where in it."""
+    """Turns an error of zerotrain's or torch's classes into one line about the file whose arguments caused it. An error
+    of a user's class keeps its traceback."""
     try:
         yield
     except ZeroTrainError:
@@ -192,7 +192,7 @@ def _known_in_one_line(config: Config, path: Path) -> Iterator[None]:
 
 
 def _warnings(why: str | None, is_other_data: bool, settings: Sequence[str]) -> list[str]:
-    """What is told, by one rank, before the loss is known."""
+    """The warnings that one rank prints before the loss is known."""
     if _is_one_of_others():
         return []
     is_meant = any(each.startswith(("data.", "seed=")) for each in settings)

@@ -31,11 +31,11 @@ def exit_code(
     of_disk: int = exits.CONFIG_PROBLEM,
     is_told: bool = True,
 ) -> int:
-    """Do the work of a command; return the exit code. What the user can mend is told on stderr, a line each.
+    """Do the work of a command; return the exit code. It prints errors that the user can mend on stderr, a line each.
 
     Args:
         work: may return a code; None for success.
-        when_stopped: what is told of Ctrl-C; None: nothing.
+        when_stopped: the line printed on Ctrl-C; None: none.
         of_disk: the exit code where a checkpoint could not be read or written since the disk has failed.
         is_told: whether this process tells what is wrong, and not another one.
     """

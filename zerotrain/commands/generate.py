@@ -85,7 +85,7 @@ def _lines() -> Iterator[str]:
 
 @torch.no_grad()
 def continuation(model: TextModel, prompt: str, sampling: Sampling) -> Iterator[str]:
-    """What follows a prompt, in pieces of whole characters as they come.
+    """The model's continuation of a prompt, in pieces of whole characters as they come.
 
     Raises:
         ConfigError: the prompt has no token, or one that the model does not know.

@@ -1,7 +1,5 @@
-"""What is wrong with the values of a config, all of it at once, and what has no effect.
-
-What a setting may be, and when it has an effect, is said at its field, in `zerotrain.config.schema` and
-`zerotrain.settings`.
+"""Finds all invalid values of a config at once, and settings without effect. A field's rule and the condition of its
+effect stand at the field, in `zerotrain.config.schema` and `zerotrain.settings`.
 """
 
 import math
@@ -21,7 +19,7 @@ OPEN_GROUPS = ("model", "data", "optimizer", "scheduler")
 CALLBACKS = "callbacks"
 COLLATE_FN = "data.collate_fn"
 PARTIAL_GROUPS = ("optimizer", "scheduler", COLLATE_FN)
-"""What is given more arguments later: the parameters, the step, the items."""
+"""These get more arguments later: the parameters, the step, the items."""
 
 
 def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:

@@ -76,9 +76,9 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def config_hash(config: Config) -> str:
-    """16 hex digits that two runs share where they compute the same: all settings are in it but `launch` and, of
-    `checkpoint`, what is no weight to begin with. What a run need not have is left out where it has none, so that the
-    hash is that of a zerotrain which did not know of it."""
+    """16 hex digits that two runs share if they compute the same: a hash of all settings but `launch` and `checkpoint`,
+    of which only `init_from` counts. Callbacks and `init_from` are left out if not given, so that the hash is that of a
+    zerotrain which did not know them."""
     values = asdict(config)
     del values["launch"]
     if not config.callbacks:

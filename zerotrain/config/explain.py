@@ -118,7 +118,7 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
 
 
 def _missing_choice(override: str, error: MissingConfigException) -> str:
-    """What is said of a choice that there is not, or of one that a chosen yaml asks for."""
+    """The message for a choice that does not exist, or for one that a chosen yaml asks for."""
     key, _, got = override.lstrip("+~").partition("=")
     asked, options = error.missing_cfg_file or "", error.options or []
     choices = f"; there are {', '.join(options)}" if options else ""
@@ -131,7 +131,7 @@ def _missing_choice(override: str, error: MissingConfigException) -> str:
 
 
 def _line_of_file(name: str, override: str | None, cause: Exception, known: list[str], folders: Sequence[Path]) -> str:
-    """What is wrong in a yaml that was chosen, with the line where it says so."""
+    """The problem of a chosen yaml, with its line."""
     key, path = str(getattr(cause, "full_key", "")), find_yaml(name, folders)
     place = None if path is None else place_of(key, path)
     where = place or override or path or name

@@ -42,7 +42,7 @@ def nested(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def interpolation_line(key: str, got: Any, error: Exception) -> str:
-    """What is wrong with one value, and what to give instead."""
+    """The problem of an interpolated value, and its remedy."""
     said = str(error)
     if variable := _VARIABLE.search(said):
         default = f"${{oc.env:{variable[1]},...}}"

@@ -1,4 +1,4 @@
-"""What kind of value a class takes for an argument, by its annotation: said before the class stumbles over another."""
+"""Checks arguments of a class against its annotations, before the class fails on them."""
 
 import inspect
 import types
@@ -41,7 +41,7 @@ def _annotations(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _of_default(default: Any) -> Any:
-    """What an argument without annotation takes: of a number any number."""
+    """The kind of an argument without annotation, by its default: any number if that is a number."""
     if isinstance(default, bool):
         return bool
     return float if isinstance(default, int | float) else Any

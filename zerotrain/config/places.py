@@ -1,4 +1,4 @@
-"""Where a yaml says something: the file and the line, for what was not written on the command line."""
+"""The place of a setting in a yaml: the file and the line, for values not given on the command line."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import yaml
 
 @dataclass(frozen=True)
 class SettingPlace:
-    """Where a yaml sets a key, and to what."""
+    """The place where a yaml sets a key, and the value there."""
 
     path: Path
     line: int
@@ -49,7 +49,7 @@ def find_yaml(name: str, folders: Iterable[Path]) -> Path | None:
 
 
 def place_of(key: str, path: Path) -> SettingPlace | None:
-    """Where a yaml sets a dotted key, named from its own top or from that of a group it lies in; None where it does
+    """The place where a yaml sets a dotted key, named from its top or from that of a group it lies in; None if it does
     not."""
     root = _read(path)
     parts = key.split(".")

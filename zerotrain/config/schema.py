@@ -1,7 +1,7 @@
 """The typed schema of a run: every field with its meaning, unit, default, rule, and when it has an effect.
 
-`conf/*.yaml` is merged onto these dataclasses. What an engine is told too, `zero` and `precision`, and what rules and
-effects there are, is in `zerotrain.settings`; rules across fields are in `checks.py`. Imports no torch.
+`conf/*.yaml` is merged onto these dataclasses. Settings that an engine gets too, `zero` and `precision`, and the kinds
+of rules and effects are in `zerotrain.settings`; rules across fields are in `checks.py`. Imports no torch.
 """
 
 import re
@@ -56,7 +56,7 @@ SCHEDULE = Rule(
 
 @dataclass
 class ZeroGroup(ZeroConfig):
-    """What an engine is told, and when its stage changes, which no engine knows: the training loop tells it."""
+    """The engine's settings, and the schedule of stages: the training loop changes the stage."""
 
     schedule: Any = setting(None, SCHEDULE, SHARES)
     """The stage by steps done: {0: 2, 500: 3} trains 500 steps at stage 2 and all further ones at 3. Before its first
@@ -79,7 +79,7 @@ class ZeroGroup(ZeroConfig):
         return f"zero.stage={self.stage}" if self.schedule is None else f"zero.schedule={self.schedule}"
 
     def of_engine(self, stage: int | None) -> ZeroConfig:
-        """What an engine is told that is built at a stage; None: at the first."""
+        """The settings of an engine built at a stage; None: at the first."""
         given = {each.name: getattr(self, each.name) for each in fields(ZeroConfig)}
         return ZeroConfig(**given | {"stage": self.stages[0] if stage is None else stage})
 
@@ -141,8 +141,8 @@ class TrainConfig:
     sample_tokens: int = setting(200, at_least(0, "tokens"))
     """Tokens of text generated at the end of the run; 0 for none. Needs a dataset that can decode."""
     deterministic: bool = setting(False, TRUE_OR_FALSE)
-    """Let torch run only what has the same bits each time, without TF32; slower on GPUs. What has no such variant stops
-    the run, by name."""
+    """Let torch use deterministic kernels only, without TF32; slower on GPUs. An operation without one stops the run,
+    by name."""
     profile: bool = setting(False, TRUE_OR_FALSE)
     """Write a chrome trace of three steps, after three others, to profile/rank<r>.json of the run folder."""
     memory_snapshot: bool = setting(False, TRUE_OR_FALSE)
@@ -165,7 +165,7 @@ STARTING_FROM = Effect(lambda run, _: run.checkpoint.init_from is not None, "wit
 
 @dataclass
 class CheckpointConfig:
-    """What a run keeps of itself, in checkpoints/ of its folder, and what it goes on from."""
+    """The checkpoints that a run saves in checkpoints/ of its folder, and the one that it resumes from."""
 
     every: str | None = setting("15m", EVERY)
     """How often to save while training: after each so many steps, or after the first step that ends so much later."""
@@ -176,23 +176,23 @@ class CheckpointConfig:
     asynchronous: bool = setting(True, TRUE_OR_FALSE, SAVING)
     """Write beside the training; false: it waits. The checkpoint at a run's end is always waited for."""
     resume: str | None = setting(None, or_null(Rule("auto, a checkpoint, a run's folder", bool)))
-    """What to go on from. auto: the newest in this run's own folder that is what was written, and the start where there
-    is none. Of another run's folder likewise the newest; a checkpoint named itself must be whole."""
+    """The checkpoint to resume from. auto: the newest intact one in this run's own folder; the run starts anew if there
+    is none. A run's folder: its newest intact one. A checkpoint itself: it must be intact."""
     init_from: str | None = setting(
         None,
         or_null(Rule("a file with weights, a folder of Hugging Face or torch's DCP, a checkpoint", bool)),
         STARTING_ANEW,
     )
-    """Where a run that does not resume takes its first weights from: those alone."""
+    """Source of the first weights of a run that does not resume; it takes the weights alone."""
     strict: bool = setting(True, TRUE_OR_FALSE, STARTING_FROM)
-    """Of `init_from` take all or nothing; false: what fits by name and shape, and say what did not."""
+    """true: all names and shapes of `init_from` must fit. false: load those that fit, and report the others."""
     save_at_end: bool | None = setting(None, or_null(TRUE_OR_FALSE, " for true but in a sweep"))
     """Save when the last step is done. A run that is told to stop saves in any case."""
 
 
 @dataclass
 class LaunchConfig:
-    """Where and how the ranks run."""
+    """Placement and start of the ranks."""
 
     nproc_per_node: int | None = setting(None, or_null(between(1, 1024, "ranks")))
     """Ranks on this machine; null: the number of GPUs, or 1 where there is none."""

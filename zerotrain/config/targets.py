@@ -39,7 +39,7 @@ def target_problems(values: dict[str, Any], *, name: str) -> Iterator[str]:
 
 
 def without_arguments(group: str) -> str:
-    """What to do about an argument that is null: Hydra's ~ leaves out only what has a value."""
+    """How to remove an argument that is null: Hydra's ~ removes only one that has a value."""
     others = f"{group}=own, which starts without arguments, or " if group == "data" else ""
     return f"give {others}a {group} yaml without it"
 
@@ -78,7 +78,7 @@ def _argument_problems(target: Callable[..., Any], values: dict[str, Any], name:
 
 
 def _why_not_found(path: str, error: BaseException) -> str:
-    """What is wrong with an import path, as short as it can be said."""
+    """The reason why an import path cannot be imported, in one line."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         return "it must have the form module.Class"

@@ -1,8 +1,8 @@
 """Values and settings as they are written on the command line, and what the engine says in these words.
 
 comm, sharding and the engine know the arguments of `zerotrain.build_engine`, and no config: `max_grad_norm`,
-`compile=True`. A user of the config must read `train.max_grad_norm`, `model.compile=true`. What is dotted, such as
-`zero.units`, is called the same by both.
+`compile=True`. A user of the config must read `train.max_grad_norm`, `model.compile=true`. Dotted names, such as
+`zero.units`, are the same for both.
 """
 
 import ast
@@ -33,7 +33,7 @@ PHRASES = {
     "strict=False": "checkpoint.strict=false",
     "torchrun --nproc-per-node=": "launch.nproc_per_node=",
 }
-"""What is said in another way altogether."""
+"""Phrases that the config words differently altogether."""
 
 _LITERAL = r"""True|False|None|"[^"]*"|'[^']*'|\[[^\]]*\]"""
 _CALL = re.compile(rf"(?:zerotrain\.)?\b(\w+(?:\.\w+)?)\((\w+)=({_LITERAL}|\.\.\.)\)")
@@ -54,7 +54,7 @@ def word(value: Any) -> str:
 
 
 def in_words_of_config(text: str) -> str:
-    """What comm, sharding or the engine say, in words of the config."""
+    """A message of comm, sharding or the engine, in words of the config."""
     for phrase, said in PHRASES.items():
         text = text.replace(phrase, said)
     text = _CALL.sub(lambda call: _named(f"{call[1]}({call[2]})", call[3], call[0]), text)

@@ -19,7 +19,7 @@ BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "c
 """Ending of a file -> what `datasets` reads it with."""
 VALIDATION_SPLITS = ("validation", "valid", "dev", "test")
 _LOOKED_AT_ROWS, _LOOKED_AT_TOKENS = 1000, 1 << 18
-"""Of a dataset, to see how many rows are cut."""
+"""Rows and tokens of a dataset that are looked at, to estimate how many rows are cut."""
 
 
 class HuggingFaceDataset:

@@ -32,8 +32,8 @@ class Mix:
     """Datasets read in turn, as often as their weights say.
 
     Args:
-        sources: {name: {"data": a dataset with train and validation, "weight": a number}}. Of 10 rows that are trained
-            on, sources of weights 7, 2 and 1 give 7, 2 and 1, whatever their sizes. One of weight 0 is evaluated alone.
+        sources: {name: {"data": a dataset with train and validation, "weight": a number}}. Sources of weights 7, 2 and
+            1 give 7, 2 and 1 of 10 training rows, whatever their sizes. A source of weight 0 is only evaluated.
         seq_len: tokens of a sequence, where all sources must have as many; None: nothing is compared.
         vocab_size: tokens that all sources have; None: that of the sources.
 
@@ -63,7 +63,7 @@ class Mix:
                 setattr(self, name, getattr(first, name))
 
     def fingerprint(self) -> Fingerprint:
-        """What each source is; see `zerotrain.data.reading.fingerprint`."""
+        """The fingerprints of all sources, see `zerotrain.data.reading.fingerprint`."""
         of_each = {name: fingerprint_of(data) for name, data in self.sources.items()}
         return {f"{name}.{what}": value for name, known in of_each.items() for what, value in known.items()}
 
@@ -120,7 +120,7 @@ class MixedRows(Dataset[Any]):
         return self._datasets[source][row - self._start(source)]
 
     def order(self, positions: ArrayLike, *, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What is read at some positions of a run.
+        """The rows at some positions of a run.
 
         Args:
             positions: at least 0, of any shape and in any order.
@@ -178,8 +178,8 @@ def parts_of(weights: Sequence[float]) -> list[int]:
 def pattern(counts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(source, how many rows of this source come before) at each place of a pattern: each source spread evenly over it.
 
-    Of `S` sources of which one has the share s, n rows from any place where a pattern begins hold n * s of its rows,
-    give or take (1 + S * s) / 2.
+    Any n rows from the start of a pattern hold n * s rows of a source of share s, give or take (1 + S * s) / 2, with
+    `S` sources.
     """
     sources = np.repeat(np.arange(len(counts)), counts)
     numbers = np.concatenate([np.arange(count) for count in counts])

@@ -14,10 +14,10 @@ from zerotrain.data.store.windows import split
 class TextDataset:
     """Text, one token a byte or as a tokenizer cuts it; its documents one behind the other, files in sorted order.
 
-    A single file of bytes is read where it lies. Of others a store of tokens is made in `cache_dir`, under a name that
+    A single file of bytes is read where it lies. Other text becomes a store of tokens in `cache_dir`, under a name that
     holds hashes of the files' paths, sizes and modification times, and of what is made of them: a change of any of
-    these makes a new one. One that does not hold what was written, or other text than the files, is made anew, with a
-    line on stderr that says why.
+    these makes a new one. A store that is damaged, or holds other text than the files, is made anew, with a line on
+    stderr that says why.
 
     Args:
         path: a file, a folder, a glob pattern, or None for the standard library of the running Python
@@ -83,7 +83,7 @@ class TextDataset:
         return facts.summary(*self._parts, self._num_files)  # the parts as they were: a user may have wrapped them
 
     def fingerprint(self) -> dict[str, int | str]:
-        """What is equal on machines with equal data, see `facts.fingerprint`.
+        """Values that are equal on machines with equal data, see `facts.fingerprint`.
 
         Raises:
             OSError: a file cannot be read.

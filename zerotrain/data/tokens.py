@@ -75,7 +75,7 @@ class TokenFiles:
         return facts.summary(*self._parts)  # which a user may have wrapped
 
     def fingerprint(self) -> dict[str, int | str]:
-        """What is equal on machines with equal data, see `facts.fingerprint`.
+        """Values that are equal on machines with equal data, see `facts.fingerprint`.
 
         Raises:
             OSError: a file cannot be read.
@@ -99,7 +99,7 @@ def _vocab_size(given: int | None, store: TokenStore, source: str) -> int:
 
 
 def _validation_files(given: str | None, found: TokenPaths, source: str) -> tuple[str, tuple[Path, ...]]:
-    """What the files of validation are called in messages, and which they are; none where they are to be split off."""
+    """(name of the validation files in messages, the files); no files if validation is to be split off."""
     if given is not None:
         name = f"data.validation_path={given}"
         named = find_token_paths(given, name)

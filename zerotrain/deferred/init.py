@@ -34,7 +34,7 @@ _aten = torch.ops.aten
 _PLAIN = (torch.Tensor, nn.Parameter)
 _IN_PLACE = "copy_ fill_ zero_ uniform_ normal_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_"
 _OVERWRITES = {getattr(_aten, name) for name in _IN_PLACE.split()}
-"""What leaves nothing of the first argument's old values."""
+"""Operations that leave nothing of the first argument's old values."""
 _UNFILLED = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 _ALIASES = {_aten.detach, _aten.alias}
 """Views that need no memory. Torch refuses others of a tensor without memory: it checks that they lie within."""
@@ -47,7 +47,7 @@ _READS_MEMORY = {getattr(torch.Tensor, name) for name in _READERS.split()}
 class InitialValues:
     """The initial values of a model that `deferred_init` has built: its large parameters have no memory.
 
-    Of a model built in the ordinary way it knows nothing, and takes the values that the parameters have.
+    For a model built in the ordinary way it has no records, and takes the values of the parameters.
     """
 
     def __init__(self) -> None:
@@ -217,7 +217,7 @@ def deferred_init(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, Initi
     smaller than `MIN_NBYTES`, and for what cannot be computed again, which a warning names.
 
     Args:
-        make_model: called once. What it makes in other threads than this is not noted, and stays in memory; threads may
+        make_model: called once. Tensors that it makes in other threads are not noted, and stay in memory; threads may
             not use what this one has made.
 
     Returns:

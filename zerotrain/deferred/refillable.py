@@ -18,7 +18,7 @@ class RecordedCall:
     args: Any
     kwargs: Any
     generator: torch.Generator | None = None
-    """What it draws random numbers from, and the state of that before it."""
+    """Source of its random numbers, and that generator's state before it."""
     random_state: torch.Tensor | None = None
 
     def run(self) -> Any:

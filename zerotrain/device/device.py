@@ -123,5 +123,5 @@ class Device(ABC):
         """Random numbers that are drawn in here change none that are drawn behind it."""
 
     def memory_history(self) -> MemoryHistory | None:
-        """Of its allocations; None: torch does not note them."""
+        """The recording of its allocations; None: torch does not record them."""
         return None

@@ -4,10 +4,10 @@ import ctypes
 import os
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Of mallopt(3)."""
+"""Parameters of mallopt(3)."""
 _FREE_AT_TOP_NBYTES = 2**27
 _USUAL_NBYTES, _LARGE_NBYTES = 2**17, 2**25
-"""What is larger gets pages of its own, given back when it is freed."""
+"""Blocks above the threshold get pages of their own, given back when they are freed."""
 _OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)  # not everywhere is glibc
 if any(name in os.environ for name in _OF_THE_USER):
@@ -18,13 +18,13 @@ def reuse_what_is_freed(reuses: bool = True) -> None:
     """Let this process use again what it frees, up to 32 MiB a tensor and 128 MiB at the end of its heap, unless the
     user has set what glibc does.
 
-    By itself glibc does so once a block of 32 MiB was freed, with 64 MiB. Before, it gives logits and large gradients
-    back to the system in each step and gets zeroed pages for them in the next: at stage 2 7,700 page faults and 40 ms
-    of system time in a step of 350 ms, with it 470 and 20 (GPT of 13.9 M parameters, 2026-11-22).
+    By itself glibc does so once a block of 32 MiB was freed, with 64 MiB. Before that it gives logits and large
+    gradients back to the system in each step and gets zeroed pages for them in the next: at stage 2 7,700 page faults
+    and 40 ms of system time in a step of 350 ms, with it 470 and 20 (GPT of 13.9 M parameters, 2026-11-22).
 
     Args:
-        reuses: False: tensors of more than 128 KiB that come from now on are given back when they are freed. What lives
-            longer than a step is to come so: freed within the heap it would stay resident.
+        reuses: False: tensors of more than 128 KiB that come from now on are given back when they are freed. Tensors
+            that live longer than a step should be made so: freed within the heap they would stay resident.
     """
     if _MALLOPT is not None:
         _MALLOPT(_TRIM_THRESHOLD, _FREE_AT_TOP_NBYTES)
@@ -32,9 +32,9 @@ def reuse_what_is_freed(reuses: bool = True) -> None:
 
 
 def give_back_freed() -> None:
-    """Let malloc give the system all that it keeps of freed memory. What is large lies between what is small and stays,
-    so that no next one fits in its place: measured, without this a process grew by what the whole model takes, though
-    no more than a bucket of it was ever held, and by all that had gone to a disk."""
+    """Let malloc give the system all that it keeps of freed memory. Otherwise freed large blocks stay between small
+    ones, and later ones do not fit in their place: measured, without this a process grew by what the whole model takes,
+    though no more than a bucket of it was ever held, and by all that had gone to a disk."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc alone has it
         libc.malloc_trim(0)

@@ -22,7 +22,7 @@ STAMP = (
     "order of the collectives, as a hash",
     "weights written in place, as a hash",
 )
-"""What each rank tells of a step, as fp64 numbers that must be equal."""
+"""Values of a step that each rank sends, as fp64 numbers; they must be equal."""
 HYPERPARAMETERS = STAMP.index("hyperparameters")
 """A hash, which tells nothing: what differs is asked for."""
 MAX_SHOWN_NBYTES = 200
@@ -37,9 +37,9 @@ class StepStamps:
     """Since the last step."""
     phase = Phase.IDLE
     written = 0
-    """What others than the engine have written into the weights since the last step, as a number; see `Writes`."""
+    """Hash of writes to the weights by others than the engine since the last step; see `Writes`."""
     signal = 0
-    """What this rank tells the others with the step: see `ZeroEngine.signal`. Behind the stamp, and not compared."""
+    """This rank's signal to the others in the step: see `ZeroEngine.signal`. Behind the stamp, and not compared."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives

@@ -124,8 +124,8 @@ class Checkpoints:
         return saved["extra"]
 
     def own_of(self, path: str | os.PathLike[str]) -> Any:
-        """What this rank has given as `own` to the save of a checkpoint; None where another number of ranks saved it,
-        or nothing was given. Not collective.
+        """The `own` that this rank gave to the save of a checkpoint; None if another number of ranks saved it, or none
+        was given. Not collective.
 
         Raises:
             CheckpointError: there is no checkpoint, or its manifest is not what was written.
@@ -165,8 +165,8 @@ class Checkpoints:
 
     @makes_memory
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Replace the model's weights and buffers by those that rank 0 gives; other ranks may give {}. What the
-        optimizer keeps stays. Collective, between steps; one bucket is whole meanwhile.
+        """Replace the model's weights and buffers by those that rank 0 gives; other ranks may give {}. Optimizer state
+        stays. Collective, between steps; one bucket is whole meanwhile.
 
         Args:
             state: full tensors of any floating dtype by the names of the model's own `state_dict()`, such as
@@ -190,7 +190,7 @@ class Checkpoints:
 
     @makes_memory
     def full_state_dict(self) -> dict[str, Any]:
-        """What `model.state_dict()` gives in plain PyTorch, hooks and extra state included: full fp32 parameters on the
+        """The model's `state_dict()` as in plain PyTorch, hooks and extra state included: full fp32 parameters on the
         CPU, on rank 0; {} elsewhere. Collective: all ranks call it.
         """
         agreed(self._held.collectives, "engine.full_state_dict", lambda: (None, {}))

@@ -115,7 +115,7 @@ class ZeroEngine:
 
     @property
     def plan(self) -> Plan:
-        """What is sharded."""
+        """Placement of the model states: replicated or sharded."""
         return self.held.plan
 
     # ---- in and out, see `Checkpoints`

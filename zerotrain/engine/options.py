@@ -1,4 +1,4 @@
-"""What an engine is told once, when it is built, and what follows from it in this world."""
+"""The settings given to an engine when it is built, and their consequences in this world."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -16,7 +16,7 @@ from zerotrain.sharding.plan import STAGES, Plan
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What is sharded and how it is moved, computed and clipped: as it was given, and what was left open decided.
+    """The settings of an engine (sharding, communication, precision, clipping), with open ones decided.
 
     Meaning and units of what was given are in `zerotrain.settings`, which also the config reads: a new setting is there
     and in `settings` at once, without a line here; whoever needs it reads `zero`, `offload` or `given`.
@@ -89,7 +89,7 @@ class EngineOptions:
         return LossScaler(initial_scale=numerics.initial_scale, growth_interval=numerics.growth_interval)
 
     def settings(self) -> dict[str, object]:
-        """What must be the same on all ranks: everything, by the names that `zerotrain.build_engine` knows it by."""
+        """The settings that must be equal on all ranks: all, by their names in `zerotrain.build_engine`."""
         placements = ", ".join(f"{each.name} {getattr(self.plan, each.name).value}" for each in fields(self.plan))
         # As decided: auto is another reduction on a CPU than on a GPU.
         decided = {

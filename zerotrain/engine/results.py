@@ -1,4 +1,4 @@
-"""What the engine says about a step, and about weights that it has loaded."""
+"""Results of a step, and of loading weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,23 +10,23 @@ from zerotrain.errors import listed
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     grad_norm: float
     """Global L2 norm of the mean gradient before clipping; NaN if any element was not finite."""
     clip_coefficient: float
-    """What the gradient was multiplied with; 1.0 for no clipping."""
+    """Factor of the gradient; 1.0 for no clipping."""
     skipped: bool
     """Whether the weights were left as they were, because the gradient was not finite."""
     loss_scale: float
-    """What the losses of this step were multiplied with for the backward; 1.0 but in fp16."""
+    """Factor of this step's losses in the backward; 1.0 but in fp16."""
     signals: tuple[int, ...]
-    """What each rank had in `engine.signal` in this step, by rank; the same on all ranks."""
+    """Each rank's `engine.signal` in this step, by rank; the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class TrainStepResult(StepResult):
-    """What one step over several micro-batches did."""
+    """Result of one step over several micro-batches."""
 
     loss: torch.Tensor
     """0-dim fp64: the weighted sum of the losses of a virtual rank's micro-batches, as a mean over those of this rank,
@@ -36,7 +36,7 @@ class TrainStepResult(StepResult):
 
 @dataclass(frozen=True)
 class StageSwitch:
-    """What `engine.set_stage` has done."""
+    """Result of `engine.set_stage`."""
 
     stage: int
     """The stage since then."""
@@ -48,10 +48,10 @@ class StageSwitch:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What `engine.load_weights` took, and what it did not. All names are those of the model, but for `surplus`."""
+    """The weights that `engine.load_weights` took, and those it did not. Names are the model's, but for `surplus`."""
 
     path: Path
-    """What was read: a file, or a folder. Of a run it is its newest checkpoint."""
+    """The path that was read: a file or a folder; for a run's folder its newest checkpoint."""
     num_loaded: int
     """Tensors of the model, tied ones counted once."""
     missing: tuple[str, ...]

@@ -147,12 +147,12 @@ class ShardedModel:
 
     @property
     def holdings(self) -> Holdings:
-        """What a checkpoint is made of. Other buckets after each change of what trains."""
+        """The contents of a checkpoint. The buckets are new after each change of what trains."""
         return Holdings(self.module, self.schedule.buckets, self.groups, self.options, self.collectives)
 
     @property
     def usage(self) -> Usage:
-        """What is held and sent, as it is now."""
+        """Bytes held and sent, as they are now."""
         return Usage(self.schedule, self.options, self.groups.factory, self.pools, self.homes, self.world.shards.size)
 
     # ---- what trains

@@ -55,7 +55,7 @@ class Steps:
         self._losses: list[torch.Tensor] = []
         self._signal = 0
         self._broken_off_by = ""
-        """What has ended a backward or a step in its midst, and left a part of the gradient: Ctrl-C, mostly."""
+        """The exception, mostly Ctrl-C, that cut off a backward or a step and left a part of the gradient."""
 
     @property
     def signal(self) -> int:
@@ -71,7 +71,7 @@ class Steps:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of the next backward is multiplied with; 1.0 but in fp16."""
+        """Factor of the loss in the next backward; 1.0 but in fp16."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     @cached_property
@@ -92,7 +92,7 @@ class Steps:
     @contextmanager
     def forward_scope(self) -> Iterator[None]:
         """In here the model may be called by another name, such as `engine.module.encoder(inputs)`: on all ranks the
-        same modules in the same order, with inputs in the compute precision. What comes out may go into a loss."""
+        same modules in the same order, with inputs in the compute precision. A loss may use the outputs."""
         self._held.require_usable()
         self._require_unbroken()
         in_step, backward_follows = self._held.ledger.in_step, torch.is_grad_enabled()
@@ -159,14 +159,14 @@ class Steps:
             self._syncs = before
 
     def each_virtual_rank(self) -> Iterator[int]:
-        """This rank's virtual ranks, one after the other: what is between two is one leaf of the sum over all.
+        """This rank's virtual ranks, one after the other: the backwards between two are one leaf of the sum over all.
 
             for number in engine.each_virtual_rank():
                 engine.backward(engine(*batch_of(number)))
             engine.step()
 
-        Each may have several micro-batches, all but its last in `no_sync`. Of one virtual rank for each rank, which is
-        the default, this may be left out.
+        Each may have several micro-batches, all but its last in `no_sync`. With one virtual rank per rank, the default,
+        it may be left out.
         """
         for number in self.virtual_ranks:
             self._in_last_leaf = number == self.virtual_ranks[-1]

@@ -1,4 +1,4 @@
-"""What an engine holds and sends on this rank, beside what ZeRO's formulas give."""
+"""The bytes that an engine holds and sends on this rank, beside those of ZeRO's formulas."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from zerotrain.sharding.plan import Plan, Volume
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What a rank has on one tier, and what it costs a step."""
+    """A rank's bytes on one tier, and their cost in a step."""
 
     where: str
     """In words."""
@@ -29,7 +29,7 @@ class Offloaded:
 
     @property
     def step_s(self) -> float:
-        """What a step takes for it, beside which it computes."""
+        """Seconds of a step's transfers, beside which it computes."""
         return self.fetched_nbytes / self.fetched_per_s + self.stored_nbytes / self.stored_per_s
 
 
@@ -71,9 +71,9 @@ class Usage:
     def sums_nbytes(self, num_micro_batches: int) -> int:
         """Bytes that a rank holds beside those, while a step adds up micro-batches and virtual ranks.
 
-        Of P elements, with L virtual ranks on each rank, log2(L) sums of P in fp32. With several micro-batches one more
-        (of fp32 at stages 0 and 1 none, where it is the gradient itself), or with zero.accumulate='reduced' a shard of
-        it (of fp32 none).
+        For P elements and L virtual ranks on each rank these are log2(L) sums of P in fp32. With several micro-batches
+        there is one more (in fp32 at stages 0 and 1 none, where it is the gradient itself), or with
+        zero.accumulate='reduced' a shard of it (in fp32 none).
 
         Args:
             num_micro_batches: of a virtual rank.
@@ -109,7 +109,7 @@ class Usage:
         }
 
     def offloaded(self, num_micro_batches: int) -> list[Offloaded]:
-        """What this rank has off the device, by tier, and what it costs a step.
+        """This rank's bytes off the device, by tier, and their cost in a step.
 
         Args:
             num_micro_batches: of a step.
@@ -159,7 +159,7 @@ class Usage:
         return numel * sampled_nbytes(self.factory, is_whole=is_whole) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
 
     def _optimizer_nbytes(self) -> int:
-        """Of all ranks together, without padding: optimizer state, and master weights where they are copies."""
+        """Bytes of all ranks together, without padding: optimizer state, and master weights if they are copies."""
         trained, num_whole = self.schedule.trained, self._num_whole
         numel = sum(bucket.layout.numel for bucket in trained)
         # By elements, as measured on what this rank updates; of whole tensors, of which it may own none, on a sample.

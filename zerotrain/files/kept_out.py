@@ -12,7 +12,7 @@ from typing import NoReturn
 
 CHECKPOINTS = "checkpoints"
 _INSTALLED = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]))
-"""What lies there is what runs already, even where somebody keeps it inside a run's folder."""
+"""Installed code is never kept out, even if it lies inside a run's folder."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ class _Guard:
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
         self.left_out: list[str] = []
-        """Of what is searched otherwise."""
+        """Entries taken out of `sys.path`, which `find_spec` searches too."""
 
     def keeps_out(self, path: str) -> bool:
         """Whether a file or folder is none to import from."""
@@ -57,8 +57,8 @@ class _Guard:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What refuses the module; None, which lets others find it. Who only asks whether there is one is not
-        refused: torch and transformers ask for many that they can do without."""
+        """A spec that refuses to load the module; None lets other finders look. Code that only asks whether it exists
+        is not refused: torch and transformers ask for many that they can do without."""
         spec = PathFinder.find_spec(name, path, target)
         if spec is None and path is None:
             spec = PathFinder.find_spec(name, self.left_out, target)

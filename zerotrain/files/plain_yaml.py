@@ -45,7 +45,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def parse_yaml(content: bytes) -> Any:
-    """What a YAML file holds; None where it is empty.
+    """The content of a YAML file; None if it is empty.
 
     Raises:
         UntrustedFileError: it is no such YAML.

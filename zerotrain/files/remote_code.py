@@ -1,6 +1,7 @@
-"""What a model or a tokenizer of Hugging Face would have run that lies in its own folder or on the hub: nothing is.
+"""Refuses code that a model or tokenizer of Hugging Face brings in its folder or from the hub.
 
-`trust_remote_code=False` is said wherever transformers opens one; here is what that does not cover, and what to tell.
+Calls of transformers pass `trust_remote_code=False`; this module handles the cases that it does not cover, and the
+messages.
 """
 
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ def _kernels_in(fields: Any) -> Iterator[str]:
 
 
 def _items(value: Any) -> Any:
-    """Of a dict, a list, or a config of transformers, which has other configs within."""
+    """The items of a dict, a list, or a config of transformers, which may hold other configs."""
     if isinstance(value, list):
         return enumerate(value)
     return (value if isinstance(value, dict) else vars(value) if hasattr(value, "model_type") else {}).items()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
 _NOBODY_READS = (errno.EPIPE, errno.EIO)
-"""Of a pipe, and of a terminal that was closed."""
+"""Errors of a closed pipe, and of a closed terminal."""
 
 
 class StandIn(io.TextIOBase):

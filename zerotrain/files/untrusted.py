@@ -135,7 +135,7 @@ class Check:
 
     holds: Callable[[Any], bool]
     must: str
-    """What the value must be."""
+    """Words for a valid value, in messages."""
 
     def problem(self, value: Any) -> str | None:
         return None if self.holds(value) else self.must

@@ -1,4 +1,4 @@
-"""What models say about wrong arguments: one sentence with the field, what it got and what is allowed."""
+"""Errors of models about wrong arguments: one sentence with the field, its value and the allowed ones."""
 
 from typing import Any
 

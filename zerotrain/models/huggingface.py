@@ -128,7 +128,7 @@ class _AddedLoss:
         return torch.zeros((), device=logits.device)
 
     def take(self, outputs: Any) -> torch.Tensor | float:
-        """What the model has added in the forward that gave `outputs`."""
+        """The loss that the model has added in the forward that gave `outputs`."""
         if outputs.loss is None:
             return 0.0
         self.may_come = self._is_called
@@ -194,7 +194,7 @@ def _build(config: Any) -> Any:
 
 @contextmanager
 def _refused_config() -> Iterator[None]:
-    """What a config says of the values of its fields, as a ValueError."""
+    """Turns an error of a config about its fields' values into a ValueError."""
     _transformers()
     from huggingface_hub.errors import StrictDataclassError
 

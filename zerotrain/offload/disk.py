@@ -15,8 +15,8 @@ from zerotrain.offload.tier import Place, Tier, Window
 from zerotrain.offload.transfer import OnThreadAndStream, OnThreads
 
 PIECE_NBYTES = 4 * 2**20
-"""Of one read or write. Measured (2026-11-21, a virtual disk, 256 MiB): one thread wrote 0.9 to 1.5 GB/s and read 0.6
-to 0.9, four wrote 2.4 and read 1.0."""
+"""Size of one read or write. Measured (2026-11-21, a virtual disk, 256 MiB): one thread wrote 0.9 to 1.5 GB/s and read
+0.6 to 0.9, four wrote 2.4 and read 1.0."""
 NUM_THREADS = 4
 
 
@@ -35,7 +35,7 @@ class Gaps:
         self._nbytes[before] = nbytes + self._nbytes.pop(before + nbytes, 0)
 
     def take(self, nbytes: int) -> int | None:
-        """Where as many bytes are used from now on: in the smallest gap that has them. None: no gap has."""
+        """Reserve bytes in the smallest gap that has room; returns their offset. None: no gap has."""
         fitting = [start for start, size in self._nbytes.items() if size >= nbytes]
         if not fitting:
             return None

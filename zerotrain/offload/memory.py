@@ -68,6 +68,6 @@ def _left_to_groups(root: Path) -> Iterator[int]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Of lines such as "MemFree:  1024 kB"."""
+    """The numbers in lines such as "MemFree: 1024 kB"."""
     parts = (line.replace(":", " ").split() for line in path.read_text().splitlines())
     return {name: int(number) for name, number, *_ in parts}

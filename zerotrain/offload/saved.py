@@ -1,8 +1,8 @@
-"""What forwards save for their backwards, off the device in between.
+"""Offloads the tensors that forwards save for their backwards.
 
-Each unit's forward runs under hooks on what autograd saves. What is large goes to a place of a tier, once for each
-memory, and is fetched again one unit ahead of the backward: reaching a unit, it begins to fetch what the forward before
-it has saved. The device holds what one unit has saved in a forward, and two in a backward, whatever the depth.
+Each unit's forward runs under hooks on what autograd saves. Large tensors go to a place of a tier, once for each
+memory, and are fetched again one unit ahead of the backward: when it reaches a unit, the fetch for the unit before
+begins. The device holds one unit's saved tensors in a forward, and two units' in a backward, whatever the depth.
 """
 
 import weakref
@@ -21,7 +21,7 @@ from zerotrain.offload.tier import Place
 from zerotrain.offload.windows import Windows
 
 MIN_NBYTES = 64 * 2**10
-"""Of a memory that is worth a place of whole pages and two transfers."""
+"""Smallest memory that is offloaded: it takes whole pages and two transfers."""
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class SavingCall:
                 each.drop()
 
     def pack(self, tensor: torch.Tensor) -> "_Saved | _SavedHere":
-        """What autograd is to hold in place of a tensor that it saves."""
+        """The object that autograd holds in place of a tensor that it saves."""
         with torch._C.DisableTorchFunctionSubclass():  # a class of tensors might take this for a use of its own
             if not self._owner.takes(tensor):
                 return _SavedHere(tensor)
@@ -136,7 +136,7 @@ class _Saved:
 
 
 def _require_version(tensor: torch.Tensor, saved: int, shape: torch.Size) -> None:
-    """What PyTorch does itself, but not for a tensor that went through hooks."""
+    """PyTorch checks this itself, but not for a tensor that went through hooks."""
     if tensor._version != saved:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -159,7 +159,7 @@ class SavedTensors:
         self.reached: Callable[[], SavingCall | None] = _weak(None)
         """The call that a backward has come to last, if its graph is there."""
         self.ended: deque[tuple[Place, Event, Event, torch.Tensor | None]] = deque()
-        """Of what no graph needs any more, with what was last begun with it."""
+        """Places that no graph needs any more, with the last transfers begun with each."""
         self._newest: Callable[[], SavingCall | None] = _weak(None)
         self._stored: weakref.WeakValueDictionary[int, _Stored] = weakref.WeakValueDictionary()
         """By the identity of the memory that the bytes come from."""
@@ -172,8 +172,8 @@ class SavedTensors:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """In here a unit's forward runs. Where others have hooks of their own on what is saved, such as a checkpoint
-        around several units, theirs alone apply; what is computed again in a backward is used at once, and stays."""
+        """Run a unit's forward in here. Other hooks on saved tensors, such as those of a checkpoint around several
+        units, take precedence; tensors that a backward computes again are used at once, and stay."""
         if torch._C._current_autograd_node() is not None or not _may_hook():
             yield
             return

@@ -1,4 +1,4 @@
-"""What a place to offload to can do: have room, fetch into a window, store from it. And the host's memory as one."""
+"""Interface of a place to offload to: reserve room, fetch into a window, store from it. Host memory implements it."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Place:
     """(nbytes,) uint8: what is there, to be read and written by the host while nothing is under way. A disk that fails
     to give what is read of it ends the process; `Tier.look` raises."""
     offset: int = 0
-    """Of a disk, in its file."""
+    """Offset in the file of a disk."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -46,9 +46,9 @@ class Tier(ABC):
     name: ClassVar[str]
     """As in the settings."""
     placed_nbytes = 0
-    """Of all places."""
+    """Bytes of all places."""
     fetched_nbytes = 0
-    """Of all fetches so far."""
+    """Bytes of all fetches so far."""
     stored_nbytes = 0
 
     def __init__(self, device: torch.device) -> None:

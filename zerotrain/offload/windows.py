@@ -51,5 +51,5 @@ class Windows:
 
     @property
     def device(self) -> torch.device:
-        """What windows are memory of."""
+        """The device whose memory windows are."""
         return self.tier.device

@@ -13,7 +13,7 @@ from zerotrain.files.untrusted import Natural, OneOf, UntrustedFileError, read_j
 from zerotrain.run.saved import OfRun, config_from, opened_run
 
 ABOUT = "zerotrain_export.json"
-"""What an export is of. A folder without it is none of ours, or is not whole: it is written last."""
+"""Describes an export. It is written last: a folder without it is no export, or an incomplete one."""
 MODEL = "the model"
 HUGGING_FACE = "a model of Hugging Face"
 ADAPTERS = "adapters"

@@ -30,12 +30,12 @@ from zerotrain.training.figures.metrics import device_peak_flops
 from zerotrain.training.sameness.deterministic import make_deterministic
 
 ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
-"""Of the `train` settings, those that the engine gets."""
+"""The `train` settings that the engine gets."""
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 LOOP_SETTINGS = tuple(each.name for each in fields(TrainConfig) if each.name not in (*ENGINE_SETTINGS, "deterministic"))
 """Those that the Trainer gets."""
 TOO_LARGE_A_TENSOR = "Storage size calculation overflowed"
-"""What torch says of a tensor of more bytes than there are numbers for."""
+"""Torch's message for a tensor whose number of bytes overflows."""
 
 
 def run(
@@ -160,7 +160,7 @@ def _policy(config: Config, resume_from: Sequence[str]) -> CheckpointPolicy:
 
 
 def _settings(config: Config, virtual_ranks: int) -> dict[str, Any]:
-    """What a checkpoint notes of the settings: all, and what null came to where the bits depend on it."""
+    """The settings noted in a checkpoint: all, and the values chosen for null if the bits depend on them."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(config)))  # steps of zero.schedule become texts
     if not config.callbacks:  # a zerotrain that does not know of them reads this too
         del values["callbacks"]
@@ -176,8 +176,8 @@ def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:
 
 
 def build_data(config: Config) -> Any:
-    """The dataset. What it draws when it is made follows from the seed: it is the same on all ranks. Raises as
-    `build`."""
+    """The dataset. Random numbers drawn while it is made follow from the seed: they are the same on all ranks. Raises
+    as `build`."""
     with seeded("data", config.seed):
         return build("data", config.data_target)
 
@@ -190,7 +190,7 @@ def build_callbacks(config: Config) -> dict[str, Callback]:
 
 
 def build(group: str, values: dict[str, Any]) -> Any:
-    """What `_target_` names, made from the other values.
+    """Build the object that `_target_` names from the other values.
 
     Raises:
         ConfigError: it cannot be found or refuses its arguments.
@@ -231,7 +231,7 @@ def in_group(group: str, error: Exception, values: Any) -> str:
 
 
 def ended_in(group: str, ending: SystemExit, values: dict[str, Any]) -> str:
-    """What is wrong with a class that ends the process it is used in."""
+    """The problem of a class that ends the process in which it is used."""
     code = 0 if ending.code is None else ending.code
     return (
         f"{group}._target_: got {values.get('_target_')}, which ended the process with exit code {code} when it was "
@@ -273,7 +273,7 @@ class _NothingDrawn(TorchFunctionMode):
 
 
 def _model_flops(config: Config, engine: ZeroEngine, dataset: Any) -> ModelFlops | None:
-    """What MFU is computed from; None where the device's peak or the model's operations are not known."""
+    """The numbers for MFU; None if the device's peak or the model's operations are unknown."""
     peak = device_peak_flops(engine.world.device, engine.precision.compute)
     model = None if peak is None else build_on_meta(config)
     if model is None:

@@ -1,5 +1,5 @@
-"""What a run from a config has left, a checkpoint or an exported folder: what it was trained with, and its model again,
-without an engine."""
+"""The output of a run from a config, a checkpoint or an exported folder: its settings, and its model again, without an
+engine."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ from zerotrain.training.callbacks.checkpoints import OF_TRAINER
 
 TEXT = "zerotrain.data.TextDataset"
 SPARE_PARAMETERS = 2**20
-"""What a model may have beyond its files' bytes: whoever reads them says what else is wrong with them."""
+"""Parameters that a model may have beyond its files' bytes: the reader of the files reports other errors."""
 HUGGING_FACE = "zerotrain.models.HuggingFaceModel"
 NO_CONFIG = (
     "was not saved by a run of launch.py, and does not say what its model is; build it in Python, and load what "
@@ -41,15 +41,15 @@ class OfRun:
     """A run, as a checkpoint or an exported folder has it."""
 
     path: Path
-    """Of the folder."""
+    """Path of the folder."""
     step: int
     """Steps done."""
     config: Config | None
     """Resolved; None for a loop of one's own."""
     form: str | None = None
-    """What was made of the weights, see `zerotrain.run.exported`; None: nothing."""
+    """Form to which the weights were exported, see `zerotrain.run.exported`; None: they were not."""
     data_fingerprint: Mapping[str, Any] | None
-    """What the run's data was, by `zerotrain.data.reading.fingerprint`; None where nobody knows."""
+    """Fingerprint of the run's data, see `zerotrain.data.reading.fingerprint`; None if unknown."""
     tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]
     """Gives parameters, under their first name if tied, and buffers, one at a time; raises CheckpointError where they
     are not what was written."""
@@ -78,7 +78,7 @@ class OfRun:
         return self.config is not None and self.config.data.get("_target_") == TEXT and self.tokenizer_name is None
 
     def built(self, group: str, make: Callable[[Config], Any]) -> Any:
-        """What is made of a group of the config, such as model or data.
+        """Build the object of a group of the config, such as model or data.
 
         Raises:
             ConfigError: it names a class that is not trusted, or cannot be built.
@@ -109,7 +109,7 @@ class OfRun:
 
     @cached_property
     def _nbytes(self) -> int:
-        """Of all its files."""
+        """Size of all its files."""
         return sum(each.stat().st_size for each in self.path.rglob("*") if each.is_file())
 
     def on_meta(self) -> nn.Module:
@@ -158,7 +158,7 @@ class SavedRun(OfRun):
 
 def has_tokenizer(name: str) -> bool:
     """Whether a folder has files of a tokenizer; transformers makes an empty one for a folder with a model alone.
-    What is no folder may be a name on the hub."""
+    A name without a folder may be one on the hub."""
     if not os.path.isdir(name):
         return True
     kinds = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "*.spm")
@@ -190,7 +190,7 @@ def config_from(values: Any, path: Path) -> Config | None:
 
 
 def _refused(values: Any, error: OmegaConfBaseException) -> str:
-    """What OmegaConf has refused of a config, as a user would say it: the setting, and what it got."""
+    """OmegaConf's error about a config, in the user's words: the setting, and its value."""
     if isinstance(error, ConfigKeyError):
         return f"{error.full_key}: there is no such setting"
     name = str(error.full_key or "").partition("[")[0]

@@ -114,7 +114,7 @@ def _base_of(path: Path) -> str:
 
 
 def _tokens_of(run: OfRun) -> _Tokens:
-    """What the run's data made of text."""
+    """The tokens that the run's data made of text."""
     config = run.require_config()
     if run.reads_bytes:
         return _bytes()

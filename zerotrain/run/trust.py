@@ -1,7 +1,6 @@
-"""Which classes and functions a config may name that came out of a file: whoever wrote the file chooses them.
-
-A checkpoint's manifest, and the json of an export, say what the run was made of. What is known here does nothing but
-compute and read. Anything else needs the user's word.
+"""Which classes and functions a config may name that came out of a file: the author of the file chooses them. A
+checkpoint's manifest, and the json of an export, name the classes of a run. Those known here only compute and read.
+Others need the user's permission.
 """
 
 import inspect
@@ -81,7 +80,7 @@ def _is_known(target: Any) -> bool:
 
 
 def _named(target: str) -> Any:
-    """What a dotted name stands for among what is imported already; None where it leads anywhere else."""
+    """The object of a dotted name among modules imported already; None if it leads anywhere else."""
     first, *others = target.split(".")
     found: Any = sys.modules.get(first) if first in _PACKAGES else None
     for part in others:

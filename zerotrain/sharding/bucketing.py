@@ -27,7 +27,7 @@ class BucketSpec:
     buckets of a model have the same."""
     units: list[Unit[ManagedParameter]]
     parameters: list[ManagedParameter]
-    """What is updated whole comes first, then what is alike in `span`."""
+    """Parameters that are updated whole come first; of the others those with one `span` are neighbours."""
     trainable: bool
     tensors: list[nn.Parameter] = field(init=False)
     """The parameters themselves, in the same order."""
@@ -41,7 +41,7 @@ class BucketSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its parameters are held in."""
+        """The dtype in which its parameters are held."""
         return self.parameters[0].dtype
 
     @property
@@ -50,7 +50,7 @@ class BucketSpec:
         return sum(managed.is_updated_whole for managed in self.parameters)
 
     def layout(self, num_shards: int) -> BucketLayout:
-        """Where each parameter lies."""
+        """The place of each parameter."""
         shapes = [managed.parameter.shape for managed in self.parameters]
         return BucketLayout.pack(shapes, num_shards, [managed.stride for managed in self.parameters])
 

@@ -1,4 +1,4 @@
-"""Where each parameter lies in its bucket, and which range of the bucket each rank owns. Integers only.
+"""The place of each parameter in its bucket, and the range of the bucket that each rank owns. Integers only.
 
     offset   0                    128       192                    320        384
              |  wte.weight (100)  | pad 28  |  ln.weight (64)  ... | padding  |
@@ -38,7 +38,7 @@ class Slot:
     offset: int
     """Elements from the start of the bucket."""
     stride: tuple[int, ...]
-    """Of the parameter, dense: a transposed or channels-last one stays so, since kernels choose their path by it."""
+    """The parameter's stride, dense: a transposed or channels-last one stays so; kernels choose their path by it."""
 
     @cached_property
     def numel(self) -> int:

@@ -21,7 +21,7 @@ class Fragment:
     slot: int
     """The tensor's index in its bucket."""
     rank: int
-    """Whose shard."""
+    """Owner of the shard."""
     owner: int
     """Which rank updates the tensor."""
     in_shard: slice

@@ -9,7 +9,7 @@ from functools import cached_property
 
 
 class Placement(Enum):
-    """Where a tensor lives between uses."""
+    """Whether every rank has a tensor whole between its uses, or a shard of it."""
 
     REPLICATED = "replicated"
     SHARDED = "sharded"
@@ -17,7 +17,7 @@ class Placement(Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the three kinds of model state live at rest."""
+    """Placement of the three kinds of model state at rest."""
 
     parameters: Placement
     gradients: Placement
@@ -57,7 +57,7 @@ class Volume:
     frozen_nbytes: int
     num_shards: int
     reduced_nbytes: int | None = None
-    """Of all gradients as they are reduced; None: as many as `trainable_nbytes`."""
+    """Bytes of all gradients as they are reduced; None: as many as `trainable_nbytes`."""
 
     def memory_nbytes(self, plan: Plan, optimizer_nbytes: int) -> dict[str, int]:
         """Bytes one rank holds at rest, by kind.

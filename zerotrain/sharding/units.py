@@ -1,6 +1,6 @@
 """The parameters of a model, and the units they are gathered in, in the order the forward uses them.
 
-A unit is one repeated block of the model. What lies in no unit is the root, in two parts: the *resident* one
+A unit is one repeated block of the model. Parameters in no unit are the root, in two parts: the *resident* one
 (embeddings, and whatever is tied across units) is needed as soon as the model is called; the *late* one (a large output
 layer behind the blocks, say) not before its own modules run.
 """
@@ -18,7 +18,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.sharding.layout import contiguous_stride
 
 RESIDENT, LATE = "root", "late root"
-"""What the two parts of the root are called."""
+"""Names of the two parts of the root."""
 CHOSEN_CHILDREN = ("experts", "local_experts")
 """ModuleLists of which a forward may call some children on one rank and others on another. A unit is gathered from all
 ranks, so these are none: their parameters go with the module around them. (Seen: two ranks that had chosen different
@@ -49,7 +49,7 @@ class WalkedModel:
     managed: Sequence[ModelParameter]
     """The floating-point ones: buckets hold them."""
     unmanaged: Mapping[str, torch.Tensor]
-    """What lies in no bucket, by its first name: buffers, and parameters that are no floating-point numbers."""
+    """Tensors in no bucket, by their first name: buffers, and parameters that are no floating-point numbers."""
     buffers: Mapping[str, torch.Tensor]
     """Each once, by its first name."""
 
@@ -96,7 +96,7 @@ class ManagedParameter(ModelParameter):
     """A parameter with all that decides how it is held, moved and updated."""
 
     dtype: torch.dtype
-    """What it is held in, computed with and sent in."""
+    """Dtype in which it is held, computed with and sent."""
     group: int = 0
     """Number of its parameter group."""
     generation: int = 0

@@ -5,9 +5,9 @@
         ...
     results, boards = run_threads(on_a_rank, 3)
 
-No sockets, no process groups: a case takes milliseconds, and what a real wire does now and then this one does always.
-What was not waited for holds NaN, what is to stay as it is is compared, what was given back is NaN, nothing is done
-before it was waited for, and the joint order of all collectives is kept.
+No sockets, no process groups: a case takes milliseconds, and this wire does always what a real one does now and then.
+Buffers hold NaN until they are waited for and once they are given back, those that must not change are compared, no
+collective is done before it is waited for, and all ranks must keep one joint order of collectives.
 
 torch has one random number generator for a process, so ranks that draw take turns: `run_threads(..., in_turns=True)`.
 """
@@ -47,7 +47,7 @@ class Turns:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """What is done in here takes a turn."""
+        """Code in here takes a turn."""
         with self._running:
             torch.set_rng_state(self._first_state)
             yield
@@ -120,7 +120,7 @@ class BoardEnd:
         )
 
     def next_key(self, what: str) -> tuple[str, int]:
-        """What the next use of a collective is called on every rank."""
+        """Key of the next use of a collective, the same on every rank."""
         self._uses[what] += 1
         return what, self._uses[what]
 

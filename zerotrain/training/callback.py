@@ -42,7 +42,7 @@ class Callback:
         """A step begins; `run.step` are done. Collective."""
 
     def ask(self, run: "Run") -> Request | None:
-        """What this rank wishes for after the step that is about to be trained. All ranks follow one rank's wish."""
+        """This rank's wish after the step that is about to be trained. All ranks follow one rank's wish."""
 
     def after_step(self, run: "Run", outcome: TrainStepResult) -> None:
         """A step is done, and counts in `run.step`. Collective."""
@@ -71,7 +71,7 @@ class Callback:
         """The last step is done, and result.json is on the disk."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on begins with, for a checkpoint: what JSON can hold. That of rank 0 is kept."""
+        """The state for a checkpoint, from which a resumed run begins: values that JSON can hold. Rank 0's is kept."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class Run:
     clock: StepClock
     callbacks: "CallbackList"
     state: Callable[[], dict[str, Any]]
-    """Where the run is, for a checkpoint."""
+    """The run's place in the training, for a checkpoint."""
     asked: Request = field(default_factory=Request)
     """The wishes of all ranks after the last step."""
     failed_saves: Exception | None = None
@@ -135,7 +135,7 @@ class _Entry:
     has_warned: bool = False
     has_started: bool = False
     last_state: dict[str, Any] | None = None
-    """Of one that may fail, and could give none now."""
+    """Last state of a user's callback, kept for a save in which its `state_dict` fails."""
 
 
 class CallbackList:
@@ -185,7 +185,7 @@ class CallbackList:
             self._call(entry, "end", run.step, run)
 
     def failure(self, run: Run, error: BaseException) -> None:
-        """Call `failure` of all. What they raise is told, since what the run has failed with matters more."""
+        """Call `failure` of all. Their own exceptions are only printed, since the run's own failure matters more."""
         for entry in reversed(self._of_moment["failure"]):
             if entry.name and not entry.has_started:
                 continue
@@ -260,7 +260,7 @@ def _overrides(callback: Callback, moment: str) -> bool:
 
 
 def _checked(moment: str, given: Any) -> Any:
-    """What a moment of a user's callback has given."""
+    """The result of a user's callback at a moment, checked."""
     if moment == "ask" and not isinstance(given, Request | None):
         raise TypeError(f"it gave a {type(given).__name__}; it must give a Request or None")
     if moment == "state_dict":

@@ -1,4 +1,4 @@
-"""What a rank is trained on: where in the data the run is, what comes next, and what that counts in the loss."""
+"""Feeds a rank: the run's place in the data, the next micro-batches, and their weights in the loss."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -101,8 +101,8 @@ class TrainingFeed:
         return [as_inputs(batch) for batch in micro_batches], *self._loss_weights(num_labels)
 
     def leaf(self, virtual_rank: int) -> tuple[list[Any], list[float | torch.Tensor] | None]:
-        """(inputs of each micro-batch, weight of each) of one virtual rank in the next step, read here and alone. Where
-        sequences differ in their labels, all of the step are read, to count them.
+        """(inputs of each micro-batch, weight of each) of one virtual rank in the next step, read here and alone. If
+        sequences differ in their labels, it reads all of the step to count them.
 
         Raises:
             ValueError: there is no such virtual rank.
@@ -127,7 +127,7 @@ class TrainingFeed:
         self.sampler.rows_consumed += self.sampler.global_batch_size
 
     def advice_on_waiting(self) -> str:
-        """What helps a run that waits for its rows."""
+        """Advice for a run that waits for its rows."""
         if self._num_workers:
             return f"data.num_workers={2 * self._num_workers} reads with more processes"
         if may_be_read_beside(self._dataset.train, self._collate):
@@ -141,7 +141,7 @@ class TrainingFeed:
         """The weight of each micro-batch's mean loss in the mean over all tokens, and the number of those tokens.
 
         The engine takes the mean over virtual ranks, so a micro-batch with n of the global batch's tokens weighs
-        n * num_virtual_ranks / total. Where all sequences have the same number of tokens that is 1 / len, the engine's
+        n * num_virtual_ranks / total. If all sequences have the same number of tokens, that is 1 / len, the engine's
         default; else the ranks must add up their counts. That is not done needlessly: the sum would wait behind the
         parameters still being gathered after the last step, which the engine hides behind the forward.
 

@@ -1,4 +1,4 @@
-"""What a run measures of itself: a step, its speed so far, and at its end the bytes of each rank."""
+"""A run's measurements: each step, its speed so far, and at its end the bytes of each rank."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ class Measuring(Callback):
         self._clock, self._stages = clock, stages
         self._model_flops, self._log_every = model_flops, log_every
         self._usages: list[RankUsage] = []
-        """Of all ranks at the end."""
+        """Usage of all ranks at the end."""
 
     def after_step(self, run: Run, outcome: TrainStepResult) -> None:
         """See `Callback.after_step`."""
@@ -75,7 +75,7 @@ class Measuring(Callback):
         self._clock.load_state_dict(state["clock"])
 
     def _of_step(self, outcome: TrainStepResult) -> dict[str, Any]:
-        """What a step of training came to, for the sinks. Collective."""
+        """The metrics of one training step, for the sinks. Collective."""
         loss, wait_ms = self._over_ranks(outcome.loss)
         self._result.final_train_loss = loss
         return {

@@ -65,10 +65,9 @@ def _may_be_asked_for(asked: Any) -> bool:
 
 
 def decoded(numbers: Sequence[int], names: Sequence[str] = (ASKED,)) -> Request:
-    """What the ranks ask for together: each has said its number with a step.
-
-    The lowest rank with a wish for a stage or a stop is followed. Where signals differ, as when Ctrl-C comes to a run
-    that a scheduler stops, SIGINT counts: the run is to exit as by it.
+    """The joint request of all ranks: each has sent its number with a step. The lowest rank with a wish for a stage or
+    a stop is followed. SIGINT counts if signals differ, as when Ctrl-C comes to a run that a scheduler stops: the run
+    is to exit as by it.
     """
     wishes = Request()
     for number in numbers:

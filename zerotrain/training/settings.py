@@ -1,4 +1,4 @@
-"""What a training loop is told."""
+"""The settings of a training loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class TrainerSettings:
     stages: Mapping[int, int] = field(default_factory=dict)
     """Steps done, and the ZeRO stage from there on: {500: 3}. Before the first entry the engine's own."""
     seed: int
-    """Of the order of the data and of the sample of text."""
+    """Seed of the data's order and of the sample of text."""
     max_steps: int
     """Global batches to train on, those of skipped steps and of steps before `first_step` included."""
     micro_batch_size: int
@@ -42,15 +42,15 @@ class TrainerSettings:
     run_dir: Path
     """Exists; rank 0 writes metrics.jsonl and result.json there."""
     run_facts: dict[str, Any]
-    """What result.json repeats of the settings: {stage, overrides, config_hash}."""
+    """Settings that result.json repeats: {stage, overrides, config_hash}."""
     profile: bool = False
     memory_snapshot: bool = False
     model_flops: ModelFlops | None = None
     """For MFU; None where it is not known."""
     console: Console = field(default_factory=Console)
-    """Where rank 0 shows its progress."""
+    """Rank 0 shows its progress there."""
     sinks: Sequence[MetricSink] = ()
-    """Where rank 0 sends metrics beside metrics.jsonl and the console; `run` closes them. See `ResumableSink`."""
+    """Rank 0 sends metrics there, beside metrics.jsonl and the console; `run` closes them. See `ResumableSink`."""
     begin: Callable[[int], None] = lambda step: None
     """Told the number of each step, from 1, as it begins."""
     num_workers: int = 0
@@ -58,11 +58,11 @@ class TrainerSettings:
     collate_fn: Collate | None = None
     """Makes a batch of items; None: torch's default_collate."""
     data_checked: Mapping[str, Any] | None = None
-    """What the data was when it was checked, by `zerotrain.data.reading.fingerprint`; None where nobody did."""
+    """Fingerprint of the data when it was checked, see `zerotrain.data.reading.fingerprint`; None if it was not."""
     data_state: Mapping[str, Any] | None = None
-    """Where in the data the run is: {rows_consumed, seed, order_version, fingerprint}. As it is given, the run goes on
-    there, with whatever ranks and batch size; None: behind `first_step` batches of this size. From the first step on
-    it is where the run is, after each step the position behind it."""
+    """The run's position in the data: {rows_consumed, seed, order_version, fingerprint}. The run goes on at the given
+    position, with whatever ranks and batch size; None: behind `first_step` batches of this size. After each step it is
+    the position behind that step."""
     first_step: int = 0
     """Global batches that the engine was trained on before; metrics.jsonl is gone on with where it is there."""
     skipped_before: int = 0
@@ -70,6 +70,6 @@ class TrainerSettings:
     checkpoint: CheckpointPolicy | None = None
     """When to save, and what to go on from; None: neither."""
     settings: Mapping[str, Any] | None = None
-    """What checkpoints note of the run's settings: nested dicts of what JSON can hold."""
+    """The run's settings as checkpoints note them: nested dicts of values that JSON can hold."""
     callbacks: Mapping[str, Callback] = field(default_factory=dict)
     """The user's own by name, the same on all ranks; they are called in this order."""

@@ -1,4 +1,4 @@
-"""What a run is about to do, in a few lines before its first step."""
+"""Describes a run, in a few lines before its first step."""
 
 import textwrap
 from collections.abc import Iterator
@@ -157,7 +157,7 @@ def _steps(sampler: GlobalBatchSampler, dataset: Any, num_steps: int) -> str:
 
 
 def _decay(engine: ZeroEngine) -> Iterator[str]:
-    """Where weight decay applies, which no table of the settings shows."""
+    """The parameters with weight decay, which no table of the settings shows."""
     for group, (num_parameters, numel) in zip(engine.param_groups, engine.group_sizes(), strict=True):
         if "weight_decay" in group and num_parameters:
             yield f"{group['weight_decay']:g} on {num_parameters} {group['name']} ({numel:,})"

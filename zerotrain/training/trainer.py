@@ -25,10 +25,10 @@ from zerotrain.training.settings import TrainerSettings
 
 @dataclass(kw_only=True)
 class Trainer(TrainerSettings):
-    """Trains an engine's model on a dataset, and says on rank 0 what came of it.
+    """Trains an engine's model on a dataset, and reports the result on rank 0.
 
-    The field names are those of the `train` settings. Every rank makes one and calls `run`. What happens beside the
-    steps is done by callbacks, see `zerotrain.training.parts`.
+    The field names are those of the `train` settings. Every rank makes one and calls `run`. Callbacks do the work
+    beside the steps, see `zerotrain.training.parts`.
     """
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class Trainer(TrainerSettings):
         keep_lines(resumed.path.parent.parent / METRICS_NAME, self.run_dir / METRICS_NAME, until=self.first_step)
 
     def _state(self) -> dict[str, Any]:
-        """Where the run is, for a checkpoint: what `_go_on` reads."""
+        """The run's state for a checkpoint: `_go_on` reads it."""
         return {
             "data": dict(self.data_state or {}),
             "skipped_steps": self.result.skipped_steps,
@@ -167,7 +167,7 @@ class Trainer(TrainerSettings):
                     return
 
     def leaf(self, virtual_rank: int) -> dict[str, torch.Tensor]:
-        """What a virtual rank will add to the gradient of the next step: `engine.leaf`. At stage 3 collective."""
+        """The gradient that a virtual rank will add in the next step: `engine.leaf`. Collective at stage 3."""
         micro_batches, weights = self.feed.leaf(virtual_rank)
         seed_each = partial(seed_leaf, self.seed, self.result.steps)
         return self.engine.train().leaf(virtual_rank, micro_batches, weights=weights, before_each=seed_each)

@@ -1,4 +1,4 @@
-"""What lies in a folder of torch.distributed.checkpoint, by its file .metadata.
+"""The tensors in a folder of torch.distributed.checkpoint, by its file .metadata.
 
 That file is a pickle, which torch itself reads with pickle.load: whoever wrote it may have any code run. Here it is
 read into records of our own, tuples, texts, dicts and dtypes, and whatever else it names is refused.
@@ -34,7 +34,7 @@ class DcpPiece(NamedTuple):
     file: str
     byte: int
     nbytes: int
-    """Of what torch.save has written of it, in the file."""
+    """Bytes in the file that torch.save has written for it."""
 
 
 class DcpTensor(NamedTuple):
@@ -147,7 +147,7 @@ _MADE: dict[tuple[str, str], Any] = {
 ) | dict.fromkeys(
     ((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")), _Record
 )  # fmt: skip
-"""What is made for a name in the file: beside dtypes nothing else."""
+"""The objects made for names in the file: beside dtypes no others."""
 
 
 class _Unpickler(pickle._Unpickler):

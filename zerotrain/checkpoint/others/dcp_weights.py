@@ -22,7 +22,7 @@ CHUNK_NUMEL = 2**17
 
 
 class DcpWeights(Weights):
-    """Of one folder. A tensor is put together of the pieces in which ranks have saved it."""
+    """Weights in one folder. A tensor is assembled from the pieces that ranks have saved."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +59,7 @@ class DcpWeights(Weights):
             self._read_piece(tensor.place, piece, start, target)
 
     def _read_piece(self, tensor: DcpTensor, piece: DcpPiece, start: int, target: torch.Tensor) -> None:
-        """What of some elements lies in a piece: some runs of neighbours, but a single one where rows were not cut."""
+        """Read the requested elements that lie in a piece: runs of neighbours, a single run if rows were not cut."""
         runs, numel = _runs(tensor.shape, piece)
         stop = start + target.numel()
         first = int(torch.searchsorted(runs + numel, start, right=True))
@@ -92,7 +92,7 @@ class DcpWeights(Weights):
         target.copy_(self._turned[1][first : first + target.numel()])
 
     def _place(self, tensor: DcpTensor, piece: DcpPiece) -> tuple[FileRange, torch.Tensor]:
-        """Where the first element of a piece lies, and the piece without its numbers."""
+        """(place of a piece's first element, the piece as a tensor without numbers)."""
         if piece not in self._places:
             file = self._files[piece.file]
             found = loaded_without_numbers(file, piece.byte, piece.nbytes)

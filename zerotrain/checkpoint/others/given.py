@@ -24,13 +24,13 @@ class GivenTensor:
     stride: tuple[int, ...]
     """Tells the order in which its elements lie there."""
     place: Any
-    """Whose it is."""
+    """Its location, in the form that its `Weights` uses."""
     part: str = ""
-    """Of what its names are, where a file holds more than weights, such as "model" of {"model": ..., "optim": ...}."""
+    """The entry that holds it, if a file holds more than weights: "model" of {"model": ..., "optim": ...}."""
 
 
 class Weights(ABC):
-    """Where weights lie, open until `close`.
+    """A source of weights, open until `close`.
 
     Its methods raise CheckpointError, naming the file.
     """
@@ -42,11 +42,10 @@ class Weights(ABC):
     _opened: ExitStack
 
     def problems(self, taken: Sequence[GivenTensor], part: int, num_parts: int) -> list[str]:
-        """What is wrong with the files, as far as it can be known and was not when they were opened; look only at this
-        share of them.
+        """Problems of the files that opening them did not find, in this share of them.
 
         Args:
-            taken: those that will be read.
+            taken: the tensors that will be read.
         """
         return []
 

@@ -76,8 +76,8 @@ class OpenFile:
 
 
 class FileRange(NamedTuple):
-    """Where a tensor lies, all of its elements one after the other."""
+    """The place of a tensor in a file: all its elements, contiguous."""
 
     file: OpenFile
     byte: int
-    """Of its first element."""
+    """Offset of its first element."""

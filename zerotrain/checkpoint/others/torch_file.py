@@ -1,4 +1,4 @@
-"""What torch.save has written: which tensors lie where in a file, or in a part of one.
+"""Files of torch.save: the place of each tensor in a file, or in a part of one.
 
 torch.load makes the objects on the meta device, without a number, and tells where in the file those lie; weights_only,
 so no other object is made of the file, and no code of it runs. Its mmap=True is not for us: a file that becomes shorter
@@ -24,7 +24,7 @@ from zerotrain.files.untrusted import MAX_DEPTH, shown
 
 _ZIPPED = b"PK\x03\x04"
 _PICKLED = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-"""What a file of torch.save began with before torch 1.6, and any pickle does."""
+"""First bytes of torch.save's files before torch 1.6, and of any pickle."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 MAX_TENSORS = 1_000_000
 _ALONE = "write the weights alone, with torch.save(model.state_dict(), PATH)"
@@ -49,7 +49,8 @@ def torch_tensors_in(file: OpenFile) -> list[GivenTensor]:
 
 
 def loaded_without_numbers(file: OpenFile, start: int, nbytes: int) -> Any:
-    """What torch.save has written into this part of a file. `place_of` tells where the numbers of a tensor are.
+    """The objects that torch.save has written into this part of a file. `place_of` tells where the numbers of a tensor
+    are.
 
     Raises:
         CheckpointError: as above.
@@ -82,7 +83,7 @@ def loaded_without_numbers(file: OpenFile, start: int, nbytes: int) -> Any:
 
 
 def place_of(file: OpenFile, start: int, tensor: torch.Tensor) -> FileRange:
-    """Where its first element lies. Its others lie one after the other behind it, in the order of its strides.
+    """The place of its first element. The others follow contiguously, in the order of its strides.
 
     Args:
         start: of the part of the file that it was found in.
@@ -148,7 +149,7 @@ def _walk(content: Any, parts: tuple[str, ...], bare: set[int]) -> Iterator[tupl
 
 
 def _records(stream: "_Part") -> dict[int, int]:
-    """Where what the archive holds begins -> how many bytes it has."""
+    """{offset of each record in the archive: its size in bytes}."""
     path, records = stream.file.path, {}
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -174,7 +175,7 @@ def _records(stream: "_Part") -> dict[int, int]:
 
 
 def _objects_in(stream: "_Part") -> str:
-    """What to say of a file of which torch.load has refused something."""
+    """The message about a file of which torch.load has refused something."""
     path = stream.file.path
     try:
         stream.seek(0)

@@ -29,7 +29,7 @@ from zerotrain.files.untrusted import Each, FileName, UntrustedFileError, read_j
 
 INDEX_END = ".index.json"
 IN_FOLDERS = tuple(name + end for name in ("model.safetensors", "pytorch_model.bin") for end in ("", INDEX_END))
-"""What of a folder of Hugging Face is read: the first of these that is there."""
+"""Files read in a folder of Hugging Face: the first of these that exists."""
 OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 """Ends of names of files that may hold weights."""
 MAX_INDEX_NBYTES = 100_000_000
@@ -41,7 +41,7 @@ ALLOWED = (
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """What of a named path is read, absolute: itself, or of a run's folder its newest checkpoint.
+    """The absolute path that is read for a named one: itself, or the newest checkpoint of a run's folder.
 
     Raises:
         CheckpointError: there are no weights that can be read.
@@ -98,10 +98,10 @@ def _files_of(index: Path) -> dict[Path, list[str] | None]:
 
 
 class FileWeights(Weights):
-    """Of one file of safetensors or torch.save, or of several.
+    """Weights in one or several files of safetensors or torch.save.
 
     Args:
-        files: the names that are read of each; None: all.
+        files: the names to read from each; None: all.
     """
 
     def __init__(self, path: Path, files: dict[Path, list[str] | None]) -> None:
@@ -126,7 +126,7 @@ class FileWeights(Weights):
 
 
 class CheckpointWeights(Weights):
-    """Of a checkpoint of ours: master weights, and the buffers of rank 0."""
+    """Weights in a checkpoint of zerotrain: master weights, and the buffers of rank 0."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

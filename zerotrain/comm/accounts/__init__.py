@@ -1,1 +1,1 @@
-"""What was sent, in which order, and who waits where."""
+"""Records of collectives: bytes sent, their order, and the place where each rank waits."""

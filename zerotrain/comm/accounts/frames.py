@@ -28,7 +28,7 @@ class OtherNamesError(Exception):
 
 
 def gather_framed(gather: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, name: str) -> torch.Tensor:
-    """(n,) on each rank -> (ranks, n) on every rank. What does not fit into a frame follows behind it.
+    """(n,) on each rank -> (ranks, n) on every rank. Values that do not fit into a frame follow in a second gather.
 
     Args:
         gather: does so with tensors of the same n on all ranks.

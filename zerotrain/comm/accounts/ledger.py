@@ -1,4 +1,4 @@
-"""What is known of an engine's collectives: how many, how many bytes, in which order, and what to say of a failure."""
+"""The record of an engine's collectives: counts, bytes, order, and the message of a failure."""
 
 import zlib
 from collections import Counter
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from zerotrain.comm.accounts.whereabouts import Whereabouts
 
 _WORDS_OF_BACKENDS = ("gloo", "connection", "timed out", "timeout", "socket", "peer")
-"""Of which gloo's errors, plain RuntimeErrors, have at least one."""
+"""Gloo raises plain RuntimeErrors; their messages have at least one of these words."""
 ORDER_BITS = 52
-"""Of the hash of the order of collectives: an integer that fp64 holds exactly."""
+"""Bits of the hash of the order of collectives: fp64 holds such an integer exactly."""
 _INVERSE = pow(1_000_003, -1, 2**ORDER_BITS)
 
 
@@ -80,8 +80,8 @@ class Journal:
     def order(self) -> int:
         """A hash of the names of all collectives so far, in the order of each kind; equal where that is equal.
 
-        Of each kind apart: a rank that skips a unit has the same gathers and reductions as the others, but may issue a
-        reduction behind a gather where the others do it before. That works, and is not to be refused.
+        Each kind is hashed apart: a rank that skips a unit has the same gathers and reductions as the others, but may
+        issue a reduction behind a gather where the others do it before. That works, and is not to be refused.
         """
         order = 0
         for each in self._orders.values():

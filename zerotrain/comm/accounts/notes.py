@@ -1,4 +1,4 @@
-"""What ranks tell each other beside the collectives, which belong to the training: small texts in the store."""
+"""Small texts that ranks exchange in the store, apart from the collectives of the training."""
 
 import json
 from typing import Any
@@ -41,7 +41,7 @@ class Notes:
             raise _gone(error) from error
 
     def count(self, name: str, added: int = 0) -> int:
-        """What all ranks have added under a name so far, with this."""
+        """The sum of what all ranks have added under a name so far, this call included."""
         try:
             return int(self._store.add(name, added))
         except RuntimeError as error:

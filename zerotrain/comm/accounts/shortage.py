@@ -1,4 +1,4 @@
-"""What the system lets one process have: open files, threads, memory; and how to tell that it gave no more of them."""
+"""The system's limits for one process (open files, threads, memory), and how to tell that one was reached."""
 
 import errno
 import os
@@ -32,16 +32,15 @@ def files_problem(num_ranks: int, num_open: int = _FILES_AT_START, *, at_rank_0:
 
 
 def num_open_files() -> int:
-    """Of this process; as many as at the start of a rank where the system does not say."""
+    """Number of this process's open files; where the system does not tell it, that at the start of a rank."""
     with suppress(OSError):
         return len(os.listdir("/proc/self/fd")) - 1  # that which lists them
     return _FILES_AT_START
 
 
 def shortage(error: BaseException) -> str:
-    """What this process may have no more of, and what to do, where an error says so; nothing otherwise.
-
-    Gloo says in the text of a RuntimeError what it could not get, beside the words by which it tells of lost peers.
+    """The resource that ran out, and the remedy, if an error tells of a shortage; else an empty text. Gloo names the
+    resource in the text of a RuntimeError, beside words that it also uses for lost peers.
     """
     if isinstance(error, OSError):
         return _remedies().get(os.strerror(error.errno or 0), "") if error.errno in _ERRNOS else ""

@@ -1,4 +1,4 @@
-"""What a rank says when a collective fails: which one, how long it waited, and where the other ranks failed.
+"""A rank's message when a collective fails: which one, how long it waited, and where the other ranks failed.
 
 A step that succeeds pays nothing for this. A rank whose collective fails writes where it is into the store that all
 ranks have met in, and reads there for a short while what the others write.
@@ -38,7 +38,7 @@ def _short(value: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a backend says, without where in the backend, and its call stack."""
+    """The first line of a backend's error, without the place in its source and its call stack."""
     return _WHERE_IN_GLOO.sub("", str(error).split("\n")[0])
 
 
@@ -48,12 +48,12 @@ def _outside() -> str:
 
 @dataclass
 class Whereabouts:
-    """Who this rank is and where in the training."""
+    """This rank and its place in the training, for errors."""
 
     rank: int
     size: int
     group_name: str = ""
-    """Of the process group, to tell apart what ranks leave in the store."""
+    """Name of the process group: it keeps apart the words that groups leave in the store."""
     describe: Callable[[], str] = _outside
     """Such as "step 3, forward". Called when something has failed."""
     _lost: CommError | None = field(default=None, init=False)
@@ -73,10 +73,10 @@ class Whereabouts:
         self.describe = ask_if_alive
 
     def lost_others(self, error: RuntimeError, collective: str, waited_s: float) -> CommError:
-        """What to raise where the backend has given up waiting, or has lost its connection.
+        """The error to raise if the backend has timed out or lost its connection.
 
-        A group that has failed once fails again at each call, such as those of a clean-up: what is raised then is what
-        was raised first. `collective` is such as "gather of blocks.0".
+        A group that has failed once fails again at each call, such as those of a clean-up: the first error is raised
+        again. `collective` is such as "gather of blocks.0".
         """
         if self._lost is not None:
             return self._lost

@@ -1,1 +1,1 @@
-"""Who the ranks are and how they meet."""
+"""The ranks' places in a run, and how they meet."""

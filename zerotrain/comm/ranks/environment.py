@@ -28,7 +28,7 @@ class RankEnvironment:
     local_world_size: int
     """Ranks on this machine."""
     address: str = "localhost"
-    """Where the ranks meet."""
+    """Host of the store at which the ranks meet."""
     port: int = 0
     store_file: str | None = None
     """A file to meet in instead."""

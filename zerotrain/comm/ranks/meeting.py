@@ -1,5 +1,5 @@
-"""Where the ranks of a run meet: a store that all of them reach, the wait there until all have come, and what they make
-together then."""
+"""The meeting of a run's ranks: a store that all of them reach, the wait there until all have come, and the process
+groups that they then make together."""
 
 import contextlib
 import itertools
@@ -87,10 +87,11 @@ def meet(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
 
 
 def make_together(ranks: RankEnvironment, make: Callable[[], T], limit_s: float) -> T:
-    """What all ranks make at once, since all have come. One that dies meanwhile is not waited for as a late one is.
+    """Have all ranks call `make` at once, since all have come; returns its result. A rank that dies meanwhile is not
+    waited for as long as a late one.
 
     Raises:
-        CommError: they could not; it names those of which nothing was heard.
+        CommError: they could not; it names the ranks that were not heard of.
     """
     place, started_s = f"gave_up/{next(_makings)}", time.monotonic()
     try:
@@ -292,7 +293,7 @@ def _wait(is_over: Callable[[], bool], missing: Callable[[], str], ranks: RankEn
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """What a call returns, made by a thread of its own.
+    """Make a call in a thread of its own; returns its result, within a time limit.
 
     Torch's own limits do not serve: a store takes twice its timeout to say that nobody listens, and waits for ever
     where who listens says nothing; the timeout that a gloo group is made with stays that of its sends and receives

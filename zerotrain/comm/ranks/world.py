@@ -46,7 +46,7 @@ class Shards:
     shared_memory: bool = True
     """CPU ranks of one host read each other's memory; False: they send through sockets."""
     make_wire: "Callable[[bool], Wire] | None" = field(default=None, compare=False)
-    """What carries the collectives of an engine (with an ordered reduction or not), in place of the groups."""
+    """Makes the wire of an engine (with an ordered reduction or not), in place of the groups."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class World:
     started_here: bool = False
     """Whether `close` ends torch.distributed as a whole."""
     whereabouts: Whereabouts = field(init=False, compare=False)
-    """What this rank says of itself when a collective fails."""
+    """This rank's place in the training, for the error of a failed collective."""
 
     def __post_init__(self) -> None:
         group_name = "" if self.group is None else self.group.group_name
@@ -183,8 +183,8 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What carries tensors of `device` in a group: gloo, nccl, ...; of torch's fake group, in which benchmarks measure
-    one rank of many alone, what would carry them in earnest."""
+    """The backend of a group for tensors of `device`: gloo, nccl, ...; for torch's fake group, in which benchmarks
+    measure one rank of many alone, the device's real one."""
     name = group._get_backend(device).name().lower()
     return device_of(device).backend if name == "fake" else name
 

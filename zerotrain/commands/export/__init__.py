@@ -1,4 +1,4 @@
-"""What is trained, in the forms of others: safetensors, Hugging Face, peft, torch's optimizers, torch's DCP.
+"""Export writes standard formats: safetensors, Hugging Face, peft, torch's optimizers, torch's DCP.
 
-`python -m zerotrain export`, one process. Tensors pass one by one: what is held is the largest of them.
+`python -m zerotrain export`, one process. It reads tensors one by one, so that memory holds the largest of them.
 """

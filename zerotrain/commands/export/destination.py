@@ -1,4 +1,4 @@
-"""Where an export goes: a folder that appears when it is whole, and replaces nothing but what an export has written."""
+"""Writes an export's folder: it appears when it is complete, and replaces only an earlier export."""
 
 import errno
 import json
@@ -104,9 +104,8 @@ def made(out: Path, about: dict[str, Any], *, overwrite: bool) -> Iterator[Path]
 
 
 def _of_disk(error: BaseException, folder: Path) -> OSError | None:
-    """The error of the disk that an exception comes from; None where it comes from none.
-
-    Of a full disk torch says "unexpected pos 704 vs 598", and tokenizers raise Exception("... (os error 28)").
+    """The disk's error that caused an exception; None if none did. For a full disk torch says "unexpected pos 704 vs
+    598", and tokenizers raise Exception("... (os error 28)").
     """
     if isinstance(error, ZeroTrainError | KeyboardInterrupt | SystemExit):
         return None
@@ -209,7 +208,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _identities(path: Path) -> set[tuple[int, int]]:
-    """Of a folder and all those above it."""
+    """Identities of a folder and of all those above it."""
     real = Path(os.path.realpath(path))
     found = map(_identity, (real, *real.parents))
     return {each for each in found if each is not None}

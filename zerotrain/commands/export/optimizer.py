@@ -46,8 +46,8 @@ def param_groups(saved: CheckpointTensors, name_of: Callable[[str], str] = str) 
 
 
 def counts_of(parameter: dict[str, Any]) -> dict[str, Any]:
-    """What is kept once for a parameter, such as the number of its steps; nothing for one without elements, of which
-    torch's optimizers would miss the rest."""
+    """State kept once for a parameter, such as its number of steps; none for one without elements, for which torch's
+    optimizers would miss the other state."""
     if prod(parameter["shape"]) == 0:
         return {}
     return {name: _value(value) for name, value in parameter["counts"].items()}

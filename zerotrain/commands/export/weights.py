@@ -11,9 +11,9 @@ from zerotrain.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IN_MODEL = "model."
-"""What `HuggingFaceModel` has before the names of transformers."""
+"""`HuggingFaceModel` puts this before the names of transformers."""
 IN_PEFT = "base_model.model."
-"""What peft has before them, and in its files too."""
+"""Peft puts this before them, in its files too."""
 ADAPTER = ".default."
 
 
@@ -23,7 +23,7 @@ def is_of_adapter(name: str) -> bool:
 
 
 def name_of_hugging_face(name: str) -> str:
-    """What transformers calls a parameter of `HuggingFaceModel`, and peft one of an adapter."""
+    """The name of a `HuggingFaceModel`'s parameter in transformers, or of an adapter's in peft."""
     return name.removeprefix(IN_MODEL)
 
 
@@ -78,7 +78,7 @@ def _tensor(saved: CheckpointTensors, name: str, dtype: torch.dtype | None) -> O
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """What `--dtype` says.
+    """The dtype that `--dtype` names; None if it is not given.
 
     Raises:
         ConfigError: there is no such dtype.

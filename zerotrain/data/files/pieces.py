@@ -1,10 +1,10 @@
 """Cutting long documents into pieces that can be read, or tokenised, one by one.
 
 A tokenizer takes about 150 bytes of memory for a byte of text it is given at once, so a document is cut after 64 kB, at
-a place where that changes no token. Which places these are depends on the tokenizer: one that marks the beginning of
+a place where that changes no token. The right places depend on the tokenizer: one that marks the beginning of
 words marks the beginning of each text it is given too, be it in the middle of a word. So a cut is made where text of a
 kind stands that tokenizers do not read as one, and where the tokenizer itself gives the text around it the same tokens
-whole and cut. Where there is no such place, the piece grows until there is one.
+whole and cut. The piece grows until there is such a place.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Protocol
 PIECE_NBYTES = 1 << 16
 """The size of a piece, unless no place is found to cut it."""
 CONTEXT_NBYTES = 512
-"""What is looked at on each side of a place."""
+"""Bytes looked at on each side of a place."""
 TRIES = 8
 """Places of each kind that are tried in a piece, from its end."""
 _BLOCK_NBYTES = 1 << 20
@@ -27,7 +27,7 @@ PLACES = (
     re.compile(rb"(?<=[\x80-\xbf])(?=(?:\xe3\x80\x81|\xe3\x80\x82|\xef\xbc\x8c)[\xc3-\xf4])"),
 )
 """Kinds of places between two words. All lie between whole characters: beside an ASCII one, or before the first byte of
-one. What no UTF-8 is around them gives the same U+FFFD on each side."""
+one. Invalid UTF-8 around them gives the same U+FFFD on each side."""
 
 
 class Cut(Protocol):
@@ -70,7 +70,7 @@ class ExactPlace:
         return None
 
     def _after(self, text: bytes, place: int) -> int | None:
-        """Where the piece behind a place begins; None where it cannot be cut there."""
+        """The beginning of the piece behind a place; None if the text cannot be cut there."""
         start, end = max(0, place - CONTEXT_NBYTES), place + CONTEXT_NBYTES
         whole, before = self._tokens(text[start:end]), self._tokens(text[start:place])
         # A tokenizer that puts a space before each text gets the one that stands there out of the way.
@@ -84,10 +84,8 @@ class ExactPlace:
 
 
 def cut_text(read: Callable[[int], bytes], cut: Cut) -> Iterator[tuple[bytes, int | None]]:
-    """A document in pieces.
-
-    Where a piece ends is told by the text behind its beginning alone: read from there, the document gives the same
-    pieces.
+    """A document in pieces. The end of a piece depends only on the text behind its beginning: read from there, the
+    document gives the same pieces.
 
     Args:
         read: gives the next bytes of the document, at most so many; none at its end.

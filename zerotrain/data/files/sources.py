@@ -20,10 +20,10 @@ _OF_RUNS = "of runs and caches"
 
 @dataclass
 class Sources:
-    """What a text is read from."""
+    """The files that a text is read from."""
 
     path: str
-    """What names them, as the user wrote it: "data.path=docs"."""
+    """Names them in messages, as the user wrote it: "data.path=docs"."""
     files: list[Path] = field(default_factory=list)
     """Sorted, each with at least one byte, and each once whatever links lead to it."""
     left: Counter[str] = field(default_factory=Counter)
@@ -38,7 +38,7 @@ class Sources:
 
     @property
     def nbytes(self) -> int:
-        """Of all files, as they lie on the disk."""
+        """Size of all files on the disk."""
         return sum(file.stat().st_size for file in self.files)
 
     def __str__(self) -> str:

@@ -31,7 +31,7 @@ class TextPiece:
     ends: bool
     """A document ends with it."""
     after: int | None
-    """Where in its file one may go on reading behind it; None where one may not."""
+    """Offset in its file from which reading can go on behind it; None if it cannot."""
     reached: int
     """How many bytes of the file on the disk have been read."""
     is_null: bool = False
@@ -104,7 +104,7 @@ def read_pieces(path: Path, *, field: str, start: int = 0, cut: Cut | None = Non
 
 
 def _broken() -> tuple[type[Exception], ...]:
-    """What readers raise of files that are cut short or hold something else."""
+    """Exceptions of readers for files that are truncated or of another format."""
     errors: list[type[Exception]] = [EOFError, OSError, zlib.error]
     for module, name in (("zstandard", "ZstdError"), ("pyarrow", "ArrowInvalid")):
         try:
@@ -115,7 +115,7 @@ def _broken() -> tuple[type[Exception], ...]:
 
 
 def _opened(path: Path, stack: ExitStack) -> tuple[BinaryIO, Callable[[], int]]:
-    """What is compressed in a file, or the file itself; and how much of it was read."""
+    """(a file's content, decompressed; a function that tells how many bytes of the file were read)."""
     raw = stack.enter_context(path.open("rb"))
     opened: Any = raw
     if path.suffix.lower() == ".gz":
@@ -161,7 +161,7 @@ def _row_of(line: str) -> Any:
 
 
 def _line_number(path: Path, start: int) -> int:
-    """Of the line that starts at a byte of what a file holds; they are counted only for a message."""
+    """The number of the line that starts at a byte of the content; lines are counted only for a message."""
     num_lines = 1
     with ExitStack() as stack:
         file = _opened(path, stack)[0]

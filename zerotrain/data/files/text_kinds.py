@@ -11,7 +11,7 @@ from zerotrain.data.store.containers import container_of_text
 BINARY = "binary"
 SNIFFED_NBYTES = 8192
 _JSON_NBYTES = 1 << 20
-"""Of a .json file, in which the first row must end."""
+"""Bytes of a .json file in which the first row must end."""
 _MIN_NBYTES, _MAX_ZEROS = 512, 0.01
 """Text has no zero bytes, a log that was cut off perhaps some; a token of two bytes has one more often than that."""
 _OF_SAVED_DATASET = {"dataset_info.json", "state.json"}

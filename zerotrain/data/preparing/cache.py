@@ -30,7 +30,7 @@ MAX_SEAL_NBYTES = 1 << 16
 PIECE_NBYTES = 1 << 24
 """Hashed by one thread at a time: 1.8 GB/s each, where the CPU has instructions for SHA-256."""
 ABANDONED_S = 7 * 86400.0
-"""What was begun and not gone on with for so long is removed."""
+"""Unfinished stores are removed once nobody has gone on with them for so long."""
 _STORE_NAME = re.compile("(text|tokens)(-[0-9a-f]{16}){3}")
 """Not `text-2026-11-23`, a folder of the user's own in what somebody named as the cache."""
 _TICK_S = 0.05
@@ -39,14 +39,14 @@ _TICK_S = 0.05
 
 @dataclass(frozen=True)
 class Seal:
-    """What a store and its sources were when they were read whole."""
+    """The state of a store and its sources after they were read whole."""
 
     nbytes: int
     sha256: str
-    """Of the store's files."""
+    """Hash of the store's files."""
     sources_sha256: str
     stamp: str
-    """Of the sizes, times and places on disk of the store's files and its sources."""
+    """Hash of the sizes, times and places on disk of the store's files and its sources."""
     recipe: str
     """A hash of how the sources were made into tokens."""
 
@@ -199,7 +199,7 @@ def _nbytes(files: Sequence[Path]) -> int:
 
 
 def _marks(files: Sequence[Path]) -> list[tuple[int, ...]]:
-    """Of each file one that differs once anything has been written to it, from now on."""
+    """A mark of each file, which differs once anything has been written to the file from now on."""
     states = [file.stat() for file in files]
     if any(abs(time.time() - state.st_ctime) < _TICK_S for state in states):
         time.sleep(_TICK_S)

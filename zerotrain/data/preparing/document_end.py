@@ -1,4 +1,4 @@
-"""What stands between documents: one rule for every dataset of text."""
+"""The mark between documents: one rule for every dataset of text."""
 
 from dataclasses import dataclass
 from functools import cached_property

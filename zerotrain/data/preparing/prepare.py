@@ -53,12 +53,12 @@ class Recipe:
 
     @cached_property
     def ending(self) -> DocumentEnd:
-        """What stands between documents."""
+        """The mark between documents."""
         return DocumentEnd(self.tokenizer, self.document_end)
 
     @property
     def dtype(self) -> np.dtype:
-        """Of a token."""
+        """Dtype of a token."""
         return np.dtype(np.uint8) if self.tokenizer is None else self.tokenizer.token_dtype
 
     @property

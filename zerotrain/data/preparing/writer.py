@@ -17,18 +17,18 @@ from zerotrain.files.untrusted import Natural, UntrustedFileError, read_json
 from zerotrain.files.whole import whole
 
 SHARD_TOKENS = 1 << 27
-"""Of every shard but the last: where they are cut does not depend on how often the writing was ended."""
+"""Tokens of every shard but the last: borders of shards do not depend on interruptions of the writing."""
 NOTE_S = 5.0
 """Seconds of work that are lost at most where the process is killed."""
 NOTES_NAME = "preparing.json"
 MAX_NOTES_NBYTES = 1 << 16
 STARTS_NAME = "starts.part"
-"""Where documents start, until the index is written."""
+"""File with the starts of documents, until the index is written."""
 
 
 @dataclass
 class Done:
-    """What lies on the disk of a store, and where its making goes on."""
+    """Contents of an unfinished store on the disk, and the place in the sources where writing resumes."""
 
     made_of: str
     """A hash of what it is made of."""
@@ -76,7 +76,7 @@ class StoreWriter:
             self._starts = (folder / STARTS_NAME).open("ab")
 
     def start_document(self) -> None:
-        """What is written next begins a document, unless nothing is written of it."""
+        """The next token written begins a document; a document without tokens is not counted."""
         self.done.begins = True
 
     def write(self, tokens: np.ndarray) -> None:
@@ -96,8 +96,8 @@ class StoreWriter:
                     self._close_shard()
 
     def note(self, file: int, offset: int, *, now: bool = False) -> None:
-        """What has been written is all there is before this place of the sources: have the disk keep that, if it is
-        time, or now."""
+        """Note that all before this place of the sources is written, and sync it to the disk: if `NOTE_S` have passed,
+        or now."""
         if not now and time.monotonic() < self._noted_s + NOTE_S:
             return
         with self._naming():
@@ -111,7 +111,7 @@ class StoreWriter:
         self._noted_s = time.monotonic()
 
     def complete(self, *, vocab_size: int, tokenizer: str | None, with_documents: bool) -> None:
-        """Make the folder a store. What was noted stays until `forget_notes`."""
+        """Make the folder a store. The notes stay until `forget_notes`."""
         with self._naming():
             self.close()
             starts = None
@@ -142,7 +142,7 @@ class StoreWriter:
                 os.fsync(closing.fileno())
 
     def _left(self, made_of: str) -> Done | None:
-        """What an earlier writer has noted; None where there is nothing to go on with."""
+        """The notes of an earlier writer; None if writing cannot resume there."""
         try:
             said = read_json(self._folder / NOTES_NAME, {**_DONE, "hash": str}, max_nbytes=MAX_NOTES_NBYTES)
             done = Done(**{name: said[name] for name in _DONE})

@@ -47,8 +47,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
     read again. Endless.
 
     `rows_consumed`, the sequences that all ranks have been trained on, is where the training is, and all that a resumed
-    run must know of it. Who trains sets it when a step is done. Iterating begins there and leaves it as it is, since
-    what iterates may read ahead.
+    run must know of it. The training loop sets it when a step is done. Iterating begins there and leaves it as it is,
+    since a reader may be ahead of the training.
 
     Args:
         num_sequences: items of the dataset.
@@ -97,7 +97,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def num_virtual_ranks(self) -> int:
-        """Of all ranks."""
+        """Virtual ranks of all ranks together."""
         return self.num_ranks * self.leaves_per_rank
 
     def global_batch(self, step: int) -> list[int]:
@@ -112,8 +112,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return [row for each in self.micro_batches(step * self.global_batch_size) for row in each.rows]
 
     def micro_batches(self, position: int, virtual_ranks: Sequence[int] | None = None) -> list[RowsToRead]:
-        """What is read in the step before which `position` sequences were read by all ranks: the micro-batches of some
-        virtual ranks, by default of those that this rank runs, in that order.
+        """The rows of one step, before which all ranks have read `position` sequences: the micro-batches of some
+        virtual ranks, by default those of this rank, in that order.
 
         Only these are computed: a thousand ranks would each list a thousand times what they read.
         """
@@ -134,7 +134,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             yield [row for each in self.micro_batches(position) for row in each.rows]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on at the same row, with whatever ranks and batch size."""
+        """The state from which a resumed run goes on at the same row, with whatever ranks and batch size."""
         return {
             "rows_consumed": self.rows_consumed,
             "seed": self.seed,
@@ -173,7 +173,7 @@ def _require_position(rows_consumed: int) -> None:
 
 
 def _compared(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal."""
+    """The parts of a state that must be equal."""
     return {"seed": state["seed"], "version of the order": state["order_version"]} | {
         f"{name.replace('_', ' ')} of the data": value for name, value in state["fingerprint"].items()
     }

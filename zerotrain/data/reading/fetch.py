@@ -1,15 +1,13 @@
-"""Rows of a map-style dataset, read and put together to a batch: the same bits whoever reads them, and when.
-
-Who reads, a rank, a worker process or a thread that reads ahead, must not be seen in what is read. So the random
-numbers of a row (a crop, a mask, dropped words) are a function of seed, epoch and row: torch's, Python's and numpy's
-global generators are seeded so before each `dataset[row]`, and before `collate` by all its rows; afterwards they are as
-they were. Two datasets whose rows were read by 1 rank and by 2 gave losses of 5.5496 and 5.5502 in the first step, with
-random masks from torch's generator (2026-11-22).
+"""Rows of a map-style dataset, read and put together to a batch: the same bits in any rank, worker process or thread,
+at any time. The random numbers of a row (a crop, a mask, dropped words) are a function of seed, epoch and row: torch's,
+Python's and numpy's global generators are seeded so before each `dataset[row]`, and before `collate` by all its rows;
+afterwards they are as they were. Two datasets whose rows were read by 1 rank and by 2 gave losses of 5.5496 and 5.5502
+in the first step, with random masks from torch's generator (2026-11-22).
 
 These generators belong to the whole process. A thread that seeded them would change the dropout of the model that
 computes beside it, so:
 
-* What draws nothing may be read in a thread: a dataset that has `rows(indices)`, a list, a `TensorDataset`, and one
+* A thread may read a dataset that draws nothing: one that has `rows(indices)`, a list, a `TensorDataset`, and one
   that says so with `draws = False`. `may_be_read_beside` tells.
 * All others are read where nothing else draws: in the main thread between two steps, or in processes of their own
   (`data.num_workers`). A dataset may always draw, unless it says that it does not.
@@ -59,8 +57,8 @@ def fetch_rows(
     batch of any structure need never be cut.
 
     Args:
-        dataset: map-style. Where it has `rows(indices) -> batch`, that is called once, with `rows`, unless there is a
-            `collate`; what it gives is the batch. Else `dataset[row]` for each.
+        dataset: map-style. If it has `rows(indices) -> batch` and there is no `collate`, that is called once, with
+            `rows`, and returns the batch. Else `dataset[row]` for each.
         rows: which items, at least one; the batch has them in this order.
         seed: of the run, at least 0.
         epochs: of each row: an item is read again in each epoch, and draws other random numbers. 0 in validation.
@@ -70,7 +68,7 @@ def fetch_rows(
         vocab_size: tokens that a language model knows, which is to be given the batch; None: nothing is looked for.
 
     Returns:
-        What collate makes of the items: in whatever structure they are, tensors with a first dimension of len(rows).
+        The batch: in whatever structure, tensors with a first dimension of len(rows).
 
     Raises:
         RowError: the dataset or collate raised an exception, which is its cause; or a token is not known.

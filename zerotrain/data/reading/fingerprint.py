@@ -1,4 +1,4 @@
-"""What a dataset is, in a few numbers and texts that can be compared: over the ranks, and with a run that goes on."""
+"""The identity of a dataset, in a few numbers and texts that ranks compare, and a resumed run."""
 
 import hashlib
 from collections.abc import Mapping

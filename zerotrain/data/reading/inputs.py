@@ -1,4 +1,4 @@
-"""What a micro-batch is to a model: any structure of tensors, of which some may be labels."""
+"""The parts of a micro-batch: any structure of tensors, of which some may be labels."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +10,11 @@ from zerotrain.data.reading.batches import IGNORED_LABEL
 
 LABELS = "labels"
 IDS = ("ids", "input_ids")
-"""What the inputs of a language model are called, where they have a name; else they stand first."""
+"""Names of a language model's inputs in a batch; without names they stand first."""
 
 
 def as_inputs(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
-    """What the model is called with, as `ZeroEngine.train_step` takes it: a dict or a dataclass gives named arguments,
+    """The model's arguments, as `ZeroEngine.train_step` takes them: a dict or a dataclass gives named arguments,
     a tuple or list positional ones, a named tuple too, and anything else is the only one."""
     if (fields := _fields(batch)) is not None:
         return fields
@@ -62,9 +62,8 @@ def labels_of(batch: Any) -> torch.Tensor | None:
 
 
 def num_labels(batch: Any, num_rows: int) -> int:
-    """What a micro-batch weighs in the loss of a step: its labels that count; its rows, where there are no labels.
-
-    Call it where the batch is made: on a GPU it would wait for the device.
+    """The weight of a micro-batch in the loss of a step: its labels that count, or its rows if there are no labels.
+    Call it before the batch is copied to a GPU: there it would wait for the device.
     """
     labels = labels_of(batch)
     return num_rows if labels is None else int((labels != IGNORED_LABEL).sum())

@@ -1,4 +1,4 @@
-"""What a dataset must give, looked at in its first items: found before any rank starts, and not in the first step."""
+"""Checks the first items of a dataset, so that errors are found before any rank starts."""
 
 import inspect
 import numbers
@@ -64,7 +64,7 @@ def _of_sources(sources: Mapping[str, Any], name: str, seed: int, collate: Colla
 
 
 def source_name(name: str, source: str) -> str:
-    """What a source of a mix is called: "data.sources.code.data.train" of "data.train"."""
+    """The name for a source of a mix: "data.sources.code.data.train" for "data.train"."""
     return name.replace("data.", f"data.sources.{source}.data.", 1)
 
 

@@ -1,4 +1,4 @@
-"""What a rank trains on in each step, read before it is needed.
+"""Reads the rows of a rank's next steps before they are needed.
 
 Three ways to read, chosen by what the dataset allows; the rows are the same, to the bit:
 
@@ -30,7 +30,7 @@ _JOIN_S = 1.0
 
 
 class LoadedStep(NamedTuple):
-    """What a rank trains on in one step."""
+    """The micro-batches of a rank in one step."""
 
     micro_batches: list[Any]
     """On the device, as collate has made them; in the order in which the rank runs them."""
@@ -138,7 +138,7 @@ class ReadAhead(Iterator[Any]):
         self._values, self._num_ahead = values, num_ahead
         self._ready: deque[Any] = deque()
         self._error: BaseException | None = None
-        """What came in place of a value; StopIteration behind the last."""
+        """The error raised in place of a value; StopIteration behind the last."""
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="zerotrain-data", daemon=True)
@@ -158,7 +158,7 @@ class ReadAhead(Iterator[Any]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Read no more. What is being read just now is waited for, unless it takes long."""
+        """Stop reading. It waits for the read under way, unless that takes long."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

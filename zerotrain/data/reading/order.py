@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 ORDER_VERSION = 2
-"""Of the function below: the same seed, epoch and number of rows give the same rows in every release with this number.
-1 was the sorting of random bits."""
+"""The version of the function below: the same seed, epoch and number of rows give the same rows in every release with
+it. 1 was the sorting of random bits."""
 MAX_NUM_ROWS = 1 << 62
 _NUM_ROUNDS = 12
 """Six would do where there are many rows. With few, each round has few ways to go: with 6 rounds some of the 24 orders
@@ -98,6 +98,6 @@ def _hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @lru_cache(maxsize=64)
 def _keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Of each round. Raw bits of a counter-based generator, which numpy promises to be the same in all its versions."""
+    """Keys of all rounds: raw bits of a counter-based generator, which numpy promises to keep in all its versions."""
     bits: NDArray[np.uint64] = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(_NUM_ROUNDS)
     return bits

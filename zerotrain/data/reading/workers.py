@@ -67,18 +67,18 @@ def read_in_workers(
 
 
 class _Failure(NamedTuple):
-    """What a worker sends in place of a value."""
+    """A worker sends it in place of a value."""
 
     message: str
     traceback: str
 
 
 class WorkerError(Exception):
-    """Where in a worker an exception was raised."""
+    """Carries a worker's traceback to the caller."""
 
 
 class _Read(Dataset[Any]):
-    """What is computed of each thing that is wanted."""
+    """Computes each requested value, in a worker."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self._read = read

@@ -1,5 +1,5 @@
-"""What a file is, by its first bytes, where it is neither text nor a row of tokens. Any bytes can be learnt: without a
-look an archive, or a database, would be."""
+"""Recognises files that are neither text nor tokens, by their first bytes. Any bytes can be learnt: without a look an
+archive, or a database, would be."""
 
 import zlib
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class Container:
     name: str
     """With its article."""
     for_text: str
-    """What to do where its text is wanted."""
+    """Remedy if its text is wanted."""
     for_tokens: str = _AS_TOKENS
-    """What to do where its tokens are."""
+    """Remedy if its tokens are wanted."""
 
 
 _TAR = Container("a tar archive", _UNPACK, "unpack it")
@@ -64,7 +64,7 @@ _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def container_of(beginning: bytes) -> Container | None:
-    """What a file is that begins so; None where it may be text or tokens.
+    """The kind of a file that begins so; None if it may be text or tokens.
 
     Args:
         beginning: its first bytes, 512 or more to know a tar archive.
@@ -95,7 +95,7 @@ def _is_tar(beginning: bytes) -> bool:
 
 
 def _is_arrow_stream(beginning: bytes) -> bool:
-    """What save_to_disk() writes: the sign of a message, and the length of the schema that it tells."""
+    """Whether save_to_disk() may have written it: the sign of a message, and the length of its schema."""
     return beginning.startswith(b"\xff\xff\xff\xff") and 0 < int.from_bytes(beginning[4:8], "little") < 1 << 24
 
 

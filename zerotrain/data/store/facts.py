@@ -1,4 +1,4 @@
-"""What there is to say of a dataset of tokens: one line for people, and what must be equal on all machines."""
+"""Facts about a dataset of tokens: one line for people, and values that must be equal on all machines."""
 
 import hashlib
 from pathlib import Path
@@ -30,9 +30,8 @@ def summary(train: TokenWindows, validation: TokenWindows, num_files: int | None
 
 
 def fingerprint(train: TokenWindows, validation: TokenWindows) -> dict[str, int | str]:
-    """What is equal on machines with equal data, whatever folder it lies in, and hardly ever with other data.
-
-    Of the tokens only the first and the last of each file are looked at.
+    """Values that are equal on machines with equal data, whatever folder it lies in, and hardly ever with other data.
+    They depend only on the first and last tokens of each file.
 
     Raises:
         OSError: a file cannot be read.
@@ -65,7 +64,7 @@ def _count(number: int) -> str:
 
 
 def _hash_of_files(stores: list[TokenStore]) -> str:
-    """Of name, size and both ends of each file, and of where a store ends and the next begins."""
+    """Hash of name, size and both ends of each file, and of the borders between stores."""
     hashed = hashlib.sha256()
     for store in stores:
         for shard in store.shards:

@@ -71,7 +71,7 @@ def open_files(files: Sequence[Path], *, dtype: str, vocab_size: int | None, sou
 
 
 def _join_documents(parts: Sequence[TokenFile]) -> np.ndarray:
-    """Where documents start in all files; one of which nobody knows them is one document."""
+    """The starts of documents in all files; a file whose starts are unknown counts as one document."""
     before = np.cumsum([0, *(part.shard.tokens for part in parts)])
     starts = [np.zeros(1, dtype=np.int64) if part.documents is None else part.documents() for part in parts]
     return np.concatenate([start + offset for start, offset in zip(starts, before, strict=False)])

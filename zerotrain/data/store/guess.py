@@ -1,4 +1,4 @@
-"""What a file looks like that is said to hold tokens and nothing else. Any bytes are tokens: without a look, text, or
+"""Guesses the real content of a file that should hold only tokens. Any bytes are tokens: without a look, text, or
 tokens of another size, would be learnt."""
 
 import codecs
@@ -10,7 +10,7 @@ import numpy as np
 from zerotrain.data.store.containers import container_of
 
 SAMPLE_NBYTES = 1 << 13
-"""Of each file, of which there may be 50,000."""
+"""Bytes looked at in each file, of which there may be 50,000."""
 _MIN_NUM_WORDS = 32
 """Fewer say nothing about the rest."""
 

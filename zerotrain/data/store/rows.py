@@ -1,4 +1,4 @@
-"""Where the rows of a dataset lie: windows of seq_len tokens, one beside the other, in runs of a store's tokens.
+"""The places of a dataset's rows: windows of seq_len tokens, one beside the other, in runs of a store's tokens.
 
 A row is seq_len tokens and the one behind them, the label of the last. A run is a part of the store's row of tokens.
 """

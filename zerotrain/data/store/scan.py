@@ -159,7 +159,7 @@ def _extremes_of(store: TokenStore, start: int, stop: int) -> Extremes:
 
 
 def _joined(first: Extremes, second: Extremes) -> Extremes:
-    """Of two pieces, the second behind the first."""
+    """The extremes of two pieces, the second behind the first."""
     low = second if second.smallest < first.smallest else first
     high = second if second.largest > first.largest else first
     return Extremes(low.smallest, low.smallest_at, high.largest, high.largest_at)

@@ -27,7 +27,7 @@ class Shard:
     path: Path
     tokens: int
     first_byte: int = 0
-    """Of its first token; what comes before is a header."""
+    """Offset of its first token; a header stands before it."""
 
 
 class ShardReader:
@@ -142,7 +142,7 @@ class _OpenFile:
 
 
 def _state(status: os.stat_result) -> tuple[int, int]:
-    """What a write changes: size and time of modification, ns."""
+    """Size and time of modification in ns: a write changes them."""
     return status.st_size, status.st_mtime_ns
 
 

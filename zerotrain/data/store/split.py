@@ -9,11 +9,11 @@ from zerotrain.data.store.store import TokenStore
 
 CHUNK_TOKENS = 65536
 CHUNK_ROWS = 64
-"""What goes to the smaller side in one piece, where there is enough text, is at least so many tokens and rows long:
-what lies beside it says little about it."""
+"""Each chunk of the smaller side has at least so many tokens and rows, if there is enough text: neighbouring text then
+tells little about it."""
 _PIECE = 1 << 20
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-"""Of SplitMix64 (G. Steele and others, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014)."""
+"""Constants of SplitMix64 (G. Steele and others, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014)."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 

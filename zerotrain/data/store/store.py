@@ -66,7 +66,7 @@ class TokenStore:
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
         self.tokens = sum(shard.tokens for shard in self.shards)
-        """Of all shards."""
+        """Tokens of all shards."""
         self._read_documents = documents
         self._reader = ShardReader(self.shards, self.dtype)
 
@@ -95,9 +95,8 @@ class TokenStore:
 
     @property
     def documents(self) -> np.ndarray | None:
-        """Where in the row each document starts, (num_documents,) int64, rising, the first 0; None where nobody knows.
-
-        Read from its file each time and not kept: of 1e8 documents it has 800 MB.
+        """The start of each document in the row, (num_documents,) int64, rising, the first 0; None if unknown. It is
+        read from its file each time and not kept: for 1e8 documents it has 800 MB.
 
         Raises:
             FileNotFoundError, ValueError: it cannot be read, or is no such list.

@@ -11,14 +11,14 @@ from zerotrain.data.store.formats import is_megatron_index
 from zerotrain.data.store.store import INDEX_NAME
 
 SUFFIXES = (".bin", ".npy")
-"""Of the files that are read of a folder."""
+"""Suffixes of the files that are read from a folder."""
 _VALIDATION_WORDS = {"val", "valid", "validation"}
 _TRAIN_WORDS = {"train", "training"}
 
 
 @dataclass(frozen=True)
 class TokenPaths:
-    """What a path names: files of tokens, or a store's folder alone."""
+    """The paths that a path names: files of tokens, or a store's folder alone."""
 
     train: tuple[Path, ...]
     """Sorted; all that are not said to be for validation."""
@@ -32,8 +32,8 @@ def find_token_paths(path: str, source: str) -> TokenPaths:
     Args:
         path: a file; a folder of a store, or with train.bin and, if it likes, val.bin, or with other .bin and .npy
             files; a glob pattern, where `**` matches any depth; or what Megatron calls a prefix: the path of a .bin and
-            .idx without suffix. Of several files, those called `val` go to validation where the others are called
-            `train`: fineweb_train_000001.bin, fineweb_val_000000.bin.
+            .idx without suffix. Files called `val` go to validation if the others are called `train`:
+            fineweb_train_000001.bin, fineweb_val_000000.bin.
         source: what the user wrote ("data.path=corpus").
 
     Raises:

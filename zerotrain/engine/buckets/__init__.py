@@ -1,1 +1,1 @@
-"""What a rank holds of one bucket, in three parts: weights, gradient, update."""
+"""A rank's state of one bucket, in three parts: weights, gradient, update."""

@@ -1,4 +1,4 @@
-"""What is known of a backward before it begins."""
+"""Facts about a backward that are known before it begins."""
 
 from dataclasses import dataclass
 
@@ -18,4 +18,4 @@ class Backward:
     frees_graph: bool = True
     """No other backward can come through the same graph."""
     loss_scale: float = 1.0
-    """What the loss is multiplied with."""
+    """Factor of the loss."""

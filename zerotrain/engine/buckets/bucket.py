@@ -15,7 +15,7 @@ from zerotrain.sharding.layout import BucketLayout
 
 @dataclass(eq=False)
 class Bucket:
-    """What a rank holds of the parameters of one bucket, and where they are on their way through a step."""
+    """A rank's state of the parameters of one bucket, and their place in a step."""
 
     weights: BucketWeights
     stays_full: bool = False

@@ -35,7 +35,7 @@ class Segment:
     """Whether this step's buffer already holds gradients of this segment, so that further ones are added."""
 
     def gradients(self) -> Gradients:
-        """What the parameters have now."""
+        """The gradients that the parameters have now."""
         return [get_grad(parameter) for parameter in self.parameters]
 
     def move(self, gradients: Gradients, views: list[torch.Tensor]) -> None:
@@ -118,7 +118,7 @@ class BucketGradient:
         self._accumulates = False
         """Whether this step's gradients go into the accumulator."""
         self._filled: _Cut | None = None
-        """What is being filled or is on its way, of these two."""
+        """The one of these two that is being filled or is on its way."""
         if options.plan.shards_gradients:
             self.shard = torch.zeros(layout.shard_numel, dtype=self.precision.compute, device=collectives.world.device)
         else:
@@ -270,7 +270,7 @@ class BucketGradient:
             self._accumulator = None
 
     def _end_filling(self) -> None:
-        """What was filled is reduced or dropped: the next gradient to arrive begins anew."""
+        """The filled gradient is reduced or dropped: the next one to arrive begins anew."""
         self._unreduced = self._filled = None
         self._accumulates = False
         for segment in self.segments:

@@ -36,7 +36,7 @@ class GradientState(_State):
 
 
 class Phase(Enum):
-    """What the engine is doing."""
+    """The engine's current activity."""
 
     IDLE = "idle"
     FORWARD = "forward"

@@ -37,15 +37,15 @@ class BucketReduction:
         self.completes = True
         """Whether the reduction under way, or the last, was that of the step's last backward."""
         self._widened: Scratch | None = None
-        """What is reduced in the dtype of the wire, where it was filled in another."""
+        """The gradient in the dtype of the wire, if it was filled in another."""
         self._sum: torch.Tensor | None = None
         """(shard_numel,) master dtype: what the backwards of this step have reduced, from the second on."""
         self._squares: BlockSquares | None = None
-        """Of the reduction under way, taken while the mean is in the cache; None where that is not the whole."""
+        """Squares of the reduction under way, taken while the mean is in the cache; None if that is not the whole."""
         self.handle = collectives.reduction(name, shard, wire_pool, leaves_per_rank=options.leaves_per_rank)
         """To be prepared before what the other ranks send may come, which may be before this rank's own part."""
         self._updated = shard if whole is None or options.plan.shards_optimizer else whole
-        """What the optimizer of this rank reads."""
+        """The gradient that this rank's optimizer reads."""
         self._gather = None
         if whole is not None and not options.plan.shards_optimizer:
             self._gather = collectives.gather(f"the gradient of {name}", whole, shard)
@@ -93,7 +93,7 @@ class BucketReduction:
     def finish(self) -> None:
         """Wait for it, and leave the sum over all backwards in `shard`. Before loans of others are given back.
 
-        Where the optimizer is replicated, issue the gather of the reduced shards. `reduced` waits for it.
+        If the optimizer is replicated, issue the gather of the reduced shards. `reduced` waits for it.
         """
         with named_range("wait for reduce", self._name):
             self.handle.wait()

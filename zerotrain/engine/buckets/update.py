@@ -39,9 +39,9 @@ class BucketUpdate:
     master_weight: torch.Tensor
     """Master dtype, over `where`. The same storage as the model weight where the dtypes are equal."""
     spans: list[Span]
-    """What this rank updates by elements."""
+    """Spans that this rank updates by elements."""
     whole: WholeTensors | None
-    """What is updated whole; None if there is nothing."""
+    """Tensors that are updated whole; None if there are none."""
     has_copy: bool
     """Whether the master weight is kept apart from the model's."""
     device: torch.device
@@ -101,7 +101,7 @@ class BucketUpdate:
         """Whether something of what is updated lies off the device at rest."""
 
     def _planned_nbytes(self) -> int:
-        """Of what is to be at home once the optimizer has made its state."""
+        """Bytes that the home will hold once the optimizer has made its state."""
         groups, owned = self._groups, self.whole.targets.values() if self.whole is not None else ()
         state = groups.state_nbytes([span.target.numel() for span in self.spans], is_whole=False)
         return (
@@ -220,14 +220,14 @@ class BucketUpdate:
         return self.whole.sent_nbytes if self.whole is not None else 0
 
     def span_state(self, span: Span) -> dict[str, Any]:
-        """What the optimizer keeps of a span, by name; to be read and written."""
+        """Optimizer state of a span, by name; to be read and written."""
         assert self._optimizer is not None  # there is a span
         self.home.put_away()
         state: dict[str, Any] = self._optimizer.state[span.target]
         return state
 
     def whole_state(self, slot: int) -> dict[str, Any]:
-        """What the optimizer keeps of tensor `slot`, which this rank updates whole, by name; to be read and written."""
+        """Optimizer state of tensor `slot`, which this rank updates whole, by name; to be read and written."""
         assert self.whole is not None
         assert self._whole_optimizer is not None
         self.home.put_away()

@@ -29,7 +29,7 @@ _version_of: Any = torch._C.TensorBase._version.__get__  # type: ignore[attr-def
 
 
 def weight_memory(layout: BucketLayout, dtype: torch.dtype, plan: Plan, collectives: Collectives) -> FlatBuffer:
-    """What a bucket's parameters are views of, zeros. Memory to gather from cannot be given back in between."""
+    """Zeroed memory for a bucket's parameters, which are views of it. A buffer to gather from stays allocated."""
     if plan.shards_parameters:
         return FlatBuffer(layout, torch.zeros(layout.padded_numel, dtype=dtype, device=collectives.world.device))
     return FlatBuffer(layout, collectives.zeros(layout.padded_numel, dtype))
@@ -37,11 +37,11 @@ def weight_memory(layout: BucketLayout, dtype: torch.dtype, plan: Plan, collecti
 
 class BucketWeights:
     """Owns the storage behind a bucket's parameters. They are `LiveParameter`s, and until it is full
-    `UnreadyParameter`s. Who answers for them, the schedule says.
+    `UnreadyParameter`s. The schedule sets their owner.
 
     Args:
-        values: (padded_numel,) the initial weights in the master dtype. Where that is the compute dtype too, its
-            storage becomes the model's.
+        values: (padded_numel,) the initial weights in the master dtype. If that is the compute dtype too, its storage
+            becomes the model's.
     """
 
     before_change: Callable[[], None] | None = None
@@ -149,7 +149,7 @@ class BucketWeights:
             self.model_weight.release()
 
     def about_to_change(self) -> None:
-        """What is saved of the bucket is about to be written to: weights, master weights or optimizer state."""
+        """Call before the bucket's weights, master weights or optimizer state change: a save may be reading them."""
         # Read once: the thread that saves takes it away when it has all.
         if (before := self.before_change) is not None:
             before()
@@ -220,8 +220,8 @@ class Writes:
     are_new = False
     """Whether a look found any that the master weight does not have yet."""
     digest = 0
-    """Of the weights as they were written since the ranks compared it, a whole number below 2**50: all must have
-    written the same. 0 if nobody has, or through `p.data` alone."""
+    """Hash of the weights after each write since the ranks compared it, a whole number below 2**50, equal on all ranks.
+    0 if nobody has written, or through `p.data` alone."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -261,6 +261,6 @@ class Writes:
 
 
 def _digest(weights: torch.Tensor) -> int:
-    """Of the bits of all weights. It waits for the device, which is paid by those who write."""
+    """Hash of the bits of all weights. It waits for the device, a cost only for those who write."""
     whole = {2: torch.int16, 4: torch.int32}[weights.itemsize]
     return int(weights.view(whole).sum(dtype=torch.int64).item()) % _MODULUS

@@ -15,7 +15,7 @@ _ON_THE_DEVICE = "on the device"
 
 
 class Hyperparameters(dict[str, Any]):
-    """What a group of parameters is updated with, by name. Its parameters are not in it.
+    """The settings of a parameter group's update, by name. Its parameters are not in it.
 
     "initial_lr" can be read, but is not stored: torch's schedulers store there the rate that they begin with, unless
     they find one, and whoever changes "lr" before means theirs to begin with that.
@@ -101,7 +101,7 @@ def restore_group(group: Hyperparameters, saved: Mapping[str, Any], first_lr: fl
 
 
 def without_objects(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a saved group what can be given back."""
+    """The entries of a saved group that can be restored."""
     return {name: value for name, value in saved.items() if not (isinstance(value, dict) and "object" in value)}
 
 

@@ -1,6 +1,6 @@
 """An optimizer made anew from what it keeps in its state, as changes of stage and of what trains and checkpoints do it.
 
-What an optimizer keeps elsewhere stays behind: in a dict of its own, in another optimizer inside it, in a counter.
+State that an optimizer keeps elsewhere is lost: in a dict of its own, in another optimizer inside it, in a counter.
 """
 
 import gc
@@ -17,7 +17,7 @@ from zerotrain.engine.groups.own_numbers import is_number
 
 Tensors = list[torch.Tensor]
 DEPTH = 6
-"""Of objects in objects that are looked through."""
+"""Levels of nested objects that are searched."""
 
 
 def made_anew(

@@ -105,8 +105,8 @@ def _made(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.opti
 
 
 def sampled_nbytes(factory: OptimizerFactory, *, is_whole: bool) -> int:
-    """What the optimizer keeps of one tensor with as many elements as `SAMPLE_SHAPE`: of this shape, if it updates it
-    whole, and flat, as ranks hold what is updated by elements, if not."""
+    """Bytes of optimizer state for one tensor with as many elements as `SAMPLE_SHAPE`: of this shape if the tensor is
+    updated whole; else flat, as ranks hold tensors that are updated by elements."""
     name = "whole matrices" if is_whole else "matrices"
     sample = torch.zeros(SAMPLE_SHAPE) if is_whole else torch.zeros(SAMPLE_SHAPE).view(-1)
     optimizer = build_optimizer(factory, [{"params": [sample], "name": name}])
@@ -116,6 +116,6 @@ def sampled_nbytes(factory: OptimizerFactory, *, is_whole: bool) -> int:
 
 
 def tensors_of_state(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    """What a torch optimizer keeps of its tensors, without 0-dim counters."""
+    """The state tensors of a torch optimizer, without 0-dim counters."""
     states = optimizer.state.values() if optimizer is not None else ()
     return [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.ndim > 0]

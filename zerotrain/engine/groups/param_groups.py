@@ -219,7 +219,7 @@ class ParamGroups:
 
     @contextmanager
     def undone_if_refused(self) -> Iterator[None]:
-        """What is changed in here is as it was if that ends with an exception."""
+        """Restores all changes made in here if it ends with an exception."""
         trained, num_groups = set(self.trainable), len(self.hyperparameters)
         kept: dict[str, Any] = {
             name: copy(vars(self)[name])

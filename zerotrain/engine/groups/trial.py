@@ -1,13 +1,13 @@
 """A trial, on small tensors, of whether an optimizer can work on what ranks hold.
 
-What a rank updates as one tensor is a flat piece of many, with an optimizer of its own. An optimizer that takes a norm,
-a mean or any other number over more than one element gives other weights then, and no name of a class tells. So it is
-watched: some steps on whole tensors, as in plain PyTorch, and the same steps on flat pieces of them. The results are
+A rank updates a flat piece of many tensors as one tensor, with an optimizer of its own. An optimizer that takes a norm,
+a mean or any other number over more than one element gives other weights then, and its class name does not tell. So the
+trial makes some steps on whole tensors, as in plain PyTorch, and the same steps on flat pieces of them. The results are
 compared up to rounding, since a vectorised kernel may round the last elements of a tensor in another way than the rest;
 numbers over several elements differ by far more, as the gradients of the pieces differ a hundredfold. Then the steps
-are made once more, on whole tensors, with an optimizer that is made anew in their midst from the state of the first: so
-is seen what it keeps elsewhere. What an optimizer begins to do after these steps stays unseen. torch's own are known (a
-test tries each): they make one step.
+are made once more, on whole tensors, with an optimizer that is made anew in their midst from the state of the first:
+this shows state that it keeps elsewhere. The trial misses what an optimizer begins to do after these steps. torch's own
+are known (a test tries each): they make one step.
 """
 
 import inspect
@@ -179,7 +179,7 @@ class _Trial:
         return ELSEWHERE.format(" and ".join(f"self.{name}" for name in names) or "what it needs")
 
     def _gives(self, rows: torch.Tensor, chosen: Choice, split: Split) -> bool:
-        """Whether tensors split over several optimizers become what they do with one. What fails does not."""
+        """Whether tensors split over several optimizers become what they do with one. False if it fails."""
         with suppress(Exception):
             return _agree(rows, self._watch(chosen, split)[0])
         return False

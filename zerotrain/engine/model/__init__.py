@@ -1,1 +1,1 @@
-"""What a model must be, and how it is entered."""
+"""Requirements on a model, and its entry points."""

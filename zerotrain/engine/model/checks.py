@@ -1,4 +1,4 @@
-"""What a model must be to be trained by an engine."""
+"""Requirements on a model that an engine is to train."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ def require_values(walked: WalkedModel) -> None:
 
 @dataclass(frozen=True)
 class _MemoryRange:
-    """Where a tensor lies, its gaps included."""
+    """The memory of a tensor, its gaps included."""
 
     space: int
     """0: memory has addresses. Else the storage, of a tensor without memory: on the meta device, or not filled yet."""
@@ -130,7 +130,7 @@ def require_own_memory(walked: WalkedModel) -> None:
 
 
 def _said(one: _MemoryRange, other: _MemoryRange) -> str:
-    """What is wrong with two tensors, the first of which is a parameter."""
+    """The problem of two tensors that share memory, the first of which is a parameter."""
     if other.is_parameter:
         return (
             f"{one.name} and {other.name} are two parameters over one memory, and would part in training; to tie "

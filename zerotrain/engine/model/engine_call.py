@@ -1,4 +1,4 @@
-"""What a call of the engine is kept out of: the graphs of torch.compile, and the mode of inference."""
+"""Keeps calls of the engine out of torch.compile's graphs and of inference mode."""
 
 import sys
 from collections.abc import Callable

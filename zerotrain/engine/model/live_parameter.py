@@ -1,4 +1,4 @@
-"""What a parameter is while an engine has it: the same object, of another class.
+"""A parameter while an engine has it: the same object, of another class.
 
 Changing the class of the object itself, as torch does with `UninitializedParameter`, leaves its identity, attributes,
 hooks and place in anybody's lists as they are. There are two such classes:
@@ -39,13 +39,13 @@ _GRADIENT_IS_IN_THE_ENGINE = (
     "this rank's own with parameter.register_hook(...)"
 )
 _FREED_MEMORY_WAS_READ = ("storage of size 0", "data is not allocated yet")
-"""What torch says of it where autograd reads what it saved, which no class of a parameter can notice."""
+"""Torch's messages if autograd reads freed memory that it saved: a class of a parameter cannot notice that."""
 
 _DATA: Any = torch._C.TensorBase.data
 _GRAD: Any = torch._C.TensorBase.grad
 get_data, set_data = _DATA.__get__, _DATA.__set__
 get_grad, set_grad = _GRAD.__get__, _GRAD.__set__
-"""What the attributes `data` and `grad` are to the engine itself."""
+"""Accessors of the attributes `data` and `grad` for the engine itself."""
 
 
 def reads_freed_memory(error: BaseException) -> bool:
@@ -54,7 +54,7 @@ def reads_freed_memory(error: BaseException) -> bool:
 
 
 class Owner(Protocol):
-    """What answers for a parameter while an engine has it."""
+    """Answers for a parameter while an engine has it."""
 
     def complete(self) -> None:
         """Gather the bucket and give its parameters the class they have then, or raise EngineStateError where that
@@ -248,5 +248,5 @@ _METADATA = {
     *(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad")),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
-"""What may be asked of a parameter that is not there, and set: a change of `requires_grad` that the engine was not told
-of is answered in the next backward."""
+"""Functions that may be called on an `UnreadyParameter` without gathering it. If a user sets `requires_grad` without
+telling the engine, the next backward handles that."""

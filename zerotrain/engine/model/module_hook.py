@@ -29,7 +29,7 @@ class ModuleHook:
 
 
 def no_hook(*_: Any) -> None:
-    """What a copy of a module has where the module has a `ModuleHook`."""
+    """Stands in a copy of a module for the `ModuleHook` of the original."""
 
 
 def _give_no_hook() -> Callable[..., None]:

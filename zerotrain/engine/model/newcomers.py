@@ -14,7 +14,7 @@ Placed = nn.Module | nn.Parameter
 
 
 class Newcomers:
-    """What is put into the modules of a model: noted when it is (PyTorch tells), and looked at by the next forward.
+    """Parameters and modules added to a model: noted when they are (PyTorch tells), and checked by the next forward.
 
     Args:
         walked: as it is now.
@@ -62,7 +62,7 @@ def _trained(placed: Placed) -> list[nn.Parameter]:
 
 
 class Watch:
-    """What a `Newcomers` is told through, as long as it lives.
+    """Tells a `Newcomers` of registrations, as long as it lives.
 
     [Note: one hook for all engines]
     PyTorch calls hooks on all modules of the process from a dict, and one that is taken out meanwhile ends the making

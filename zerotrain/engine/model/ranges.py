@@ -36,7 +36,7 @@ def named_range(action: str, owner: str) -> AbstractContextManager[object]:
 
 
 class RangeClock:
-    """The time spent in ranges, by action: each apart from the ranges within it. Of the host, on one thread."""
+    """The host's time in ranges, by action, without the ranges within each. For one thread."""
 
     def __init__(self) -> None:
         self.times_s: defaultdict[str, float] = defaultdict(float)

@@ -53,14 +53,14 @@ def replace_forwards(
 def offload_saved(
     walked: WalkedModel, units: Sequence[str] | None, saved: SavedTensors, where: str
 ) -> Callable[[], None]:
-    """Have what the forward of each unit of a model saves kept elsewhere.
+    """Offload the tensors that the forward of each unit of a model saves.
 
     Args:
         units: as for `replace_forwards`, which comes before.
         where: as in the settings.
 
     Returns:
-        What gives the units their forwards back.
+        A function that restores the units' forwards.
 
     Raises:
         ConfigError: the model has no units.
@@ -117,7 +117,7 @@ def _checkpointed(forward: Forward, name: str) -> Forward:
 
 
 class _UnitForward:
-    """What stands in the place of a unit's own `forward`. A copy of the module has its own again: with this one it
+    """Replaces a unit's own `forward`. A copy of the module has its own again: with this one it
     would compute with the weights of the module it was copied from."""
 
     def __init__(self, trained: Forward, own: Forward) -> None:

@@ -2,7 +2,7 @@
 
 Norms and routers are the usual ones: few bytes, and sensitive. PyTorch's modules refuse inputs of another dtype than
 their weights, so a module all of whose parameters are kept gets its floating-point inputs in fp32 and gives its
-outputs in the compute dtype. Where a module keeps a part of its parameters alone, its own forward must cast.
+outputs in the compute dtype. If only a part of a module's parameters is kept, its own forward must cast.
 
 Batch norms are kept without being named: their running statistics are fp32 buffers, beside which PyTorch refuses
 weights of 16 bits ("expected scalar type BFloat16 but found Float").

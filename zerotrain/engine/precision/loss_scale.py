@@ -21,7 +21,7 @@ class LossScaler:
     """
 
     scale: float
-    """What the loss of the next backward is multiplied with."""
+    """Factor of the loss in the next backward."""
 
     def __init__(self, *, initial_scale: float, growth_interval: int) -> None:
         self.scale = initial_scale
@@ -45,7 +45,7 @@ class LossScaler:
             self._num_clean_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on with the same scales."""
+        """The state from which a resumed run goes on with the same scales."""
         return {"scale": self.scale, "num_clean_steps": self._num_clean_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

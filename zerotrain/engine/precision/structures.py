@@ -46,7 +46,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _parts(leaf: Any) -> dict[Any, Any]:
-    """What a leaf of pytree holds by name or key: {} for one that is no container."""
+    """The parts of a leaf of pytree by name or key: {} if it is no container."""
     if isinstance(leaf, MutableMapping):
         return dict(leaf)
     if is_dataclass(leaf) and not isinstance(leaf, type):

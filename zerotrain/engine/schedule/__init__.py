@@ -1,1 +1,1 @@
-"""Where forward and backward are, and what is gathered, freed and reduced there."""
+"""Follows forward and backward through the model, and gathers, frees and reduces buckets there."""

@@ -1,4 +1,4 @@
-"""What is gathered ahead, what stays full and what is freed, as the model's forward and backward go from unit to unit.
+"""Decides which buckets are gathered ahead, stay full or are freed, as forward and backward go from unit to unit.
 
 Gathers come in list order after the step (stages 1 and 2) or in the order in which units are called (stage 3): the same
 on every rank, as long as all ranks call the same units.
@@ -90,7 +90,7 @@ class Gathers:
     # ---- backward
 
     def begin_backward(self) -> None:
-        """What the forward left full for its backward must be there, also if another call has freed it since."""
+        """Complete the buckets that the forward left full for its backward: another call may have freed them since."""
         self.complete([bucket for bucket in self._buckets if bucket.awaits_backward])
         self._in_backward = None
 

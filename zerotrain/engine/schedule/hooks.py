@@ -104,7 +104,7 @@ def connect(engine: object, schedule: Schedule, others: Iterable[Watch] = ()) ->
         others: hooks that are to be taken off with these.
 
     Returns:
-        What disconnects them earlier, when called.
+        A finalizer; calling it disconnects them earlier.
     """
     modules = _modules_of(schedule)
     _HOOKED.update(modules)

@@ -2,7 +2,7 @@
 
 [Note: order of reductions]
 Buckets are reduced in the reverse of their list. One that is complete early waits for those behind it in the list.
-Where parameters are gathered in the backward too, that is not enough: a rank on which a parameter was not used has a
+That is not enough if parameters are gathered in the backward too: a rank on which a parameter was not used has a
 bucket that never becomes complete. Left open to the end of the backward it held up all reductions before it; another
 rank waited for one of them with its next gather unissued, and the first rank for that gather (seen: stage 3, ten
 blocks, one linear of one of them unused on rank 0 alone). So a bucket is closed, with zeros for what has not come,
@@ -40,7 +40,7 @@ class Reductions:
     def __init__(self, trained: Sequence[TrainedBucket], units_of: dict[TrainedBucket, list[LiveUnit]]) -> None:
         self.trained = trained
         self.squares = StepSquares()
-        """Of what the last backward that completes has reduced: of every bucket, once it is finished."""
+        """Squares of the gradients reduced by the last completing backward: of every bucket, once it is finished."""
         self._under_way = Backward()
         """The backward under way, or the last."""
         self._units_of = units_of
@@ -56,7 +56,7 @@ class Reductions:
         self._in_flight_numel = self._prepared_numel = 0
         """Elements of those in flight, and of those prepared: kept, since they are asked for at every segment."""
         self._open_segments: dict[TrainedBucket, set[Segment]] = {}
-        """What has not come yet in this backward, by bucket; an empty set once a bucket is complete."""
+        """Segments still to come in this backward, by bucket; an empty set once a bucket is complete."""
         self._closed_short: list[TrainedBucket] = []
         """Closed in this backward before all their gradients had come."""
         self._number = 0

@@ -1,4 +1,4 @@
-"""Where the model is, and what that means for gathers and for reductions."""
+"""Tracks the model's place in a step, and tells gathers and reductions."""
 
 import weakref
 from collections.abc import Sequence

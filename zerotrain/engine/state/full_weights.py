@@ -15,9 +15,8 @@ from zerotrain.sharding.units import ManagedParameter
 
 
 def full_state_dict(model: nn.Module, buckets: Iterable[Bucket], collectives: Collectives) -> dict[str, Any]:
-    """What `model.state_dict()` gives of the model with full parameters in fp32, on the CPU. Collective.
-
-    Hooks that rename, add or drop keys, and what modules add as extra state, meet a whole model.
+    """The model's `state_dict()` with full parameters in fp32, on the CPU. Collective. Hooks that rename, add or drop
+    keys, and modules that add extra state, see a whole model.
     """
     whole: dict[ManagedParameter, nn.Parameter] = {}
     is_asked = collectives.world.rank == 0

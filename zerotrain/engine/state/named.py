@@ -58,7 +58,7 @@ class KeptState:
     """State that the optimizer keeps on this rank of a span, or of a tensor that is updated whole."""
 
     members: list[ManagedParameter]
-    """Whose it is; of a span those of its group and age, also where this rank has none of their elements."""
+    """Its parameters; for a span those of its group and age, even if this rank has none of their elements."""
     where: slice | int
     """Elements of the bucket, or the slot of the tensor."""
     target: torch.Tensor
@@ -87,8 +87,8 @@ def kept_states(bucket: Bucket) -> Iterator[KeptState]:
 
 
 def replaced_weights(bucket: Bucket) -> Iterator[NamedPiece]:
-    """Give what this rank fills where weights are replaced, between `begin_refill` and `end_refill`. Of frozen ones it
-    is its own range: the other ranks' parts come by a gather, and where all hold all, each reads a part as well."""
+    """Yield the pieces that this rank fills when weights are replaced, between `begin_refill` and `end_refill`. For
+    frozen weights it is the rank's own range, even if all ranks hold all: the other parts come by a gather."""
     if isinstance(bucket, TrainedBucket):
         yield from pieces(bucket, WEIGHT)
     else:

@@ -53,8 +53,8 @@ def find_nonfinite(
 ) -> str:
     """Say which parameter's reduced gradient went wrong first, and on which ranks the loss had. Collective.
 
-    First is meant in the order of the backward: of the parameters that are not finite the last of the model. What lies
-    before it in the model has its gradient from there.
+    First is meant in the order of the backward: of the parameters that are not finite the last of the model. Parameters
+    before it in the model get their gradients from there.
 
     Args:
         losses: of the step's micro-batches, on this rank.

@@ -23,10 +23,10 @@ _ENDED = object()
 
 
 class OptimizerStep:
-    """What is the same for all steps of an engine.
+    """The parts of a step that are the same for all steps of an engine.
 
     Args:
-        stamps: what the ranks compare once a step.
+        stamps: the values that ranks compare once a step.
         loss_scaler: None for no scaling.
     """
 
@@ -54,10 +54,10 @@ class OptimizerStep:
 
         Args:
             losses: of the step's micro-batches, on this rank.
-            signal: what this rank tells the others with the norm.
+            signal: this rank's number for the others, sent with the norm.
 
         Returns:
-            What was done; and why training must not go on after it, if so.
+            The result; and the reason why training must not go on after it, if any.
         """
         fetch_next(schedule.trained, 0)
         schedule.reductions.finish()

@@ -11,7 +11,7 @@ from zerotrain.errors import EngineStateError
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """What `engine.optimizer` is: a `torch.optim.Optimizer` whose groups are those of `engine.param_groups`.
+    """The `engine.optimizer`: a `torch.optim.Optimizer` whose groups are those of `engine.param_groups`.
 
     It updates nothing itself, and does not keep its engine alive.
 

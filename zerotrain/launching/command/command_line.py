@@ -1,4 +1,4 @@
-"""What is wrong with a command line that Hydra would not run, a line for each problem. Imports no torch."""
+"""The problems of a command line that Hydra would not run, a line for each. Imports no torch."""
 
 import errno
 import sys
@@ -164,7 +164,7 @@ def composing(folders: Sequence[Path], name: str = PRIMARY_CONFIG) -> Iterator[C
 
 
 def _raw_value(error: OmegaConfBaseException) -> str:
-    """What a setting of hydra itself was given, as the command line has it."""
+    """The value given to a setting of hydra itself, as the command line has it."""
     key = f"{error.full_key}="
     given = [argument.partition("=")[2] for argument in sys.argv if argument.lstrip("+").startswith(key)]
     return given[-1] if given else str(OmegaConf.to_container(error.parent_node, resolve=False))

@@ -45,7 +45,7 @@ MAX_TRACEBACK = 20_000
 
 
 def run_job(composed: DictConfig) -> float:
-    """Run one job, alone or of a sweep. What is wrong goes to stderr here, when it happens.
+    """Run one job, alone or of a sweep. It prints errors to stderr when they happen.
 
     Returns:
         The final validation loss in nats; nan where it is not a number.
@@ -252,10 +252,10 @@ def _checked(
 
 
 def device_for(wanted: str, num_local_ranks: int, num_gpus: int) -> tuple[str, str | None]:
-    """Where the ranks run, and a line where it is not where one might think.
+    """The device of the ranks, and a line to print if `auto` falls back to the CPU.
 
-    Each rank needs a GPU of its own. With too few, auto is the CPU: two ranks on a machine with one GPU are asked for
-    to see how ranks work together. What was asked for by name is left as it is, to be refused.
+    Each rank needs a GPU of its own. With too few, auto is the CPU: users start two ranks on a machine with one GPU to
+    see how ranks work together. A device asked for by name is kept, and refused later.
 
     Args:
         wanted: cpu, cuda or auto.

@@ -15,7 +15,7 @@ CONFIG_PROBLEM = 2
 
 
 def of_signal(signum: int) -> int:
-    """What a shell shows for a command that a signal has ended: 130 for Ctrl-C."""
+    """A shell's exit code for a command that a signal has ended: 130 for Ctrl-C."""
     return 128 + signal.Signals(signum).value
 
 

@@ -1,4 +1,4 @@
-"""What went wrong on which rank, and which of several failures was the first cause."""
+"""Failures of ranks, and which of several was the first cause."""
 
 import errno
 import json
@@ -27,9 +27,9 @@ _TOLD_TO_STOP = tuple(
 )
 """Exit codes of ranks that were stopped: because another rank had failed, or by the user."""
 _MAX_NBYTES = 2**20
-"""Of what a rank says of its failure."""
+"""Largest file with a rank's failure that is read."""
 _OF_WAITS = ("unheard", "where", "waited_s")
-"""What a CommError says of a wait in vain."""
+"""Attributes of a CommError about a wait in vain."""
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "kill -9, or the machine ran out of memory",
     signal.SIGABRT: "by itself: on GPUs NCCL does so when ranks wait for each other longer than launch.timeout_s",
@@ -62,14 +62,14 @@ class Failure:
     unheard: tuple[int, ...] = ()
     """The ranks that this one has waited for in vain, and of which nothing was heard."""
     where: str = ""
-    """What it waited for them in."""
+    """The place in the training where it waited for them."""
     waited_s: float = 0.0
     stopped_by: str | None = None
     """The signal that told this rank alone to stop, so that the others missed it."""
 
     @classmethod
     def of(cls, error: BaseException, rank: int, saw_alive: Mapping[int, str] | None = None) -> "Failure":
-        """What an exception says, on the rank that caught it."""
+        """The failure that an exception means, on the rank that caught it."""
         from_peers = _comes_from_peers(error)
         said = str(error) if isinstance(error, CommError) and from_peers else f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
@@ -158,7 +158,7 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
 
 
 def _written(ranks_dir: Path) -> list[Failure]:
-    """What the ranks have left; of what is none of theirs nothing."""
+    """The failures that ranks have written; other files are ignored."""
     found = []
     for path in ranks_dir.glob("*.error.json"):
         with suppress(OSError, ValueError):
@@ -167,7 +167,7 @@ def _written(ranks_dir: Path) -> list[Failure]:
 
 
 def lost_folder(run_dir: Path) -> RunError:
-    """What to say where the folder is gone, and with it all that the ranks have left there."""
+    """The error if the run's folder is gone, and with it all files of the ranks."""
     return RunError(f"{run_dir}: the run's folder was deleted or moved before the run had ended; start the run again")
 
 

@@ -19,10 +19,10 @@ from zerotrain.files.regular import only_regular
 from zerotrain.files.untrusted import Natural, parse_json
 
 _NUM_BYTES = 2**14
-"""Of the file, written whole at once: on a disk that is full later, a change needs no room. Behind 1 KiB nobody could
-read of a rank that had failed with a path in Japanese, or that 150 ranks were gone (2026-11-23)."""
+"""Size of the file's text, written at once: on a disk that is full later, a change needs no room. With 1 KiB a failure
+with a path in Japanese, or the loss of 150 ranks, did not fit (2026-11-23)."""
 _NUM_TEXT = 2**10
-"""Of each text in it, as JSON has it."""
+"""Largest length of each text in it, as JSON."""
 _AGREED_S = 1.0
 _STEP_NUM_BYTES = 16
 """At the front, written in every step: 2 us."""
@@ -34,9 +34,9 @@ class RankState:
 
     rank: int
     phase: str
-    """What it did, such as "building the engine"."""
+    """Its activity, such as "building the engine"."""
     step: int = 0
-    """Of the training; 0 before the first."""
+    """Step of the training; 0 before the first."""
     pid: int = 0
     host: str = ""
     stopped_by: str | None = None
@@ -48,11 +48,11 @@ class RankState:
     gone: tuple[int, ...] = ()
     """The ranks that had ended before it came."""
     failed: str | None = None
-    """What went wrong, where there was no room on the disk for a file that says it."""
+    """The cause of its failure, if the disk had no room for a file with it."""
 
     @property
     def last_seen(self) -> str:
-        """Where it was."""
+        """Its last phase, and its step if the training has begun."""
         return f"{self.phase}, step {self.step}" if self.step else self.phase
 
 

@@ -1,4 +1,4 @@
-"""What a signal to stop does to a run: on a rank, and where the ranks were started."""
+"""Handles a signal to stop: on a rank, and in the process that started the ranks."""
 
 import _thread
 import os

@@ -1,4 +1,4 @@
-"""What an earlier run has left in a run's folder, and what may become of it: none of it goes without being told."""
+"""Files of an earlier run in a run's folder, and whether a run may go on or start there."""
 
 import json
 import os
@@ -21,7 +21,7 @@ AUTO = "auto"
 _KINDS = dict.fromkeys((CHECKPOINTS, RANKS, COMPOSITION), stat.S_IFDIR)
 _KINDS |= dict.fromkeys((RESULT_NAME, METRICS_NAME, CONFIG_NAME), stat.S_IFREG)
 _KINDS |= {f"{COMPOSITION}/{name}.yaml": stat.S_IFREG for name in ("config", "hydra", "overrides")}
-"""What a run has in its folder."""
+"""The files and folders that a run has in its folder, by kind."""
 _OF_ONE_START = ("launch.", "checkpoint.")
 """Settings by which no run is another one."""
 _MAX_CONFIG_NBYTES = 2**20
@@ -80,8 +80,8 @@ def completed_in(run_dir: Path) -> dict[str, Any] | None:
 
 
 def completed_already(config: Config, run_dir: Path) -> dict[str, Any] | None:
-    """The result of the run that `checkpoint.resume=auto` would go on with, where that has completed and nothing more
-    is asked for; None where there is something to do. Of a folder without `folder_problems`."""
+    """The result of the run that `checkpoint.resume=auto` would resume, if it has completed and nothing more is asked
+    for; else None. The folder must have no `folder_problems`."""
     result = completed_in(run_dir) if config.checkpoint.resume == AUTO else None
     if result is None or _differences(config, result, run_dir):
         return None
@@ -143,7 +143,7 @@ def _flat(values: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _foreign(run_dir: Path) -> str | None:
-    """What lies in the place of something of the run's, and would stop it; None where nothing does."""
+    """Something else in the place of one of the run's files, which would stop the run; None if there is nothing."""
     kinds = {run_dir / name: kind for name, kind in _KINDS.items()}
     kinds |= dict.fromkeys(run_dir.glob(f"{RANKS}/*.*"), stat.S_IFREG)
     kinds |= dict.fromkeys(named_as_steps(run_dir / CHECKPOINTS), stat.S_IFDIR)

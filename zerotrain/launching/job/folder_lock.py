@@ -16,7 +16,7 @@ _OF_THE_FOLDER = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP,
     errno.EINVAL, errno.EISDIR,
 )  # fmt: skip
-"""What is wrong with a folder as such; a disk that is full is no setting."""
+"""Errors of a folder as such: a setting can mend them, unlike a full disk."""
 
 
 @contextmanager

@@ -29,12 +29,12 @@ _JOB = {
     "config": dict, "run_dir": str, "overrides": [str], "data_checked": (dict, None), "resume_from": [str],
     "restarts": Natural(), "stage": (int, None), "evaluates": (dict, None),
 }  # fmt: skip
-"""What ranks are told that another process starts."""
+"""Schema of the job that is sent to ranks in other processes."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of a run is told."""
+    """The job that every rank of a run receives."""
 
     config: Config
     run_dir: Path
@@ -42,7 +42,7 @@ class Job:
     overrides: list[str]
     """The settings given on the command line."""
     data_checked: dict[str, Any] | None = None
-    """What the data was when it was checked, which each rank compares with its own."""
+    """Fingerprint of the data when it was checked; each rank compares its own with it."""
     resume_from: list[str] = field(default_factory=list)
     """Checkpoints to go on from, the best first; none to begin anew."""
     restarts: int = 0
@@ -50,7 +50,7 @@ class Job:
     stage: int | None = None
     """ZeRO stage that its ranks build their engine at; None: the run's first."""
     evaluates: dict[str, Any] | None = None
-    """What it evaluates, as arguments of `zerotrain.run.evaluating.run`; None: it trains."""
+    """The evaluation, as arguments of `zerotrain.run.evaluating.run`; None: the job trains."""
 
     @cached_property
     def config_hash(self) -> str:
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def ranks_dir(self) -> Path:
-        """Where each rank keeps its log."""
+        """Folder of the ranks' logs."""
         return self.run_dir / RANKS
 
     @property

@@ -52,7 +52,7 @@ def newest_step(run_dir: Path) -> int | None:
 
 
 def place_of_restart(run_dir: Path) -> str:
-    """Where a run goes on after a restart, for people."""
+    """The place where a run resumes after a restart, for people."""
     newest = newest_step(run_dir)
     return "the start" if newest is None else f"step {newest}"
 

@@ -1,4 +1,4 @@
-"""What a run goes on from: which checkpoints are tried, and what of the settings they decide."""
+"""Finds the checkpoints from which a run tries to resume, and the settings that they decide."""
 
 import re
 import shlex
@@ -145,7 +145,7 @@ def with_run_dir(arguments: list[str], run_dir: Path) -> list[str]:
 
 
 def _config_options(arguments: list[str]) -> list[str]:
-    """Of a command line what says where configs lie."""
+    """The options of a command line that name folders or files of configs."""
     found = []
     for place, argument in enumerate(arguments):
         name, has_value, _ = argument.partition("=")

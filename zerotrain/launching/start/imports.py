@@ -16,9 +16,8 @@ _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Without the garbage collector, which looks again and again through all that is being imported and finds nothing:
-    0.7 of the 3.4 s that torch and its compiler take. What is there at the end it leaves alone for good. Ctrl-C ends
-    the process with a line.
+    """Switches off the garbage collector, which scans all imports again and again and finds nothing: 0.7 of the 3.4 s
+    that torch and its compiler take. Objects that exist at the end it never scans. Ctrl-C ends the process with a line.
 
     numpy's linear algebra (OpenBLAS) starts a thread for each core when it is imported, unless OPENBLAS_NUM_THREADS
     says otherwise. It gets none: ranks share the cores, and a process with threads cannot be forked.
@@ -55,7 +54,7 @@ def leave_compiler_out_of_optimizers() -> None:
     not to compile: of a run of two ranks and ten steps 3 of 18.7 s of CPU, of the peak of a rank 45 of 424 MB (torch
     2.13, 2026-11-22).
 
-    What is compiled in a process of ours is a model, never its optimizer. Whoever compiles imports the compiler.
+    Processes of zerotrain compile models, never an optimizer. Whoever compiles imports the compiler.
     """
     import torch
 
@@ -67,7 +66,7 @@ def leave_compiler_out_of_optimizers() -> None:
 
 
 def _with_gradients_as_asked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch wraps a step in, but for the compiler."""
+    """Torch's wrapper of a step, without the compiler's part."""
     import torch
 
     @functools.wraps(step)

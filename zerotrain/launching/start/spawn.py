@@ -27,9 +27,9 @@ from zerotrain.training.callbacks.stop import StopRequest, stop_requests
 RANK_MODULE = "zerotrain.launching.start.rank_process"
 _LOOK_EVERY_S = 0.05
 _GRACE_S = 30.0
-"""Of a rank that was told to end, until it is killed."""
+"""Time for a rank that was told to end, until it is killed."""
 _REMOVE_BEHIND_US = 'read _; for second in 1 2 3 4 5; do rm -rf "$0" && exit; sleep 1; done'
-"""Of a shell whose input ends with this process: ranks that are about to end may still write there."""
+"""Shell command that removes a folder once this process has ended: ranks that are ending may still write there."""
 
 
 def run_ranks(attempts: Attempts, num_ranks: int) -> int:
@@ -188,7 +188,7 @@ def ranks_folder() -> Iterator[str]:
 
 
 def _ended_at_once(signum: int) -> BaseException:
-    """What to raise after this signal has ended the ranks at once."""
+    """The exception to raise after this signal has ended the ranks at once."""
     if signum == signal.SIGINT:
         return KeyboardInterrupt()
     print(f"stopped by {signal.Signals(signum).name}", file=sys.stderr)

@@ -47,7 +47,7 @@ _STORE_LASTS_S = 1.0
 class JobExchange:
     """Passes the job from rank 0 to the others, through the store that torchrun runs for its ranks.
 
-    What lies there is read as JSON, and never unpickled.
+    Its entries are read as JSON, and never unpickled.
     """
 
     def __init__(self, ranks: RankEnvironment) -> None:

@@ -1,4 +1,4 @@
-"""What one rank runs, whoever has started it."""
+"""The work of one rank, however it was started."""
 
 import os
 import signal

@@ -1,1 +1,1 @@
-"""What is tried before any rank starts."""
+"""Checks that run before any rank starts."""

@@ -58,14 +58,14 @@ def check(
     Called once, before any rank starts; it also fills the dataset's cache, so that the ranks find it there.
 
     Args:
-        config: gets what the dataset alone knows: `model.vocab_size`, where it is null.
+        config: gets the dataset's `model.vocab_size` if that is null.
         num_local_ranks: ranks this machine is to run.
         num_ranks: of all machines.
         goes_on_from: of the checkpoint that is tried first.
         run_dir: may not be there yet.
 
     Returns:
-        What the data is, for the ranks to compare theirs with.
+        The fingerprint of the data, for the ranks to compare theirs with.
 
     Raises:
         ConfigError: with every problem found.
@@ -106,14 +106,14 @@ def check(
 
 
 class _Attempts:
-    """What was tried of a config, and the problems that were found."""
+    """Attempts to build parts of a config, and the problems found."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self.problems: list[str] = []
 
     def attempt(self, group: str, attempted: Callable[[Config], Any]) -> Any:
-        """What `attempted` gives; None after a problem."""
+        """The result of `attempted`; None after a problem."""
         config, problems = self._config, self.problems
         try:
             with words_of_config():
@@ -204,7 +204,7 @@ def _too_large(group: str, error: Exception) -> str:
 
 
 def _of_row(error: RowError) -> str:
-    """What the user's class or function raised, and where in its code."""
+    """The error of the user's class or function, and its place in the user's code."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     if _lacks_memory(cause):
         return _too_large("data", cause)
@@ -246,7 +246,7 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
     For the CPU let it make some steps; on a GPU the ranks do, since this process is to leave none of its memory there.
 
     Returns:
-        What makes it.
+        The optimizer's factory.
     """
     factory = build("optimizer", config.optimizer)
     units = [] if model is None else cut_units(walk(model), config.zero.unit_patterns, max_numel=1)

@@ -1,4 +1,4 @@
-"""What can be tried of the data before any rank starts."""
+"""Checks of the data before any rank starts."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -139,8 +139,8 @@ def _by_memory(config: Config, plan: Plan, kept: Mapping[str, float], device: st
 
 
 def _saved_nbytes(config: Config, model: nn.Module, first: Any) -> float:
-    """What the forward of a micro-batch saves for its backward, tried without memory; 0 of a small one, and where that
-    cannot be known: it computes with values, or the run moves or compiles what it saves."""
+    """Bytes that the forward of a micro-batch saves for its backward, tried without memory; 0 for a small one, and if
+    they cannot be known: it computes with values, or the run moves or compiles what it saves."""
     num_rows, shapes = config.train.micro_batch_size, [each.shape for each in _tensors(first)]
     numel = sum(shape.numel() for shape in shapes) * num_rows
     moves = any(config.model_switches.values()) or config.offload.activations != "device"

@@ -25,7 +25,7 @@ from zerotrain.sharding.units import model_parameters
 
 @dataclass(frozen=True)
 class Ranks:
-    """Of a run, and of this machine."""
+    """Ranks of a run, and those on this machine."""
 
     num_ranks: int
     num_local: int
@@ -33,11 +33,11 @@ class Ranks:
 
 def require_room(config: Config, model: nn.Module | None, run_dir: Path | None, ranks: Ranks) -> None:
     """Make sure that a disk that is offloaded to can be, and has as much free as the ranks of this machine will take.
-    What activations will take is not known, and not counted.
+    Room for activations is unknown and not counted.
 
     Args:
         model: without memory; None: its size is not known, and the ranks find out.
-        run_dir: what `offload.path` of null is.
+        run_dir: the folder that a null `offload.path` stands for.
 
     Raises:
         ConfigError: no file can be made in the folder, or the disk is too small.
@@ -60,7 +60,7 @@ def require_room(config: Config, model: nn.Module | None, run_dir: Path | None, 
 
 
 def plans_of(stages: Iterable[int]) -> list[Plan]:
-    """Of the stages that there are: what is wrong with another is told elsewhere."""
+    """Plans of those stages that exist: other stages are reported elsewhere."""
     return [STAGES[stage] for stage in stages if 0 <= stage < len(STAGES)]
 
 

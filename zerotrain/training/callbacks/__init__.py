@@ -1,1 +1,1 @@
-"""What happens beside the steps of a loop."""
+"""Work that a loop does beside its steps."""

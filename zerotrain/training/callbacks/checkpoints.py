@@ -1,4 +1,4 @@
-"""What a run keeps of itself while it trains, and what it goes on from."""
+"""The checkpoints that a run saves while it trains, and those it resumes from."""
 
 import json
 import statistics
@@ -72,7 +72,7 @@ class Resumed:
     path: Path
     step: int
     state: dict[str, Any]
-    """What `Run.state` gave in the run that saved it."""
+    """The `Run.state` of the run that saved it."""
 
 
 class RunCheckpoints(Callback):
@@ -105,13 +105,13 @@ class RunCheckpoints(Callback):
         """Hyperparameters as the settings have them, before anything was loaded."""
         self._pauses_s: list[float] = []
         self._step_times_s: dict[bool, list[float]] = {False: [], True: []}
-        """Of steps without a save beside them, and with one."""
+        """Times of steps without a save beside them, and with one."""
         self.newest: Path | None = None
         """The last one that is on the disk, of those that this process has seen."""
 
     def resume(self) -> Resumed | None:
-        """Take up the first of the policy's checkpoints that is what was written; say which were skipped, and why.
-        Where there are none, begin with the weights that the policy names, if it does. Collective.
+        """Resume from the first intact one of the policy's checkpoints; say which were skipped, and why. If there are
+        none, begin with the weights that the policy names, if it does. Collective.
 
         Hyperparameters that are set otherwise than when the run was first started are those of now.
 
@@ -264,7 +264,7 @@ class RunCheckpoints(Callback):
             self._removal.join()
 
     def _set_aside(self, taken: Path, step: int) -> None:
-        """Of this run's own folder what it does not go on from, and will come to again: nothing is ever replaced."""
+        """Rename own checkpoints later than `taken`: the run comes to their steps again and never replaces anything."""
         for path in checkpoints_in(self._folder):
             if step_of(path) > step or (step_of(path) == step and path != taken):
                 aside = set_aside(path)

@@ -1,12 +1,12 @@
-"""control.yaml in the run's folder: what an operator asks of a run that is under way.
+"""control.yaml in the run's folder: an operator's requests to a run that is under way.
 
     stage: 3      # from the next step on, until zero.schedule says otherwise
     save: now
     stop: true    # after this step, saved
 
 Rank 0 looks whether the file has changed, once a step, and tells the others with the number that each step exchanges.
-What was done, or why not, replaces what was asked: `answer: ...`. So nothing is done twice. Whatever lies there, and
-whoever writes it meanwhile, the run neither waits nor ends.
+An answer (what was done, or why not) replaces the request: `answer: ...`. So nothing is done twice. Whatever the file
+holds, and whoever writes it meanwhile, the run neither waits nor ends.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ REQUESTS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "save": ("now", ("now", True)),
     "stop": ("true", (True,)),
 }
-"""What each may be, in words and as values."""
+"""Allowed values of each request, in words and as values."""
 ALLOWED = "stage: 0 to 3, save: now, stop: true"
 MAX_NBYTES = 2**16
 MAX_PROBLEMS = 10
@@ -43,7 +43,7 @@ class Control(Callback):
     def __init__(self, path: Path, world: World, console: Console) -> None:
         self._path, self._world, self._console = path, world, console
         self._seen: tuple[int, ...] | None = None
-        """What tells that the file has changed, as it was at the last look."""
+        """The file's time, size and inode at the last look: a change shows in them."""
         self._asked: dict[str, Any] = {}
         self._problems: list[str] = []
 
@@ -56,7 +56,7 @@ class Control(Callback):
         self.answer(run.step)
 
     def look(self) -> Request:
-        """What the file asks for, on rank 0. A look costs some microseconds."""
+        """The requests in the file, on rank 0. A look costs some microseconds."""
         if self._world.rank > 0 or (now := self._state()) is None or now == self._seen:
             return Request()
         asked, problems = _requests(self._path)
@@ -66,7 +66,7 @@ class Control(Callback):
         return Request(stage=asked.get("stage"), save="save" in asked, stop="stop" in asked and CONTROL_NAME)
 
     def answer(self, step: int) -> None:
-        """What was asked for with this step, counted from 1, is done: say so, in the log and in the file."""
+        """The requests of this step, counted from 1, are done: say so, in the log and in the file."""
         if not self._asked and not self._problems:
             return
         done = {

@@ -20,7 +20,7 @@ from zerotrain.engine.update.leaves import call_model
 from zerotrain.training.callback import Callback, Run
 
 ROWS_PER_EVAL_BATCH = 8
-"""What `train.eval_batches` counts. A number, not the batch of training: what is validated must not depend on ranks."""
+"""Rows of one of `train.eval_batches`. It is fixed: the validation rows must not depend on ranks."""
 
 
 class RunEvaluation(Callback):
@@ -96,8 +96,7 @@ def evaluate_sources(*, dataset: Any, num_sequences: int, **arguments: Any) -> t
 
     Returns:
         (loss, loss of each source). The loss is the mean of those of the sources by their weights: that of the mix
-        which is trained on, also where a source has fewer sequences than its share. Of data without sources there are
-        none.
+        which is trained on, also where a source has fewer sequences than its share. Data without sources has none.
     """
     sources: dict[str, Any] = getattr(dataset, "sources", {})
     if not sources:
@@ -136,13 +135,13 @@ def evaluate(
         collate: makes a batch of a list of items; None: torch's `default_collate`.
 
     Returns:
-        nan where no label counts. Where there are no labels at all, each sequence counts as one.
+        nan where no label counts. Each sequence counts as one if there are no labels at all.
 
     Raises:
         RowError: an item could not be read.
 
-    What it draws of random numbers (a dataset that augments, a model that samples) leaves the generators of this
-    process as they were: how often one evaluates must change no training.
+    Random numbers drawn in here (a dataset that augments, a model that samples) leave the generators of this process as
+    they were: the number of evaluations must not change the training.
     """
     rows = validation_rows(len(dataset), num_sequences)
     num_rounds = max(1, math.ceil(len(rows) / (world.size * micro_batch_size)))

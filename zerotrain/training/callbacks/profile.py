@@ -1,4 +1,4 @@
-"""What a run records of its first steps: a chrome trace of its operations, and a snapshot of the GPU's memory."""
+"""Records a run's first steps: a chrome trace of its operations, and a snapshot of the GPU's memory."""
 
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the user watches: a bar in a terminal, a few plain lines anywhere else."""
+"""Progress for the user: a bar in a terminal, a few plain lines anywhere else."""
 
 from typing import Any
 
@@ -89,7 +89,7 @@ class ProgressDisplay:
 
 
 def _describe(metrics: dict[str, Any], val_loss: float | None) -> str:
-    """What was measured of training, short enough for a terminal of 80 columns."""
+    """The metrics of training, short enough for a terminal of 80 columns."""
     parts = [f"loss {metrics['train_loss']:.3f}"]
     if val_loss is not None:
         parts.append(f"val {val_loss:.3f}")

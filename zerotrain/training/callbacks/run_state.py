@@ -13,7 +13,7 @@ _LOSS = Optional((float, None))
 
 @dataclass(frozen=True)
 class AskedStages:
-    """What operators have asked for: steps done, as a text, and the stage from there on."""
+    """The stages that operators asked for: steps done, as a text, and the stage from there on."""
 
     def problem(self, value: Any) -> str | None:
         is_one = isinstance(value, dict) and all(map(_is_stage_from, value.items()))

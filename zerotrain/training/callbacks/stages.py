@@ -69,8 +69,8 @@ class RunStages(Callback):
         self._engine, self._world, self._result, self._console = engine, world, result, console
         self._schedule = {0: engine.options.zero.stage} | dict(schedule)
         self.asked: dict[str, int] = {}
-        """What operators have asked for: steps done, as texts, and the stage from there on, until a later entry of the
-        schedule."""
+        """The stages that operators asked for: steps done, as texts, and the stage from there on, until a later entry
+        of the schedule."""
         self._num_micro_batches = gradient_accumulation_steps * len(engine.virtual_ranks)
 
     def start(self, run: Run) -> None:

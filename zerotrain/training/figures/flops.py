@@ -13,11 +13,11 @@ from zerotrain.data.reading.inputs import as_inputs, to_device
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What MFU is computed from."""
+    """The numbers from which MFU is computed."""
 
     per_sequence: float
-    """Floating point operations of the forward and backward of one sequence. What a run computes twice to save memory
-    is not in it."""
+    """Floating point operations of the forward and backward of one sequence. Recomputation to save memory is not
+    counted."""
     peak_per_s: float
     """Floating point operations per second that the devices of all ranks can do together."""
 

@@ -1,4 +1,4 @@
-"""What is measured along the way: throughput, and how much of the device it uses."""
+"""Measures training: throughput, and use of the device."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ NUM_WARMUP_STEPS = 3
 """First steps, which allocate and compile, left out of the run's speed where there are more."""
 
 EARLIER = ("train_s", "steps", "seconds", "tokens", "waits_s")
-"""What a clock keeps of steps before it: the seconds of all, then sums over those that count."""
+"""Sums of earlier steps in a clock: the seconds of all, then sums over those that count."""
 
 PEAK_TFLOPS = {
     # (16 bits with fp32 sums, fp32 without TF32) by a part of the device's name; the first part found counts, so
@@ -50,7 +50,7 @@ def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 class StepClock:
     """Seconds and tokens of each training step. `with clock:` around a step, then `count` its tokens.
 
-    Of a run that goes on, earlier steps are there as sums alone: they count in means over the run, not in medians.
+    In a resumed run, earlier steps are there as sums alone: they count in means over the run, not in medians.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class StepClock:
         self._waits_s.append(wait_s)
 
     def state_dict(self) -> dict[str, float]:
-        """What is known of the run's steps, to go on with."""
+        """The sums of the run's steps, for a run that resumes."""
         sums = [sum(each) for each in self._of(None, self._durations_s, self._num_tokens, self._waits_s)]
         durations_s = self._of(None, self._durations_s)[0]
         values = (self.train_s, float(len(durations_s)), *sums)
@@ -126,7 +126,7 @@ class StepClock:
         return of_amounts / of_units if of_units else math.nan
 
     def _of(self, last_steps: int | None, *values: list[float]) -> list[list[float]]:
-        """What belongs to the last so many steps, or to this sitting without its first steps."""
+        """The entries of the last so many steps, or of this sitting without its first steps."""
         num_warmup = NUM_WARMUP_STEPS if len(self._durations_s) > NUM_WARMUP_STEPS else 0
         first = num_warmup if last_steps is None else -last_steps
         return [each[first:] for each in values]

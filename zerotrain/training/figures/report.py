@@ -1,4 +1,4 @@
-"""What a run says: lines, and at its end the table of what each rank holds and sends, beside what theory says."""
+"""A run's output: lines, and at its end the table of bytes that each rank holds and sends, beside the theory."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -49,7 +49,7 @@ class RankUsage:
 
 
 def measure_usage(*, engine: ZeroEngine, device: torch.device, num_micro_batches: int) -> RankUsage:
-    """What this rank holds now, between steps, and sent in the last step."""
+    """The bytes that this rank holds now, between steps, and sent in the last step."""
     memory = engine.memory_bytes()
     held = {f"{kind}_nbytes": memory[kind] for kind in memory["theory"]}
     return RankUsage(

@@ -14,9 +14,9 @@ from zerotrain.files.whole import whole
 
 RESULT_NAME = "result.json"
 KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source", "stages")
-"""What a run that goes on begins with."""
+"""Fields with which a resumed run begins."""
 MAX_NBYTES = 2**26
-"""Of a result.json: each stage tells of all ranks."""
+"""Largest result.json that is read: each stage tells of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ _SCHEMA = {
     "tokens_per_s": _NUMBER,
     "step_ms_median": _NUMBER,
 }
-"""What is read of a result.json by others than people."""
+"""Schema of the fields of a result.json that programs read."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class RunResult:
     status: str = "failed"
     """completed, stopped (from outside) or failed."""
     error: str | None = None
-    """What ended a run that did not complete."""
+    """The error that ended a run before it completed."""
     stopped_by: str | None = None
     """The signal after which the run ended in order, its step done on all ranks; null however else it ended."""
     restarts: int = 0
@@ -110,7 +110,7 @@ class RunResult:
     theory_sent_nbytes: what rank 0 sent for the change in mid-run, ranks: the `RankUsage` of each rank at its end}."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on begins with, for a checkpoint."""
+        """The state from which a resumed run begins, for a checkpoint."""
         return without_non_finite({name: getattr(self, name) for name in KEPT})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ class RunResult:
             self.status, self.error = "failed", printable(f"{type(failure).__name__}: {failure}")
 
     def body(self) -> dict[str, Any]:
-        """What is written."""
+        """The content that is written."""
         return without_non_finite(asdict(self))
 
     def write(self, run_dir: Path) -> None:

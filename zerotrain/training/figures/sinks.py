@@ -1,4 +1,4 @@
-"""Where what is measured along the way goes."""
+"""Destinations of metrics."""
 
 import errno
 import json
@@ -31,7 +31,7 @@ class ResumableSink(MetricSink, Protocol):
     """One that goes on where it was, such as in the same run of a tracking service: checkpoints keep its state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can hold, such as the id of the service's run."""
+        """Values that JSON can hold, such as the id of the service's run."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Called before anything is logged, where a run goes on."""

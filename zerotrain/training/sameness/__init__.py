@@ -1,1 +1,1 @@
-"""What keeps runs and ranks the same: seeds, generators, data."""
+"""Keeps runs and ranks the same: seeds, generators, data."""

@@ -32,9 +32,8 @@ class _Across(Shared):
 
 
 class AcrossGather(_Across, Gather):
-    """A gather in which a shard goes to the column, and what a rank has of its column is read by its host's others.
-
-    Where these cannot read `full`, the column is received into memory that they can, and copied.
+    """A gather over hosts: a rank sends its shard to its column, and its host's others read what it has received. If
+    they cannot read `full`, it receives into memory that they can read, and copies.
     """
 
     def __init__(self, spec: GatherSpec, hosts: Hosts, group: dist.ProcessGroup, tags: Iterator[int]) -> None:
@@ -124,7 +123,7 @@ class AcrossReduction(_Across, Reduction):
         self.sent_nbytes = self._part_nbytes * (hosts.num_ranks - 1)
         self._lent: list[Scratch] = []
         self._roots: list[torch.Tensor] = []
-        """Of each host's sum over its ranks this rank's part, fp32."""
+        """This rank's part of each host's sum over its ranks, fp32."""
 
     def _prepare(self) -> None:
         self._roots = list(self._borrow_roots())

@@ -17,7 +17,7 @@ _Arrival = tuple[Sequence["Passage"], tuple[torch.Tensor, torch.Tensor] | None, 
 
 
 class Passage(NamedTuple):
-    """What is on its way from or to a rank of another host."""
+    """A part on its way from or to a rank of another host."""
 
     part: torch.Tensor
     """Which gloo writes or reads meanwhile."""

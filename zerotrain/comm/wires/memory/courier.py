@@ -1,4 +1,4 @@
-"""What moves data between the ranks of a host: a thread of each rank, which reads the others' memory as they say where.
+"""Moves data between the ranks of a host: a thread of each rank reads the others' memory where they tell it to.
 
 Two kinds of messages pass between two ranks, both with the number of a handle. "There": what the handle sends lies at
 this place of my memory. "Read": you may change what you sent. A rank whose own part is under way reads what others have

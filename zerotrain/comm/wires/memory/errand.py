@@ -1,4 +1,4 @@
-"""What a courier is told to do: one use of a handle."""
+"""A courier's task: one use of a handle."""
 
 import struct
 import threading
@@ -23,14 +23,14 @@ class Errand(ABC):
         self.not_there, self.not_read = set(peers), set(peers)
         """The peers that have not said where theirs lies, and those that have not read this rank's."""
         self.sent: object = None
-        """What holds the memory that the peers read, while they may."""
+        """Keeps alive the memory that the peers read, while they may."""
         self.is_done = False
         self.ended = threading.Lock()
         """Held until the errand is done, or will never be."""
         self.ended.acquire()
 
     def message(self, kind: int, offset: int = 0) -> bytes:
-        """What one courier sends another about this errand."""
+        """The message about this errand from one courier to another."""
         return MESSAGE.pack(kind, self.code, self.number, offset, self.nbytes)
 
     @abstractmethod

@@ -21,7 +21,7 @@ _NUM_SHOWN = 8
 
 
 def host_name() -> str:
-    """Of what a rank shares with all that can reach its unix sockets: a boot of a machine, and a network namespace."""
+    """Identifies all that can reach this rank's unix sockets: a boot of a machine, and a network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
@@ -114,7 +114,7 @@ def meet_hosts(local: LocalRanks, num_hosts: int, say: Callable[[Any], list[Any]
 
 
 class Column:
-    """What a handle sends to and receives from its rank's column. Its sends and receives have a tag of their own."""
+    """A handle's sends to and receives from its rank's column. They have a tag of their own."""
 
     def __init__(self, hosts: Hosts, group: dist.ProcessGroup, tag: int) -> None:
         self._hosts, self._group, self._tag = hosts, group, tag
@@ -122,7 +122,7 @@ class Column:
         others = [(hosts.host + distance) % hosts.num_hosts for distance in range(1, hosts.num_hosts)]
         self._peers = [(host, host * hosts.local.size + hosts.local.place) for host in others]
         self.received: list[Passage] = []
-        """What is to come."""
+        """Receives under way."""
         self.sent: list[Passage] = []
 
     def receive(self, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
@@ -142,7 +142,7 @@ class Column:
                 self.sent.append(Passage(parts[host], rank, work))
 
     def take_received(self) -> list[Passage]:
-        """What another is to wait for."""
+        """Hand over the receives under way: the caller waits for them."""
         received, self.received = self.received, []
         return received
 

@@ -36,7 +36,7 @@ class LocalPeer:
 
 
 class Leaving(Protocol):
-    """What is made of peers."""
+    """An object made of peers."""
 
     def leave(self) -> None:
         """End it."""
@@ -111,7 +111,7 @@ def meet_locally(
 
 
 def require_all(say: Callable[[Any], list[Any]], why: str, *facts: str) -> list[list[str]]:
-    """What each rank says beside why it cannot: [why, *facts]. Collective.
+    """Gather [why, *facts] of each rank; `why` is empty if the rank can. Collective.
 
     Raises:
         NotLocalError: one cannot.

@@ -30,7 +30,7 @@ class LocalRanks:
     def __init__(self, rank: int, ranks: range, say: Callable[[Any], list[Any]], timeout_s: float) -> None:
         self.rank, self.size, self.timeout_s = rank, len(ranks), timeout_s
         self.place = ranks.index(rank)
-        """Of this rank among them."""
+        """This rank's index among them."""
         self.peers = tuple(peer for peer in ranks if peer != rank)
         memory, why = _memory()
         require_all(say, why)
@@ -65,8 +65,8 @@ class LocalRanks:
 
 
 class SharedRows:
-    """What a reduction reads into and adds in, in the cache: one memory for all, since one thread reads. Made anew for
-    each chunk, malloc gave it back between two, and a step of 13.9 M parameters took 7,000 page faults more."""
+    """Buffers in which reductions read and add, small enough for the cache; shared, since one thread reads. With new
+    ones for each chunk malloc gave them back in between: 7,000 more page faults in a step of 13.9 M parameters."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, torch.Tensor] = {}

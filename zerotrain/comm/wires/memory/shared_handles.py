@@ -19,7 +19,7 @@ _SLICE_NBYTES = 2**23
 
 
 class Shared(Handle):
-    """A handle of some `LocalRanks`. What it sends may not change until all have read it: that is a part of waiting."""
+    """A handle of some `LocalRanks`. `wait` returns once all peers have read its data, which may not change before."""
 
     _errand: Errand | None = None
     """While it is under way."""

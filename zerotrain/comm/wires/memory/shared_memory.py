@@ -13,7 +13,7 @@ import weakref
 import torch
 
 FILE_NBYTES = 2**46
-"""Of the file, nearly all of it a hole: each allocation gets a place of its own in it, and none is given out twice."""
+"""Size of the file, nearly all of it a hole: each allocation gets its own range, and none is given out twice."""
 _MAP_FIXED = 0x10
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _PART_NBYTES = 2**24
@@ -83,7 +83,7 @@ class SharedMemory:
         _LIBC.fallocate(self.file, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes)  # the file lives on
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where in the file a contiguous tensor begins; None if it lies elsewhere."""
+        """Offset of a contiguous tensor in the file; None if it lies elsewhere."""
         address = tensor.untyped_storage().data_ptr()
         mapped = self._mapped.get(address)
         return None if mapped is None else mapped[0] + tensor.data_ptr() - address

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a bucket, as its home has it: tensors, and who is a part of them."""
+"""The optimizer state of a bucket, for its home: the tensors, and the objects that hold them."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Kept:
     of_whole: torch.optim.Optimizer | None
 
     def tensors(self) -> Iterator[tuple[Hashable, torch.Tensor]]:
-        """What is to be at home."""
+        """The tensors that belong at home."""
         if self.has_copy:
             yield "master weight", self.master_weight
         for number, optimizer in enumerate((self.by_elements, self.of_whole)):

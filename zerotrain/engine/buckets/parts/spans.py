@@ -29,7 +29,7 @@ def update_range(layout: BucketLayout, plan: Plan, rank: int) -> slice:
 def cut_spans(
     layout: BucketLayout, runs: Sequence[tuple[int, tuple[int, int] | None]], where: slice, master_weight: torch.Tensor
 ) -> list[Span]:
-    """What a rank that updates `where` updates by elements: neighbours of one group and generation together.
+    """The spans that a rank updates by elements within `where`: neighbours of one group and generation together.
 
     Args:
         runs: of the bucket's spec.

@@ -26,7 +26,7 @@ class Subtrees:
         """(log2 of the leaves in it, their sum), the largest first."""
         self._free: list[Scratch] = []
         self._root: Scratch | None = None
-        """What is on the wire."""
+        """Buffer of the sum of this rank's leaves, on the wire until `clear`."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -44,7 +44,7 @@ class Subtrees:
         return Scratch(self._zeros(self._numel, self._dtype))
 
     def give_back(self, scratch: Scratch) -> None:
-        """What was taken is needed no more."""
+        """Take back a buffer that is no longer needed."""
         self._free.append(scratch)
 
     def add(self, leaf: Scratch) -> None:

@@ -2,8 +2,8 @@
 
 Shards stay what they are. In a step each rank sends the parts of weights and gradients that lie in its shard to the
 tensors' owners, in one exchange; an owner holds its tensors whole while it updates them, and sends the new weights
-back, in another. What the optimizer keeps (momentum) stays whole with the owner. Where the optimizer is replicated
-every rank has the whole tensors anyway: each updates all, and nothing is sent.
+back, in another. Optimizer state (momentum) stays whole with the owner. With a replicated optimizer every rank has the
+whole tensors anyway: each updates all, and nothing is sent.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,7 +80,7 @@ class WholeTensors:
                 for index, slot in enumerate(slots[: len(owners)])
             }
         self._places: dict[int, int] = {}
-        """Where each owned tensor starts in the scratch that holds them whole."""
+        """Start of each owned tensor in the scratch that holds them whole."""
         self._whole_numel = 0
         for slot in self.targets:
             self._places[slot] = self._whole_numel

@@ -1,1 +1,1 @@
-"""Where a bucket's memory lies: the device, the host, a disk."""
+"""Places of a bucket's memory: the device, the host, a disk."""

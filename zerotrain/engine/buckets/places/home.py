@@ -1,4 +1,4 @@
-"""Where some tensors of a bucket are while nothing is computed with them, and how they come to the device.
+"""The place of some of a bucket's tensors while nothing is computed with them, and their way to the device.
 
 The tensors stay the objects they are, with another memory under them: at rest that of a place on a tier, which the
 host may read and write, and between `open` and `close` that of a window.
@@ -34,7 +34,7 @@ class Home:
 
     @property
     def nbytes(self) -> int:
-        """Of the place, off the device."""
+        """Size of the place, off the device."""
         return 0
 
     def tell(self, moved: Callable[[], None]) -> None:
@@ -54,8 +54,8 @@ class Home:
         """Begin to bring them back; those that are new come along."""
 
     def put_away(self) -> None:
-        """At rest: bring in what others have made on the device or the host, and wait for what is under way. What the
-        host does with the tensors afterwards is done to what will be fetched."""
+        """At rest: bring in what others have made on the device or the host, and wait for what is under way. The next
+        fetch brings what the host writes to the tensors afterwards."""
 
     def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same values as a tensor without gaps has that lies in the memory at rest, for who only reads them; itself
@@ -77,13 +77,13 @@ DEVICE = Home()
 
 
 def no_tensors() -> Iterator[tuple[Hashable, torch.Tensor]]:
-    """Of a home that was left."""
+    """The tensors of a home that was left."""
     return iter(())
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor lies in the place."""
+    """The position of a tensor in the place."""
 
     start: int
     shape: torch.Size
@@ -217,8 +217,8 @@ class OffloadedHome(Home):
             self._window, self._arriving = None, DONE
 
     def _take_in(self, into: torch.Tensor, *, from_outside: torch.Tensor) -> bool:
-        """Bring those tensors that do not lie in `from_outside` into `into`; both are laid out as the place is. Where
-        that is too small, all tensors are at rest in a larger one: False."""
+        """Bring those tensors that do not lie in `from_outside` into `into`; both are laid out as the place is. Returns
+        False if the place is too small: all tensors are then at rest in a larger one."""
         strangers = self._outside(from_outside)
         for key, tensor in strangers:
             if key not in self._slots or not self._slots[key].fits(tensor):

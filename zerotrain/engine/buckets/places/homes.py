@@ -1,4 +1,4 @@
-"""What an engine's buckets have off the device, and on which tier."""
+"""The parts of an engine's buckets that live off the device, and their tiers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Homes:
     """
 
     rates: Mapping[Tier, Rates]
-    """What `measure` has found."""
+    """Speeds of the tiers, from `measure`."""
 
     def __init__(self, given: OffloadConfig, world: World, prefetch: int) -> None:
         self._given, self._world = given, world
@@ -56,7 +56,7 @@ class Homes:
         self._parameters = self._kind(given.parameters, prefetch + 2, in_place=False)
         activations = self._kind(given.activations, 3, in_place=False)
         self.saved = None if activations is None else SavedTensors(activations.windows)
-        """What forwards save for backwards, where it is offloaded."""
+        """Tensors that forwards save for backwards, if these are offloaded."""
 
     def _kind(self, where: str, num_windows: int, in_place: bool) -> _Kind | None:
         if where == "device":
@@ -95,13 +95,13 @@ class Homes:
         self._kept = frozenset(kept)
 
     def of_optimizer(self, spec: BucketSpec, planned_nbytes: Callable[[], int], tensors: Tensors) -> Home:
-        """Of what the optimizer keeps of a bucket."""
+        """The home of a bucket's optimizer state."""
         if self._optimizer is None or spec.name in self._kept or (nbytes := planned_nbytes()) == 0:
             return DEVICE
         return _home(self._optimizer, nbytes, tensors)
 
     def of_shard(self, plan: Plan, shard: torch.Tensor) -> Home:
-        """Of a rank's part of a bucket's weights, where that is all it keeps of them."""
+        """The home of a rank's shard of a bucket's weights; the device if the rank keeps them whole."""
         kind = self._parameters if plan.shards_parameters else None
         return _home(kind, shard.nbytes, lambda: iter([("shard", shard)]))
 

@@ -32,7 +32,7 @@ MAX_NESTED = MAX_DEPTH - 14
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a save is told."""
+    """The arguments of a save."""
 
     path: str | os.PathLike[str]
     extra: Any
@@ -50,16 +50,16 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What a rank has found out without a word of the others."""
+    """A rank's part in a save, as found out without communication."""
 
     partial: PartialFolder | None
     """On rank 0."""
     own: dict[Bucket, list[Entry]]
-    """What this rank writes, without buffers."""
+    """The entries that this rank writes, without buffers."""
     buffers: dict[str, torch.Tensor]
     """The model's, by name."""
     extra_states: dict[str, Any]
-    """Of modules, by name; rank 0's are saved."""
+    """Extra state of modules, by name; rank 0's is saved."""
     told: dict[str, Any]
     """For all ranks."""
 
@@ -94,7 +94,7 @@ def prepare(given: Given, holdings: Holdings, settle_former: Callable[[], None])
 
 
 def facts_of(given: Given) -> dict[str, object]:
-    """What must be the same on all ranks, by name.
+    """Arguments that must be equal on all ranks, by name.
 
     Raises:
         ConfigError: something of it cannot be saved.
@@ -144,7 +144,7 @@ def _require_known(holdings: Holdings, beside: Mapping[str, Any]) -> None:
 
 
 def _writing(given: Given, holdings: Holdings, plan: _Plan, told: list[dict[str, Any]]) -> Writing:
-    """What a thread needs to go on from here."""
+    """The job of the thread that writes, from here on."""
     shards = holdings.collectives.shards
     content = _content(given, holdings, plan, told) if plan.partial is not None else {}
     partial = plan.partial

@@ -1,8 +1,8 @@
 """The state as a save found it, while the training that goes on changes it: read where it lies, or from copies.
 
 State does not change in forward and backward, so the thread that writes reads the live tensors, bucket by bucket in the
-order of updates. What is about to change a bucket first copies what is not yet written of it, and waits where copies
-would take more memory than they may.
+order of updates. Before a bucket changes, its unwritten parts are copied; the change waits if copies would take more
+memory than they may.
 """
 
 import threading
@@ -44,9 +44,9 @@ class Snapshot:
         self._copies: dict[Entry, torch.Tensor] = {}
         """Flat bytes of entries from where they were read to; whose bucket has changed since."""
         self._under_way: Bucket | None = None
-        """Of which a chunk of the live memory is being read."""
+        """The bucket of whose live memory a chunk is being read."""
         self._versions = {bucket: _versions(bucket) for bucket, own in entries.items() if _is_exposed(bucket, own)}
-        """Of the parameters that users can write to, until the engine changes them itself."""
+        """Versions of the parameters that users can write to, until the engine changes them itself."""
         largest = max((_nbytes(own) for own in entries.values()), default=0)
         self._staging_nbytes = largest if staging_nbytes is None else staging_nbytes
         self._held_nbytes = 0
@@ -111,7 +111,7 @@ class Snapshot:
     def chunks(self, entry: Entry) -> Iterator[memoryview]:
         """The bytes of an entry, some MiB at a time. Each is looked at before the next is asked for."""
         first = 0
-        """Where the copy begins, if there is one."""
+        """Offset at which the copy begins, if there is one."""
         nbytes = entry.values.nbytes
         for start in range(0, nbytes, CHUNK_NBYTES):
             with self._changed:

@@ -1,4 +1,4 @@
-"""What the caller has of a save that goes on beside the training."""
+"""The caller's handle on a save that goes on beside the training."""
 
 import atexit
 import threading
@@ -15,7 +15,7 @@ END_S = 5.0
 
 
 class SaveUnderWay:
-    """What `engine.begin_save` returns: a thread writes, and ends alike on all ranks."""
+    """The handle that `engine.begin_save` returns: a thread writes, and ends alike on all ranks."""
 
     path: Path
     """The folder, absolute. It is there when the save is done."""

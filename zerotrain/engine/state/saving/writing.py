@@ -28,7 +28,7 @@ _STOP, _END, _NUM_WRITTEN = "stop", "end", "written"
 
 
 def description_name(rank: int) -> str:
-    """Of the file in which a rank tells rank 0 what it has written: too much for a note. It is removed when read."""
+    """Name of the file in which a rank tells rank 0 what it has written: too much for a note. Reading removes it."""
     return f"described-{rank:05d}.json"
 
 
@@ -41,7 +41,7 @@ class Writing:
     """One rank's part, for a thread of its own."""
 
     path: Path
-    """Of the checkpoint."""
+    """Path of the checkpoint."""
     folder: Path
     """Under which name it is written."""
     file: TensorFile
@@ -174,7 +174,7 @@ class _Heard:
         return time.monotonic() - self._at_s > self._timeout_s
 
     def silence(self) -> Told:
-        """What to say of it then."""
+        """The message about a rank that does not answer."""
         return told(
             CheckpointError(
                 f"nothing was heard of it for {self._timeout_s:g} s: its process is gone, or its disk does not answer"

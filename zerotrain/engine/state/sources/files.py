@@ -26,11 +26,11 @@ CHUNK_NUMEL = 2**17
 
 
 class Files(Source):
-    """Weights that can be read and fit the engine, open. What they have not stays as it is.
+    """Weights that can be read and fit the engine, open. Parameters that they lack stay as they are.
 
     Args:
-        wanted: what the model has, and what of `weights` each gets.
-        loaded: what is told of it.
+        wanted: the model's tensors, and the part of `weights` that each gets.
+        loaded: the report about it.
     """
 
     def __init__(self, weights: Weights, wanted: Sequence[Wanted], loaded: LoadedWeights, holdings: Holdings) -> None:
@@ -159,7 +159,7 @@ def _same(weights: Weights, left: GivenTensor, right: GivenTensor, start: int, s
 def _read(weights: Weights, source: GivenTensor, stride: tuple[int, ...], start: int, target: torch.Tensor) -> None:
     """Elements of a tensor from `start` on, in the order of `stride`, into all of `target`.
 
-    Where they lie in another order in the file, its tensor passes by whole, some elements at a time.
+    If the file has another order, the whole tensor is read, some elements at a time.
     """
     order = memory_order(source.shape, source.stride)
     if order == memory_order(source.shape, stride):

@@ -25,13 +25,12 @@ class Wanted:
     """In the order of its modules; the first is what it is called in what is said."""
     tensor: torch.Tensor
     given: list[tuple[str, GivenTensor]] = field(default_factory=list)
-    """Tensors that fit it, under which of its names. Of several, which a tied one may have, the last is read, as by
-    PyTorch."""
+    """Tensors that fit it, under which of its names. If a tied one has several, the last is read, as by PyTorch."""
 
 
 def fitting_parts(tensors: Sequence[GivenTensor], wanted: Sequence[Wanted]) -> list[str]:
-    """The parts of a file of which most names are the model's; several where it holds the model more than once. Where
-    none has any, that with most tensors."""
+    """The parts of a file with most names of the model; several if it holds the model more than once. If no part has
+    any, the one with most tensors."""
     homes = {name for each in wanted for name in each.names}
     names: dict[str, list[str]] = {}
     for given in tensors:
@@ -120,10 +119,11 @@ def _listed(names: Sequence[str], others: Sequence[str]) -> str:
 def _renaming(
     names: Sequence[str], wanted: Sequence[Wanted], homes: Collection[str]
 ) -> tuple[Callable[[str], str], str]:
-    """Find how the model calls a name of the file, and what there is to say of it.
+    """Find the function from names in the file to names in the model, and the line that reports it.
 
     Wrappers put a word before all names: DistributedDataParallel "module.", torch.compile "_orig_mod.", a class around
-    a model of Hugging Face "model.". Where no name fits as it is, and just one such word makes names fit, that is it.
+    a model of Hugging Face "model.". If no name fits as it is, and just one such word makes names fit, that word is
+    used.
     """
     if any(name in homes for name in names):
         return str, ""

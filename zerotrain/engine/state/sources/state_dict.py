@@ -18,7 +18,7 @@ from zerotrain.sharding.flat_buffer import slot_view
 
 
 class StateDict(Source):
-    """Full weights by the names of `model.state_dict()`. Of other ranks than rank 0 nothing is asked.
+    """Full weights by the names of `model.state_dict()`. Only rank 0 must give them.
 
     Raises:
         ConfigError: on rank 0; it is no dict.
