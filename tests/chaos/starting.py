@@ -31,6 +31,9 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal
 VICTIMS = ("launcher", "group", "newest")
 """The launcher alone; its process group, as from a terminal; its newest child or grandchild, if there is one."""
 
+BEFORE_OURS = "Fatal Python error: init_import_site"
+"""Python's own words at a Ctrl-C before it has come to the first line of launch.py."""
+
 
 @dataclass(frozen=True)
 class Blow:
@@ -99,7 +102,7 @@ def strike(folder: Path, blow: Blow, weights: str, takes_s: float) -> list[str]:
     except subprocess.TimeoutExpired:
         return [f"hangs: {command.stderr}"]
     problems = _left(folder, command)
-    if "Traceback" in command.stderr:
+    if "Traceback" in command.stderr and BEFORE_OURS not in command.stderr:
         problems.append(f"a traceback: {command.stderr}")
     if code not in (0, 1, *(each for signum in SIGNALS for each in (-signum, 128 + signum))):
         problems.append(f"exit code {code}: {command.stderr}")

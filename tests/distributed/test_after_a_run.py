@@ -10,13 +10,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY
 
+from tests.zygote.client import Zygote
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export.command import main as export
 from zerotrain.commands.generate import characters
-from zerotrain.testing.limits import HANG_S
 
 SETTINGS = (
     "zero.stage=3",
@@ -37,13 +36,12 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     folder = tmp_path_factory.mktemp("after")
     (folder / "text.txt").write_text("".join(f"def main(): return {each}  # ünï\n" for each in range(300)))
     settings = [*SETTINGS, f"hydra.run.dir={folder}/run", f"data.path={folder}/text.txt"]
-    command = [sys.executable, str(REPOSITORY / "launch.py"), *settings]
-    process = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=HANG_S)
-    assert process.returncode == 0, process.stdout + process.stderr
+    ended = zygote.run(settings, folder)
+    assert ended.code == 0, ended.out + ended.err
     return folder / "run"
 
 
