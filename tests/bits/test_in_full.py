@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import test_calls
+import test_hosts
 import test_parameters
 import test_parity
+import test_precision
 import test_refusals
 
 from zerotrain.testing import run_ranks
@@ -35,6 +37,20 @@ def test_every_way_to_a_sum_at_every_stage(way: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_native_reduction_of_three_ranks_at_every_stage(precision: str) -> None:
     test_parity.test_the_native_reduction_agrees_up_to_rounding(precision, test_parity.STAGES)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 1), (3, 2)])
+def test_half_precisions_at_every_stage(num_ranks: int, num_micro_batches: int) -> None:
+    test_precision.require_bits(num_ranks, num_micro_batches, lambda _: test_parity.STAGES)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_hosts_at_every_stage(precision: str) -> None:
+    test_hosts.require_bits_of_stages(precision, test_hosts.STAGES)
+
+
+def test_late_ranks_on_two_hosts_at_every_stage() -> None:
+    test_hosts.require_bits_where_late(list(product(test_hosts.STAGES, ("gather", "reduction"))))
 
 
 def test_every_way_to_call_a_model_at_every_stage() -> None:
