@@ -24,6 +24,7 @@ from cases import (
     reference_weights,
     run_over,
     sha256,
+    three_stages,
     train,
     world_by_sockets,
 )
@@ -75,9 +76,14 @@ def require_bits(num_ranks: int, num_hosts: int, reference: Case, cases: list[Ca
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_two_hosts_every_stage_has_the_bits_of_plain_pytorch(precision: str) -> None:
+    """Stages 1 and 2 issue the same collectives: precisions have them in turns, and both in tests/bits."""
+    require_bits_of_stages(precision, {"fp32": three_stages(0), "bf16": three_stages(1)}[precision])
+
+
+def require_bits_of_stages(precision: str, stages: tuple[int, ...]) -> None:
     case = Case(ORDERED, precision=precision, num_micro_batches=2)
     whole = {"fp32": {1: {"bucket_mb": 25}}, "bf16": {3: {"overlap": False}}}[precision]
-    require_bits(4, 2, case, [case.with_zero(stage=stage, **whole.get(stage, {})) for stage in STAGES])
+    require_bits(4, 2, case, [case.with_zero(stage=stage, **whole.get(stage, {})) for stage in stages])
 
 
 def test_micro_batches_that_are_reduced_one_by_one_have_the_bits_of_their_definition() -> None:
@@ -114,7 +120,11 @@ def trained_late(case: tuple[int, str]) -> str:
 
 
 def test_a_rank_that_is_late_changes_no_bit_on_any_host() -> None:
-    cases = [(stage, late_at) for stage in (0, 2, 3) for late_at in ("gather", "reduction")]
+    """At every stage and collective in tests/bits."""
+    require_bits_where_late([(0, "reduction"), (2, "gather"), (3, "gather"), (3, "reduction")])
+
+
+def require_bits_where_late(cases: list[tuple[int, str]]) -> None:
     expected = [sha256(reference_weights(LATE, 4))] * 4
     assert run_over(cases, trained_late, 4) == [expected] * len(cases)
 

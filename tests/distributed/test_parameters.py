@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import product
 from typing import Any
 
 import pytest
@@ -401,19 +400,23 @@ def test_every_case_trains_to_the_bits_of_plain_pytorch_at_every_stage() -> None
 
 def test_hard_cases_on_3_ranks_one_of_them_late_with_accumulation_and_in_bf16() -> None:
     how: dict[str, Any] = {"num_micro_batches": 2, "bucket_mb": 0.003}
-    """Stage 3 in both precisions, the others in turns."""
+    """Stage 3 in both precisions, the others in turns; all in both are in tests/bits."""
     runs = [
-        Run(case, stage, ("fp32", "bf16")[(number + turn) % 2], late_rank=stage % 3, **how)
+        Run(case, stage, precision, late_rank=stage % 3, **how)
         for number, case in enumerate(HARD)
-        for turn, stage in enumerate((*three_stages(number), 3))
+        for stage, precision in ((number % 3, ("fp32", "bf16")[number % 2]), (3, "fp32"), (3, "bf16"))
     ]
     assert differing(runs, 3) == []
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_use_different_parts_of_a_model_neither_wait_for_each_other_nor_change_a_bit(num_ranks: int) -> None:
-    """On two ranks stage 1, on three stage 2, which issue the same collectives."""
-    stages = (0, num_ranks - 1, 3)
-    runs = [Run(case, stage, bucket_mb=0.004, late_rank=stage % num_ranks) for case, stage in product(UNEVEN, stages)]
+    """At stage 3, and at stage 0 on two ranks or on three, where it is not: at 1 on two, at 2 on three, which issue the
+    same collectives. All of it is in tests/bits."""
+    runs = [
+        Run(case, stage, bucket_mb=0.004, late_rank=stage % num_ranks)
+        for number, case in enumerate(UNEVEN)
+        for stage in ((0, num_ranks - 1)[(number + num_ranks) % 2], 3)
+    ]
     runs += [Run(case, 3, "bf16", num_micro_batches=2, bucket_mb=0.02, late_rank=0) for case in UNEVEN[:1]]
     assert differing(runs, num_ranks) == []

@@ -1,5 +1,8 @@
 """Promise 1: every stage, bucket size and overlap setting gives bit-for-bit the same weights as plain PyTorch."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import cases as settings_of_cases
 import pytest
 import torch
@@ -10,6 +13,7 @@ from cases import (
     reference_weights,
     run_over,
     sha256,
+    three_stages,
     train,
     train_and_hash,
 )
@@ -24,7 +28,7 @@ ORDERED = ZeroConfig(reduction="ordered")
 
 
 TRAININGS = {
-    "fp32": Case(ORDERED, num_steps=3),
+    "fp32": Case(ORDERED),
     "fp32, no clipping": Case(ORDERED, max_grad_norm=None),
     "fp32, 3 micro-batches": Case(ORDERED, num_micro_batches=3),
     "bf16": Case(ORDERED, precision="bf16"),
@@ -41,14 +45,6 @@ def require_bits(case: Case, num_ranks: int, settings: list[Case]) -> None:
     assert not wrong
 
 
-def test_micro_batches_that_are_reduced_one_by_one_give_the_bits_of_their_definition() -> None:
-    zero = ZeroConfig(reduction="ordered", accumulate="reduced", bucket_mb=0.02)
-    references = [Case(zero, precision=precision, num_micro_batches=3, num_steps=2) for precision in ("fp32", "bf16")]
-    cases = [case.with_zero(stage=stage) for case in references for stage in STAGES]
-    expected = [sha256(reference_weights(case, 3)) for case in references for _ in STAGES]
-    assert hashes_over_ranks(cases, 3) == expected
-
-
 @pytest.mark.parametrize("name", TRAININGS)
 def test_every_setting_gives_the_bits_of_plain_pytorch(name: str) -> None:
     """On two ranks. The six trainings together have each stage with each size of buckets, overlapped and not; each
@@ -62,10 +58,11 @@ def test_every_setting_gives_the_bits_of_plain_pytorch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_more_ranks_give_the_bits_of_plain_pytorch_at_every_stage(name: str) -> None:
-    """Cut fine and whole in turns; three ranks, no power of two, for half of the trainings, four for the others."""
+def test_more_ranks_give_the_bits_of_plain_pytorch(name: str) -> None:
+    """At stage 3 and another, cut fine and whole in turns; three ranks, no power of two, for half of the trainings,
+    four for the others. All of it is in tests/bits."""
     number, case = list(TRAININGS).index(name), TRAININGS[name]
-    settings = [case.with_zero(stage=stage, bucket_mb=(0.02, 25)[(stage + number) % 2]) for stage in STAGES]
+    settings = [case.with_zero(stage=stage, bucket_mb=(0.02, 25)[(stage + number) % 2]) for stage in (number % 3, 3)]
     require_bits(case, 3 if name in ON_THREE else 4, settings)
 
 
@@ -95,14 +92,6 @@ def train_without_posted_receives(case: Case) -> str:
     return train_and_hash(case)
 
 
-def test_the_reduction_of_many_ranks_gives_the_bits_of_plain_pytorch_on_few() -> None:
-    """Where receives are not posted, the parts to add come by an all-to-all."""
-    references = [Case(ORDERED, precision=precision, num_steps=2) for precision in ("fp32", "bf16")]
-    cases = [case.with_zero(stage=stage, bucket_mb=0.25) for case in references for stage in STAGES]
-    expected = [[sha256(reference_weights(case, 3))] * 3 for case in references for _ in STAGES]
-    assert run_over(cases, train_without_posted_receives, 3) == expected
-
-
 def train_by_sockets(case: Case) -> str:
     settings_of_cases.SHARES_MEMORY = False
     try:
@@ -121,39 +110,80 @@ def test_more_ranks_than_post_receives_for_each_other_get_the_bits_of_plain_pyto
     assert by_rank == [[sha256(reference_weights(case, 9))] * 2] * 9
 
 
-def test_by_sockets_the_bits_are_those_of_plain_pytorch_too() -> None:
-    num_ranks = 3
-    references = [Case(ORDERED, precision=precision) for precision in ("fp32", "bf16")]
-    trained = [case.with_zero(stage=stage, bucket_mb=0.05) for case in references for stage in STAGES]
-    expected = [[sha256(reference_weights(case, num_ranks))] * num_ranks for case in references for _ in STAGES]
-    assert run_over(trained, train_by_sockets, num_ranks) == expected
-
-
 NATIVE = ZeroConfig(reduction="native", bucket_mb=0.25)
+FP32_AND_BF16 = [Case(ORDERED, precision=precision) for precision in ("fp32", "bf16")]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Some trainings, and how ranks come to their sums."""
+
+    trainings: list[Case]
+    num_ranks: int
+    train: Callable[[Case], str] = train_and_hash
+
+
+WAYS = {
+    "reduced one by one": Way(
+        [
+            case.with_zero(accumulate="reduced", bucket_mb=0.02)
+            for case in (TRAININGS["fp32, 3 micro-batches"], TRAININGS["bf16, 3 micro-batches"])
+        ],
+        3,
+    ),
+    "as many ranks do": Way(
+        [case.with_zero(bucket_mb=0.25) for case in FP32_AND_BF16], 3, train_without_posted_receives
+    ),
+    "by sockets": Way([case.with_zero(bucket_mb=0.05) for case in FP32_AND_BF16], 3, train_by_sockets),
+    "native": Way(
+        [
+            Case(NATIVE, num_micro_batches=2),
+            Case(NATIVE, precision="bf16", num_micro_batches=2),
+            Case(NATIVE, precision="bf16", max_grad_norm=None, optimizer="sgd"),
+            Case(NATIVE, precision="fp16", num_micro_batches=2),
+            Case(NATIVE, precision="bf16", num_micro_batches=2).with_zero(reduction="fp32"),
+            Case(NATIVE, precision="bf16", num_micro_batches=3).with_zero(accumulate="reduced", reduction="fp32"),
+        ],
+        2,
+    ),
+}
+
+
+def require_bits_of(way: Way, stages_of: Callable[[int], tuple[int, ...]] = three_stages) -> None:
+    """Each training at some stages; at all of them in tests/bits."""
+    cases, expected = [], []
+    for number, case in enumerate(way.trainings):
+        stages = stages_of(number)
+        cases += [case.with_zero(stage=stage) for stage in stages]
+        expected += [[sha256(reference_weights(case, way.num_ranks))] * way.num_ranks] * len(stages)
+    assert run_over(cases, way.train, way.num_ranks) == expected
+
+
+def test_micro_batches_that_are_reduced_one_by_one_give_the_bits_of_their_definition() -> None:
+    require_bits_of(WAYS["reduced one by one"])
+
+
+def test_the_reduction_of_many_ranks_gives_the_bits_of_plain_pytorch_on_few() -> None:
+    """Where receives are not posted, the parts to add come by an all-to-all."""
+    require_bits_of(WAYS["as many ranks do"])
+
+
+def test_by_sockets_the_bits_are_those_of_plain_pytorch_too() -> None:
+    require_bits_of(WAYS["by sockets"])
 
 
 def test_the_native_reduction_of_two_ranks_gives_the_bits_of_plain_pytorch() -> None:
     """A sum of two has but one order."""
-    references = [
-        Case(NATIVE, num_micro_batches=2),
-        Case(NATIVE, precision="bf16", num_micro_batches=2),
-        Case(NATIVE, precision="bf16", max_grad_norm=None, optimizer="sgd"),
-        Case(NATIVE, precision="fp16", num_micro_batches=2),
-        Case(NATIVE, precision="bf16", num_micro_batches=2).with_zero(reduction="fp32"),
-        Case(NATIVE, precision="bf16", num_micro_batches=3).with_zero(accumulate="reduced", reduction="fp32"),
-    ]
-    cases = [case.with_zero(stage=stage) for case in references for stage in STAGES]
-    expected = [sha256(reference_weights(case, 2)) for case in references for _ in STAGES]
-    assert hashes_over_ranks(cases, 2) == expected
+    require_bits_of(WAYS["native"])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_native_reduction_agrees_up_to_rounding(precision: str) -> None:
+@pytest.mark.parametrize(("precision", "stages"), [("fp32", three_stages(0)), ("bf16", three_stages(1))])
+def test_the_native_reduction_agrees_up_to_rounding(precision: str, stages: tuple[int, ...]) -> None:
     """gloo sums in an order of its own, in the wire's precision: equal over stages only within rounding. Clipping would
     hide a sum that is too large or too small as a whole."""
     case = Case(NATIVE, precision=precision, optimizer="sgd", max_grad_norm=None)
     expected = reference_weights(case, 3)
-    for got, *_ in run_over([case.with_zero(stage=stage) for stage in STAGES], full_weights, 3):
+    for got, *_ in run_over([case.with_zero(stage=stage) for stage in stages], full_weights, 3):
         for name, weight in expected.items():
             torch.testing.assert_close(got[name], weight, rtol=0, atol=1e-6 if precision == "fp32" else 5e-3)
 

@@ -1,6 +1,6 @@
 """fp16 with its loss scale, parameters kept in fp32, steps that are skipped, and whatever structure tensors come in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,7 +19,6 @@ from cases import (
     reference_run,
     run_over,
     sha256,
-    three_stages,
 )
 from torch import nn
 
@@ -89,15 +88,21 @@ HALF_PRECISIONS = {
 
 
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 1), (3, 2)])
-def test_every_stage_gives_the_bits_of_plain_pytorch(num_ranks: int, num_micro_batches: int) -> None:
+def test_half_precisions_give_the_bits_of_plain_pytorch(num_ranks: int, num_micro_batches: int) -> None:
+    """At stage 3 and another; at every stage in tests/bits."""
+    require_bits(num_ranks, num_micro_batches, lambda number: (number % 3, 3))
+
+
+def require_bits(num_ranks: int, num_micro_batches: int, stages_of: Callable[[int], Sequence[int]]) -> None:
     cases = [replace(case, num_micro_batches=num_micro_batches) for case in HALF_PRECISIONS.values()]
     if num_ranks > 2:  # two cores: half of them with more ranks
         cases = cases[::2]
     expected = [sha256(reference_run(case, num_ranks)[0]) for case in cases]
     assert len(set(expected)) == len(expected)
-    settings = [case.with_zero(stage=stage) for number, case in enumerate(cases) for stage in three_stages(number)]
+    stages = [stages_of(number) for number in range(len(cases))]
+    settings = [case.with_zero(stage=stage) for case, own in zip(cases, stages, strict=True) for stage in own]
     got = [{each["sha256"] for each in by_rank} for by_rank in run_over(settings, train, num_ranks)]
-    assert got == [{value} for value in expected for _ in range(3)]
+    assert got == [{value} for value, own in zip(expected, stages, strict=True) for _ in own]
 
 
 # ---- the loss scale

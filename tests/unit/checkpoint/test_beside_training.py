@@ -40,10 +40,8 @@ from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.testing.limits import HANG_S
 
-PLACES = [
-    (kind, stage, 2 + (index // 2 + stage) % 2) for index, kind in enumerate(KINDS) for stage in (0, 1 + index % 2, 3)
-]
-"""Stages 1 and 2 hold the same of what is saved: kinds have them in turns."""
+PLACES = [(kind, stage, 2 + (index // 2 + stage) % 2) for index, kind in enumerate(KINDS) for stage in (index % 3, 3)]
+"""Kinds have stages 0 to 2 in turns, and all of them in tests/bits."""
 
 
 def trained_nbytes(engine: zerotrain.ZeroEngine) -> int:

@@ -82,18 +82,25 @@ def test_a_dtype_is_rounded_to_and_integers_stay(hard, tmp_path: Path) -> None:
     assert found["num_calls"].dtype == torch.int64
 
 
-@pytest.mark.parametrize("options", [(), ("--optimizer",), ("--dcp",)], ids=["weights", "optimizer", "dcp"])
-def test_one_tensor_at_a_time_is_held(options: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
-    """Of sizes between which malloc leaves what a larger one does not fit into."""
-    mebibytes, resident = [4, 12, 3, 16, 1] * 4, []
-    model = torch.nn.ParameterList(torch.zeros(each * 2**18) for each in mebibytes)
+MEBIBYTES = [4, 12, 3, 16, 1] * 4
+"""Sizes between which malloc leaves what a larger one does not fit into."""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a tensor of each size, with momentum."""
+    model = torch.nn.ParameterList(torch.zeros(each * 2**18) for each in MEBIBYTES)
     optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     engine = zerotrain.build_engine(model, optimizer=optimizer)
     engine.backward(sum(each[0] for each in model))
     engine.step()
-    engine.save(tmp_path / "checkpoint")
-    del engine, model
-    exported(tmp_path / "checkpoint", tmp_path / "first", *options)  # imports
+    return engine.save(tmp_path_factory.mktemp("large") / "checkpoint")
+
+
+@pytest.mark.parametrize("options", [(), ("--optimizer",), ("--dcp",)], ids=["weights", "optimizer", "dcp"])
+def test_one_tensor_at_a_time_is_held(hard, large: Path, options: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
+    resident = []
+    exported(hard[0], tmp_path / "first", *options)  # imports
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # or what the training has left is used
     read = CheckpointTensors.of_role
@@ -103,8 +110,8 @@ def test_one_tensor_at_a_time_is_held(options: tuple[str, ...], tmp_path: Path, 
         return read(saved, *given)
 
     monkeypatch.setattr(CheckpointTensors, "of_role", noted)
-    exported(tmp_path / "checkpoint", tmp_path / "out", *options)
-    assert len(resident) == len(mebibytes) * (2 if options else 1)
+    exported(large, tmp_path / "out", *options)
+    assert len(resident) == len(MEBIBYTES) * (2 if options else 1)
     assert max(resident) - resident[0] < 48 * 2**20  # of 144 MiB, and as many of the optimizer
 
 
