@@ -7,6 +7,7 @@ summed in rank order in fp32; torch's own clipping rule, loss scaling and optimi
 import functools
 import hashlib
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -135,9 +136,23 @@ def train_and_hash(case: Case) -> str:
     return train(case).weights_sha256()
 
 
+StagesOf = Callable[[int], Sequence[int]]
+"""The stages of cases that are numbered."""
+
+
 def three_stages(number: int) -> tuple[int, ...]:
     """Stages 1 and 2 issue the same collectives: cases that are numbered have them in turns."""
     return 0, 1 + number % 2, 3
+
+
+def two_stages(number: int) -> tuple[int, ...]:
+    """Parameters are sharded at 3 alone: cases have the others in turns."""
+    return number % 3, 3
+
+
+def others_than(stages_of: StagesOf) -> StagesOf:
+    """Those that are left."""
+    return lambda number: [stage for stage in range(4) if stage not in stages_of(number)]
 
 
 def over(values: list[Any], fn: Any) -> list[Any]:

@@ -25,7 +25,7 @@ from calls import (
     preference,
     reference_weights,
 )
-from cases import be_late, place, run_over, sha256
+from cases import StagesOf, be_late, place, run_over, sha256, two_stages
 from torch.utils.checkpoint import checkpoint
 
 import zerotrain
@@ -33,8 +33,6 @@ import zerotrain
 STAGES = [0, 1, 2, 3]
 HARD_STAGES = [0, 2, 3]
 """Stage 1 differs from stage 2 in where the gradient lies, which no call depends on."""
-NUM_OTHERS = 3
-"""Stages at which the parameters are whole: calls have them in turns, and all of them in tests/bits."""
 DELAY_S = 0.002
 
 
@@ -111,8 +109,8 @@ def reference(name: str, num_ranks: int, num_micro_batches: int) -> str:
 
 @pytest.fixture(scope="module")
 def hashes(once: Any) -> dict[str, list[list[str]]]:
-    """Name -> stage 3 and another -> rank -> hash, of all cases on two ranks."""
-    runs = [Run(name, stage) for number, name in enumerate(CALLS) for stage in (number % NUM_OTHERS, 3)]
+    """Name -> stage 3 and another -> rank -> hash, of all cases on two ranks; tests/bits has the other stages."""
+    runs = [Run(name, stage) for number, name in enumerate(CALLS) for stage in two_stages(number)]
     results = iter(once("calls", lambda: run_over(runs, train, 2)))
     return {name: [next(results) for _ in range(2)] for name in CALLS}
 
@@ -127,7 +125,15 @@ def expect_reference(runs: list[Run], num_ranks: int) -> None:
         assert by_rank == [reference(run.name, num_ranks, run.num_micro_batches)] * num_ranks, run
 
 
-def late_runs(stages_of: Callable[[int], Sequence[int]]) -> list[Run]:
+def zero_or_two(number: int) -> tuple[int, ...]:
+    return 2 * (number % 2), 3
+
+
+def two_or_zero(number: int) -> tuple[int, ...]:
+    return 2 - 2 * (number % 2), 3
+
+
+def late_runs(stages_of: StagesOf) -> list[Run]:
     """The hard ways on three ranks, one of them late, with accumulation."""
     settings = {"prefetch": 0, "num_micro_batches": 2}
     return [
@@ -138,20 +144,20 @@ def late_runs(stages_of: Callable[[int], Sequence[int]]) -> list[Run]:
 
 
 def test_the_hard_ways_with_three_ranks_one_of_them_late_with_accumulation() -> None:
-    expect_reference(late_runs(lambda number: (2 * (number % 2), 3)), 3)
+    expect_reference(late_runs(zero_or_two), 3)
 
 
 NATIVE = (*HARD, "units that are not called", "exception in the second reduced backward")
 
 
-def native_runs(stages_of: Callable[[int], Sequence[int]]) -> list[Run]:
+def native_runs(stages_of: StagesOf) -> list[Run]:
     return [Run(name, stage, reduction="native") for number, name in enumerate(NATIVE) for stage in stages_of(number)]
 
 
 def test_the_hard_ways_with_the_reduction_of_the_backend() -> None:
     """gloo's own, which on two ranks adds as any other: a sum of two has but one order. At stages 0 and 2 those that
     the late ranks have not there."""
-    expect_reference(native_runs(lambda number: (2 - 2 * (number % 2), 3)), 2)
+    expect_reference(native_runs(two_or_zero), 2)
 
 
 # ---- memory

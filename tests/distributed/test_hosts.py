@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,6 @@ from zerotrain.config.schema import ZeroConfig
 from zerotrain.errors import CommError
 from zerotrain.testing import run_ranks
 
-STAGES = (0, 1, 2, 3)
 ORDERED = ZeroConfig(reduction="ordered", bucket_mb=0.05)
 
 
@@ -76,11 +76,14 @@ def require_bits(num_ranks: int, num_hosts: int, reference: Case, cases: list[Ca
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_two_hosts_every_stage_has_the_bits_of_plain_pytorch(precision: str) -> None:
-    """Stages 1 and 2 issue the same collectives: precisions have them in turns, and both in tests/bits."""
-    require_bits_of_stages(precision, {"fp32": three_stages(0), "bf16": three_stages(1)}[precision])
+    """Stages 1 and 2 issue the same collectives: precisions have them in turns; tests/bits has the other."""
+    require_bits_of_stages(precision, STAGES_OF[precision])
 
 
-def require_bits_of_stages(precision: str, stages: tuple[int, ...]) -> None:
+STAGES_OF = {"fp32": three_stages(0), "bf16": three_stages(1)}
+
+
+def require_bits_of_stages(precision: str, stages: Sequence[int]) -> None:
     case = Case(ORDERED, precision=precision, num_micro_batches=2)
     whole = {"fp32": {1: {"bucket_mb": 25}}, "bf16": {3: {"overlap": False}}}[precision]
     require_bits(4, 2, case, [case.with_zero(stage=stage, **whole.get(stage, {})) for stage in stages])
@@ -120,7 +123,7 @@ def trained_late(case: tuple[int, str]) -> str:
 
 
 def test_a_rank_that_is_late_changes_no_bit_on_any_host() -> None:
-    """At every stage and collective in tests/bits."""
+    """The other two are in tests/bits."""
     require_bits_where_late([(0, "reduction"), (2, "gather"), (3, "gather"), (3, "reduction")])
 
 

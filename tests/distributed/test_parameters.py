@@ -380,6 +380,15 @@ HARD = (
 )
 
 
+def hard_run(case: str, stage: int, precision: str) -> Run:
+    return Run(case, stage, precision, num_micro_batches=2, bucket_mb=0.003, late_rank=stage % 3)
+
+
+HARD_RUNS = [
+    hard_run(case, stage, precision)
+    for number, case in enumerate(HARD)
+    for stage, precision in ((number % 3, ("fp32", "bf16")[number % 2]), (3, "fp32"), (3, "bf16"))
+]
 UNEVEN = (
     "one linear of ten blocks unused on rank 0",
     "in every block something unused on another rank",
@@ -399,14 +408,8 @@ def test_every_case_trains_to_the_bits_of_plain_pytorch_at_every_stage() -> None
 
 
 def test_hard_cases_on_3_ranks_one_of_them_late_with_accumulation_and_in_bf16() -> None:
-    how: dict[str, Any] = {"num_micro_batches": 2, "bucket_mb": 0.003}
-    """Stage 3 in both precisions, the others in turns; all in both are in tests/bits."""
-    runs = [
-        Run(case, stage, precision, late_rank=stage % 3, **how)
-        for number, case in enumerate(HARD)
-        for stage, precision in ((number % 3, ("fp32", "bf16")[number % 2]), (3, "fp32"), (3, "bf16"))
-    ]
-    assert differing(runs, 3) == []
+    """At stage 3 in both precisions, at the others in turns; tests/bits has the rest."""
+    assert differing(HARD_RUNS, 3) == []
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

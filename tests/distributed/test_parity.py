@@ -1,6 +1,6 @@
 """Promise 1: every stage, bucket size and overlap setting gives bit-for-bit the same weights as plain PyTorch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import cases as settings_of_cases
@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import (
     Case,
+    StagesOf,
     hashes_over_ranks,
     post_no_receives,
     reference_weights,
@@ -16,6 +17,7 @@ from cases import (
     three_stages,
     train,
     train_and_hash,
+    two_stages,
 )
 
 from zerotrain.config.schema import ZeroConfig
@@ -62,7 +64,7 @@ def test_more_ranks_give_the_bits_of_plain_pytorch(name: str) -> None:
     """At stage 3 and another, cut fine and whole in turns; three ranks, no power of two, for half of the trainings,
     four for the others. All of it is in tests/bits."""
     number, case = list(TRAININGS).index(name), TRAININGS[name]
-    settings = [case.with_zero(stage=stage, bucket_mb=(0.02, 25)[(stage + number) % 2]) for stage in (number % 3, 3)]
+    settings = [case.with_zero(stage=stage, bucket_mb=(0.02, 25)[(stage + number) % 2]) for stage in two_stages(number)]
     require_bits(case, 3 if name in ON_THREE else 4, settings)
 
 
@@ -149,8 +151,8 @@ WAYS = {
 }
 
 
-def require_bits_of(way: Way, stages_of: Callable[[int], tuple[int, ...]] = three_stages) -> None:
-    """Each training at some stages; at all of them in tests/bits."""
+def require_bits_of(way: Way, stages_of: StagesOf = three_stages) -> None:
+    """Each training at some stages; tests/bits has the others."""
     cases, expected = [], []
     for number, case in enumerate(way.trainings):
         stages = stages_of(number)
@@ -178,7 +180,7 @@ def test_the_native_reduction_of_two_ranks_gives_the_bits_of_plain_pytorch() -> 
 
 
 @pytest.mark.parametrize(("precision", "stages"), [("fp32", three_stages(0)), ("bf16", three_stages(1))])
-def test_the_native_reduction_agrees_up_to_rounding(precision: str, stages: tuple[int, ...]) -> None:
+def test_the_native_reduction_agrees_up_to_rounding(precision: str, stages: Sequence[int]) -> None:
     """gloo sums in an order of its own, in the wire's precision: equal over stages only within rounding. Clipping would
     hide a sum that is too large or too small as a whole."""
     case = Case(NATIVE, precision=precision, optimizer="sgd", max_grad_norm=None)

@@ -1,6 +1,6 @@
 """fp16 with its loss scale, parameters kept in fp32, steps that are skipped, and whatever structure tensors come in."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
@@ -11,6 +11,7 @@ import torch
 from cases import (
     OPTIMIZERS,
     Case,
+    StagesOf,
     batch,
     build,
     make_model,
@@ -19,6 +20,7 @@ from cases import (
     reference_run,
     run_over,
     sha256,
+    two_stages,
 )
 from torch import nn
 
@@ -89,11 +91,11 @@ HALF_PRECISIONS = {
 
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 1), (3, 2)])
 def test_half_precisions_give_the_bits_of_plain_pytorch(num_ranks: int, num_micro_batches: int) -> None:
-    """At stage 3 and another; at every stage in tests/bits."""
-    require_bits(num_ranks, num_micro_batches, lambda number: (number % 3, 3))
+    """At stage 3 and another; tests/bits has the others."""
+    require_bits(num_ranks, num_micro_batches, two_stages)
 
 
-def require_bits(num_ranks: int, num_micro_batches: int, stages_of: Callable[[int], Sequence[int]]) -> None:
+def require_bits(num_ranks: int, num_micro_batches: int, stages_of: StagesOf) -> None:
     cases = [replace(case, num_micro_batches=num_micro_batches) for case in HALF_PRECISIONS.values()]
     if num_ranks > 2:  # two cores: half of them with more ranks
         cases = cases[::2]

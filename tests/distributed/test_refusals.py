@@ -88,11 +88,14 @@ def behind(engine: Any, never: Any, folder: Path) -> list[str]:
     return wrong + ["after a load"] * (engine.weights_sha256() != never.weights_sha256())
 
 
-@pytest.mark.parametrize(("stage", "which"), [(0, slice(0, None, 2)), (1, slice(1, None, 2)), (3, slice(None))])
+EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
+
+
+@pytest.mark.parametrize(("stage", "which"), [(0, EVEN), (1, ODD), (3, slice(None))])
 def test_after_each_refusal_training_goes_on_with_the_bits_of_a_run_that_was_never_refused(
     stage: int, which: slice, tmp_path: Path
 ) -> None:
-    """Stages 0 and 1 share the cases; all at each are in tests/bits."""
+    """Stages 0 and 1 share the cases; tests/bits has them at the other."""
     assert run_ranks(wrong_after, 2, stage, 1 + stage % 2, cases_at(stage)[which], tmp_path) == [[], []]
 
 

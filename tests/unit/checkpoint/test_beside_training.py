@@ -41,7 +41,7 @@ from zerotrain.testing.fake_wire import run_threads
 from zerotrain.testing.limits import HANG_S
 
 PLACES = [(kind, stage, 2 + (index // 2 + stage) % 2) for index, kind in enumerate(KINDS) for stage in (index % 3, 3)]
-"""Kinds have stages 0 to 2 in turns, and all of them in tests/bits."""
+"""Kinds have stages 0 to 2 in turns; tests/bits has the others."""
 
 
 def trained_nbytes(engine: zerotrain.ZeroEngine) -> int:

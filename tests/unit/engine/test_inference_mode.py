@@ -66,7 +66,7 @@ CASES = [
     for place, call in enumerate(CALLS)
     for settings in (place % 4, (place + 2) % 4, 4)
 ]
-"""Calls have the settings but the last in turns, and all of them in tests/bits."""
+"""Calls have the settings but the last in turns; tests/bits has the others."""
 CASES += [(call, place % len(SETTINGS), torch.no_grad) for place, call in enumerate(CALLS)]
 
 

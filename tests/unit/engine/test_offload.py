@@ -81,7 +81,7 @@ def trained(world: zerotrain.World, kind: Kind, stages: Sequence[int], offload: 
 def test_wherever_it_lies_and_whatever_the_stage_the_bits_are_the_same(
     kind: str, size: int, where: str, tmp_path: Path
 ) -> None:
-    """Of every size and in both places in tests/bits."""
+    """With more steps and on every number of ranks in tests/bits."""
     stages = (1, 3, 2, 0, 3)
     wanted, _ = run_threads(lambda world: trained(world, KINDS[kind], stages, None), size)
     found, _ = run_threads(

@@ -144,7 +144,7 @@ def require_equal(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 def test_weights_written_between_steps_are_trained_on(
     write: Callable[[nn.Module], None], stage: int, size: int, precision: str
 ) -> None:
-    """In a `forward_scope` at stage 3 and on two ranks; in tests/bits everywhere, and everywhere but at 3 outside."""
+    """In a `forward_scope` at stage 3 and on two ranks, else outside; tests/bits has it the other way round."""
     require_trained_on(write, stage, size, precision, scoped=stage == 3 or size == 2)
 
 
