@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -15,29 +14,29 @@ import pytest
 from commands import REPOSITORY, TINY, by_torchrun, result_of
 
 from tests.unit.data.tokenizers_made import END, sample, saved
-from zerotrain.data.preparing import lock as prepare_lock
-from zerotrain.data.preparing import writer as prepare_writer
-from zerotrain.data.preparing.prepared import prepared, prepared_in, recipe_of
+from tests.zygote.client import Forked, Zygote
 from zerotrain.testing.limits import HANG_S
 
-
-def begun(function: Callable[[], object], errors: Path) -> int:
-    """A process that does something; its stderr goes to a file. Forked: it need not import all again."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        function()
-        code = 0
-    finally:
-        os._exit(code)
+Begin = Callable[..., Forked]
 
 
-def ended(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+@pytest.fixture
+def begin(zygote: Zygote, tmp_path: Path) -> Begin:
+    """Start a process that prepares; NAME.err and NAME.out get what it prints. Never a fork of this process: a library
+    that had threads here, as tokenizers has, waits for them there for ever."""
+
+    def start(name: str, **options: object) -> Forked:
+        options = {"cache_dir": str(tmp_path / "cache"), **options}
+        (tmp_path / f"{name}.err").touch()
+        return zygote.start(
+            [sys.executable, str(Path(__file__).with_name("prepares.py")), json.dumps(options)],
+            cwd=tmp_path,
+            env=zygote.environment,
+            stdout=str(tmp_path / f"{name}.out"),
+            stderr=str(tmp_path / f"{name}.err"),
+        )
+
+    return start
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -70,78 +69,56 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("given", ["bytes", "tokens"])
 def test_who_is_killed_anywhere_goes_on_there_and_comes_to_the_same_bits(
-    given: str, texts: Path, tokenizer: str, tmp_path: Path, monkeypatch
+    given: str, texts: Path, tokenizer: str, tmp_path: Path, begin: Begin
 ):
-    monkeypatch.setattr(prepare_writer, "NOTE_S", 0.0)
-    monkeypatch.setattr(prepare_writer, "SHARD_TOKENS", 100_000)
-    monkeypatch.setattr("zerotrain.data.preparing.prepare.BATCH_NBYTES", 1 << 15)
-    monkeypatch.setattr("zerotrain.data.preparing.prepare.PIECE_NBYTES", 0)
+    starts = []
 
-    def make(out: Path) -> None:
-        recipe, _ = recipe_of(
-            str(texts),
-            tokenizer=tokenizer if given == "tokens" else None,
-            document_end=None,
-            text_field="text",
-            cache_dir=str(tmp_path / "cache"),
-            out=out,
-        )
-        prepared_in(recipe, out)
+    def make(out: Path) -> Forked:
+        starts.append(f"start{len(starts)}")
+        options = {"tokenizer": tokenizer} if given == "tokens" else {}
+        return begin(starts[-1], path=str(texts), out=str(out), shard_tokens=100_000, **options)
 
     def tokens_noted() -> int:
         with open(killed / "preparing.json") as file:
             return int(json.load(file)["tokens"])
 
     def goes_on() -> list[str]:
-        return [line for line in (tmp_path / "err").read_text().splitlines() if "goes on at" in line]
+        printed = "".join((tmp_path / f"{start}.err").read_text() for start in starts)
+        return [line for line in printed.splitlines() if "goes on at" in line]
 
     def has_come_to(tokens: float, start: int) -> bool:
         return len(goes_on()) == start and (killed / "preparing.json").exists() and tokens_noted() >= tokens
 
-    assert ended(begun(lambda: make(tmp_path / "undisturbed"), tmp_path / "err")) == 0
+    assert make(tmp_path / "undisturbed").wait() == 0
     undisturbed = files_of(tmp_path / "undisturbed")
     total = sum(shard["tokens"] for shard in json.loads(undisturbed["index.json"])["shards"])
     killed = tmp_path / "killed"
     for start, part in enumerate((0.0, 0.1, 0.5, 0.9)):
-        pid = begun(lambda: make(killed), tmp_path / "err")
+        process = make(killed)
         wait_until(lambda: has_come_to(part * total, start))  # noqa: B023
-        os.kill(pid, signal.SIGKILL)
-        assert ended(pid) == -signal.SIGKILL
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
         assert not (killed / "seal.json").exists()
-    assert ended(begun(lambda: make(killed), tmp_path / "err")) == 0
+    assert make(killed).wait() == 0
     assert files_of(killed) == undisturbed
     assert {path.name for path in killed.iterdir()} == {*undisturbed, "lock", "seal.json"}
     assert len(goes_on()) == 4
     assert goes_on()[-1] != goes_on()[0]
 
 
-def test_of_two_at_once_one_waits_and_takes_over_where_the_other_was_killed(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_writer, "NOTE_S", 0.0)
-    monkeypatch.setattr(prepare_lock, "REMINDER_S", 0.2)
-    monkeypatch.setattr("zerotrain.data.preparing.prepare.BATCH_NBYTES", 1 << 15)
-
-    def make() -> None:
-        recipe, cache = recipe_of(
-            str(texts), tokenizer=None, document_end=None, text_field="text", cache_dir=str(tmp_path / "cache")
-        )
-        prepared(recipe, cache)
-
-    def make_slowly() -> None:
-        note = prepare_writer.StoreWriter.note
-        monkeypatch.setattr(
-            prepare_writer.StoreWriter, "note", lambda *given, **more: note(*given, **more) or time.sleep(3600)
-        )
-        make()
-
-    first = begun(make_slowly, tmp_path / "first")
+def test_of_two_at_once_one_waits_and_takes_over_where_the_other_was_killed(texts: Path, tmp_path: Path, begin: Begin):
+    first = begin("first", path=str(texts), hangs=True)
     wait_until(lambda: list((tmp_path / "cache").glob("*/preparing.json")) != [])
-    second, third = (begun(make, tmp_path / name) for name in ("second", "third"))
-    waits = f"waits for pid {first} on "
-    wait_until(lambda: all(waits in (tmp_path / name).read_text() for name in ("second", "third")))
-    os.kill(first, signal.SIGKILL)
-    assert [ended(first), ended(second), ended(third)] == [-signal.SIGKILL, 0, 0]
-    went_on = [name for name in ("second", "third") if "goes on at" in (tmp_path / name).read_text()]
-    assert len(went_on) == 1
+    second, third = (begin(name, path=str(texts)) for name in ("second", "third"))
+
+    def printed(name: str) -> str:
+        return (tmp_path / f"{name}.err").read_text()
+
+    waits = f"waits for pid {first.pid} on "
+    wait_until(lambda: all(waits in printed(name) for name in ("second", "third")))
+    os.kill(first.pid, signal.SIGKILL)
+    assert [first.wait(), second.wait(), third.wait()] == [-signal.SIGKILL, 0, 0]
+    assert len([name for name in ("second", "third") if "goes on at" in printed(name)]) == 1
     [store] = (tmp_path / "cache").iterdir()
     assert (store / "000000.bin").read_bytes().startswith((texts / "a.txt").read_bytes() + b"\n")
 
@@ -209,27 +186,18 @@ def test_a_disk_that_is_full_or_only_read_is_named_and_nothing_done_is_lost(text
         assert err[-1].endswith("give a folder that can be written")
 
 
-def test_a_long_line_takes_little_memory_and_small_files_little_time(tokenizer: str, tmp_path: Path):
+def test_a_long_line_takes_little_memory_and_small_files_little_time(tokenizer: str, tmp_path: Path, begin: Begin):
     """150 bytes of memory a byte of a line before, 600 MB for these 4. Of 200 MB in a line, and of 50,000 files, see
     docs/results/log/2026-11-22_data.md."""
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/line.txt").write_text((sample() * 100)[:4_000_000].replace("\n", " "))
     for number in range(2000):
         (tmp_path / f"texts/{number}.txt").write_text(f"file {number}")
-
-    def make() -> None:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        recipe, cache = recipe_of(
-            str(tmp_path / "texts"), tokenizer=tokenizer, document_end=None, text_field="text", cache_dir=str(tmp_path)
-        )
-        store = prepared(recipe, cache)
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        print("grown by", grown // 1024, "MB,", len(store.documents), "documents", file=sys.stderr)
-
-    assert ended(begun(make, tmp_path / "err")) == 0
-    said = (tmp_path / "err").read_text().splitlines()[-1].split()
-    assert said[4:] == ["2001", "documents"]
-    assert int(said[2]) < 350
+    process = begin("make", path=str(tmp_path / "texts"), tokenizer=tokenizer, cache_dir=str(tmp_path), small=False)
+    assert process.wait() == 0, (tmp_path / "make.err").read_text()
+    printed = json.loads((tmp_path / "make.out").read_text())
+    assert printed["documents"] == 2001
+    assert printed["grown_mb"] < 350
 
 
 def test_machines_without_a_common_folder_prepare_each_for_itself_before_the_ranks_meet(texts, tmp_path):
