@@ -28,7 +28,7 @@ attack: $(INSTALLED_DEV) ## wrong commands, folders and machines, ranks that end
 
 KILLS ?= 200
 SEED ?= 0
-chaos: $(INSTALLED_DEV) ## kill -9 of a rank, the parent or all at each place of a run, 200 times, and restarts; KILLS, SEED; under 20 minutes
+chaos: $(INSTALLED_DEV) ## kill -9 of a rank, the parent or all at each place of a run, 200 times, and restarts; KILLS, SEED; under 12 minutes
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.chaos.shared --kills 50 --seed $(SEED)
 	$(BIN)/python -m tests.chaos.starting --kills 100 --seed $(SEED)
