@@ -47,17 +47,18 @@ def step(engine: zerotrain.ZeroEngine, number: int) -> None:
 
 def tensors_sent_by_gloo(case: Case) -> tuple[int, int, int]:
     """Of two steps: sends by gloo above what the norm takes, copies of what lay in other memory, collectives."""
-    sent, names = [], ("isend", "all_gather_single", "all_gather_into_tensor", "all_to_all_single", "reduce_scatter")
+    sent, names = [], ("all_gather_single", "all_gather_into_tensor", "all_to_all_single", "reduce_scatter")
     engine = build(case)
-    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
-    for name in originals:
-        setattr(dist, name, lambda *args, name=name, **named: sent.append(name) or originals[name](*args, **named))
+    functions = [(dist, name) for name in names if hasattr(dist, name)] + [(dist.ProcessGroup, "send")]
+    originals = {function: getattr(*function) for function in functions}
+    for each, original in originals.items():
+        setattr(*each, lambda *args, each=each, call=original, **named: sent.append(each) or call(*args, **named))
     try:
         step(engine, 0)
         step(engine, 1)
     finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+        for each, original in originals.items():
+            setattr(*each, original)
     return len(sent), local_ranks(engine).num_staged, sum(engine.ledger.last_step.calls.values())
 
 

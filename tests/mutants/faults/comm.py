@@ -62,8 +62,8 @@ FAULTS = {
     ),
     "receives-not-waited-for": Fault(
         POSTED,
-        "                *self._works,\n",
-        "",
+        "self._works = [*self._works, *sends]",
+        "self._works = sends",
         "a posted collective waits for its sends alone",
         REAL,
     ),

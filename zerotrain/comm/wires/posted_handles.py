@@ -31,9 +31,8 @@ class _Posted(Works):
     def _post(self, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
         """Receive into part r what comes from rank r."""
         with unseen_by_profiler(self._is_gloo):
-            self._works = [
-                dist.irecv(parts[peer], group=self._group, tag=self._tag, group_src=peer) for peer in self._peers
-            ]
+            # Not dist.irecv and dist.isend: they make 9 more Python calls for each peer.
+            self._works = [self._group.recv([parts[peer]], peer, self._tag) for peer in self._peers]
 
     def _end_receives(self, values: torch.Tensor) -> None:
         """Send `values`, which nobody reads, to every rank: only a message ends a receive that was posted."""
@@ -44,10 +43,8 @@ class _Posted(Works):
     def _send(self, parts: Sequence[torch.Tensor] | torch.Tensor) -> None:
         """Send part r to rank r."""
         with unseen_by_profiler(self._is_gloo):
-            self._works = [
-                *self._works,
-                *(dist.isend(parts[peer], group=self._group, tag=self._tag, group_dst=peer) for peer in self._peers),
-            ]
+            sends = [self._group.send([parts[peer]], peer, self._tag) for peer in self._peers]
+            self._works = [*self._works, *sends]
 
 
 class PostedGather(_Posted, Gather):
