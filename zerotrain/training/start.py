@@ -1,6 +1,5 @@
 """Describes a run, in a few lines before its first step."""
 
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.stages import RunStages
-from zerotrain.training.figures.report import UNITS, in_unit
+from zerotrain.training.figures.report import UNITS, in_unit, wrapped
 
 INDENT = 8
 
@@ -69,7 +68,7 @@ def print_start(
     for name, line in lines.items():
         if not line:
             continue
-        for number, part in enumerate(textwrap.wrap(line, max(20, console.width - INDENT))):
+        for number, part in enumerate(wrapped(line, max(20, console.width - INDENT))):
             label = "" if number else name
             console.print(Text.assemble((f"{label:<{INDENT}}", "bold"), part), soft_wrap=True)
 
