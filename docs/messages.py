@@ -1,5 +1,5 @@
-"""Writes reference/messages/ and its index in reference/messages.md from the code: `python docs/messages.py`. A test says
-when a page is old."""
+"""Writes reference/messages/ from the code, with an index in reference/messages.md: `python docs/messages.py`. A test
+says when a page is old."""
 
 import ast
 import re
@@ -23,7 +23,10 @@ TOPICS = {
     "training": ("Training and its callbacks", ("training",)),
     "models": ("Models", ("models",)),
     "data": ("Data sets and their rows", ("data",)),
-    "data_files": ("Files of text and tokens, and how they are prepared", ("data/files", "data/store", "data/preparing")),
+    "data_files": (
+        "Files of text and tokens, and how they are prepared",
+        ("data/files", "data/store", "data/preparing"),
+    ),
     "engine": ("The engine", ("engine",)),
     "engine_groups": ("Optimizers and parameter groups", ("engine/groups", "engine/update", "engine/model")),
     "engine_state": ("Saving and loading", ("engine/state", "engine/checkpoints.py")),
@@ -107,7 +110,9 @@ def messages_in(node: ast.AST, path: str, inside: str = "") -> Iterator[Message]
 
 def topic_of(path: str) -> str:
     """The page of a file: that with the longest folder of it."""
-    found = [(len(part), name) for name, (_, parts) in TOPICS.items() for part in parts if f"{path}/".startswith(f"{part}/")]
+    found = [
+        (len(part), name) for name, (_, parts) in TOPICS.items() for part in parts if f"{path}/".startswith(f"{part}/")
+    ]
     return max(found)[1] if found else "machine"
 
 

@@ -365,7 +365,7 @@ def freeze_while_others_step(engine: Any, folder: Path) -> None:
 
 
 WAITS = "while a gradient waits"
-IN_FORWARD = "in the midst of a forward"
+IN_FORWARD = "during a forward"
 STATES = {
     f"{name}, {way}": case
     for name in RIGHT

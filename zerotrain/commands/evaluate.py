@@ -72,7 +72,7 @@ AT_WORK += ("launch.threads_per_rank", "launch.timeout_s", "launch.shared_memory
 IDLE = ("zero.schedule", "data.num_workers")
 _LOSS = {"loss": float, "by_source": Each(float)}
 MAX_LOSS_NBYTES = 1 << 20
-OTHER_DATA = "the data is not what the run has seen: its files or their split have changed, and so may the loss"
+OTHER_DATA = "the data differs from that of the run: its files or their split have changed, and the loss may differ too"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,7 +161,7 @@ def evaluate(
             if run.path.exists():
                 raise
             raise CheckpointError(
-                f"{run.path} was removed while it was read, by its run, which goes on; try again for a newer one"
+                f"{run.path} was removed by its run while it was read; try again with a newer one"
             ) from error
     return told["step"], result["loss"], result["by_source"]
 
@@ -203,7 +203,7 @@ def _of_evaluation(run: OfRun) -> Config:
     """The run's config, without what is of training alone. A ConfigError where it has none, or no whole weights."""
     config, form = run.require_config(), run.form
     if form == ADAPTERS:
-        raise ConfigError(f"{run.path} has adapters alone; give the run, or what `--merge` of the export has written")
+        raise ConfigError(f"{run.path} has only adapters; give the run, or an export that was written with --merge")
     if form == MERGED:
         config.model["lora"] = None
     config.zero.stage, config.zero.schedule = stage_at(config.zero.stages, run.step), None

@@ -45,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = parser_of("generate", __doc__, EXAMPLES)
     parser.add_argument("path", **RUN)
-    parser.add_argument("--prompt", metavar="TEXT", help="what is continued; without it, lines of the input")
+    parser.add_argument("--prompt", metavar="TEXT", help="the text to continue; without it, each line of the input")
     parser.add_argument("--max-tokens", type=int, default=200, help="default 200")
     parser.add_argument("--temperature", type=float, default=0.8, help="default 0.8; 0: the likeliest token")
-    parser.add_argument("--top-k", type=int, default=50, help="choose among so many, default 50")
+    parser.add_argument("--top-k", type=int, default=50, help="choose among the likeliest K tokens, default 50")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text, default 0")
     parser.add_argument("--trust-code", **TRUST)
     given = vars(parser.parse_args(arguments))

@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = parser_of("prepare", __doc__, EXAMPLES)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="as for launch.py")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="a folder for the tokens; it is made, or goes on")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="a folder for the tokens: a new one, or one to continue"
+    )
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="yamls of your own, as for launch.py")
     options = parser.parse_intermixed_args(arguments)
     return exit_code(
@@ -92,7 +94,7 @@ def _data(settings: list[str], config_dir: Path | None) -> dict[str, Any]:
         raise ConfigError(*problems)
     if config.data.get("_target_") != TARGET:
         raise ConfigError(
-            f"data._target_: got {config.data.get('_target_')}, for which there is nothing to prepare; choose "
+            f"data._target_: got {config.data.get('_target_')}, which needs no preparing; choose "
             "data=text or data=tokenized"
         )
     return config.data

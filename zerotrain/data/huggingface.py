@@ -68,7 +68,9 @@ class HuggingFaceDataset:
         if seq_len < 1:
             raise ValueError(f"data.seq_len={seq_len} is too small; it must be at least 1")
         if column is None and (tokenizer or labels_column):
-            raise ValueError("data.column=null reads all columns as they are; give data.column, the one to be cut")
+            raise ValueError(
+                "data.column=null reads all columns as they are; give data.column, the column to tokenize or cut"
+            )
         if document_end is not None and tokenizer is None:
             raise ValueError(
                 f"data.document_end={document_end} ends texts, and data.tokenizer=null reads none; give "

@@ -227,7 +227,7 @@ def test_what_has_the_name_already_is_not_replaced(name: str, tmp_path: Path) ->
         "a link that leads nowhere": lambda: target.symlink_to("nowhere"),
     }
     make[name]()
-    with pytest.raises(CheckpointError, match="step is there already, and a checkpoint replaces nothing"):
+    with pytest.raises(CheckpointError, match="step exists already, and a checkpoint never replaces anything"):
         engine.save(target)
     assert list(tmp_path.iterdir()) == [target]
 

@@ -80,7 +80,7 @@ def test_others_are_refused_at_any_depth(name: Any, depth: int) -> None:
     values = (target, {"x": target}, {"x": [{"y": [[target]]}]})[depth]
     said = refusal(config(model=values))
     assert said is not None
-    assert said.startswith(f"/run names model.{('', 'x.', 'x.0.y.0.0.')[depth]}_target_={name}, and a file may name ")
+    assert said.startswith(f"/run names model.{('', 'x.', 'x.0.y.0.0.')[depth]}_target_={name}; a file may only name ")
     assert "--trust-code" in said
 
 
@@ -120,7 +120,7 @@ def test_a_variable_of_the_environment_stays_a_text(monkeypatch: pytest.MonkeyPa
     given = from_values({"model": {"_target_": "torch.nn.Linear", "x": [text]}, "checkpoint": {"resume": text}})
     assert given.model["x"] == [text]
     assert given.checkpoint.resume == text
-    assert refusal(given) == f"/run: model.x.0 is {text}, and what a file says is never resolved"
+    assert refusal(given) == f"/run: model.x.0 is {text}, and a reference in a file is never resolved"
     with pytest.raises(ConfigError, match=r"^model\.x\.0: got a.*oc\.env:SECRET.*must not have \$\{ in it"):
         build("model", given.model)
     assert isinstance(build("model", {"_target_": "torch.nn.Linear", "_args_": [2, 3]}), torch.nn.Linear)

@@ -110,7 +110,7 @@ def test_what_a_user_has_put_there_is_named_and_stays(
     before = contents(tmp_path)
     said = refused([str(run), "--out", str(out), "--overwrite"], capsys)
     assert said == (
-        f"--overwrite: {out / name} was not written by the export that lies there; move it away, or give a new name"
+        f"--overwrite: {out / name} was not written by the export in that folder; move it away, or give a new name"
     )
     assert contents(tmp_path) == before
 
@@ -137,17 +137,17 @@ def test_a_file_that_comes_while_the_new_export_is_written_stays(
         (None, "was exported by an older zerotrain, which did not note its files; give a new name"),
         (
             ["../thesis.txt"],
-            "does not tell the files of an export: files.0 is ../thesis.txt, and must be the name of a file",
+            "does not list the files of an export: files.0 is ../thesis.txt, and must be the name of a file",
         ),
-        (["/etc/passwd"], "does not tell the files of an export"),
-        (["mine/../../thesis.txt"], "does not tell the files of an export"),
+        (["/etc/passwd"], "does not list the files of an export"),
+        (["mine/../../thesis.txt"], "does not list the files of an export"),
         (
             ["model.safetensors", 3],
-            "does not tell the files of an export: files.1 is 3, and must be the name of a file",
+            "does not list the files of an export: files.1 is 3, and must be the name of a file",
         ),
-        ({"thesis.txt": 1}, "does not tell the files of an export: files is"),
-        ([""], "does not tell the files of an export"),
-        ([f"{'a/' * 3000}b"], "model.safetensors was not written by the export that lies there"),
+        ({"thesis.txt": 1}, "does not list the files of an export: files is"),
+        ([""], "does not list the files of an export"),
+        ([f"{'a/' * 3000}b"], "model.safetensors was not written by the export in that folder"),
     ],
 )
 def test_a_list_of_files_is_believed_within_its_folder_alone(

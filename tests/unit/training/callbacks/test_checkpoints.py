@@ -115,7 +115,7 @@ def test_a_run_in_its_own_folder_doubles_no_line_and_replaces_no_checkpoint(star
     assert [name for name in kept if "aside" not in name] == [f"step-{each:08d}" for each in (3, 6, 9, 12)]
     [aside] = [name for name in kept if name.startswith("step-00000012.aside-")]
     assert (second.run_dir / "checkpoints" / aside / "manifest.json").read_text() == newest
-    assert f"step-00000012 is later than that, and is {aside} now" in screen.getvalue()
+    assert f"step-00000012 is later than that, and was renamed to {aside}" in screen.getvalue()
 
 
 def test_of_its_own_folder_a_run_that_begins_with_anothers_keeps_what_comes_before(start):
@@ -142,7 +142,7 @@ def test_the_newest_that_is_what_was_written_is_taken(start, screen):
     second = start("run", checkpoint=CheckpointPolicy(resume=to_try, keep=None))
     assert second.run()["resumed_from"] == str(path_of(first, 6))
     said = screen.getvalue()
-    assert said.count("warning: skipped a checkpoint that cannot be taken up") == 2
+    assert said.count("warning: skipped a checkpoint that cannot be loaded") == 2
     assert "step-00000012/manifest.json" in said
     assert "step-00000009/rank-00000.safetensors" in said
 

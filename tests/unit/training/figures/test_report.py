@@ -72,7 +72,11 @@ def test_gathering_in_one_process_gives_its_own_usage(world):
 
 
 def test_in_a_terminal_lines_break_between_words_and_a_path_stays_whole():
-    line = "warning: /a/path/" + "x" * 90 + "/of-a-file cannot be written to: No space left on device, and training goes on"
+    line = (
+        "warning: /a/path/"
+        + "x" * 90
+        + "/of-a-file cannot be written to: No space left on device, and training goes on"
+    )
     file = io.StringIO()
     say(Console(file=file, width=80, force_terminal=True, color_system=None), line)
     shown = file.getvalue().splitlines()
