@@ -130,7 +130,7 @@ INTERPOLATIONS = [
     ),
     Attack(["seed=${data.path}"], "seed: got ${data.path}; "),
     Attack(["zero.units=${zero}"], "zero.units: got ${zero}; "),
-    Attack(["data.path='a${b'"], "data.path='a${b': ${ names another value and needs a closing }"),
+    Attack(["data.path='a${b'"], "data.path='a${b': ${ begins a reference and needs a } to close it"),
     Attack(["optimizer=${nope}"], "optimizer=${nope}: "),
     Attack(["optimizer.betas=[0.9,${x}]"], "optimizer.betas.1: got ${x}; there is no x"),
     Attack(["model.vocab_size=${data.nothing}"], "model.vocab_size: got ${data.nothing}; there is no data.nothing"),

@@ -94,7 +94,7 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
     if isinstance(error, UnicodeError):
         return f"{find_yaml(f'{key}/{got}', folders) or override}: is not text in UTF-8"
     if isinstance(cause, GrammarParseError):
-        return f"{override}: ${{ begins a reference and needs a closing }}; write \\${{ for the characters themselves"
+        return f"{override}: ${{ begins a reference and needs a }} to close it; write \\${{ for the characters ${{"
     key, got, is_inner = _innermost(override, cause) or (key, got, False)
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         outer = override.partition("=")[0]

@@ -236,7 +236,7 @@ def test_a_name_that_is_taken_while_the_save_runs_is_not_replaced(tmp_path: Path
     other = PartialFolder(tmp_path / "step")
     engine = build(alone(), KIND, 2)
     engine.save(tmp_path / "step")
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         other.publish(Manifest({"files": [], "parameters": {}, "buffers": {}}))
     other.remove()
     verify(tmp_path / "step")

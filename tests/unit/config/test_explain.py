@@ -59,7 +59,7 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
         ),
         ("hydra/launcher=joblib", "hydra/launcher=joblib: is not installed; pip install hydra-joblib-launcher; there"),
         ("hydra/sweeper=optuna", "hydra/sweeper=optuna: is not installed; pip install hydra-optuna-sweeper; there"),
-        ("data.path='a${b'", "data.path='a${b': ${ names another value and needs a closing }"),
+        ("data.path='a${b'", "data.path='a${b': ${ begins a reference and needs a } to close it"),
         ("zero.stage=", "zero.stage: got ''; it must be 0, 1, 2 or 3; the default is 2"),
         ("", "'': cannot be read; write key=value"),
         ("model=glob(*)", "model=glob(*): got several values; -m runs a job for each"),

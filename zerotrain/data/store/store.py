@@ -183,9 +183,7 @@ def _read_index(file: Path) -> dict[str, Any]:
             f"{file.parent} has no {INDEX_NAME}; a store of tokens has one, written last: this one is not complete"
         ) from None
     except UntrustedFileError as error:
-        raise ValueError(
-            f"{file} is not the JSON of a store ({error}); make the store again, or copy it again"
-        ) from error
+        raise ValueError(f"{file} is no index of a store ({error}); make the store again, or copy it again") from error
     _require_index(index, file)
     return dict(index)
 

@@ -35,8 +35,8 @@ def say(console: Console, *lines: str) -> None:
 
 def wrapped(text: str, width: int) -> list[str]:
     """The lines of a text in a terminal of this width. A word, such as a long path, is never broken."""
-    keep_words = {"break_long_words": False, "break_on_hyphens": False}
-    return [part for line in text.split("\n") for part in textwrap.wrap(line, width, **keep_words) or [""]]
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    return [part for line in text.split("\n") for part in wrapper.wrap(line) or [""]]
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Drawing(Told):
     ("train", "message"),
     [
         (Stream(), r"^data\.train is of type Stream, which cannot be indexed; it must be map-style, with len"),
-        (WithoutLength(), r"^data\.train is of type WithoutLength, which cannot be read by number"),
+        (WithoutLength(), r"^data\.train is of type WithoutLength, which cannot be indexed"),
         (iter([PAIR]), r"^data\.train is of type list_iterator, which"),
         ([], r"^data\.train is empty; it must have at least one item$"),
         (["text"], r"^data\.train\[0\] is of type str; a batch is made of tensors and numbers: make a tensor of it, "),

@@ -75,7 +75,7 @@ def check(kind: str, **settings: Any) -> None:
     ("kind", "problem"),
     [
         ("stream", "data.train is of type Stream, which cannot be indexed; it must be map-style"),
-        ("no length", "data.train is of type NoLength, which cannot be read by number"),
+        ("no length", "data.train is of type NoLength, which cannot be indexed"),
         ("empty", "data.train is empty"),
         ("strings", "data.train[0] is of type str; a batch is made of tensors and numbers"),
         ("lists", "data.train[0][0] is a list of numbers; give torch.tensor"),

@@ -171,7 +171,7 @@ def test_a_run_saves_when_it_is_time(start, screen):
     body = trainer.run()
     assert names_in(trainer) == [f"step-{each:08d}" for each in (1, 2, 3)]
     assert screen.getvalue().count("saved checkpoints/step-") == 3
-    assert ("a step beside a save took" in screen.getvalue()) == (body["save_step_ratio"] is not None)
+    assert ("a step during a save took" in screen.getvalue()) == (body["save_step_ratio"] is not None)
     assert body["checkpoint"] == str(path_of(trainer, 3))
     assert body["save_pause_ms"] > 0
     never = start("never", checkpoint=CheckpointPolicy(every_s=1000.0, at_end=False), max_steps=3)
@@ -221,7 +221,7 @@ def test_a_hyperparameter_that_was_changed_since_is_that_of_now(start, screen):
     assert "optimizer.lr: 0.01 until now, 0.003 from here on" in screen.getvalue()
     third = start("third", lr=3e-3, checkpoint=CheckpointPolicy(resume=[path_of(second, 12)]), max_steps=14)
     third.run()
-    assert "until now" not in screen.getvalue().split("goes on from")[-1].replace("max_steps", "")
+    assert "until now" not in screen.getvalue().split("resumes from")[-1].replace("max_steps", "")
     fourth = start("fourth", lr=1e-2, checkpoint=CheckpointPolicy(resume=[path_of(third, 14)]), max_steps=16)
     fourth.run()
     assert fourth.engine.param_groups[0]["initial_lr"] == 1e-2
