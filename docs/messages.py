@@ -66,7 +66,7 @@ def placeholder(node: ast.expr) -> str:
         return placeholder(node.value)
     if isinstance(node, ast.Name):
         return f"{{{node.id}}}"
-    if isinstance(node, ast.Attribute) and re.fullmatch(r"\{[\w.]+\}", owner := placeholder(node.value)):
+    if isinstance(node, ast.Attribute) and re.fullmatch(r"\{\w[\w.]*\}", owner := placeholder(node.value)):
         return f"{owner[:-1]}.{node.attr}}}"
     if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
         return placeholder(node.args[0])
@@ -76,7 +76,7 @@ def placeholder(node: ast.expr) -> str:
 def is_message(text: str) -> bool:
     """Whether a person reads it: words with spaces between, and no pattern or code."""
     words = re.findall(r"(?<![\w.{])[A-Za-z][A-Za-z'-]*(?![\w.=(}])", text)
-    return len(words) >= MIN_WORDS and not re.search(r"\(\?|\\[swd(]", text)
+    return len(words) >= MIN_WORDS and " " in text.strip() and not re.search(r"\(\?|\(\.|\\[SswWdD(]|\$0|\]\*|%Y", text)
 
 
 def kind_of(node: ast.AST, inside: str) -> str:
@@ -93,7 +93,8 @@ def kind_of(node: ast.AST, inside: str) -> str:
 def messages_in(node: ast.AST, path: str, inside: str = "") -> Iterator[Message]:
     """The messages of a piece of code, in order. Strings that stand alone are its documentation."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+        is_documentation = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+        if is_documentation or isinstance(child, ast.Compare):  # what is compared was said by somebody else
             continue
         kind = kind_of(child, inside)
         text = text_of(child) if isinstance(child, ast.expr) else None
@@ -147,17 +148,17 @@ def page(name: str, messages: list[Message]) -> str:
     return "\n".join([*lines, *(f"| {each.path} | {each.kind} | {shown(each.text)} |" for each in messages)]) + "\n"
 
 
-def index(found: dict[str, list[Message]]) -> str:
+def index() -> str:
     """The index: its part by hand, and a line for each topic."""
     by_hand = INDEX.read_text().partition(INDEX_HEAD)[0].rstrip()
-    lines = [f"[{title}](messages/{name}.md) ({len(found[name])})" for name, (title, _) in TOPICS.items()]
-    return f"{by_hand}\n\n{INDEX_HEAD}\n{'; '.join(lines)}.\n"
+    lines = [f"- [{title}](messages/{name}.md)" for name, (title, _) in TOPICS.items()]
+    return "\n".join([by_hand, "", INDEX_HEAD, *lines]) + "\n"
 
 
 def pages() -> dict[Path, str]:
     """Each page, with the index, as it should be."""
     found = all_messages()
-    return {INDEX: index(found)} | {PAGES / f"{name}.md": page(name, each) for name, each in found.items()}
+    return {INDEX: index()} | {PAGES / f"{name}.md": page(name, each) for name, each in found.items()}
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def test_one_rank_alone_that_ends_with_exit_code_0_has_not_completed(launch, tmp
 def test_under_torchrun_too(tmp_path: Path, action: str):
     command = by_torchrun(*MISBEHAVING, f"+model.action={action}", PATIENT, folder=tmp_path)
     assert command.wait() == 1
-    what = ENDS[action].replace("ended with exit code 0", "was killed or ended itself without a word")
+    what = ENDS[action].replace("ended with exit code 0", "was killed or exited without an error message")
     result = result_of(tmp_path / "run")
     assert (result["status"], result["error"].splitlines()[0]) == ("failed", f"rank 1 {what}")
     assert f"rank 1 {what}" in command.stderr

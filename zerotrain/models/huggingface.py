@@ -238,8 +238,8 @@ def _require_adapters(adapters: dict[str, Any]) -> None:
     for name in adapters.keys() - NO_ADAPTERS.keys():
         known = ", ".join(NO_ADAPTERS)
         raise ValueError(
-            f"model.lora.{name}: there is no such setting; there are {known}; for others of peft's give "
-            "build_engine a model that peft has made"
+            f"model.lora.{name}: there is no such setting; there are {known}; for other settings of peft, "
+            "give build_engine a model that peft has made"
         )
     require_at_least(0, **{"lora.rank": adapters["rank"]})
     for name, value in adapters.items():

@@ -214,7 +214,7 @@ def _of_stop(state: RankState) -> Failure:
 
 
 def _of_silent(state: RankState, exit_code_known: bool) -> Failure:
-    how = "ended with exit code 0" if exit_code_known else "was killed or ended itself without a word"
+    how = "ended with exit code 0" if exit_code_known else "was killed or exited without an error message"
     return Failure(rank=state.rank, cause=f"{how} in {state.phase}, before its work was done")
 
 
