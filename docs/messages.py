@@ -76,7 +76,8 @@ def placeholder(node: ast.expr) -> str:
 def is_message(text: str) -> bool:
     """Whether a person reads it: words with spaces between, and no pattern or code."""
     words = re.findall(r"(?<![\w.{])[A-Za-z][A-Za-z'-]*(?![\w.=(}])", text)
-    return len(words) >= MIN_WORDS and " " in text.strip() and not re.search(r"\(\?|\(\.|\\[SswWdD(]|\$0|\]\*|%Y", text)
+    is_code = re.search(r"\(\?|\(\.[+*]|\\[SswWdD(]|\$0|\]\*|%Y", text)
+    return len(words) >= MIN_WORDS and " " in text.strip() and is_code is None
 
 
 def kind_of(node: ast.AST, inside: str) -> str:

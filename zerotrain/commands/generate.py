@@ -14,13 +14,13 @@ from zerotrain.run.text_model import TextModel, text_model
 from zerotrain.training.callbacks.generate import next_token
 
 EXAMPLES = """\
-A run, a checkpoint, an exported folder, or one of Hugging Face. One process, on a GPU if there is one. Without --prompt
-each line of the input is continued, until Ctrl-D.
+RUN is a run, a checkpoint, an export or a folder of Hugging Face. One process starts, on a GPU if there is one. Without
+--prompt it continues each line of the input, until Ctrl-D.
 
   python -m zerotrain generate outputs/2026-11-22/10-00-00 --prompt "def main" --max-tokens 200
   python -m zerotrain generate exported --temperature 0 < prompts.txt
 
-Exit code 0; 2: an argument, or nothing that can be read, one line; 130: Ctrl-C.
+Exit code 0; 2: an argument is wrong or RUN cannot be read, one line; 130: Ctrl-C.
 """
 
 

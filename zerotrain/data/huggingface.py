@@ -254,7 +254,7 @@ def _names_of(splits: dict[str, Any], split: str, validation_split: str | None, 
         if name is not None and name not in splits:
             raise ValueError(f"data.{field}={name}: data.path={path} has no such split; it has {', '.join(splits)}")
     if validation_split == split:
-        raise ValueError(f"data.validation_split={split} is what is trained on; give another, or null")
+        raise ValueError(f"data.validation_split={split} is the split to train on; give another, or null")
     found = validation_split or next((name for name in VALIDATION_SPLITS if name in splits and name != split), None)
     return [split] if found is None else [split, found]
 

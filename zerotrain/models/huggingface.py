@@ -58,7 +58,7 @@ class HuggingFaceModel(nn.Module):
         _require_adapters(adapters)
         require_names(freeze=freeze)
         if adapters["rank"] and freeze:
-            raise ValueError("model.freeze has no effect beside model.lora, which trains its adapters alone; drop one")
+            raise ValueError("model.freeze has no effect with model.lora, which trains only adapters; leave one out")
         with _refused_config():
             if name_or_path is None:
                 model = _from_scratch(dict(config or {}), vocab_size)

@@ -290,7 +290,7 @@ def test_tokens_that_are_as_they_should_be_are_not_taken_for_something_else(tmp_
 def test_damaged_files_are_refused(tmp_path):
     path = tmp_path / "a.bin"
     for given, message in {
-        (20240520, 2, 50): "is an llm.c file of version 2, of which only 1 is known here",
+        (20240520, 2, 50): "is an llm.c file of version 2, but only 1 is supported",
         (20240522, 1, 50): "is an llm.c file of multiple-choice questions",
         (20240520, 1, 51): "has 1124 bytes, but its header says 1126, with 51 tokens",
         (20240520, 1, 0): "has 1124 bytes, but its header says 1024, with 0 tokens",

@@ -27,7 +27,7 @@ _PICKLED = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """First bytes of torch.save's files before torch 1.6, and of any pickle."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 MAX_TENSORS = 1_000_000
-_ALONE = "write the weights alone, with torch.save(model.state_dict(), PATH)"
+_ALONE = "write only the weights, with torch.save(model.state_dict(), PATH)"
 
 
 def is_of_torch(file: OpenFile) -> bool:

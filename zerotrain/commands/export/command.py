@@ -24,15 +24,15 @@ from zerotrain.run import exported
 from zerotrain.run.saved import SavedRun, opened_run
 
 EXAMPLES = """\
-Without more: model.safetensors, in parts where it is large; of model=huggingface a folder that from_pretrained opens;
-of its adapters one that peft opens, or with --merge one of the whole model. Of a run its newest checkpoint is taken.
-What is written was verified; the folder appears when it is whole.
+By default DIR gets model.safetensors, in parts if it is large. For model=huggingface, from_pretrained opens DIR; for
+adapters, peft opens it, and with --merge it holds the merged model. RUN is a run (its newest checkpoint is read) or a
+checkpoint. The export is verified, and DIR appears when it is complete.
 
   python -m zerotrain export outputs/2026-11-22/10-00-00 --out exported --dtype bf16
   python -m zerotrain export outputs/2026-11-22/10-00-00/checkpoints/step-00000100 --out exported --optimizer
   python -m zerotrain export outputs/2026-11-22/10-00-00 --out dcp --dcp
 
-Exit code 0: it is there; 1: the disk failed; 2: an argument or a checkpoint that is not what was written, one line;
+Exit code 0: it is there; 1: the disk failed; 2: an argument is wrong or the checkpoint is damaged, one line;
 130, 143, 129: a signal, and nothing is left.
 """
 MB = 10**6

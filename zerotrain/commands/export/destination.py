@@ -59,7 +59,7 @@ def require_apart(out: Path, run: Path, others: list[Path]) -> None:
         is_of_run = checkpoint.parent.name == CHECKPOINTS
         for folder in (checkpoint, *(checkpoint.parents[:2] if is_of_run else ())):
             if _identity(folder) in above_out:
-                raise ConfigError(f"--out: got {out}, which lies in {folder}, which is exported; give another folder")
+                raise ConfigError(f"--out: got {out}, inside {folder}, the folder to export; give another folder")
     for folder in (run, *others):
         if _identity(out) in _identities(folder):
             raise ConfigError(

@@ -121,7 +121,7 @@ def _llm_c(path: Path, header: bytes, name: str) -> TokenFile:
     known, dtype = _LLM_C[magic]
     if version != known:
         raise ValueError(
-            f"{name} is an llm.c file of version {version}, of which only {known} is known here; give a .npy, or a "
+            f"{name} is an llm.c file of version {version}, but only {known} is supported; give a .npy, or a "
             ".bin of tokens and nothing else"
         )
     nbytes, needed = path.stat().st_size, _LLM_C_HEADER_NBYTES + tokens * np.dtype(dtype).itemsize

@@ -91,7 +91,7 @@ def require_values(walked: WalkedModel) -> None:
         if tensor.is_meta:
             raise ConfigError(
                 f"{name} of model {kind} is on the meta device, which holds no values; give "
-                "build_engine the function that builds the model instead of the model; it holds nothing whole either"
+                "build_engine the function that builds the model instead of the model; it never holds all of it"
             )
 
 

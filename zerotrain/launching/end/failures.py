@@ -209,7 +209,7 @@ def _came_after(failure: Failure, stops: dict[int, RankState]) -> bool:
 
 
 def _of_stop(state: RankState) -> Failure:
-    cause = f"was stopped by {state.stopped_by}, sent to it alone, in {state.phase}"
+    cause = f"was stopped by {state.stopped_by}, which only it received, in {state.phase}"
     return Failure(rank=state.rank, cause=cause, time_s=state.stopped_s, stopped_by=state.stopped_by)
 
 

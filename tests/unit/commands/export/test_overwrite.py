@@ -191,7 +191,7 @@ def test_an_export_does_not_lie_in_its_run(
     (tmp_path / "old" / "link").symlink_to(run / "checkpoints" / "step-00000000")
     before = contents(tmp_path)
     said = refused([str(tmp_path / given), "--out", str(tmp_path / out), *overwrite], capsys)
-    assert "which is exported; give another folder" in said
+    assert ", the folder to export; give another folder" in said
     assert contents(tmp_path) == before
 
 
@@ -226,7 +226,7 @@ def test_a_mount_hides_no_run(run: Path, tmp_path: Path) -> None:
     for mounted in (run, run / "checkpoints"):
         mount = ["sh", "-c", 'mount --bind "$1" "$2" && exec "$3" -c "$4"', "sh", str(mounted)]
         command = [*isolated, *mount, str(tmp_path / "mounted"), sys.executable, check]
-        assert "which is exported" in subprocess.run(command, capture_output=True, text=True).stderr
+        assert ", the folder to export" in subprocess.run(command, capture_output=True, text=True).stderr
 
 
 def test_the_model_and_the_tokenizer_that_are_read_are_not_replaced(tmp_path: Path) -> None:

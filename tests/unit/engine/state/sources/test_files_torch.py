@@ -417,8 +417,8 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
         r"f.pt holds more than weights \(argparse.Namespace\), and making such objects may run any code; write the w",
     ),
     "a whole model": (file_of(torch.nn.Linear(2, 2)), r"more than weights \(.*torch.nn.modules.linear.Linear"),
-    "no names": (file_of(torch.ones(3)), "f.pt holds a Tensor without tensors that have names; write the weights alo"),
-    "no tensors": (file_of({"epoch": 3}), "f.pt holds a dict without tensors that have names; write the weights alone"),
+    "no names": (file_of(torch.ones(3)), "f.pt holds a Tensor without tensors that have names; write only the wei"),
+    "no tensors": (file_of({"epoch": 3}), "f.pt holds a dict without tensors that have names; write only the weights"),
     "quantized": (
         file_of({"weight": torch._make_per_tensor_quantized_tensor(torch.ones(3, dtype=torch.int8), 0.1, 0)}),
         "f.pt is damaged, or holds tensors that cannot be read in parts",
@@ -431,7 +431,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "packed again": (
         lambda at: zipped(at / "file", zipfile.ZIP_DEFLATED),
-        "file.zip was packed again, and cannot be read in parts; write the weights alone",
+        "file.zip was packed again, and cannot be read in parts; write only the weights",
     ),
     "packed again without packing": (
         lambda at: zipped(at / "file", zipfile.ZIP_STORED),
@@ -445,7 +445,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda at: scripted(at / "f.pt"),
         "f.pt is a zip archive, but none of torch.save; write the weight",
     ),
-    "numpy": (lambda at: of_numpy(at / "f"), "f.npz is a zip archive, but none of torch.save; write the weights alone"),
+    "numpy": (lambda at: of_numpy(at / "f"), "f.npz is a zip archive, but none of torch.save; write only the weights"),
     "a folder of files": (
         lambda at: file_of(ONES)(at).parent,
         "has no model.safetensors: name the file itself, such as",
