@@ -9,7 +9,7 @@ INSTALLED_BENCH := $(VENV)/.installed-bench
 .PHONY: help train test bits attack chaos test-gpu check format sweep bench bench-link bench-gpu install clean
 .DEFAULT_GOAL := help
 
-help: ## this list
+help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(INSTALLED) ## install, then train a small GPT on real text: 2 ranks, stage 2, under 3 minutes on 2 cores
@@ -23,7 +23,7 @@ test: $(INSTALLED_DEV) ## install, then run the tests
 bits: $(INSTALLED_DEV) ## one sha256: ranks x stages x precisions x how to train, and each setting that breaks it; under 7 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/bits
 
-attack: $(INSTALLED_DEV) ## wrong commands, folders and machines, ranks that end; every placement of checkpoints loads every other
+attack: $(INSTALLED_DEV) ## wrong commands, folders and machines, killed ranks; a checkpoint of each placement loads into every other
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/attack
 
 KILLS ?= 200
@@ -39,7 +39,7 @@ check: $(INSTALLED_DEV) ## lint, types and import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-format: $(INSTALLED_DEV) ## put the code into the one format
+format: $(INSTALLED_DEV) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -95,6 +95,6 @@ $(INSTALLED_BENCH): $(INSTALLED_DEV)
 	$(PIP) -e '.[bench]'
 	@touch $@
 
-clean: ## remove what make and the runs made (not the runs' outputs)
+clean: ## remove the environment, builds and caches (not the runs' outputs)
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

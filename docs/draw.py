@@ -191,7 +191,7 @@ def terminal(output: str) -> str:
         last = line.split("\r")[-1] if "\r" in line else line
         last = re.sub(r"\x1b\[\?25[lh]|\x1b\[\d*[KA]", "", last.split("\x1b[2K")[-1])
         kept.append(last)
-    start = kept[: next(number for number, line in enumerate(kept) if "--:--" in line)]
+    start = kept[: next(number for number, line in enumerate(kept) if re.match(r" *0/\d+", line))]
     progress = [line for line in kept if "tok/s" in line][-1:]
     saved = [re.sub(r"^\s*", "", line) for line in kept if "saved checkpoints" in line][-1:]
     table = kept[next(number for number, line in enumerate(kept) if "train loss" in line) :]

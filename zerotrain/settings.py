@@ -148,20 +148,20 @@ SHARES = Effect(lambda _, num_ranks: num_ranks > 1, "on memory with one rank; la
 UNSCHEDULED = Effect(
     lambda run, _: not run.zero.has_first, "with zero.schedule={zero.schedule}, which has the stage from step 0 on"
 )
-STAGE_3 = Effect(lambda run, _: 3 in run.zero.stages.values(), "at {zero.stages_given}; it has at 3")
+STAGE_3 = Effect(lambda run, _: 3 in run.zero.stages.values(), "at {zero.stages_given}; it has one at 3")
 """For settings of sharded parameters on their way."""
 ACCUMULATES = Effect(
     lambda run, _: run.train.gradient_accumulation_steps > 1,
-    "with train.gradient_accumulation_steps={train.gradient_accumulation_steps}; it has with 2 or more",
+    "with train.gradient_accumulation_steps={train.gradient_accumulation_steps}; it has one with 2 or more",
 )
 IN_16_BITS = Effect(
     lambda run, _: run.precision.name in ("bf16", "fp16"),
-    "with precision={precision.name}; it has with bf16 or fp16",
+    "with precision={precision.name}; it has one with bf16 or fp16",
 )
-IN_FP16 = Effect(lambda run, _: run.precision.name == "fp16", "with precision={precision.name}; it has with fp16")
+IN_FP16 = Effect(lambda run, _: run.precision.name == "fp16", "with precision={precision.name}; it has one with fp16")
 
 OFFLOADS_OPTIMIZER = Effect(
-    lambda run, _: run.offload.optimizer != "device", "with offload.optimizer=device; it has with cpu or disk"
+    lambda run, _: run.offload.optimizer != "device", "with offload.optimizer=device; it has one with cpu or disk"
 )
 OFFLOADS_TO_DISK = Effect(
     lambda run, _: run.offload.uses_disk,

@@ -99,7 +99,7 @@ FORMS = [
     Attack(["zero.stage=int(x)"], "zero.stage=int(x): cannot be read"),
     Attack(["~zero.stage"], "~zero.stage: zero.stage cannot be left out; give it another value"),
     Attack(["~zero.nothing"], "~zero.nothing"),
-    Attack(["~data.path"], "~data.path: is null, and Hydra leaves out only what is not"),
+    Attack(["~data.path"], "~data.path: is null, and Hydra can only leave out a setting with a value"),
     Attack(["~model"], "model._target_: got null; it must be the import path of a class or function"),
     Attack(["~optimizer"], ("optimizer._target_: got null; it must", "optimizer._partial_: got null; it must be true")),
     Attack(
@@ -130,7 +130,7 @@ INTERPOLATIONS = [
     ),
     Attack(["seed=${data.path}"], "seed: got ${data.path}; "),
     Attack(["zero.units=${zero}"], "zero.units: got ${zero}; "),
-    Attack(["data.path='a${b'"], "data.path='a${b': ${ names another value and needs a } behind it"),
+    Attack(["data.path='a${b'"], "data.path='a${b': ${ begins a reference and needs a } to close it"),
     Attack(["optimizer=${nope}"], "optimizer=${nope}: "),
     Attack(["optimizer.betas=[0.9,${x}]"], "optimizer.betas.1: got ${x}; there is no x"),
     Attack(["model.vocab_size=${data.nothing}"], "model.vocab_size: got ${data.nothing}; there is no data.nothing"),
@@ -261,7 +261,7 @@ CLASSES = [
     ),
     Attack(
         "scheduler._target_=builtins.divmod data=synthetic ~scheduler.warmup_steps ~scheduler.final_fraction",
-        "scheduler._target_: got builtins.divmod, which gives a tuple",
+        "scheduler._target_: got builtins.divmod, which returns a tuple",
     ),
     Attack(
         "model._target_=mine.Model",
@@ -306,13 +306,14 @@ YAMLS = [
     of_yaml(TOP + "seed: 1\\nseed: 2\\n", "/"),
     of_yaml(TOP + "zero:\\n\\tstage: 1\\n", "/"),
     of_yaml(
-        "seed: 1\\n", "mine/experiment/bad.yaml: sets what is below experiment, where nothing is; its first line must"
+        "seed: 1\\n",
+        "mine/experiment/bad.yaml: its settings go to experiment, which does not exist; its first line must",
     ),
     of_yaml("just text", "mine/experiment/bad.yaml, line 1: there must be settings"),
     of_yaml("\\xff\\xfe", "mine/experiment/bad.yaml"),
     of_yaml("- a\\n- b\\n", "mine/experiment/bad.yaml, line 1: there must be settings"),
     of_yaml(
-        TOP + "defaults:\\n  - override /model: gpt3\\n", "experiment=bad: asks for model/gpt3, which there is not; did"
+        TOP + "defaults:\\n  - override /model: gpt3\\n", "experiment=bad: needs model/gpt3, which does not exist; did"
     ),
     of_yaml(TOP + "defaults: 3\\n", "experiment=bad: "),
     of_yaml(TOP + "defaults:\\n  - nope: x\\n", "experiment=bad: asks for "),
@@ -322,8 +323,10 @@ YAMLS = [
 ]
 
 SWEEPS = [
-    Attack("-m seed=interval(0,3)", "seed=interval(0,3): the basic sweeper has no use for an interval"),
-    Attack("-m optimizer.lr=interval(0.1,1)", "optimizer.lr=interval(0.1,1): the basic sweeper has no use"),
+    Attack("-m seed=interval(0,3)", "seed=interval(0,3): the basic sweeper does not support interval()"),
+    Attack(
+        "-m optimizer.lr=interval(0.1,1)", "optimizer.lr=interval(0.1,1): the basic sweeper does not support interval()"
+    ),
     Attack("-m zero.stage=1,abc", "zero.stage: got abc; it must be 0, 1, 2 or 3", left=("multirun.yaml",)),
     Attack(
         "-m seed=0,1 hydra.launcher._target_=os.system", "hydra.launcher._target_: got os.system; it must be a class"
@@ -355,7 +358,7 @@ SWEEPS = [
         "-m data=synthetic zero.stage=9 seed=0,1 hydra.sweep.subdir=same",
         (
             "job 0: zero.stage: got 9",
-            "job 1: hydra.sweep.subdir: got same, the folder of job 0 too",
+            "job 1: hydra.sweep.subdir: got same, which job 0 uses too",
             "Error executing job",
         ),
         code=1,

@@ -18,8 +18,8 @@ GPT2 |= {"bos_token_id": None, "eos_token_id": None}
 EVIL_CONFIG = {"model_type": "evil", "auto_map": {"AutoConfig": "model.C", "AutoModelForCausalLM": "model.M"}}
 EVIL_TOKENIZER = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["model.T", "model.T"]}}
 PAIR = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}
-OTHERS = "others can run any code; --trust-code builds them"
-NEVER = "what a file says is never resolved"
+OTHERS = "other classes can run any code; give --trust-code if"
+NEVER = "a reference in a file is never resolved"
 OWN_CODE = "has code of its own (model."
 
 

@@ -20,7 +20,7 @@ def test_a_class_that_ends_the_process_is_refused_by_name(launch, tmp_path: Path
     command = launch(*RUN, "model._target_=misbehaving.EndingMLP", f"+model.ending={ending}", folder=tmp_path)
     assert command.wait() == 2
     assert command.stderr.splitlines() == [
-        "model._target_: got misbehaving.EndingMLP, which ended the process with exit code 0 when it was tried; "
+        "model._target_: got misbehaving.EndingMLP, which ended the process with exit code 0 during a test call; "
         "it must return or raise an exception"
     ]
     assert result_of(tmp_path / "run")["status"] == "failed"
@@ -35,8 +35,8 @@ def test_a_module_that_ends_the_process_when_imported_is_refused_by_name(launch,
 
 ENDS = {
     "exit of C": "ended with exit code 0 in training misbehaving.MisbehavingMLP, before its work was done",
-    "os._exit": "failed: SystemExit: the process was to end with exit code 0 before its work was done",
-    "sys.exit": "failed: SystemExit: the process was to end with exit code 0 before its work was done",
+    "os._exit": "failed: SystemExit: the process tried to exit with code 0 before its work was done",
+    "sys.exit": "failed: SystemExit: the process tried to exit with code 0 before its work was done",
 }
 
 
@@ -67,7 +67,7 @@ def test_one_rank_alone_that_ends_with_exit_code_0_has_not_completed(launch, tmp
 def test_under_torchrun_too(tmp_path: Path, action: str):
     command = by_torchrun(*MISBEHAVING, f"+model.action={action}", PATIENT, folder=tmp_path)
     assert command.wait() == 1
-    what = ENDS[action].replace("ended with exit code 0", "was killed or ended itself without a word")
+    what = ENDS[action].replace("ended with exit code 0", "was killed or exited without an error message")
     result = result_of(tmp_path / "run")
     assert (result["status"], result["error"].splitlines()[0]) == ("failed", f"rank 1 {what}")
     assert f"rank 1 {what}" in command.stderr

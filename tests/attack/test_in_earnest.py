@@ -50,7 +50,7 @@ def test_a_folder_that_is_gone_is_said(tmp_path: Path):
     gone = ("sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "sh")
     command = Command([*gone, sys.executable, str(REPOSITORY / "launch.py"), *TINY], tmp_path)
     assert command.wait() == 2
-    assert command.stderr == "the folder this was started in is gone; change to one that is there\n"
+    assert command.stderr == "the working directory no longer exists; change to one that does\n"
 
 
 def test_too_few_open_files_are_no_traceback(tmp_path: Path):

@@ -78,7 +78,9 @@ def test_under_torchrun_a_killed_rank_ends_all(tmp_path: Path):
     # Torchrun ends the other ranks by SIGTERM, which to them is a stop if it comes before they miss the killed one.
     result = result_of(tmp_path / "run")
     assert result["status"] == "failed", result["error"]
-    cause = "rank 1 was killed or ended itself without a word in training misbehaving.MisbehavingMLP, before its work"
+    cause = (
+        "rank 1 was killed or exited without an error message in training misbehaving.MisbehavingMLP, before its work"
+    )
     assert result["error"].startswith(cause)
     assert cause in command.stderr.partition("Root Cause")[0]
     assert command.wait_until_gone() == []

@@ -20,8 +20,8 @@ def test_a_machine_that_was_given_something_else_is_named_on_all_and_nothing_run
     assert [command.wait() for command in commands] == [1, 1]
     # Torchrun decides which of the two is rank 0.
     lines = {
-        f"rank 1: its command line is not that of rank 0, which counts for all: it has zero.stage={has} and lacks "
-        f"zero.stage={lacks}; give every machine the same"
+        f"rank 1: its command line differs from that of rank 0: it has zero.stage={has} and lacks "
+        f"zero.stage={lacks}; start every machine with the same command line"
         for has, lacks in (stages, stages[::-1])
     }
     [told] = lines & set(commands[0].stderr.splitlines())
@@ -30,16 +30,19 @@ def test_a_machine_that_was_given_something_else_is_named_on_all_and_nothing_run
     assert not (tmp_path / "run/ranks").exists()
 
 
-REFUSED = "rank 0 has refused the settings; its terminal says why"
-DIFFERS = "rank 2: its command line is not that of rank 0, which counts for all: it has {} and lacks {}; give every "
+REFUSED = "rank 0 refused the settings; its terminal says why"
+DIFFERS = "rank 2: its command line differs from that of rank 0: it has {} and lacks {}; start every "
 
 
 @pytest.mark.parametrize(
     ("of_nodes", "told"),
     [
         (("zero.stage=9", "zero.stage=1"), ("zero.stage: got 9; it must be 0, 1, 2 or 3; the default is 2", REFUSED)),
-        (("zero.stage=1", "zero.stage=9"), (DIFFERS.format("zero.stage=9", "zero.stage=1") + "machine the same",) * 2),
-        (("seed=1", "-m"), (DIFFERS.format("-m", "seed=1") + "machine the same",) * 2),
+        (
+            ("zero.stage=1", "zero.stage=9"),
+            (DIFFERS.format("zero.stage=9", "zero.stage=1") + "machine with the same command line",) * 2,
+        ),
+        (("seed=1", "-m"), (DIFFERS.format("-m", "seed=1") + "machine with the same command line",) * 2),
     ],
     ids=["on the first", "on the second", "a sweep on the second"],
 )

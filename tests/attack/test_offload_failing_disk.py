@@ -19,7 +19,7 @@ RUN = (
     "hydra.run.dir=run",
 )
 TO_DISK = ("offload.optimizer=disk", "offload.parameters=disk")
-LOST = "what it held of the training is lost; go on from the last checkpoint, with offload.path on a disk that works"
+LOST = "its part of the training state is lost; resume from the last checkpoint, with offload.path on a disk that works"
 AT = r"at bytes \d+ to \d+"
 ENDS = {
     "EIO in a read": rf"cannot be read {AT} \(Input/output error\): {LOST}",

@@ -221,4 +221,4 @@ def test_machines_without_a_common_folder_prepare_each_for_itself_before_the_ran
     for folder in machines:
         assert [path.name for path in (folder / "cache").glob("*/seal.json")] == ["seal.json"]
     said = "".join(command.stderr for command in commands)
-    assert "rank 0 waits for the machine of rank 1, which prepares its data (10 s)" in said
+    assert "rank 0 waits for the machine of rank 1 to prepare its data (10 s)" in said

@@ -27,7 +27,7 @@ def test_ranks_that_fail_again_and_again_are_given_up(launch, tmp_path: Path):
     command = launch(*RUN, "+model.action=raise", "+model.rank=0", "launch.max_restarts=9", folder=tmp_path)
     assert command.wait() == 1
     cause, log = "rank 0 failed: ValueError: the third batch is unlucky", f"  its log: {tmp_path / 'run/ranks/0.log'}"
-    given_up = "  given up: 2 restarts in a row have brought no newer checkpoint"
+    given_up = "  gave up: the last 2 restarts wrote no newer checkpoint"
     assert command.stderr.splitlines() == [
         f"{cause}; restart 1 of 9 from the start",
         log,

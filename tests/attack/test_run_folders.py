@@ -124,7 +124,7 @@ def test_a_job_of_a_sweep_does_not_erase_an_earlier_one_even_with_leave_to_overw
     command = launch(*sweep, folder=tmp_path)
     assert command.wait() == 1
     assert command.stderr.splitlines()[0] == (
-        "job 1: hydra.sweep.subdir: got same, the folder of job 0 too; it must be another for each job; "
+        "job 1: hydra.sweep.subdir: got same, which job 0 uses too; each job needs a folder of its own; "
         "the default is ${hydra:job.num}"
     )
     assert result_of(tmp_path / "sweep/same")["status"] == "completed"
@@ -151,7 +151,7 @@ def test_a_run_whose_folder_is_deleted_says_so_and_ends(tmp_path: Path, start):
     (tmp_path / "run$1").rename(tmp_path / "gone")  # at once, as nothing else that is deleted
     shutil.rmtree(tmp_path / "gone")
     assert command.wait() == 1
-    gone = f"{tmp_path / 'run$1'}: the run's folder was deleted or moved before the run had ended; start the run again"
+    gone = f"{tmp_path / 'run$1'}: the run's folder was deleted or moved during the run; start the run again"
     lines = command.stderr.splitlines()
     assert lines.count(gone) == 1
     if start is by_hand:  # torchrun has a report of its own

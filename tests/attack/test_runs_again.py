@@ -11,7 +11,7 @@ from commands import TINY, by_hand, by_torchrun, result_of
 from tests.zygote.client import Ending, Zygote
 
 AUTO = "checkpoint.resume=auto"
-LEFT = "holds this run, completed before; it is left as it is"
+LEFT = "holds this run already, and it is completed; nothing is changed"
 
 
 def state_of(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -58,7 +58,7 @@ def test_what_the_refusal_of_a_sweep_recommends_is_what_works(zygote, swept: Pat
     before = state_of(tmp_path / "sweep")
     ending = sweep(zygote, tmp_path, seeds="0,1")
     assert ending.code == 1
-    assert "or checkpoint.resume=auto, which leaves completed jobs as they are" in ending.err.splitlines()[0]
+    assert "or checkpoint.resume=auto, which keeps completed jobs" in ending.err.splitlines()[0]
     assert state_of(tmp_path / "sweep") == before
     assert rows_of(ending) == []
     assert sweep(zygote, tmp_path, AUTO, seeds="0,1").code == 0
@@ -72,8 +72,8 @@ def test_completed_jobs_of_another_sweep_are_neither_taken_nor_erased(zygote, sw
     assert ending.code == 1
     first, *_ = ending.err.splitlines()
     assert first.startswith(
-        f"job 0: checkpoint.resume: got auto, but {tmp_path}/sweep/0 holds a completed run of other settings "
-        "(seed: 0 there, 1 here), and no checkpoint to go on from; "
+        f"job 0: checkpoint.resume: got auto, but {tmp_path}/sweep/0 holds a completed run with other settings "
+        "(seed: 0 there, 1 here), and no checkpoint to resume from; "
     )
     assert rows_of(ending) == []
     assert state_of(tmp_path / "sweep") == before
@@ -121,7 +121,7 @@ def test_a_completed_run_is_left_as_it_is_also_where_its_checkpoints_are_gone(
         assert ("to go on: " in ending.out) == (checkpoints == "with")
     ending = zygote.run([*TINY, "hydra.run.dir=run", AUTO, "optimizer.lr=0.1"], tmp_path, {})
     assert ending.code == 2
-    assert "a completed run of other settings (optimizer.lr: " in ending.err
+    assert "a completed run with other settings (optimizer.lr: " in ending.err
     assert state_of(tmp_path / "run") == before
 
 

@@ -144,7 +144,7 @@ def _run_until_completed(case: Case, folder: Path, outcome: Outcome, *, plain: b
             outcome.restarts[num_struck + index] = 1
         if code == 0:
             return stage
-        if newly_struck == 0 and number > 0 and "holds a completed run of other settings" in _said(out):
+        if newly_struck == 0 and number > 0 and "holds a completed run with other settings" in _said(out):
             return struck_at  # killed behind its result: a run that has completed is never trained again
         struck_at = stage
         assert newly_struck > 0, f"start {number} ended with exit code {code}, and nobody had killed it: {_said(out)}"

@@ -216,6 +216,36 @@ def test_the_page_of_settings_is_that_of_the_code():
     assert settings.PAGE.read_text() == settings.page(), "run: python docs/settings.py"
 
 
+def test_the_pages_of_messages_are_those_of_the_code():
+    messages = script("messages")
+    written = messages.pages()
+    assert {str(path) for path in messages.PAGES.iterdir()} == {str(path) for path in written if path != messages.INDEX}
+    assert [str(path) for path, text in written.items() if path.read_text() != text] == [], (
+        "run: python docs/messages.py"
+    )
+
+
+def test_the_messages_of_a_piece_of_code_are_found():
+    messages = script("messages")
+    code = """
+def check(value, names):
+    "Documentation is no message."
+    if value < 1:
+        raise ConfigError(
+            f"value: got {value}; it must be "
+            f"one of {', '.join(names)}" + (" or more" if names else "")
+        )
+    print(f"saved {folder.name} in {round(seconds)} s", "w", encoding="utf-8")
+    return [f"{each} is {'too small for this' if value else 'fine'}" for each in names]
+"""
+    found = [(each.kind, each.text) for each in messages.messages_in(ast.parse(code), "check.py")]
+    assert found == [
+        ("ConfigError", "value: got {value}; it must be one of {names}{...}"),
+        ("print", "saved {folder.name} in {seconds} s"),
+        ("", "too small for this"),
+    ]
+
+
 def test_the_bars_are_those_of_the_table():
     draw = script("draw")
     assert (DOCS / "images/bars.svg").read_text() == draw.bars(), "run: python docs/draw.py bars"

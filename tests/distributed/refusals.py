@@ -365,7 +365,7 @@ def freeze_while_others_step(engine: Any, folder: Path) -> None:
 
 
 WAITS = "while a gradient waits"
-IN_FORWARD = "in the midst of a forward"
+IN_FORWARD = "during a forward"
 STATES = {
     f"{name}, {way}": case
     for name in RIGHT
@@ -416,7 +416,7 @@ ARGUMENTS: dict[str, Case] = {
     "save, other paths": by_rank("save", [Path("a")], [Path("b")], "engine.save: path differs", "/a on rank 0"),
     "save, no path on one rank": by_rank("save", [None], [Path("b")], "engine.save failed, rank 0: "),
     "save, a path with a zero byte on one rank": by_rank("save", ["\0"], [Path("b")], "engine.save"),
-    "save, a folder that is there": on_all("save", Path("good"), says=["is there already"]),
+    "save, a folder that is there": on_all("save", Path("good"), says=["exists already"]),
     "begin_save, other paths": by_rank("begin_save", [Path("a")], [Path("b")], "engine.save: path differs"),
     "begin_save, no path on one rank": by_rank("begin_save", [5], [Path("b")], "engine.save failed, rank 0: "),
     "load, other paths": by_rank("load", [Path("good")], [Path("no")], "engine.load: path differs"),

@@ -371,4 +371,4 @@ def test_a_deleted_engine_frees_all_it_held_and_its_model_works_or_says_what_to_
     assert all(alive == [] for by_rank in by_stage for alive, _ in by_rank)
     *replicated, sharded = [[answer for _, answer in by_rank] for by_rank in by_stage]
     assert replicated == [["True", "True"]] * 3
-    assert all("load what engine.full_state_dict() gives into a new model" in answer for answer in sharded)
+    assert all("load engine.full_state_dict() into a new model" in answer for answer in sharded)

@@ -182,7 +182,7 @@ CASES: dict[str, tuple[Callable[[int], object], list[list[str]]]] = {
     "asleep": (
         sleep,
         [
-            ["CommError: rank 0 failed in reduction of", "nothing is known of rank 1, which may compute, sleep or be"],
+            ["CommError: rank 0 failed in reduction of", "no answer from rank 1, which may compute, sleep or be"],
             ["CommError: rank 1 failed in", "rank 0 failed in reduction of"],
         ],
     ),

@@ -332,4 +332,4 @@ def on_three_and_one(_: None) -> tuple[str, str]:
 def test_where_hosts_do_not_hold_as_many_ranks_all_send_by_sockets_to_the_same_bits_and_say_why() -> None:
     told = run_ranks(on_three_and_one, 4, None)
     expected = sha256(reference_weights(Case(ORDERED), 4))
-    assert all(why.startswith("by host the ranks are 0-2 | 3; ") and bits == expected for why, bits in told)
+    assert all(why.startswith("the ranks by host are 0-2 | 3; ") and bits == expected for why, bits in told)

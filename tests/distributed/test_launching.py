@@ -165,6 +165,6 @@ def test_a_sweep_over_several_machines_is_refused_by_one_rank_and_ends_on_all(tm
     ]
     assert [command.wait() for command in commands] == [2, 2]
     assert [command.stderr.splitlines() for command in commands] == [
-        ["-m: a sweep runs on one machine; under torchrun with several, start each job apart"],
-        ["rank 0 has refused the settings; its terminal says why"],
+        ["-m: a sweep runs on one machine; with torchrun on several, start each job by itself"],
+        ["rank 0 refused the settings; its terminal says why"],
     ]

@@ -169,7 +169,7 @@ def stopped(_: None) -> list[str]:
 
 def test_a_rank_that_is_stopped_is_told_of_after_the_timeout_and_fails_when_it_goes_on() -> None:
     [[waiting], [continued]] = run_ranks(stopped, 2, None)
-    assert f"Timed out waiting {TIMEOUT_S:g} s for rank 1; nothing is known of rank 1" in waiting
+    assert f"Timed out waiting {TIMEOUT_S:g} s for rank 1; no answer from rank 1" in waiting
     assert "Connection closed by peer: rank 0 is gone; rank 0 failed in " in continued
 
 
@@ -329,4 +329,4 @@ def told_not_to(_: None) -> str:
 
 
 def test_where_one_rank_is_told_not_to_none_does() -> None:
-    assert run_ranks(told_not_to, 2, None) == ["rank 1: it is told not to (shared_memory=False)", ""]
+    assert run_ranks(told_not_to, 2, None) == ["rank 1: it has shared_memory=False", ""]

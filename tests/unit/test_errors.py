@@ -3,7 +3,7 @@
 import pytest
 
 from zerotrain.errors import ConfigError
-from zerotrain.files.printable import printable
+from zerotrain.files.printable import duration, printable
 
 
 def test_what_can_be_printed_stays_as_it_is() -> None:
@@ -36,3 +36,11 @@ def test_a_problem_with_a_setting_is_one_line() -> None:
     error = ConfigError("data.path=a\nb", "seed: got 1")
     assert error.problems == (r"data.path=a\nb", "seed: got 1")
     assert str(error) == "data.path=a\\nb\nseed: got 1"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.2, "0 s"), (99, "99 s"), (130, "2 min"), (5_940, "99 min"), (7_500, "2 h 5 min"), (400_000, "111 h 7 min")],
+)
+def test_a_time_to_wait_has_one_or_two_units(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown

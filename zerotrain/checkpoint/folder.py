@@ -36,7 +36,7 @@ def require_new(path: Path) -> None:
         CheckpointError: there is something of this name.
     """
     if os.path.lexists(path):
-        raise CheckpointError(f"{path} is there already, and a checkpoint replaces nothing; give a new name")
+        raise CheckpointError(f"{path} exists already, and a checkpoint never replaces anything; give a new name")
 
 
 class PartialFolder:
@@ -78,7 +78,7 @@ class PartialFolder:
             path = self.path / file["name"]
             if not path.is_file() or path.stat().st_size != file["nbytes"]:
                 raise CheckpointError(
-                    f"{path} is not there, or not whole, where rank 0 looks: all machines of a run must reach one "
+                    f"{path} is missing or incomplete on the machine of rank 0: all machines of a run must reach one "
                     "folder under this name"
                 )
         with closing(BlockWriter(self.path / MANIFEST)) as writer:

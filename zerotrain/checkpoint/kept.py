@@ -130,7 +130,7 @@ def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
     """
     if PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
         of_what = "save" if PARTIAL.fullmatch(path.name) else "removal"
-        raise CheckpointError(f"{path} is what a {of_what} left that was cut off, or is under way: {allowed}")
+        raise CheckpointError(f"{path} is of a {of_what} that was cut off or is still under way: {allowed}")
     if os.path.isfile(path / MANIFEST):
         return [path]
     if found := newest_first(path) or newest_first(path / CHECKPOINTS):

@@ -89,7 +89,7 @@ def _reading_memory(
     say, tags = partial(gather_objects, wire.gather_small, device), shards.tags
     try:
         # Asked of all ranks: one of them may be told otherwise.
-        why = "" if shards.shared_memory else "it is told not to (shared_memory=False)"
+        why = "" if shards.shared_memory else "it has shared_memory=False"
         names = [name for _, name in require_all(say, why, host_name())]
         ranks = ranks_of_host(names, shards.rank, MAX_RANKS_OF_EXCHANGE)
         local = LocalRanks(shards.rank, ranks, say, (timeout_of(gathers, device) or _DEFAULT_TIMEOUT).total_seconds())

@@ -13,7 +13,7 @@ from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, R
 from zerotrain.comm.scratch import Zeros
 from zerotrain.errors import EngineStateError
 
-_NOT_TELLABLE = "ranks tell each other numbers, texts, tensors and collections of these alone"
+_NOT_TELLABLE = "ranks can only exchange numbers, texts, tensors and collections of these"
 
 
 @dataclass(frozen=True, kw_only=True)

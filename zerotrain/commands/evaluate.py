@@ -48,17 +48,17 @@ from zerotrain.settings import OffloadConfig
 from zerotrain.training.callbacks.stages import stage_at
 
 EXAMPLES = """\
-A run, of which the newest checkpoint is taken, a checkpoint, or an exported folder. Settings are those of the run but
-for what is given, each by its whole name. With none, or others of zero and launch alone, the loss is that of the run at
-this step, to the bit, on a CPU: its launch.threads_per_rank is taken too. One process, unless launch.nproc_per_node or
-torchrun asks for more. Nothing is written into the run's folder, which may be under way, nor where its settings say:
-text is prepared in your own cache, unless you give data.cache_dir.
+RUN is a run (its newest checkpoint is read), a checkpoint or an export. Settings are those of the run; SETTING=VALUE
+changes one by its full name. On a CPU the loss equals that of the run at this step, to the bit, if you change only
+settings of zero and launch. One process starts, unless launch.nproc_per_node or torchrun asks for more. Nothing is
+written to the folder of the run, which may still train, nor to the paths in its settings: text is prepared in your own
+cache, unless you give data.cache_dir.
 
   python -m zerotrain evaluate outputs/2026-11-22/10-00-00
   python -m zerotrain evaluate outputs/2026-11-22/10-00-00 zero.stage=3 launch.nproc_per_node=4
   python -m zerotrain evaluate exported data.path=other_texts train.eval_batches=100
 
-Exit code 0; 1: a rank failed; 2: an argument, or weights that are not what was written, one line a problem.
+Exit code 0; 1: a rank failed; 2: an argument is wrong or the weights are damaged, one line a problem.
 """
 
 
@@ -72,7 +72,7 @@ AT_WORK += ("launch.threads_per_rank", "launch.timeout_s", "launch.shared_memory
 IDLE = ("zero.schedule", "data.num_workers")
 _LOSS = {"loss": float, "by_source": Each(float)}
 MAX_LOSS_NBYTES = 1 << 20
-OTHER_DATA = "the data is not what the run has seen: its files or their split have changed, and so may the loss"
+OTHER_DATA = "the data differs from that of the run: its files or their split have changed, and the loss may differ too"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     open_fork_server()
     parser = parser_of("evaluate", __doc__, EXAMPLES)
     parser.add_argument("path", **RUN)
-    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="other than the run's")
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="a setting to change")
     parser.add_argument("--trust-code", **TRUST)
     given = parser.parse_intermixed_args(arguments)
     return exit_code(lambda: _run(given.path, given.settings, given.trust_code), is_told=not _is_one_of_others())
@@ -161,7 +161,7 @@ def evaluate(
             if run.path.exists():
                 raise
             raise CheckpointError(
-                f"{run.path} was removed while it was read, by its run, which goes on; try again for a newer one"
+                f"{run.path} was removed by its run while it was read; try again with a newer one"
             ) from error
     return told["step"], result["loss"], result["by_source"]
 
@@ -203,7 +203,7 @@ def _of_evaluation(run: OfRun) -> Config:
     """The run's config, without what is of training alone. A ConfigError where it has none, or no whole weights."""
     config, form = run.require_config(), run.form
     if form == ADAPTERS:
-        raise ConfigError(f"{run.path} has adapters alone; give the run, or what `--merge` of the export has written")
+        raise ConfigError(f"{run.path} has only adapters; give the run, or an export that was written with --merge")
     if form == MERGED:
         config.model["lora"] = None
     config.zero.stage, config.zero.schedule = stage_at(config.zero.stages, run.step), None

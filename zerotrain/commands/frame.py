@@ -9,8 +9,11 @@ from typing import Any
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.launching.end import exits
 
-RUN: dict[str, Any] = {"type": Path, "metavar": "RUN", "help": "or a checkpoint, or an exported folder"}
-TRUST: dict[str, Any] = {"action": "store_true", "help": "build classes of others too, whose code runs"}
+RUN: dict[str, Any] = {"type": Path, "metavar": "RUN", "help": "a run, a checkpoint or an export"}
+TRUST: dict[str, Any] = {
+    "action": "store_true",
+    "help": "also build classes that are not of zerotrain or torch: their code runs",
+}
 """The arguments "path" and "--trust-code" of the commands that have them."""
 
 

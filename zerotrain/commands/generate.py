@@ -14,13 +14,13 @@ from zerotrain.run.text_model import TextModel, text_model
 from zerotrain.training.callbacks.generate import next_token
 
 EXAMPLES = """\
-A run, a checkpoint, an exported folder, or one of Hugging Face. One process, on a GPU if there is one. Without --prompt
-each line of the input is continued, until Ctrl-D.
+RUN is a run, a checkpoint, an export or a folder of Hugging Face. One process starts, on a GPU if there is one. Without
+--prompt it continues each line of the input, until Ctrl-D.
 
   python -m zerotrain generate outputs/2026-11-22/10-00-00 --prompt "def main" --max-tokens 200
   python -m zerotrain generate exported --temperature 0 < prompts.txt
 
-Exit code 0; 2: an argument, or nothing that can be read, one line; 130: Ctrl-C.
+Exit code 0; 2: an argument is wrong or RUN cannot be read, one line; 130: Ctrl-C.
 """
 
 
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = parser_of("generate", __doc__, EXAMPLES)
     parser.add_argument("path", **RUN)
-    parser.add_argument("--prompt", metavar="TEXT", help="what is continued; without it, lines of the input")
+    parser.add_argument("--prompt", metavar="TEXT", help="the text to continue; without it, each line of the input")
     parser.add_argument("--max-tokens", type=int, default=200, help="default 200")
     parser.add_argument("--temperature", type=float, default=0.8, help="default 0.8; 0: the likeliest token")
-    parser.add_argument("--top-k", type=int, default=50, help="choose among so many, default 50")
+    parser.add_argument("--top-k", type=int, default=50, help="choose among the likeliest K tokens, default 50")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text, default 0")
     parser.add_argument("--trust-code", **TRUST)
     given = vars(parser.parse_args(arguments))

@@ -38,7 +38,7 @@ FILES_OF_RUNS = ("config.yaml", "result.json")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what was asked for; returns the exit code."""
-    parser = parser_of("inspect", "What lies in checkpoints of zerotrain.")
+    parser = parser_of("inspect", "Show what is in checkpoints of zerotrain.")
     parser.add_argument("path", nargs="*", metavar="PATH", help="the folder of a checkpoint, or of a run")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="which tensors differ between two of them")
     asked = parser.parse_args(arguments)

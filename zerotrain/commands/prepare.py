@@ -13,17 +13,17 @@ from zerotrain.launching.command.command_line import composing
 
 TARGET = "zerotrain.data.TextDataset"
 EXAMPLES = """\
-Settings are those of a run, `python launch.py ...`; what matters is data.path, data.tokenizer, data.document_end,
+Settings are those of a run, `python launch.py ...`. These count: data.path, data.tokenizer, data.document_end,
 data.text_field and data.cache_dir. Without --out the tokens go into the cache, where a run with the same settings
-finds them. A run makes them itself where they are not there: this does it beforehand, on a machine without a GPU.
+finds them. A run also makes missing tokens itself; this command makes them beforehand, on a machine without a GPU.
 
   python -m zerotrain prepare data.path=texts data.tokenizer=path/to/tokenizer --out tokens
   python launch.py data=tokens data.path=tokens ...
   python -m zerotrain prepare data=tokenized model=huggingface model.name_or_path=path/to/model data.path=texts
 
-Reads plain text, .jsonl, .parquet, and .gz and .zst of them. The tokens of one text may be made by one process at a
-time: others wait. One that was ended, or found the disk full, goes on where it was when the command is given again.
-Exit code 0: the tokens are there; 2: a setting, one line each; 130: Ctrl-C.
+Reads plain text, .jsonl and .parquet, also as .gz and .zst. One process at a time prepares a text; the others wait.
+After an interruption or a full disk, the same command continues.
+Exit code 0: the tokens are there; 2: a setting is wrong, one line each; 130: Ctrl-C.
 """
 
 
@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = parser_of("prepare", __doc__, EXAMPLES)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="as for launch.py")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="a folder for the tokens; it is made, or goes on")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="a folder for the tokens: a new one, or one to continue"
+    )
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="yamls of your own, as for launch.py")
     options = parser.parse_intermixed_args(arguments)
     return exit_code(
@@ -92,7 +94,7 @@ def _data(settings: list[str], config_dir: Path | None) -> dict[str, Any]:
         raise ConfigError(*problems)
     if config.data.get("_target_") != TARGET:
         raise ConfigError(
-            f"data._target_: got {config.data.get('_target_')}, for which there is nothing to prepare; choose "
+            f"data._target_: got {config.data.get('_target_')}, which needs no preparing; choose "
             "data=text or data=tokenized"
         )
     return config.data

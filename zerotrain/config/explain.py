@@ -76,8 +76,8 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
         return _line_of_file(in_file[1], override, cause, known, folders)
     if override is None and isinstance(error, MissingConfigException):
         return (
-            f"{error.missing_cfg_file}: there is no such yaml in {' or '.join(map(str, folders))}; a folder of configs "
-            "holds all that its yamls name; --config-dir is one of your own beside conf"
+            f"{error.missing_cfg_file}: there is no such yaml in {' or '.join(map(str, folders))}; --config-path must "
+            "hold every yaml that its yamls name; --config-dir adds a folder of your own to conf"
         )
     if override is None:
         return " ".join(str(error).split("\n")[:2])
@@ -86,20 +86,22 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
     if isinstance(error, OverrideParseException) or not key:
         shown = override or "''"
         return (
-            f"{shown}: cannot be read; write key=value, such as zero.stage=3; special characters need quotes within "
-            "those of the shell, such as 'data.path=\"a (b)\"'"
+            f"{shown}: cannot be read; write key=value, such as zero.stage=3; special characters need quotes inside "
+            "the shell's quotes, such as 'data.path=\"a (b)\"'"
         )
     if isinstance(error, MissingConfigException):
         return _missing_choice(override, error)
     if isinstance(error, UnicodeError):
-        return f"{find_yaml(f'{key}/{got}', folders) or override}: is no text in UTF-8"
+        return f"{find_yaml(f'{key}/{got}', folders) or override}: is not text in UTF-8"
     if isinstance(cause, GrammarParseError):
-        return f"{override}: ${{ names another value and needs a }} behind it; \\${{ are the characters themselves"
+        return f"{override}: ${{ begins a reference and needs a }} to close it; write \\${{ for the characters ${{"
     key, got, is_inner = _innermost(override, cause) or (key, got, False)
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         outer = override.partition("=")[0]
         if must_be(outer, got) is not None:  # a dict, which Hydra merges into one that is there, but for new names
-            return f"{outer}: has a value already that is to be merged with; {outer}=null before it takes that away"
+            return (
+                f"{outer}: has a value already, and the two would be merged; {outer}=null before it removes that value"
+            )
         may_be_added = key.startswith((*OPEN_GROUPS, CALLBACKS)) and (is_inner or key.count(".") > 1)
         adding = f"; +{key}=... adds it" if may_be_added else ""
         meant = "" if key.startswith(f"{CALLBACKS}.") else did_you_mean(key, known)  # whose names are the user's own
@@ -109,7 +111,9 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
     if override.startswith("~") and key in known:
         if key.startswith(tuple(f"{group}." for group in OPEN_GROUPS)) and "does not exist" in str(error):
             group = key.partition(".")[0]
-            return f"{override}: is null, and Hydra leaves out only what is not; {without_arguments(group)}"
+            return (
+                f"{override}: is null, and Hydra can only leave out a setting with a value; {without_arguments(group)}"
+            )
         return f"{override}: {key} cannot be left out; give it another value"
     if isinstance(cause, ValidationError):
         all_of_it = f"{override}: {key} is a group of settings: {', '.join(members)}" if members else None
@@ -127,7 +131,7 @@ def _missing_choice(override: str, error: MissingConfigException) -> str:
         return f"{override}: is not installed; pip install {package}{choices}"
     if asked in ("", f"{key}/{got}", got):
         return f"{override}: there is no such choice{did_you_mean(got, options)}{choices}"
-    return f"{override}: asks for {asked}, which there is not{did_you_mean(asked.rpartition('/')[2], options)}{choices}"
+    return f"{override}: needs {asked}, which does not exist{did_you_mean(asked.rpartition('/')[2], options)}{choices}"
 
 
 def _line_of_file(name: str, override: str | None, cause: Exception, known: list[str], folders: Sequence[Path]) -> str:
@@ -138,7 +142,7 @@ def _line_of_file(name: str, override: str | None, cause: Exception, known: list
     if path is not None and holds_no_settings(path):
         return f"{path}, line 1: there must be settings, such as `train:` and below it `max_steps: 3`"
     if path is not None and place is None and key == name.partition("/")[0]:
-        return f"{path}: sets what is below {key}, where nothing is; its first line must be `# @package _global_`"
+        return f"{path}: its settings go to {key}, which does not exist; its first line must be `# @package _global_`"
     if not key:
         return f"{path or where}: {first_line(cause).lstrip(': ')}"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):

@@ -48,10 +48,10 @@ def interpolation_line(key: str, got: Any, error: Exception) -> str:
         default = f"${{oc.env:{variable[1]},...}}"
         return f"{key}: got {got}; the environment variable {variable[1]} is not set; set it, or use {default}"
     if missing := _KEY.search(said):
-        or_null = f", or {key}=null: as many as the data says it has" if key == "model.vocab_size" else ""
+        or_null = f", or {key}=null, which takes the number from the data" if key == "model.vocab_size" else ""
         return f"{key}: got {got}; there is no {missing[1]}; give {key}=...{or_null}"
     if resolver := _RESOLVER.search(said):
-        return f"{key}: got {got}; there is no resolver {resolver[1]}; give {key}=..., a $ that is meant as such as \\$"
+        return f"{key}: got {got}; there is no resolver {resolver[1]}; give {key}=...; write \\$ for the character $"
     if "Recursive interpolation" in said:
         return f"{key}: got {got}, which leads back to itself; give {key}=..."
     line = said.strip().split("\n")[0].rstrip(".")

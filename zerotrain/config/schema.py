@@ -33,7 +33,7 @@ COLLATE = Rule(
     lambda value: value is None or (isinstance(value, dict) and isinstance(value.get("_target_"), str)),
 )
 RHYTHM = re.compile(r"(?P<number>[1-9]\d{0,8})(?P<unit>[smh]?)")
-SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.on_nonfinite=stop; it has with skip")
+SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.on_nonfinite=stop; it has one with skip")
 
 
 def _is_schedule(value: Any) -> bool:

@@ -68,7 +68,9 @@ class HuggingFaceDataset:
         if seq_len < 1:
             raise ValueError(f"data.seq_len={seq_len} is too small; it must be at least 1")
         if column is None and (tokenizer or labels_column):
-            raise ValueError("data.column=null reads all columns as they are; give data.column, the one to be cut")
+            raise ValueError(
+                "data.column=null reads all columns as they are; give data.column, the column to tokenize or cut"
+            )
         if document_end is not None and tokenizer is None:
             raise ValueError(
                 f"data.document_end={document_end} ends texts, and data.tokenizer=null reads none; give "
@@ -252,7 +254,7 @@ def _names_of(splits: dict[str, Any], split: str, validation_split: str | None, 
         if name is not None and name not in splits:
             raise ValueError(f"data.{field}={name}: data.path={path} has no such split; it has {', '.join(splits)}")
     if validation_split == split:
-        raise ValueError(f"data.validation_split={split} is what is trained on; give another, or null")
+        raise ValueError(f"data.validation_split={split} is the split to train on; give another, or null")
     found = validation_split or next((name for name in VALIDATION_SPLITS if name in splits and name != split), None)
     return [split] if found is None else [split, found]
 

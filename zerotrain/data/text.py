@@ -56,8 +56,8 @@ class TextDataset:
             raise ValueError(f"data.seq_len={seq_len} is too small; it must be at least 1")
         if tokenizer is None and vocab_size is None:
             raise ValueError(
-                "data.tokenizer=null, and data.vocab_size=null is as many tokens as it has; give data.tokenizer, a "
-                "folder with one, or choose data=text, which reads bytes"
+                "data.vocab_size=null takes the size from the tokenizer, and data.tokenizer=null; give data.tokenizer, "
+                "a folder with one, or choose data=text, which reads bytes"
             )
         recipe, cache = recipe_of(
             path, tokenizer=tokenizer, document_end=document_end, text_field=text_field, cache_dir=cache_dir

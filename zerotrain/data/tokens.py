@@ -93,7 +93,7 @@ def _vocab_size(given: int | None, store: TokenStore, source: str) -> int:
     known = store.vocab_size if given is None else given
     if known is None:
         raise ValueError(
-            f"data.vocab_size=null is as many tokens as a store has, and {source} is no store; give the tokenizer's"
+            f"data.vocab_size=null takes the size from a store, and {source} is no store; give that of the tokenizer"
         )
     return known
 

@@ -103,8 +103,8 @@ class InitialValues:
         whole = [name for name, storage in found.items() if storage is not None and storage.held]
         if whole:
             warnings.warn(
-                f"the initial values of {', '.join(whole)} cannot be computed again once the model's constructor is "
-                "over; until they are sharded, every rank holds them whole",
+                f"the initial values of {', '.join(whole)} cannot be computed again after the model's constructor; "
+                "every rank holds all of them until they are sharded",
                 stacklevel=3,
             )
 

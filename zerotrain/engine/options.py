@@ -108,8 +108,8 @@ def leaves_per_rank(virtual_ranks: int | None, num_ranks: int, accumulate: str) 
     leaves, left_over = divmod(virtual_ranks or num_ranks, num_ranks)
     if left_over or leaves < 1 or leaves & (leaves - 1):
         raise ConfigError(
-            f"virtual_ranks={virtual_ranks}: {num_ranks} ranks cannot share them; it must be their number times a "
-            f"power of two, such as {num_ranks} or {2 * num_ranks}"
+            f"virtual_ranks={virtual_ranks}: {num_ranks} ranks cannot share them evenly; it must be the number of "
+            f"ranks times a power of two, such as {num_ranks} or {2 * num_ranks}"
         )
     if leaves > 1 and accumulate == "reduced":
         raise ConfigError(

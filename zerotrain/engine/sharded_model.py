@@ -216,7 +216,7 @@ class ShardedModel:
 
     def _require_between_steps(self, what: str) -> None:
         if self.schedule.phase is not Phase.IDLE:
-            raise EngineStateError(f"{what} in the midst of a {self.schedule.phase.value}; call it between two steps")
+            raise EngineStateError(f"{what} during a {self.schedule.phase.value}; call it between two steps")
         self.require_no_gradient(what)
 
     def between_steps(
@@ -304,8 +304,8 @@ class ShardedModel:
         """
         if self.half_loaded is not None:
             raise EngineStateError(
-                f"loading {self.half_loaded.path} failed in its midst, and the engine holds a part of it: load one "
-                "that can be read before anything else"
+                f"loading {self.half_loaded.path} failed halfway, and the engine holds a part of it: first load one "
+                "that can be read"
             )
 
     def wait_until_saved(self) -> None:

@@ -223,7 +223,7 @@ class Steps:
         if not all(bucket.gradient.is_reduced for bucket in self._held.schedule.trained):
             leaves = len(self.virtual_ranks)
             raise EngineStateError(
-                "step came before a backward outside no_sync(): call engine.backward(loss) first, the last "
+                "step came before a backward outside no_sync(): first call engine.backward(loss), for the last "
                 "micro-batch of a step outside `with engine.no_sync()`"
                 + (f", and this rank's {leaves} virtual ranks in engine.each_virtual_rank()" if leaves > 1 else "")
             )
@@ -343,8 +343,8 @@ class Steps:
     def _require_unbroken(self) -> None:
         if self._broken_off_by:
             raise EngineStateError(
-                f"{self._broken_off_by} ended a backward or a step in its midst, and a part of its gradient is left: "
-                "call engine.zero_grad() on all ranks before anything else"
+                f"{self._broken_off_by} interrupted a backward or a step, and a part of the gradient is left: "
+                "first call engine.zero_grad() on all ranks"
             )
 
 

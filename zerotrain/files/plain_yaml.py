@@ -29,7 +29,7 @@ class _PlainLoader(yaml.SafeLoader):
             raise UntrustedFileError(f"line {event.start_mark.line + 1} has a tag (!)")
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise UntrustedFileError(f"its lists and mappings lie in each other more than {MAX_DEPTH} deep")
+            raise UntrustedFileError(f"its lists and mappings are nested more than {MAX_DEPTH} deep")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node

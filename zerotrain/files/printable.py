@@ -20,5 +20,13 @@ def printable(text: str, max_length: int = _NUM_SHOWN, *, keep: str = "\n\t") ->
     return "".join(each if each.isprintable() or each in keep else _escaped(each) for each in text)
 
 
+def duration(seconds: float) -> str:
+    """A time to wait in one or two units, such as 40 s, 12 min or 2 h 5 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()

@@ -246,4 +246,4 @@ def _require_shallow(text: str) -> None:
         first = token[0][0]
         depth += (first in "[{") - (first in "]}")
         if depth > MAX_DEPTH:
-            raise UntrustedFileError(f"its lists and objects lie in each other more than {MAX_DEPTH} deep")
+            raise UntrustedFileError(f"its lists and objects are nested more than {MAX_DEPTH} deep")

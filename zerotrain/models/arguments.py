@@ -7,7 +7,7 @@ def require_at_least(minimum: int, **arguments: int) -> None:
     """Check that each argument is a whole number of at least `minimum`; a ValueError names the first that is not."""
     for name, value in arguments.items():
         if not isinstance(value, int):
-            raise ValueError(f"model.{name}={value} is no whole number; it must be one of at least {minimum}")
+            raise ValueError(f"model.{name}={value} is no whole number; it must be one, at least {minimum}")
         if value < minimum:
             raise ValueError(f"model.{name}={value} is too small; it must be at least {minimum}")
 

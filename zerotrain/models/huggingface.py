@@ -58,7 +58,7 @@ class HuggingFaceModel(nn.Module):
         _require_adapters(adapters)
         require_names(freeze=freeze)
         if adapters["rank"] and freeze:
-            raise ValueError("model.freeze has no effect beside model.lora, which trains its adapters alone; drop one")
+            raise ValueError("model.freeze has no effect with model.lora, which trains only adapters; leave one out")
         with _refused_config():
             if name_or_path is None:
                 model = _from_scratch(dict(config or {}), vocab_size)
@@ -238,8 +238,8 @@ def _require_adapters(adapters: dict[str, Any]) -> None:
     for name in adapters.keys() - NO_ADAPTERS.keys():
         known = ", ".join(NO_ADAPTERS)
         raise ValueError(
-            f"model.lora.{name}: there is no such setting; there are {known}; for others of peft's give "
-            "build_engine a model that peft has made"
+            f"model.lora.{name}: there is no such setting; there are {known}; for other settings of peft, "
+            "give build_engine a model that peft has made"
         )
     require_at_least(0, **{"lora.rank": adapters["rank"]})
     for name, value in adapters.items():

@@ -119,7 +119,7 @@ class ScratchFile:
         why = "the file ends there" if error is None else error.strerror
         return OffloadError(
             f"offload.path: the file of {self._whose} in {self.folder} {what} at bytes {start} to {start + nbytes} "
-            f"({why}): what it held of the training is lost; go on from the last checkpoint, with offload.path on a "
+            f"({why}): its part of the training state is lost; resume from the last checkpoint, with offload.path on a "
             "disk that works"
         )
 

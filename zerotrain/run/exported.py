@@ -43,7 +43,7 @@ def exported_run(folder: Path, *, trust_code: bool = False) -> OfRun | None:
     except OSError as error:
         raise ConfigError(f"{folder / ABOUT} cannot be read: {error.strerror}") from error
     except UntrustedFileError:
-        raise ConfigError(f"{folder / ABOUT} does not say what run the folder is of; export it again") from None
+        raise ConfigError(f"{folder / ABOUT} does not name the run that was exported; export it again") from None
     form, fingerprint = str(said["form"]), said["data_fingerprint"]
     return OfRun(
         path=folder,

@@ -196,7 +196,7 @@ def build(group: str, values: dict[str, Any]) -> Any:
         ConfigError: it cannot be found or refuses its arguments.
     """
     for name, text in unresolved(values, group):  # which Hydra would resolve, though somebody else has written it
-        raise ConfigError(f"{name}: got {text}; a text that a class is given must not have ${{ in it")
+        raise ConfigError(f"{name}: got {text}; an argument of a class must not contain ${{")
     try:
         return instantiate(values, _convert_="all")
     except InstantiationException as error:
@@ -213,8 +213,8 @@ def try_schedule(config: Config) -> None:
     factor = build("scheduler", config.scheduler)(0, config.train.max_steps)
     if not isinstance(factor, int | float):
         raise ConfigError(
-            f"scheduler._target_: got {config.scheduler.get('_target_')}, which gives a {type(factor).__name__} for "
-            "(0, max_steps); it must give a number, the factor on the learning rate"
+            f"scheduler._target_: got {config.scheduler.get('_target_')}, which returns a {type(factor).__name__} "
+            "for (0, max_steps); it must return a number, the factor of the learning rate"
         )
 
 
@@ -234,8 +234,8 @@ def ended_in(group: str, ending: SystemExit, values: dict[str, Any]) -> str:
     """The problem of a class that ends the process in which it is used."""
     code = 0 if ending.code is None else ending.code
     return (
-        f"{group}._target_: got {values.get('_target_')}, which ended the process with exit code {code} when it was "
-        "tried; it must return or raise an exception"
+        f"{group}._target_: got {values.get('_target_')}, which ended the process with exit code {code} during a "
+        "test call; it must return or raise an exception"
     )
 
 

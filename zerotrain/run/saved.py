@@ -31,8 +31,8 @@ SPARE_PARAMETERS = 2**20
 """Parameters that a model may have beyond its files' bytes: the reader of the files reports other errors."""
 HUGGING_FACE = "zerotrain.models.HuggingFaceModel"
 NO_CONFIG = (
-    "was not saved by a run of launch.py, and does not say what its model is; build it in Python, and load what "
-    "`python -m zerotrain export` writes of it"
+    "was not saved by a run of launch.py, and does not say what its model is; build the model in Python, and load "
+    "the weights that `python -m zerotrain export` writes"
 )
 
 

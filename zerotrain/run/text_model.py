@@ -130,8 +130,8 @@ def _tokens_of(run: OfRun) -> _Tokens:
                 lambda ids: str(dataset.decode(torch.tensor(ids, dtype=torch.int64))),
             )
     raise ConfigError(
-        f"{run.path}: data._target_ was {config.data.get('_target_')}, without a tokenizer: there is no text to begin "
-        "with; export it, and put the tokenizer's files beside the model"
+        f"{run.path}: data._target_ was {config.data.get('_target_')}, which has no tokenizer, so there is no text to "
+        "generate from; export the run, and put the tokenizer's files beside the model"
     )
 
 
@@ -145,13 +145,13 @@ def _bytes() -> _Tokens:
 def _of_tokenizer(name: str, of: str) -> _Tokens:
     if not has_tokenizer(name):
         raise ConfigError(
-            f"{of}: no tokenizer, and so no text: {name} has no file of one; put the tokenizer's files there"
+            f"{of}: text needs a tokenizer, and {name} has no file of one; put the tokenizer's files there"
         )
     try:
         tokenizer = TextTokenizer(name)
     except (ValueError, ImportError) as error:
         why = str(error).splitlines()[0].removeprefix(f"data.tokenizer={name} ")
-        raise ConfigError(f"{of}: no tokenizer, and so no text: {name} {why}") from error
+        raise ConfigError(f"{of}: text needs a tokenizer, and {name} {why}") from error
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(token for token in ids if token < tokenizer.vocab_size)

@@ -54,12 +54,12 @@ def require_trusted(
         ]
         if foreign:
             raise ConfigError(
-                f"{path} names {', '.join(foreign)}, and a file may name models and data of zerotrain, layers of "
-                "torch.nn and optimizers of torch.optim alone: others can run any code; --trust-code builds them, for "
-                "one who trusts whoever wrote the file"
+                f"{path} names {', '.join(foreign)}; a file may only name models and data of zerotrain, layers of "
+                "torch.nn and optimizers of torch.optim, because other classes can run any code; give --trust-code if "
+                "you trust the author of the file"
             )
         for name, text in unresolved(values, group):
-            raise ConfigError(f"{path}: {name} is {text}, and what a file says is never resolved")
+            raise ConfigError(f"{path}: {name} is {text}, and a reference in a file is never resolved")
 
 
 def names_others(config: Config, groups: Collection[str]) -> bool:

@@ -239,7 +239,7 @@ class CallbackList:
                 raise CallbackError(line) from error
             if not entry.has_warned:
                 entry.has_warned = True
-                say(self._console, f"warning: {line}; the run goes on, and does not warn of {entry.name} again")
+                say(self._console, f"warning: {line}; the run goes on without further warnings about {entry.name}")
             return None
 
 
@@ -251,7 +251,7 @@ def require_callbacks(own: Mapping[str, object]) -> None:
         if each.ranks not in ("all", "first"):
             raise ConfigError(f"callbacks.{name}: ranks={each.ranks!r}; it must be 'all' or 'first'")
         if each.may_fail and each.ranks != "first":
-            problem = "has may_fail=True and runs on all ranks; where one fails the others would wait for it"
+            problem = "has may_fail=True and runs on all ranks; if one fails, the others would wait for it"
             raise ConfigError(f"callbacks.{name}: {problem}; give it ranks='first'")
 
 
@@ -262,9 +262,9 @@ def _overrides(callback: Callback, moment: str) -> bool:
 def _checked(moment: str, given: Any) -> Any:
     """The result of a user's callback at a moment, checked."""
     if moment == "ask" and not isinstance(given, Request | None):
-        raise TypeError(f"it gave a {type(given).__name__}; it must give a Request or None")
+        raise TypeError(f"it returned a {type(given).__name__}; it must return a Request or None")
     if moment == "state_dict":
         if not isinstance(given, dict):
-            raise TypeError(f"it gave a {type(given).__name__}; it must give a dict")
+            raise TypeError(f"it returned a {type(given).__name__}; it must return a dict")
         return json.loads(json.dumps(given, allow_nan=False))
     return given

@@ -12,7 +12,7 @@ from zerotrain.training.callbacks.stages import RunStages
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.figures.flops import ModelFlops
 from zerotrain.training.figures.metrics import StepClock
-from zerotrain.training.figures.report import RankUsage, print_report
+from zerotrain.training.figures.report import RankUsage, print_report, say
 from zerotrain.training.figures.result import RunResult
 
 DATA_WAIT_SHOWN = 0.05
@@ -64,7 +64,7 @@ class Measuring(Callback):
         print_report(run.console, result=self._result, usages=self._usages, device=self._world.device)
         if (share := self._clock.data_wait_share()) > DATA_WAIT_SHOWN:
             said = f"waited for data {share:.0%} of the time: {self._feed.advice_on_waiting()}"
-            run.console.print(said, highlight=False, markup=False)
+            say(run.console, said)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""

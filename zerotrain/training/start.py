@@ -1,6 +1,5 @@
 """Describes a run, in a few lines before its first step."""
 
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.stages import RunStages
-from zerotrain.training.figures.report import UNITS, in_unit
+from zerotrain.training.figures.report import UNITS, in_unit, wrapped
 
 INDENT = 8
 
@@ -65,11 +64,11 @@ def print_start(
     }
     num_rows = sampler.rows_consumed + num_steps * sampler.global_batch_size
     if repeated := ", ".join(_repeated(dataset.train, num_rows)):
-        lines["warning"] = f"the run reads each row {repeated}; more data or fewer train.max_steps would do without"
+        lines["warning"] = f"the run reads each row {repeated}; more data or fewer train.max_steps avoid that"
     for name, line in lines.items():
         if not line:
             continue
-        for number, part in enumerate(textwrap.wrap(line, max(20, console.width - INDENT))):
+        for number, part in enumerate(wrapped(line, max(20, console.width - INDENT))):
             label = "" if number else name
             console.print(Text.assemble((f"{label:<{INDENT}}", "bold"), part), soft_wrap=True)
 
@@ -111,7 +110,7 @@ def _leaves(engine: ZeroEngine) -> str:
     if leaves == 1:
         return ""
     sent = "; gradients are sent in fp32" if engine.precision.separate_master else ""
-    order = "" if engine.options.ordered else "; other bits on other ranks without zero.reduction=ordered"
+    order = "" if engine.options.ordered else "; the bits depend on the number of ranks without zero.reduction=ordered"
     return f"; virtual ranks: {leaves * engine.world.size}, {leaves} on each{sent}{order}"
 
 
@@ -142,7 +141,7 @@ def _offloaded(engine: ZeroEngine, num_micro_batches: int) -> Iterator[str]:
         yield (
             f"{in_unit(each.nbytes)} of a rank in {each.where}; a step fetches {in_unit(each.fetched_nbytes)} at "
             f"{in_unit(each.fetched_per_s)}/s and stores {in_unit(each.stored_nbytes)} at "
-            f"{in_unit(each.stored_per_s)}/s, in {each.step_s:.2g} s, beside what it computes"
+            f"{in_unit(each.stored_per_s)}/s, in {each.step_s:.2g} s, while it computes"
         )
 
 

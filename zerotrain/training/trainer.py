@@ -118,7 +118,7 @@ class Trainer(TrainerSettings):
         """Be where the run was that has saved a checkpoint."""
         if resumed.step > self.max_steps:
             problem = f"train.max_steps: got {self.max_steps}, but {resumed.path} is of step {resumed.step}"
-            raise ConfigError(f"{problem}; it must be as many or more")
+            raise ConfigError(f"{problem}; it must be that step or more")
         state = resumed.state
         self.first_step, self.skipped_before = resumed.step, state["skipped_steps"]
         self.data_state = state["data"]

@@ -236,7 +236,7 @@ FAULTS = {
     ),
     "read-though-told-not-to": Fault(
         GROUPS,
-        'why = "" if shards.shared_memory else "it is told not to (shared_memory=False)"',
+        'why = "" if shards.shared_memory else "it has shared_memory=False"',
         'why = ""',
         "ranks with shared_memory=False read each other's memory",
         REAL,

@@ -174,7 +174,7 @@ def test_a_file_that_changes_between_the_two_looks_is_found_by_the_second(
             CheckpointError, match=f"rank 1: \\S+{SECOND} is not what was written.*load one that can be"
         ):
             engine.load(damaged)
-        said = r"loading \S+ failed in its midst, and the engine holds a part of it: load one that can be read"
+        said = r"loading \S+ failed halfway, and the engine holds a part of it: first load one that can be read"
         for use in (lambda: train(engine, 0), lambda: engine.save(damaged.with_name("next"))):
             with pytest.raises(zerotrain.EngineStateError, match=said):
                 use()

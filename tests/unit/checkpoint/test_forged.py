@@ -132,7 +132,7 @@ FORGERIES: dict[str, tuple[Edit, str]] = {
         r"it is \\x1b\[2Jx, and must be a printable name",
     ),
     "lists in each other": (
-        lambda content: content.update(extra=json.loads("[" * 99 + "]" * 99)), "lie in each other more than 64 deep",
+        lambda content: content.update(extra=json.loads("[" * 99 + "]" * 99)), "are nested more than 64 deep",
     ),
 }  # fmt: skip
 

@@ -103,7 +103,7 @@ def beyond() -> Any:
 def test_lists_that_double_take_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_file, "MAX_TENSORS", 10_000)  # a million takes seconds
     torch.save({"x": doubled(60)}, tmp_path / "pytorch_model.bin")
-    refused(tmp_path, "holds more than 10,000 tensors, or lists in themselves")
+    refused(tmp_path, "holds more than 10,000 tensors, or lists that contain themselves")
 
 
 def test_a_list_that_holds_itself_is_read_once_around(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_folder_of_dcp_whose_numbers_cannot_be_is_refused(tmp_path: Path) -> N
     for change, says in (
         (lambda each: setattr(each, "offset", -1), "no .metadata"),
         (lambda each: setattr(each, "length", True), "no .metadata"),
-        (lambda each: setattr(each, "length", 10**15), "is cut: .* and .metadata tells of 1"),
+        (lambda each: setattr(each, "length", 10**15), "is cut: .* and .metadata says 1"),
         (lambda each: setattr(each, "relative_path", "a/b"), "no .metadata"),
         (lambda each: setattr(each, "relative_path", 3), "no .metadata"),
     ):

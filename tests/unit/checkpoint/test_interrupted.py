@@ -227,7 +227,7 @@ def test_what_has_the_name_already_is_not_replaced(name: str, tmp_path: Path) ->
         "a link that leads nowhere": lambda: target.symlink_to("nowhere"),
     }
     make[name]()
-    with pytest.raises(CheckpointError, match="step is there already, and a checkpoint replaces nothing"):
+    with pytest.raises(CheckpointError, match="step exists already, and a checkpoint never replaces anything"):
         engine.save(target)
     assert list(tmp_path.iterdir()) == [target]
 
@@ -236,7 +236,7 @@ def test_a_name_that_is_taken_while_the_save_runs_is_not_replaced(tmp_path: Path
     other = PartialFolder(tmp_path / "step")
     engine = build(alone(), KIND, 2)
     engine.save(tmp_path / "step")
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         other.publish(Manifest({"files": [], "parameters": {}, "buffers": {}}))
     other.remove()
     verify(tmp_path / "step")

@@ -149,10 +149,10 @@ def test_a_name_with_nothing_to_load_is_told_in_one_sentence(run: Callable[..., 
     only = f"only a save that was cut off is there ({partial.path.name})"
     assert told(tmp_path / "cut") == f"cut has no checkpoint: {only}"
     assert told(tmp_path / "cut" / "checkpoints") == f"cut/checkpoints has no checkpoint: {only}"
-    assert "is what a save left that was cut off, or is under way" in told(partial.path)
+    assert "is of a save that was cut off or is still under way" in told(partial.path)
     removed = partial.path.with_name(".step-00000100.removed-0123456789abcdef")
     shutil.copytree(partial.path, removed)
-    assert "is what a removal left that was cut off" in told(removed)
+    assert "is of a removal that was cut off" in told(removed)
     partial.remove()
 
 

@@ -134,7 +134,7 @@ def test_what_a_file_says_is_never_resolved_and_what_the_user_says_is(monkeypatc
 def test_a_class_of_the_user_is_built_where_he_trusts_it_or_names_it(run: tuple[Path, float], capsys) -> None:
     assert evaluate.main([str(run[0])]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert f"names model._target_={__name__}.Drawn, and a file may name " in line
+    assert f"names model._target_={__name__}.Drawn; a file may only name " in line
     assert evaluate.evaluate(run[0], [f"model._target_={__name__}.Drawn"]) == (2, run[1], {})
     assert evaluate.evaluate(run[0], trust_code=True) == (2, run[1], {})
 
@@ -149,7 +149,7 @@ def test_other_data_than_the_runs_is_told_unless_it_was_asked_for(
     (path / ABOUT).write_text(json.dumps(said))
     for settings, is_told in (((), True), (("data.num_sequences=48",), False)):
         assert evaluate.main([str(path), "--trust-code", *settings]) == 0
-        assert ("warning: the data is not what the run has seen" in capsys.readouterr().err) == is_told
+        assert ("warning: the data differs from that of the run" in capsys.readouterr().err) == is_told
 
 
 def test_an_exported_folder_that_does_not_say_what_it_is_of_is_told(run: tuple[Path, float], tmp_path, capsys) -> None:
@@ -158,7 +158,7 @@ def test_an_exported_folder_that_does_not_say_what_it_is_of_is_told(run: tuple[P
     whole = (path / ABOUT).read_text()
     (path / ABOUT).write_text(whole[:-9])
     [line] = refused(capsys, path)
-    assert line == f"{path}/{ABOUT} does not say what run the folder is of; export it again"
+    assert line == f"{path}/{ABOUT} does not name the run that was exported; export it again"
     (path / ABOUT).write_text(json.dumps(json.loads(whole) | {"config": None}))
     assert "was not saved by a run of launch.py" in refused(capsys, path)[0]
     assert generate.main([str(path), "--prompt", "a"]) == 2
@@ -232,7 +232,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_told(run: tuple[Path, fl
     monkeypatch.setattr(evaluate, "_checked", removed)
     [*_, line] = refused(capsys, run[0])
     (tmp_path / "gone").rename(checkpoint)
-    assert line == f"{checkpoint} was removed while it was read, by its run, which goes on; try again for a newer one"
+    assert line == f"{checkpoint} was removed by its run while it was read; try again with a newer one"
 
 
 def test_a_rank_of_torchrun_that_was_started_among_others_than_asked_for_is_told(

@@ -165,19 +165,19 @@ def test_a_value_of_the_wrong_type_breaks_the_rule_too():
 def test_a_setting_without_effect_at_this_stage_is_named():
     config = Config(zero=ZeroGroup(stage=1, prefetch=2, reshard_after_forward=False))
     assert without_effect(config, world_size=2) == [
-        "zero.prefetch=2 has no effect at zero.stage=1; it has at 3",
-        "zero.reshard_after_forward=false has no effect at zero.stage=1; it has at 3",
+        "zero.prefetch=2 has no effect at zero.stage=1; it has one at 3",
+        "zero.reshard_after_forward=false has no effect at zero.stage=1; it has one at 3",
     ]
 
 
 def test_a_setting_without_effect_in_this_precision_is_named():
     assert without_effect(Config(precision=PrecisionConfig("fp32", ["*norm*"])), world_size=2) == [
-        "precision.keep_fp32=['*norm*'] has no effect with precision=fp32; it has with bf16 or fp16"
+        "precision.keep_fp32=['*norm*'] has no effect with precision=fp32; it has one with bf16 or fp16"
     ]
     scaled = PrecisionConfig("bf16", ["*norm*"], initial_scale=2.0, growth_interval=10)
     assert without_effect(Config(precision=scaled), world_size=2) == [
-        "precision.initial_scale=2.0 has no effect with precision=bf16; it has with fp16",
-        "precision.growth_interval=10 has no effect with precision=bf16; it has with fp16",
+        "precision.initial_scale=2.0 has no effect with precision=bf16; it has one with fp16",
+        "precision.growth_interval=10 has no effect with precision=bf16; it has one with fp16",
     ]
     scaled.name = "fp16"
     assert without_effect(Config(precision=scaled), world_size=2) == []
@@ -186,7 +186,7 @@ def test_a_setting_without_effect_in_this_precision_is_named():
 def test_how_many_steps_are_skipped_has_no_effect_where_none_is():
     train = TrainConfig(on_nonfinite="stop", max_skipped_steps=3)
     assert without_effect(Config(train=train), world_size=2) == [
-        "train.max_skipped_steps=3 has no effect with train.on_nonfinite=stop; it has with skip"
+        "train.max_skipped_steps=3 has no effect with train.on_nonfinite=stop; it has one with skip"
     ]
 
 
@@ -269,7 +269,7 @@ def test_of_stage_and_schedule_it_is_said_which_counts():
 def test_what_has_an_effect_at_stage_3_has_it_where_the_schedule_comes_there():
     assert without_effect(Config(zero=ZeroGroup(prefetch=2, schedule={5: 3})), world_size=2) == []
     [line] = without_effect(Config(zero=ZeroGroup(prefetch=2, schedule={5: 1})), world_size=2)
-    assert line == "zero.prefetch=2 has no effect at zero.schedule={5: 1}; it has at 3"
+    assert line == "zero.prefetch=2 has no effect at zero.schedule={5: 1}; it has one at 3"
 
 
 def test_a_stage_that_is_never_reached_is_told():

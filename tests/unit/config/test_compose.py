@@ -36,7 +36,7 @@ def test_an_interpolation_that_leads_nowhere_is_refused(compose):
 
 def test_a_dataset_without_a_number_of_tokens_is_told_that_null_is_its_own(compose):
     with pytest.raises(
-        ConfigError, match=r"there is no data.vocab_size; give model.vocab_size=..., or .*=null: as many"
+        ConfigError, match=r"there is no data.vocab_size; give model.vocab_size=..., or .*=null, which takes the number"
     ):
         to_config(compose(["data=own", "data._target_=my.Data"]))
 

@@ -59,14 +59,14 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
         ),
         ("hydra/launcher=joblib", "hydra/launcher=joblib: is not installed; pip install hydra-joblib-launcher; there"),
         ("hydra/sweeper=optuna", "hydra/sweeper=optuna: is not installed; pip install hydra-optuna-sweeper; there"),
-        ("data.path='a${b'", "data.path='a${b': ${ names another value and needs a } behind it"),
+        ("data.path='a${b'", "data.path='a${b': ${ begins a reference and needs a } to close it"),
         ("zero.stage=", "zero.stage: got ''; it must be 0, 1, 2 or 3; the default is 2"),
         ("", "'': cannot be read; write key=value"),
         ("model=glob(*)", "model=glob(*): got several values; -m runs a job for each"),
         (
             "~data.path",
-            "~data.path: is null, and Hydra leaves out only what is not; give data=own, which starts without arguments,"
-            " or a data yaml without it",
+            "~data.path: is null, and Hydra can only leave out a setting with a value; give data=own, which starts "
+            "without arguments, or a data yaml without it",
         ),
     ],
 )
@@ -86,11 +86,14 @@ def test_the_inner_key_is_named_and_what_is_not_installed(compose, override: str
         ("{top}train: [\n", "{file}, line 3: expected the node content, but found '<stream end>'"),
         ("{top}seed: 1\nseed: 2\n", "{file}, line 3: found duplicate key seed"),
         ("{top}zero:\n\tstage: 1\n", "{file}, line 3: found character '\\t' that cannot start any token"),
-        ("seed: 1\n", "{file}: sets what is below experiment, where nothing is; its first line must be `# @package"),
+        (
+            "seed: 1\n",
+            "{file}: its settings go to experiment, which does not exist; its first line must be `# @package",
+        ),
         ("just text", "{file}, line 1: there must be settings, such as `train:`"),
         (
             "{top}defaults:\n  - override /model: gpt3\n",
-            "experiment=mine: asks for model/gpt3, which there is not; did",
+            "experiment=mine: needs model/gpt3, which does not exist; did",
         ),
     ],
 )
@@ -150,5 +153,6 @@ def test_a_setting_that_only_the_users_class_can_know_is_answered_with_how_to_ad
 def test_a_second_dict_for_a_setting_says_how_the_first_is_taken_away(compose):
     [line] = composition_problems(["zero.schedule={0:1}", "zero.schedule={5:2}"], compose, is_sweep=False)
     assert line == (
-        "zero.schedule: has a value already that is to be merged with; zero.schedule=null before it takes that away"
+        "zero.schedule: has a value already, and the two would be merged; zero.schedule=null before it removes "
+        "that value"
     )

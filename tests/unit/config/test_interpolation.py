@@ -27,7 +27,7 @@ from zerotrain.errors import ConfigError
         (
             ["seed=${nope:1}", "optimizer.betas=[0.9,${x}]"],
             [
-                "seed: got ${nope:1}; there is no resolver nope; give seed=..., a $ that is meant as such as \\$",
+                "seed: got ${nope:1}; there is no resolver nope; give seed=...; write \\$ for the character $",
                 "optimizer.betas.1: got ${x}; there is no x; give optimizer.betas.1=...",
             ],
         ),

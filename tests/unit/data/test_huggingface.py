@@ -72,7 +72,7 @@ def test_a_folder_of_splits_labels_of_their_own_and_all_columns(datasets: Any, t
     [
         ({"column": "text"}, r"^data\.column=text: there is no such column; there are tokens, kind$"),
         ({"split": "all"}, r"^data\.split=all: data\.path=.* has no such split; it has train$"),
-        ({"validation_split": "train"}, r"^data\.validation_split=train is what is trained on"),
+        ({"validation_split": "train"}, r"^data\.validation_split=train is the split to train on"),
         ({"tokenizer": "nowhere"}, r"^data\.column=null reads all columns as they are; give data\.column"),
         ({"path": "no/such"}, r"^data\.path=no/such does not exist"),
         ({"path": str(Path(__file__).parent)}, r"is a folder that save_to_disk\(\) has not written"),

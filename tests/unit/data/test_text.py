@@ -126,7 +126,7 @@ def test_decoding_shows_what_is_no_text(text_file, cache):
         ("seq_len", 0, "data.seq_len=0 is too small; it must be at least 1"),
         ("seq_len", 100_000, r"data.path=.*fox.txt holds 8800 tokens; with data.seq_len=100000"),
         ("vocab_size", 255, "data.vocab_size=255 is too small; bytes of text need 256"),
-        ("vocab_size", None, "data.tokenizer=null, and data.vocab_size=null is as many tokens as it has"),
+        ("vocab_size", None, "data.vocab_size=null takes the size from the tokenizer, and data.tokenizer=null; give"),
         ("validation_fraction", 1.0, "data.validation_fraction=1.0 is out of range"),
         ("document_end", "eot", "data.document_end=eot is not known; it must be eos, bos, newline, none or null"),
         ("document_end", "eos", "data.document_end=eos: bytes have no such token; choose newline or none"),

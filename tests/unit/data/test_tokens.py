@@ -290,10 +290,10 @@ def test_tokens_that_are_as_they_should_be_are_not_taken_for_something_else(tmp_
 def test_damaged_files_are_refused(tmp_path):
     path = tmp_path / "a.bin"
     for given, message in {
-        (20240520, 2, 50): "is an llm.c file of version 2, of which only 1 is known here",
+        (20240520, 2, 50): "is an llm.c file of version 2, but only 1 is supported",
         (20240522, 1, 50): "is an llm.c file of multiple-choice questions",
-        (20240520, 1, 51): "has 1124 bytes, and 1126 by its header, with 51 tokens",
-        (20240520, 1, 0): "has 1124 bytes, and 1024 by its header, with 0 tokens",
+        (20240520, 1, 51): "has 1124 bytes, but its header says 1126, with 51 tokens",
+        (20240520, 1, 0): "has 1124 bytes, but its header says 1024, with 0 tokens",
     }.items():
         write_llm_c(path, numbered(50), *given)
         with pytest.raises(ValueError, match=f"data.path=.*a.bin {message}"):
@@ -320,7 +320,9 @@ def test_a_megatron_index_that_does_not_fit_is_refused(tmp_path):
         content[:-1]: "has no sequences, or is cut short",
         content[:9] + b"\2" + content[10:]: "is of version 2 and dtype code 4",
         content[:17] + b"\6" + content[18:]: "is of version 1 and dtype code 6",
-        content[:17] + b"\10" + content[18:]: "a has 16 bytes, and 14 by its index .*; they are not of one dataset",
+        content[:17]
+        + b"\10"
+        + content[18:]: "a has 16 bytes, but its index .* says 14; they are from different datasets",
     }.items():
         index.write_bytes(change)
         with pytest.raises(ValueError, match=message):
@@ -493,9 +495,7 @@ def test_wrong_settings_are_refused(tmp_path):
     path = write_tokens(tmp_path / "all.bin", 1000)
     with pytest.raises(ValueError, match=r"data.dtype=int16 is none of uint8, uint16, uint32, uint64"):
         token_files(path, dtype="int16")
-    with pytest.raises(
-        ValueError, match=r"data.vocab_size=null is as many tokens as a store has, and data.path=.*is no"
-    ):
+    with pytest.raises(ValueError, match=r"data.vocab_size=null takes the size from a store, and data.path=.*is no"):
         token_files(path, vocab_size=None)
     with pytest.raises(ValueError, match=r"data.seq_len=0 is too small"):
         token_files(path, seq_len=0)

@@ -62,7 +62,7 @@ def test_ctrl_c_in_a_backward_leaves_nothing_silently(stage: int, size: int) -> 
         if size > 1:
             for refused in (engine.step, lambda: engine(1, 2), lambda: engine.backward(torch.ones(()))):
                 with pytest.raises(
-                    EngineStateError, match=r"KeyboardInterrupt ended a backward.*call engine.zero_grad"
+                    EngineStateError, match=r"KeyboardInterrupt interrupted a backward.*first call engine.zero_grad"
                 ):
                     refused()
             engine.zero_grad()

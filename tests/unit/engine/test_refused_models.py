@@ -43,25 +43,26 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "embedding that renormalises": (
         lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.5)),
-        r"^0 is a Embedding with max_norm=1\.5, which changes its weight in the forward by this rank's inputs alone; ",
+        r"^0 is a Embedding with max_norm=1\.5, which changes its weight in the forward by this rank's inputs only; ",
     ),
     "bag of such": (lambda: nn.EmbeddingBag(4, 2, max_norm=2), "^the model is a EmbeddingBag with max_norm=2, "),
-    "two parameters over one memory": (
+    "two parameters that share memory": (
         of_one_memory(lambda m: setattr(m[1], "weight", nn.Parameter(m[0].weight))),
-        r"^0\.weight and 1\.weight are two parameters over one memory, .*"
+        r"^0\.weight and 1\.weight are two parameters that share memory, .*"
         r"assign the parameter itself \(model\.1\.weight = model\.0\.weight\)",
     ),
     "a parameter of a part of another": (
         of_one_memory(lambda m: setattr(m[1], "weight", nn.Parameter(m[0].weight.detach()[1:, 1:]))),
-        r"^0\.weight and 1\.weight are two parameters over one memory",
+        r"^0\.weight and 1\.weight are two parameters that share memory",
     ),
     "a buffer over a weight": (
         of_one_memory(lambda m: m.register_buffer("table", m[0].weight.detach().T)),
-        r"^table is a tensor over the memory of the parameter 0\.weight, and would keep its old values in training; ",
+        r"^table is a tensor that shares memory with the parameter 0\.weight, and would keep its old values in "
+        "training; ",
     ),
     "an attribute over a weight": (
         of_one_memory(lambda m: setattr(m[1], "first", [m[0].weight.data[0]])),
-        r"^1\.first is a tensor over the memory of the parameter 0\.weight",
+        r"^1\.first is a tensor that shares memory with the parameter 0\.weight",
     ),
     "a weight that was expanded": (
         lambda: nn.ParameterList([torch.ones(1, 3).expand(4, 3)]),
@@ -70,7 +71,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-ALSO_AS_A_FUNCTION = ("a whole model in fp64", "two parameters over one memory", "a buffer over a weight")
+ALSO_AS_A_FUNCTION = ("a whole model in fp64", "two parameters that share memory", "a buffer over a weight")
 
 
 @pytest.mark.parametrize("name", REFUSED)

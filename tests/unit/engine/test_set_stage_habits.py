@@ -132,7 +132,7 @@ def test_a_tensor_taken_from_a_parameter_goes_on_until_the_parameters_are_sharde
                 assert torch.equal(taken, parameter)
                 assert taken.data_ptr() == parameter.data_ptr()
         before = taken.clone()
-        with pytest.warns(UserWarning, match=re.escape("still held by a tensor taken from them before (p.data")):
+        with pytest.warns(UserWarning, match=re.escape("still in use by a tensor taken from them before (p.data")):
             engine.set_stage(3)
         train(engine, 2)
         assert torch.equal(taken, before)
@@ -204,9 +204,9 @@ def between_two_virtual_ranks(engine: zerotrain.ZeroEngine) -> str:
 
 
 WITHIN_A_STEP: dict[Callable[[zerotrain.ZeroEngine], str], str] = {
-    in_a_hook: "the stage cannot change in the midst of a forward; call it between two steps",
-    in_a_hook_on_a_gradient: "the stage cannot change in the midst of a backward; call it between two steps",
-    in_a_scope: "the stage cannot change in the midst of a forward; call it between two steps",
+    in_a_hook: "the stage cannot change during a forward; call it between two steps",
+    in_a_hook_on_a_gradient: "the stage cannot change during a backward; call it between two steps",
+    in_a_scope: "the stage cannot change during a forward; call it between two steps",
     while_it_accumulates: "the stage cannot change while a gradient waits; call engine.step() first",
     between_a_backward_and_its_step: "the stage cannot change while a gradient waits; call engine.step() first",
     between_two_virtual_ranks: "the stage cannot change while a gradient waits; call engine.step() first",

@@ -84,6 +84,8 @@ def test_a_damaged_job_is_one_line(change: dict[str, Any], tmp_path: Path) -> No
     said = Job(config=Config(), run_dir=tmp_path, overrides=[]).to_json()
     assert Job.from_json(said).run_dir == tmp_path
     for text in (json.dumps(json.loads(said) | change), said[:-1], DEEP, b"\xff"):
-        with pytest.raises(ConfigError, match="the job that this rank was told of is damaged") as caught:
+        with pytest.raises(
+            ConfigError, match="the description of the job, as this rank received it, is damaged"
+        ) as caught:
             Job.from_json(text)
         assert str(caught.value).isprintable()

@@ -80,7 +80,7 @@ def test_others_are_refused_at_any_depth(name: Any, depth: int) -> None:
     values = (target, {"x": target}, {"x": [{"y": [[target]]}]})[depth]
     said = refusal(config(model=values))
     assert said is not None
-    assert said.startswith(f"/run names model.{('', 'x.', 'x.0.y.0.0.')[depth]}_target_={name}, and a file may name ")
+    assert said.startswith(f"/run names model.{('', 'x.', 'x.0.y.0.0.')[depth]}_target_={name}; a file may only name ")
     assert "--trust-code" in said
 
 
@@ -102,7 +102,7 @@ def test_a_name_leads_through_our_modules_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_the_user_names_is_trusted_where_he_names_it_and_nothing_else() -> None:
     given = config(model={"_target_": "mine.Model", "part": {"_target_": "mine.Part"}})
-    assert "model.part._target_=mine.Part," in (refusal(given, model={"_target_": "mine.Model"}) or "")
+    assert "model.part._target_=mine.Part;" in (refusal(given, model={"_target_": "mine.Model"}) or "")
     assert "model._target_=mine.Model," in (refusal(given, model={"part": {"_target_": "mine.Model"}}) or "")
     assert "model._target_=mine.Model," in (refusal(given, model={"part": {"a": 1}}) or "")
     assert refusal(given, model={"_target_": "mine.Model", "part": {"_target_": "mine.Part"}}) is None
@@ -111,7 +111,7 @@ def test_what_the_user_names_is_trusted_where_he_names_it_and_nothing_else() -> 
 def test_only_groups_that_are_built_are_asked_about() -> None:
     given = config(model={}, optimizer={"_target_": "mine.Optimizer"})
     assert refusal(given) is None
-    assert "optimizer._target_=mine.Optimizer," in (refusal(given, ("model", "optimizer")) or "")
+    assert "optimizer._target_=mine.Optimizer;" in (refusal(given, ("model", "optimizer")) or "")
 
 
 def test_a_variable_of_the_environment_stays_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_a_variable_of_the_environment_stays_a_text(monkeypatch: pytest.MonkeyPa
     given = from_values({"model": {"_target_": "torch.nn.Linear", "x": [text]}, "checkpoint": {"resume": text}})
     assert given.model["x"] == [text]
     assert given.checkpoint.resume == text
-    assert refusal(given) == f"/run: model.x.0 is {text}, and what a file says is never resolved"
-    with pytest.raises(ConfigError, match=r"^model\.x\.0: got a.*oc\.env:SECRET.*must not have \$\{ in it"):
+    assert refusal(given) == f"/run: model.x.0 is {text}, and a reference in a file is never resolved"
+    with pytest.raises(ConfigError, match=r"^model\.x\.0: got a.*oc\.env:SECRET.*must not contain \$\{"):
         build("model", given.model)
     assert isinstance(build("model", {"_target_": "torch.nn.Linear", "_args_": [2, 3]}), torch.nn.Linear)

@@ -184,8 +184,8 @@ def test_one_that_ends_the_process_is_named_too(make_trainer, tmp_path):
 @pytest.mark.parametrize(
     ("moment", "given", "said"),
     [
-        ("ask", 3, "it gave a int; it must give a Request or None"),
-        ("state_dict", [1], "it gave a list; it must give a dict"),
+        ("ask", 3, "it returned a int; it must return a Request or None"),
+        ("state_dict", [1], "it returned a list; it must return a dict"),
         ("state_dict", {"a": {1}}, "Object of type set is not JSON serializable"),
         ("state_dict", {"a": math.inf}, "Out of range float values are not JSON compliant"),
     ],

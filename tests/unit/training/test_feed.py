@@ -211,7 +211,8 @@ def test_data_that_has_changed_since_it_was_checked_is_told():
     assert compared([{"rows": 7}, {"rows": 7}], checked={"rows": 7}) == ["", ""]
     [said, _] = compared([{"rows": 9}, {"rows": 9}], checked={"rows": 7})
     assert said.startswith(
-        "data: it is not what was checked: rows: 7 when it was checked, 9 on all ranks; nothing may write to the data"
+        "data: it has changed since it was checked: rows: 7 when it was checked, 9 on all ranks; "
+        "nothing may write to the data"
     )
 
 

@@ -118,7 +118,9 @@ def test_a_run_shows_it(make_trainer, screen):
     assert screen.getvalue().startswith("model   GPT, ")
 
 
-@pytest.mark.parametrize(("reduction", "said"), [("ordered", ""), ("native", "; other bits on other ranks without")])
+@pytest.mark.parametrize(
+    ("reduction", "said"), [("ordered", ""), ("native", "; the bits depend on the number of ranks without")]
+)
 def test_virtual_ranks_are_said_and_when_their_bits_follow_the_ranks(make_trainer, model, reduction, said):
     optimizer = partial(torch.optim.AdamW, lr=1e-2)
     engine = build_engine(model, optimizer=optimizer, zero=ZeroConfig(reduction=reduction), virtual_ranks=4)

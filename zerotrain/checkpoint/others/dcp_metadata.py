@@ -104,7 +104,7 @@ def _overlap(box: Box, other: Box) -> bool:
 def _piece(folder: Path, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> DcpPiece:
     if how := getattr(info, "transform_descriptors", None):
         raise CheckpointError(
-            f"{folder} was packed by {', '.join(map(str, how))}, and cannot be read: write it without"
+            f"{folder} was compressed or changed by {', '.join(map(str, how))}, and cannot be read: write it without"
         )
     byte, nbytes = info.offset, info.length
     require_schema([byte, nbytes], [Natural()])

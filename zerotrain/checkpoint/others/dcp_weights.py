@@ -41,7 +41,7 @@ class DcpWeights(Weights):
                     opened.callback(self._files[piece.file].close)
                 nbytes, told = self._files[piece.file].nbytes, piece.byte + piece.nbytes
                 if told > nbytes:
-                    raise CheckpointError(f"{path / piece.file} is cut: {nbytes} bytes, and {METADATA} tells of {told}")
+                    raise CheckpointError(f"{path / piece.file} is cut: {nbytes} bytes, and {METADATA} says {told}")
             self._opened = opened.pop_all()
         self.tensors = [_given(tensor) for tensor in tensors]
 
@@ -98,7 +98,7 @@ class DcpWeights(Weights):
             found = loaded_without_numbers(file, piece.byte, piece.nbytes)
             is_it = isinstance(found, torch.Tensor) and (tuple(found.shape), found.dtype) == (piece.sizes, tensor.dtype)
             if not is_it or not is_readable(found):
-                raise CheckpointError(f"{file.path} holds something else than {METADATA} tells: {tensor.keys[-1]}")
+                raise CheckpointError(f"{file.path} does not hold the tensor that {METADATA} says: {tensor.keys[-1]}")
             self._places[piece] = place_of(file, piece.byte, found), found
         return self._places[piece]
 

@@ -54,10 +54,12 @@ def safetensors_in(file: OpenFile) -> list[GivenTensor]:
     length = int.from_bytes(begin[:8], "little")
     if len(begin) < 8 or not 2 <= length <= MAX_HEADER_NBYTES or begin[8:9] not in (b"{", b""):
         raise CheckpointError(
-            f"{file.path} is no safetensors file and none of torch.save ({nbytes} bytes): it has no such header"
+            f"{file.path} is neither a file of safetensors nor of torch.save ({nbytes} bytes): it has no such header"
         )
     if 8 + length > nbytes:
-        raise CheckpointError(f"{file.path} is cut: {nbytes} bytes, and its header alone has {8 + length}")
+        raise CheckpointError(
+            f"{file.path} is cut: {nbytes} bytes, and its header says that it has {8 + length} itself"
+        )
     try:
         header = parse_json(bytes(file.bytes(8, length)), {})
         header.pop("__metadata__", None)
@@ -75,11 +77,11 @@ def _require_places(path: Path, header: Mapping[str, Any], data_start: int, nbyt
         start, stop = entry["data_offsets"]
         dtype = DTYPES.get(entry["dtype"])
         if start != place or (dtype is not None and stop - start != prod(entry["shape"]) * dtype.itemsize):
-            raise CheckpointError(f"{path} is damaged: by its header {name} lies where it cannot lie")
+            raise CheckpointError(f"{path} is damaged: its header gives {name} a place where it cannot be")
         place = stop
     if data_start + place != nbytes:
-        what = "cut" if nbytes < data_start + place else "longer than what its header tells"
-        raise CheckpointError(f"{path} is {what}: {nbytes} bytes, and its header tells of {data_start + place}")
+        what = "cut" if nbytes < data_start + place else "longer than its header says"
+        raise CheckpointError(f"{path} is {what}: {nbytes} bytes, and its header says {data_start + place}")
 
 
 def _given(file: OpenFile, name: str, entry: Mapping[str, Any], data_start: int) -> GivenTensor:

@@ -27,7 +27,7 @@ _PICKLED = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """First bytes of torch.save's files before torch 1.6, and of any pickle."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 MAX_TENSORS = 1_000_000
-_ALONE = "write the weights alone, with torch.save(model.state_dict(), PATH)"
+_ALONE = "write only the weights, with torch.save(model.state_dict(), PATH)"
 
 
 def is_of_torch(file: OpenFile) -> bool:
@@ -126,7 +126,9 @@ def _tensors(path: Path, content: Any) -> list[tuple[tuple[str, ...], torch.Tens
     """
     found = list(islice(_walk(content, (), set()), MAX_TENSORS + 1))
     if len(found) > MAX_TENSORS:
-        raise CheckpointError(f"{path} holds more than {MAX_TENSORS:,} tensors, or lists in themselves; {_ALONE}")
+        raise CheckpointError(
+            f"{path} holds more than {MAX_TENSORS:,} tensors, or lists that contain themselves; {_ALONE}"
+        )
     return found
 
 
@@ -170,7 +172,9 @@ def _records(stream: "_Part") -> dict[int, int]:
     except CheckpointError:
         raise
     except Exception:  # whatever a damaged one comes to: zipfile raises errors of many kinds
-        raise CheckpointError(f"{path} is cut or damaged: it begins as torch.save does, and does not end so") from None
+        raise CheckpointError(
+            f"{path} is cut or damaged: it begins like a file of torch.save, but does not end like one"
+        ) from None
     return records
 
 
@@ -183,7 +187,7 @@ def _objects_in(stream: "_Part") -> str:
     except Exception:  # damaged, and so whatever reading it comes to
         found = []
     if not found:
-        return f"{path} is damaged: what it holds cannot be read"
+        return f"{path} is damaged: its content cannot be read"
     return (
         f"{path} holds more than weights ({listed(sorted(found))}), and making such objects may run any code; {_ALONE}"
     )
@@ -197,9 +201,7 @@ class _Part(io.RawIOBase):
 
     def part(self, start: int, nbytes: int) -> bytearray:
         if not 0 <= start <= start + nbytes <= self._nbytes:
-            raise CheckpointError(
-                f"{self.file.path} is damaged: something of it lies where it ends, or before it begins"
-            )
+            raise CheckpointError(f"{self.file.path} is damaged: it refers to bytes outside the file")
         return self.file.bytes(self._start + start, nbytes)
 
     def read(self, size: int = -1, /) -> bytes:

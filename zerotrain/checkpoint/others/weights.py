@@ -93,7 +93,7 @@ def _files_of(index: Path) -> dict[Path, list[str] | None]:
         raise CheckpointError(f"{index} is no index of files with weights, or damaged: {error}") from None
     if absent := [file.name for file in files if not os.path.isfile(file)]:
         named = listed([shown(name) for name in absent])
-        raise CheckpointError(f"{index.parent} lacks {named} of the {len(files)} files that {index.name} tells of")
+        raise CheckpointError(f"{index.parent} lacks {named} of the {len(files)} files that {index.name} lists")
     return files
 
 
@@ -113,7 +113,7 @@ class FileWeights(Weights):
                 tensors = torch_tensors_in(file) if is_of_torch(file) else safetensors_in(file)
                 known = {tensor.names[0]: tensor for tensor in tensors}
                 if absent := [name for name in names or () if name not in known]:
-                    raise CheckpointError(f"{each} has no {absent[0]}, which its index tells of")
+                    raise CheckpointError(f"{each} has no {absent[0]}, which its index lists")
                 self.tensors += tensors if names is None else [known[name] for name in names]
             self._opened = opened.pop_all()
         told = [(each.part, each.names, each.kind, each.shape, each.stride) for each in self.tensors]

@@ -90,7 +90,7 @@ class Whereabouts:
         silent = [rank for rank in range(self.size) if rank != self.rank and rank not in heard]
         if silent:
             ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-            lines.append(f"nothing is known of {ranks}, which may compute, sleep or be gone")
+            lines.append(f"no answer from {ranks}, which may compute, sleep or be gone")
         reason = first_line(error)
         self._lost = CommError(
             f"rank {self.rank} failed in {here} after {waited_s:.1f} s: {reason}; {'; '.join(lines)}. All ranks must "

@@ -15,7 +15,7 @@ STORE_VARIABLE = "ZEROTRAIN_STORE"
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
-_REMEDY = "torchrun sets all of them for each of its ranks: start with torchrun, or unset what is left of another run"
+_REMEDY = "torchrun sets all of them for each of its ranks: start with torchrun, or unset those that another run left"
 
 
 @dataclass(frozen=True)

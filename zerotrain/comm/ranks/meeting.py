@@ -80,7 +80,7 @@ def meet(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
     except dist.DistError as error:
         raise _keeper_is_gone(ranks) from error
     if num_processes > 1:
-        raise ConfigError(f"RANK: got {ranks.rank}, as which another process was started too; give each its own")
+        raise ConfigError(f"RANK: got {ranks.rank}, which another process has too; give each process its own")
     if size != ranks.world_size:
         raise ConfigError(f"WORLD_SIZE: got {ranks.world_size}, and rank 0 got {size}; give all ranks the same")
     return world

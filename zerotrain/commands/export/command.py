@@ -24,15 +24,15 @@ from zerotrain.run import exported
 from zerotrain.run.saved import SavedRun, opened_run
 
 EXAMPLES = """\
-Without more: model.safetensors, in parts where it is large; of model=huggingface a folder that from_pretrained opens;
-of its adapters one that peft opens, or with --merge one of the whole model. Of a run its newest checkpoint is taken.
-What is written was verified; the folder appears when it is whole.
+By default DIR gets model.safetensors, in parts if it is large. For model=huggingface, from_pretrained opens DIR; for
+adapters, peft opens it, and with --merge it holds the merged model. RUN is a run (its newest checkpoint is read) or a
+checkpoint. The export is verified, and DIR appears when it is complete.
 
   python -m zerotrain export outputs/2026-11-22/10-00-00 --out exported --dtype bf16
   python -m zerotrain export outputs/2026-11-22/10-00-00/checkpoints/step-00000100 --out exported --optimizer
   python -m zerotrain export outputs/2026-11-22/10-00-00 --out dcp --dcp
 
-Exit code 0: it is there; 1: the disk failed; 2: an argument or a checkpoint that is not what was written, one line;
+Exit code 0: it is there; 1: the disk failed; 2: an argument is wrong or the checkpoint is damaged, one line;
 130, 143, 129: a signal, and nothing is left.
 """
 MB = 10**6
@@ -57,11 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("export", __doc__, EXAMPLES)
     parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to make")
-    parser.add_argument("--dtype", metavar="NAME", help="of all floating-point weights: fp32, bf16 or fp16")
+    parser.add_argument("--dtype", metavar="NAME", help="dtype of all floating-point weights: fp32, bf16 or fp16")
     parser.add_argument("--merge", action="store_true", help="add the adapters to the weights")
     parser.add_argument("--optimizer", action="store_true", help="optimizer.pt too, for torch.optim")
     parser.add_argument("--dcp", action="store_true", help="a folder of torch.distributed.checkpoint instead")
-    parser.add_argument("--shard-mb", type=float, default=5000.0, metavar="MB", help="of a file at most, default 5000")
+    parser.add_argument(
+        "--shard-mb", type=float, default=5000.0, metavar="MB", help="largest size of a file, default 5000"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_argument("--trust-code", **TRUST)
     given = vars(parser.parse_args(arguments))
@@ -104,7 +106,9 @@ def export(path: str | os.PathLike[str], asked: Asked) -> Iterator[str]:
         if asked.merge and (model is None or hugging_face.lora_of(model) is None):
             raise ConfigError(f"--merge: {run.path} has no adapters to merge; leave it out")
         if asked.merge and asked.optimizer:
-            raise ConfigError("--optimizer: is of the adapters, which a merged model does not have; leave it out")
+            raise ConfigError(
+                "--optimizer: its state is that of the adapters, which a merged model does not have; leave it out"
+            )
         with made(out, _about(run, asked), overwrite=asked.overwrite) as folder:
             if asked.dcp:
                 from zerotrain.commands.export.dcp import write_dcp  # what it imports takes a second

@@ -59,7 +59,7 @@ def require_apart(out: Path, run: Path, others: list[Path]) -> None:
         is_of_run = checkpoint.parent.name == CHECKPOINTS
         for folder in (checkpoint, *(checkpoint.parents[:2] if is_of_run else ())):
             if _identity(folder) in above_out:
-                raise ConfigError(f"--out: got {out}, which lies in {folder}, which is exported; give another folder")
+                raise ConfigError(f"--out: got {out}, inside {folder}, the folder to export; give another folder")
     for folder in (run, *others):
         if _identity(out) in _identities(folder):
             raise ConfigError(
@@ -154,7 +154,7 @@ def _files_of_export(folder: Path, shown: Path | None = None) -> list[Path]:
     try:
         said = read_json(folder / ABOUT, {FILES: Optional([FilePath()])}, max_nbytes=MAX_ABOUT_NBYTES)
     except (OSError, UntrustedFileError) as error:
-        raise ConfigError(f"--overwrite: {shown / ABOUT} does not tell the files of an export: {error}") from None
+        raise ConfigError(f"--overwrite: {shown / ABOUT} does not list the files of an export: {error}") from None
     if FILES not in said:
         raise ConfigError(
             f"--overwrite: {shown} was exported by an older zerotrain, which did not note its files; {_GO_ON}"
@@ -166,7 +166,7 @@ def _files_of_export(folder: Path, shown: Path | None = None) -> list[Path]:
         raise ConfigError(f"--overwrite: {error.filename or shown} cannot be read: {error.strerror}") from None
     if foreign is not None:
         raise ConfigError(
-            f"--overwrite: {shown / foreign} was not written by the export that lies there; move it away, or give a "
+            f"--overwrite: {shown / foreign} was not written by the export in that folder; move it away, or give a "
             "new name"
         )
     return own

@@ -37,8 +37,8 @@ def write_adapter_config(folder: Path, run: SavedRun, lora: Any) -> None:
     base = run.require_config().model.get("name_or_path")
     if base is None:
         raise ConfigError(
-            f"--merge: got false, but the adapters of {run.path} are for a model from scratch, which no other file "
-            "has; give --merge"
+            f"--merge: got false, but the adapters of {run.path} need the model from scratch that they were trained "
+            "on; give --merge"
         )
     lora.base_model_name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
     lora.task_type, lora.inference_mode = "CAUSAL_LM", True

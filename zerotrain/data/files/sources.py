@@ -55,8 +55,8 @@ def find_sources(path: str | None, without: Sequence[Path] = (), *, text_field: 
     A folder gives all its text files and those of its folders: plain text, .jsonl and .parquet, also compressed
     (see `zerotrain.data.files.text_files`). It
     leaves hidden and binary files, and the folders of runs: a run writes to its own
-    between the moment it is checked and the moment its ranks read. A pattern takes of what it matches what a folder
-    would take. A file that is named itself is refused where it is known to be no text.
+    between the moment it is checked and the moment its ranks read. A glob skips the files that a folder would
+    skip. A file that is named itself is refused if it is known not to be text.
 
     Args:
         path: a file; a folder; a glob pattern, where `**` matches any depth; or None for the standard library of the

@@ -82,7 +82,7 @@ def require_no_dataset(path: Path, text_field: str, source: str, *, is_named: bo
         )
     if is_named and text.startswith("["):
         raise ValueError(
-            f"{source} is a JSON array, and would be learnt with its brackets; write each object in a line of its own "
+            f"{source} is a JSON array, and its brackets would be trained on; write each object in a line of its own "
             "and call the file .jsonl, or choose data=huggingface"
         )
 

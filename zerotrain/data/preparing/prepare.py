@@ -157,8 +157,8 @@ def _warn_of_long_pieces(recipe: Recipe, batch: list[tuple[int, TextPiece]]) -> 
         mb = len(piece.text) / 1e6
         if len(piece.text) > _WARNED_NBYTES and recipe.tokenizer is not None:
             print(
-                f"{recipe.sources.files[number]}: {mb:.0f} MB hold no place where a cut would change no token; they "
-                f"are tokenised at once, which takes about {mb * 0.15:.0f} GB of memory",
+                f"{recipe.sources.files[number]}: {mb:.0f} MB cannot be cut without changing a token; they are "
+                f"tokenised at once, which takes about {mb * 0.15:.0f} GB of memory",
                 file=sys.stderr,
                 flush=True,
             )

@@ -3,6 +3,8 @@
 import sys
 import time
 
+from zerotrain.files.printable import duration
+
 QUIET_S = 2.0
 """Work that is done by then says nothing."""
 LINE_S = 10.0
@@ -46,7 +48,7 @@ class Progress:
             left_s = max(0, self._nbytes - nbytes) / max(rate, 1.0)
             self._last = (
                 f"preparing: {_mb(nbytes)} of {_mb(self._nbytes)} MB, {tokens:,} tokens, {rate / 1e6:.1f} MB/s, "
-                f"{_time(left_s)} left"
+                f"{duration(left_s)} left"
             )
             if now >= self._next_s:
                 self._next_s = now + (_REDRAW_S if self._is_terminal else LINE_S)
@@ -61,10 +63,3 @@ class Progress:
 
 def _mb(nbytes: int) -> str:
     return f"{nbytes / 1e6:,.1f}" if nbytes < 1e8 else f"{nbytes / 1e6:,.0f}"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

@@ -83,13 +83,13 @@ def fetch_rows(
                 with _named(name, [row], [epoch], step, "cannot be read"):
                     seed_by("row", seed, epoch, row)
                     items.append(dataset[row])
-            with _named(name, rows, epochs, step, "cannot be put together to a batch"):
+            with _named(name, rows, epochs, step, "cannot be collated into a batch"):
                 seed_by("batch", seed, *epochs, *rows)
                 batch = (collate or default_collate)(items)
     if vocab_size is not None and (unknown := unknown_token(batch, vocab_size)) is not None:
         item, token = unknown
         at = slice(item, item + 1) if item < len(rows) else slice(None)
-        with _named(name, rows[at], epochs[at], step, "cannot be learnt"):
+        with _named(name, rows[at], epochs[at], step, "cannot be trained on"):
             raise ValueError(f"the token {token} is not among the model's, 0 to {vocab_size - 1}")
     return batch
 

@@ -76,9 +76,8 @@ def _require_map_style(dataset: Any, name: str) -> None:
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not all(hasattr(dataset, each) for each in ("__getitem__", "__len__")):
         raise ValueError(
-            f"{name} is of type {kind}, which cannot be read by number; it must be map-style, with len() and [index]: "
-            "each rank reads items of its own, and a run that goes on the next ones. A stream can be written to files "
-            "first"
+            f"{name} is of type {kind}, which cannot be indexed; it must be map-style, with len() and [index], because "
+            "each rank, and a run that is resumed, reads other items. Write a stream to files first"
         )
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty; it must have at least one item")
@@ -164,8 +163,8 @@ def require_taken(batches: Sequence[Any], name: str, model: nn.Module) -> None:
             raise ValueError(f"{whole} gives {given}, but {taken}: {error}") from error
         if LABELS in signature.parameters and bound.arguments.get(LABELS) is None:
             raise ValueError(
-                f"{whole} gives {given} and no labels, but {taken}: it returns the loss where it is given labels, such "
-                "as by items that are pairs of tensors (ids, labels) or have the name labels"
+                f"{whole} gives {given} and no labels, but {taken}: it returns the loss only with labels; make the "
+                "items pairs of tensors (ids, labels), or dicts with the key labels"
             )
 
 
@@ -194,13 +193,13 @@ def require_next_tokens(batches: Sequence[Any], name: str, *, model: str, vocab_
         if unknown:
             known = "from 0 on" if vocab_size is None else f"from 0 to {vocab_size - 1}"
             raise ValueError(
-                f"{name}[{index}] has the token {unknown[0]}, but {model} knows the tokens {known}; labels that do not "
-                f"count are {IGNORED_LABEL}"
+                f"{name}[{index}] has the token {unknown[0]}, but {model} knows the tokens {known}; ignored labels "
+                f"are {IGNORED_LABEL}"
             )
     if pairs and pairs[0][0].ndim == 2 and _are_repeated(pairs):
         raise ValueError(
             f"the labels of the first items of {name} equal their ids; {model} learns labels[t] as the token after "
-            "ids[t], and would learn to copy: give tokens[:-1] as ids and tokens[1:] as labels"
+            "ids[t], so that it would learn to copy: give tokens[:-1] as ids and tokens[1:] as labels"
         )
 
 

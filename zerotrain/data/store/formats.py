@@ -121,14 +121,14 @@ def _llm_c(path: Path, header: bytes, name: str) -> TokenFile:
     known, dtype = _LLM_C[magic]
     if version != known:
         raise ValueError(
-            f"{name} is an llm.c file of version {version}, of which only {known} is known here; give a .npy, or a "
+            f"{name} is an llm.c file of version {version}, but only {known} is supported; give a .npy, or a "
             ".bin of tokens and nothing else"
         )
     nbytes, needed = path.stat().st_size, _LLM_C_HEADER_NBYTES + tokens * np.dtype(dtype).itemsize
     if nbytes != needed or tokens < 1:
         raise ValueError(
-            f"{name} has {nbytes} bytes, and {needed} by its header, with {tokens} tokens; copy it again or "
-            "write it anew"
+            f"{name} has {nbytes} bytes, but its header says {needed}, with {tokens} tokens; copy it again or write "
+            "it again"
         )
     return TokenFile(Shard(path, tokens, first_byte=_LLM_C_HEADER_NBYTES), np.dtype(dtype))
 
@@ -150,8 +150,8 @@ def _megatron(path: Path, index: Path, name: str) -> TokenFile:
         _, version, code, num_sequences, num_documents = _MEGATRON_HEADER.unpack(header)
         if version != 1 or code not in _MEGATRON_DTYPES:
             raise ValueError(
-                f"{name}: its index {index} is of version {version} and dtype code {code}; version 1 and integers are "
-                "known here"
+                f"{name}: its index {index} is of version {version} and dtype code {code}; only version 1 and "
+                "integers are supported"
             )
         dtype = np.dtype(_MEGATRON_DTYPES[code])
         pointers_at = _MEGATRON_HEADER.size + 4 * num_sequences
@@ -164,8 +164,8 @@ def _megatron(path: Path, index: Path, name: str) -> TokenFile:
         nbytes = int.from_bytes(file.read(8), "little") + length * dtype.itemsize
     if path.stat().st_size != nbytes or nbytes == 0:
         raise ValueError(
-            f"{name} has {path.stat().st_size} bytes, and {nbytes} by its index {index}; they are not of one dataset, "
-            "or one of them is damaged: copy both again"
+            f"{name} has {path.stat().st_size} bytes, but its index {index} says {nbytes}; they are from different "
+            "datasets, or one is damaged: copy both again"
         )
     tokens = nbytes // dtype.itemsize
     documents = partial(_megatron_documents, index, pointers_at, num_sequences, num_documents, dtype.itemsize, tokens)

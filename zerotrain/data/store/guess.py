@@ -41,13 +41,13 @@ def _looks_like(sample: bytes, dtype: np.dtype, vocab_size: int | None) -> str |
         return "text; choose data=text"
     for wider in ("uint64", "uint32"):
         if dtype.itemsize < np.dtype(wider).itemsize and _is_of(wider, sample):
-            return f"{wider} tokens, not {dtype.name}: of each the upper half is 0, or nearly; set data.dtype={wider}"
+            return f"{wider} tokens, not {dtype.name}: the upper half of each is 0 or small; set data.dtype={wider}"
     words = _words(sample, dtype)
     if vocab_size is None or int(words.max()) < vocab_size:
         return None
     if int(words.byteswap().max()) < vocab_size:
         return (
-            f"big-endian {dtype.name}: so read, all are below data.vocab_size={vocab_size}, and not as they should be; "
+            f"big-endian {dtype.name}: all tokens are below data.vocab_size={vocab_size} only if they are read so; "
             f"write them with numpy's astype('<u{dtype.itemsize}')"
         )
     if dtype.itemsize > 2 and int(_words(sample, np.dtype("<u2")).max()) < vocab_size:

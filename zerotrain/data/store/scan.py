@@ -74,8 +74,8 @@ def _kept_extremes(store: TokenStore, source: str, cache_folder: Path) -> Extrem
         with suppress(OSError, UntrustedFileError):
             return _said(read_regular(path, max_nbytes=MAX_NBYTES))
         print(
-            f"{source}: what is found in its files cannot be kept in data.cache_dir={cache_folder} ({error.strerror}); "
-            "each process of the run reads them whole",
+            f"{source}: the facts about its files cannot be kept in data.cache_dir={cache_folder} ({error.strerror}); "
+            "each process of the run reads all of them again",
             file=sys.stderr,
             flush=True,
         )

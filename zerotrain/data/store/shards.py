@@ -92,11 +92,11 @@ class ShardReader:
             except OSError as error:
                 raise OSError(
                     f"{self.shards[shard].path} cannot be read at token {offset} ({error.strerror}); "
-                    "look after the disk or the network it lies on"
+                    "check its disk or network"
                 ) from error
             if count == 0:
                 self._require_unchanged(shard, offset)
-                raise OSError(f"{self.shards[shard].path} gives no bytes at token {offset}, though its size says so")
+                raise OSError(f"{self.shards[shard].path} has no bytes at token {offset}, although its size says so")
             filled += count
 
     def _file(self, shard: int, offset: int) -> "_OpenFile":
@@ -107,8 +107,8 @@ class ShardReader:
                 file = _OpenFile(path)
             except FileNotFoundError:
                 raise OSError(
-                    f"{path} is gone; it had {then[0]} bytes when it was opened, and token {offset} of it is to be "
-                    "read: files of a run must stay where they are"
+                    f"{path} is gone; it had {then[0]} bytes when it was opened, and the run needs its token "
+                    f"{offset}: keep the files of a run where they are"
                 ) from None
             while len(self._files) >= MAX_OPEN_FILES:
                 with suppress(KeyError):  # another thread was faster
@@ -125,8 +125,8 @@ class ShardReader:
         what = "was changed" if now[0] == then[0] else "was cut short" if now[0] < then[0] else "has grown"
         raise OSError(
             f"{self.shards[shard].path} {what} since it was opened: it had {then[0]} bytes, last written "
-            f"{_time(then[1])}, and has {now[0]} bytes, last written {_time(now[1])}; token {offset} of it was to be "
-            "read. Files of a run must stay as they are: put it back, or give the new data another name"
+            f"{_time(then[1])}, and has {now[0]} bytes, last written {_time(now[1])}; the run needs its token "
+            f"{offset}. Do not change the files of a run: put it back, or give the new data another name"
         )
 
 

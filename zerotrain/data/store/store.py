@@ -183,9 +183,7 @@ def _read_index(file: Path) -> dict[str, Any]:
             f"{file.parent} has no {INDEX_NAME}; a store of tokens has one, written last: this one is not complete"
         ) from None
     except UntrustedFileError as error:
-        raise ValueError(
-            f"{file} is no JSON that describes a store ({error}); make the store anew, or copy it again"
-        ) from error
+        raise ValueError(f"{file} is no index of a store ({error}); make the store again, or copy it again") from error
     _require_index(index, file)
     return dict(index)
 
@@ -211,7 +209,7 @@ def _require_index(index: Any, file: Path) -> None:
     for field, fits in checks.items():
         if not fits:
             given = json.dumps(index.get(field), default=str)[:80]
-            raise ValueError(f"{file}: {field} is {given}, which no store of tokens has; make the store anew")
+            raise ValueError(f"{file}: {field} is {given}, which is not valid; make the store again")
 
 
 def _are_distinct(shards: Any, documents: Any) -> bool:
@@ -225,7 +223,7 @@ def _nbytes(file: Path) -> int:
         return file.stat().st_size
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{file} is not there, and {INDEX_NAME} beside it names it; copy the store again"
+            f"{file} is missing, and {INDEX_NAME} beside it names it; copy the store again"
         ) from None
 
 
@@ -233,8 +231,8 @@ def _require_size(file: Path, nbytes: int, what: str) -> None:
     found = _nbytes(file)
     if found != nbytes:
         raise ValueError(
-            f"{file} has {found} bytes, and by {INDEX_NAME} beside it {nbytes} ({what}); make the store anew, or copy "
-            "it again"
+            f"{file} has {found} bytes, but {INDEX_NAME} beside it says {nbytes} ({what}); make the store again, or "
+            "copy it again"
         )
 
 
@@ -253,6 +251,6 @@ def _require_rising(documents: np.ndarray, tokens: int, file: Path) -> None:
         rising = rising and bool((piece[1:] >= piece[:-1]).all())
     if not rising:
         raise ValueError(
-            f"{file} does not hold the starts of documents in {tokens} tokens: they rise, the first is 0; make the "
-            "store anew, or copy it again"
+            f"{file} does not hold the starts of documents in {tokens} tokens: they must rise from 0; make the store "
+            "again, or copy it again"
         )

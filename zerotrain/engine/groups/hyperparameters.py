@@ -30,7 +30,7 @@ class Hyperparameters(dict[str, Any]):
             return self.first_lr
         if name == "params":
             raise EngineStateError(
-                "a group of engine.param_groups holds hyperparameters alone, since the tensors that are updated are "
+                "a group of engine.param_groups holds only hyperparameters, because the updated tensors are "
                 "shards; parameters are in engine.module.parameters(), and gradients are clipped by max_grad_norm"
             )
         raise KeyError(name)

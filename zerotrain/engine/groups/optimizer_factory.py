@@ -77,7 +77,7 @@ def needing_whole(factory: OptimizerFactory, units: Sequence[Unit[ModelParameter
     vector = next((managed.names[0] for managed in trainable if managed.parameter.ndim != 2), None)
     if vector is not None and isinstance(_sample(factory), torch.optim.Muon):
         raise ConfigError(
-            f"optimizer=Muon: takes matrices alone, and {vector} is none; use "
+            f"optimizer=Muon: updates only matrices, and {vector} is none; use "
             "zerotrain.MuonWithAdamW(...), which leaves the rest to AdamW"
         )
     return trainable

@@ -43,12 +43,12 @@ Choice = Callable[[Tensors], Tensors]
 Split = Callable[[Tensors], list[Tensors]]
 
 CLOSURE = (
-    "its step calls a closure, which would run the model again in the midst of an update, and no step here does; use "
-    "AdamW, SGD or the like"
+    "its step calls a closure, which would run the model again during an update; use AdamW, SGD or another optimizer "
+    "without a closure"
 )
 RANDOM = (
-    "its step draws random numbers, which would be other ones on each rank and at each stage, so that copies of a "
-    "weight drift apart; use one without noise"
+    "its step draws random numbers, which differ between ranks and stages, so that copies of a weight drift apart; "
+    "use one without noise"
 )
 OWN_NUMBERS = (
     "its step changes {} in its param_groups, which engine.param_groups overwrite before each step; let it keep such "
@@ -56,22 +56,22 @@ OWN_NUMBERS = (
 )
 FAILS = "its step fails on small tensors ({}: {})"
 WHOLE = (
-    "tried on small tensors, it does not update a tensor in parts as it does whole, and ranks hold parts. It updates "
-    "each tensor apart from the others, so say `whole_tensor = True` in its class, and ranks will gather tensors for it"
+    "in a test on small tensors, it updated a tensor in parts differently than at once, and ranks hold parts. It "
+    "updates each tensor by itself: set `whole_tensor = True` in its class, and ranks gather tensors for it"
 )
 EVERYTHING = (
-    "tried on small tensors, what it does to one depends on the others (a norm or a number over all of them), which no "
-    "rank has; use one that updates each tensor by itself, such as AdamW (max_grad_norm clips over the whole model)"
+    "in a test on small tensors, the update of one depended on the others (a norm or a number over all of them), which "
+    "no rank has; use one that updates each tensor by itself, such as AdamW (max_grad_norm clips over the whole model)"
 )
-FORM = "its step makes a weight one of another shape or dtype; let it keep both"
+FORM = "its step changes the shape or dtype of a weight; it must keep both"
 ELSEWHERE = (
-    "tried on small tensors, it goes on in another way where it is made anew from its state, as engine.set_stage, "
-    "freeze and checkpoints do it: {} is kept elsewhere; let it keep what later steps need in self.state[parameter], "
-    "as tensors and numbers"
+    "in a test on small tensors, it continued differently after it was rebuilt from its state, as engine.set_stage, "
+    "freeze and checkpoints rebuild it: {} is kept elsewhere; it must keep what later steps need in "
+    "self.state[parameter], as tensors and numbers"
 )
 UNFIT = (
-    "it keeps {}, which is neither a tensor nor a number of one parameter, so that no shard can have its part of it; "
-    "let it keep each by a name of its own in self.state[parameter]"
+    "it keeps {}, which is neither a tensor nor a number of one parameter, so that it cannot be sharded; "
+    "it must keep each under a name of its own in self.state[parameter]"
 )
 
 

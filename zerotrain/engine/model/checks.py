@@ -48,7 +48,7 @@ def require_plain(walked: WalkedModel) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ConfigError(
                 f"{part} with max_norm={module.max_norm}, which changes its weight in the forward by this rank's "
-                "inputs alone; build it with max_norm=None, and scale the vectors that it gives"
+                "inputs only; build it with max_norm=None, and scale its output"
             )
     double = [each.names[0] for each in walked.parameters if each.parameter.dtype == torch.float64]
     if double:
@@ -91,7 +91,7 @@ def require_values(walked: WalkedModel) -> None:
         if tensor.is_meta:
             raise ConfigError(
                 f"{name} of model {kind} is on the meta device, which holds no values; give "
-                "build_engine the function that builds the model instead of the model; it holds nothing whole either"
+                "build_engine the function that builds the model instead of the model; it never holds all of it"
             )
 
 
@@ -133,12 +133,12 @@ def _said(one: _MemoryRange, other: _MemoryRange) -> str:
     """The problem of two tensors that share memory, the first of which is a parameter."""
     if other.is_parameter:
         return (
-            f"{one.name} and {other.name} are two parameters over one memory, and would part in training; to tie "
+            f"{one.name} and {other.name} are two parameters that share memory, and would diverge in training; to tie "
             f"them, assign the parameter itself (model.{other.name} = model.{one.name}), not nn.Parameter(...) of it; "
             "to have two, clone() one"
         )
     return (
-        f"{other.name} is a tensor over the memory of the parameter {one.name}, and would keep its old values in "
+        f"{other.name} is a tensor that shares memory with the parameter {one.name}, and would keep its old values in "
         f"training; read the parameter where it is needed, or clone() it"
     )
 

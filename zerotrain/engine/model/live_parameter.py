@@ -26,12 +26,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zerotrain.errors import EngineStateError
 
 LEFT_ITS_UNIT = (
-    "a backward read parameters that were not gathered for it: a tensor left {} by another way than the unit's output; "
+    "a backward read parameters that were not gathered for it: a tensor left {} other than by the unit's output; "
     "return it from the unit's forward, or set zero.reshard_after_forward=False"
 )
 ENGINE_IS_GONE = (
-    "a parameter was read whose engine is gone: keep the engine as long as its model is used, or load what "
-    "engine.full_state_dict() gives into a new model"
+    "a parameter was read after its engine was deleted: keep the engine as long as its model is used, or load "
+    "engine.full_state_dict() into a new model"
 )
 _GRADIENT_IS_IN_THE_ENGINE = (
     "the gradient of {} is in the engine, which reduces it over the ranks while the backward runs: clip it with "

@@ -16,7 +16,7 @@ from zerotrain.engine.state.source import KeptOnce, KeptTensor, Source
 from zerotrain.engine.state.together import on_all
 from zerotrain.sharding.units import ManagedParameter
 
-HALF = "the engine holds a part of it: load one that can be read before you train on"
+HALF = "the engine holds a part of it: load one that can be read before you continue training"
 
 
 def fill(source: Source, buckets: Sequence[Bucket], collectives: Collectives) -> None:

@@ -37,8 +37,8 @@ class GivenUpMemory:
             gc.collect()
         if held := [name for name, memory in self._given_up.items() if not memory.expired()]:
             warnings.warn(
-                f"engine.set_stage: what parameters of {', '.join(held)} were in is still held by a tensor taken from "
-                "them before (p.data, p.detach(), a state dict, the graph of a loss): it has their values of now from "
-                "here on, and its memory stays; take such a tensor anew, or let it go before",
+                f"engine.set_stage: the old memory of parameters of {', '.join(held)} is still in use by a tensor "
+                "taken from them before (p.data, p.detach(), a state dict, the graph of a loss): it keeps the present "
+                "values, and its memory is not freed; take such a tensor again, or delete it before",
                 stacklevel=2,
             )

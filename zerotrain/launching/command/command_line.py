@@ -112,8 +112,8 @@ def _folder_problems(arguments: Namespace, conf: Path) -> Iterator[str]:
         yield f"--config-dir: got {arguments.config_dir}; there is no such folder in {here}"
     if arguments.config_path is not None and not (conf.parent / arguments.config_path).is_dir():
         yield (
-            f"--config-path: got {arguments.config_path}; there is no such folder in {conf.parent}; --config-dir is "
-            "one of your own beside conf"
+            f"--config-path: got {arguments.config_path}; there is no such folder in {conf.parent}; "
+            "--config-dir adds a folder of your own to conf"
         )
         return
     names = sorted(path.stem for folder in config_folders(arguments, conf) for path in folder.glob("*.yaml"))
@@ -121,7 +121,7 @@ def _folder_problems(arguments: Namespace, conf: Path) -> Iterator[str]:
     if name is None and arguments.config_path is not None and PRIMARY_CONFIG not in names:
         yield (
             f"--config-path: got {arguments.config_path}, which has no {PRIMARY_CONFIG}.yaml; give --config-name, or "
-            "--config-dir for a folder of your own beside conf"
+            "--config-dir, which adds a folder of your own to conf"
         )
     if name is not None and name.removesuffix(".yaml") not in names and "/" not in name:
         yield f"--config-name: got {name}; there is no such config{did_you_mean(name, names)}; there are " + (
@@ -144,7 +144,7 @@ def _interval_problems(arguments: Namespace) -> Iterator[str]:
         if parsed is not None and isinstance(parsed.value(), IntervalSweep) and is_sweep():
             key = parsed.get_key_element()
             yield (
-                f"{override}: the basic sweeper has no use for an interval; give values, {key}=...,... or "
+                f"{override}: the basic sweeper does not support interval(); give values, {key}=...,... or "
                 f"{key}=range(...), or a sweeper such as hydra/sweeper=optuna"
             )
 

@@ -44,7 +44,7 @@ def _exit_code(main: Callable[[], None], conf: Path) -> int:
         # Users name classes of modules that lie in the folder they work in.
         sys.path.append(os.getcwd())
     except FileNotFoundError:
-        print("the folder this was started in is gone; change to one that is there", file=sys.stderr)
+        print("the working directory no longer exists; change to one that does", file=sys.stderr)
         return exits.CONFIG_PROBLEM
     # Hydra then passes its exceptions on instead of printing them in its own way.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -107,7 +107,9 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
     try:
         put_options_last(sys.argv)
         if not may_sweep and is_sweep():
-            print("-m: a sweep runs on one machine; under torchrun with several, start each job apart", file=sys.stderr)
+            print(
+                "-m: a sweep runs on one machine; with torchrun on several, start each job by itself", file=sys.stderr
+            )
             return exits.CONFIG_PROBLEM
         main()
         code = exits.COMPLETED

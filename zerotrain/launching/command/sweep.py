@@ -52,8 +52,8 @@ def claim(run_dir: Path, job: int) -> None:
     earlier = _jobs.setdefault(run_dir, job)
     if earlier != job:
         raise ConfigError(
-            f"hydra.sweep.subdir: got {run_dir.name}, the folder of job {earlier} too; it must be another for each "
-            "job; the default is ${hydra:job.num}"
+            f"hydra.sweep.subdir: got {run_dir.name}, which job {earlier} uses too; each job needs a folder of its "
+            "own; the default is ${hydra:job.num}"
         )
 
 

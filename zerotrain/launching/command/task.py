@@ -119,7 +119,10 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
         raise
     if kept is not None:
         note_kept(run_dir)
-        print(f"{shown_from(Path.cwd(), run_dir)} holds this run, completed before; it is left as it is", flush=True)
+        print(
+            f"{shown_from(Path.cwd(), run_dir)} holds this run already, and it is completed; nothing is changed",
+            flush=True,
+        )
         return kept, 0
     num_ranks = num_local_ranks(config) if ranks is None else ranks.world_size
     for warning in without_effect(config, num_ranks) + doubtful(config) + in_memory(config, run_dir):
@@ -170,7 +173,10 @@ def print_ending(result: dict[str, Any], run_dir: Path, here: Path, ranks: RankE
         more = [f"train.max_steps={2 * result['steps']}"] if result["status"] == "completed" else []
         print(f"to go on: {resuming.command_to_go_on(result['overrides'], shown, ranks, *more)}", flush=True)
     else:
-        print("next: checkpoint.save_at_end=true lets it go on from its end; --cfg job shows every setting", flush=True)
+        print(
+            "next: checkpoint.save_at_end=true lets a run train longer later; --cfg job shows every setting",
+            flush=True,
+        )
 
 
 def _save_composition(composed: DictConfig, folder: Path) -> None:

@@ -73,7 +73,7 @@ class Failure:
         from_peers = _comes_from_peers(error)
         said = str(error) if isinstance(error, CommError) and from_peers else f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):
-            said = f"SystemExit: the process was to end with exit code {error.code or 0} before its work was done"
+            said = f"SystemExit: the process tried to exit with code {error.code or 0} before its work was done"
         if lacking := shortage(error):
             said = f"{said}; {lacking}"
         return cls(
@@ -168,7 +168,7 @@ def _written(ranks_dir: Path) -> list[Failure]:
 
 def lost_folder(run_dir: Path) -> RunError:
     """The error if the run's folder is gone, and with it all files of the ranks."""
-    return RunError(f"{run_dir}: the run's folder was deleted or moved before the run had ended; start the run again")
+    return RunError(f"{run_dir}: the run's folder was deleted or moved during the run; start the run again")
 
 
 def name_full_disk(error: BaseException, run_dir: Path) -> bool:
@@ -209,12 +209,12 @@ def _came_after(failure: Failure, stops: dict[int, RankState]) -> bool:
 
 
 def _of_stop(state: RankState) -> Failure:
-    cause = f"was stopped by {state.stopped_by}, sent to it alone, in {state.phase}"
+    cause = f"was stopped by {state.stopped_by}, which only it received, in {state.phase}"
     return Failure(rank=state.rank, cause=cause, time_s=state.stopped_s, stopped_by=state.stopped_by)
 
 
 def _of_silent(state: RankState, exit_code_known: bool) -> Failure:
-    how = "ended with exit code 0" if exit_code_known else "was killed or ended itself without a word"
+    how = "ended with exit code 0" if exit_code_known else "was killed or exited without an error message"
     return Failure(rank=state.rank, cause=f"{how} in {state.phase}, before its work was done")
 
 

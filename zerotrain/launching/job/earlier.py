@@ -43,8 +43,8 @@ def folder_problems(config: Config, run_dir: Path, *, of_sweep: bool = False) ->
     if resume is not None and erases:
         if _is_within(resume, run_dir):
             return [
-                f"launch.overwrite: got true, which erases what checkpoint.resume={resume} is to go on from; leave one "
-                "of them out"
+                f"launch.overwrite: got true, which would erase the checkpoint that checkpoint.resume={resume} needs; "
+                "leave one of them out"
             ]
         return []
     if erases:
@@ -53,7 +53,7 @@ def folder_problems(config: Config, run_dir: Path, *, of_sweep: bool = False) ->
         result = completed_in(run_dir)
     except (OSError, UntrustedFileError) as error:
         return [
-            f"hydra.run.dir: got {run_dir}, whose {RESULT_NAME} may be that of a completed run and cannot be read: "
+            f"hydra.run.dir: got {run_dir}, which may hold a completed run: its {RESULT_NAME} cannot be read: "
             f"{_said(error)}; move it away, or give {another}"
         ]
     if result is not None:
@@ -99,9 +99,9 @@ def _problems_of_completed(
         ways += f", or checkpoint.resume=auto with train.max_steps above {steps} to train that run longer"
     if resume is None:
         if of_sweep:
-            ways += ", or checkpoint.resume=auto, which leaves completed jobs as they are and goes on with the others"
-        return [f"launch.overwrite: got false, but {holds}; it must be true to erase that; {ways}"]
-    ways = f"give launch.overwrite=true in its place to erase that; {ways}"
+            ways += ", or checkpoint.resume=auto, which keeps completed jobs and continues the others"
+        return [f"launch.overwrite: got false, but {holds}; launch.overwrite=true erases it; {ways}"]
+    ways = f"give launch.overwrite=true instead to erase it; {ways}"
     if resume != AUTO:
         if trains_longer and _is_within(resume, run_dir):
             return []
@@ -110,8 +110,8 @@ def _problems_of_completed(
     if not differences or (trains_longer and has_checkpoints):
         return []
     told = ", ".join(differences[:_NUM_DIFFERENCES]) + ", ..." * (len(differences) > _NUM_DIFFERENCES)
-    lacks = "" if has_checkpoints else ", and no checkpoint to go on from"
-    return [f"checkpoint.resume: got auto, but {holds} of other settings ({told}){lacks}; {ways}"]
+    lacks = "" if has_checkpoints else ", and no checkpoint to resume from"
+    return [f"checkpoint.resume: got auto, but {holds} with other settings ({told}){lacks}; {ways}"]
 
 
 def _differences(config: Config, result: dict[str, Any], run_dir: Path) -> list[str]:

@@ -32,8 +32,8 @@ def locked(run_dir: Path) -> Iterator[None]:
             problem = lock(file)
         except BlockingIOError:
             raise ConfigError(
-                f"hydra.run.dir: got {run_dir}, where a run is under way ({holder(run_dir / LOCK_NAME)}); it must be a "
-                "folder of its own; wait for that run to end, or give another"
+                f"hydra.run.dir: got {run_dir}, where a run is under way ({holder(run_dir / LOCK_NAME)}); wait for "
+                "that run to end, or give another folder"
             ) from None
         if problem is not None:
             print(f"warning: {run_dir} cannot be locked ({problem}); start no other run there", file=sys.stderr)

@@ -105,7 +105,9 @@ class Job:
             said = parse_json(text, _JOB)
             config = from_values(said["config"])
         except (OmegaConfBaseException, ValueError, TypeError, LookupError) as error:
-            raise ConfigError(f"the job that this rank was told of is damaged: {first_line(error)}") from None
+            raise ConfigError(
+                f"the description of the job, as this rank received it, is damaged: {first_line(error)}"
+            ) from None
         values = {name: said[name] for name in _JOB} | {"config": config, "run_dir": Path(said["run_dir"])}
         return cls(**values)
 

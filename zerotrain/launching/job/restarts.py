@@ -35,7 +35,7 @@ class Attempts:
         if not allowed or not self.job.ranks_dir.is_dir():
             raise error
         if self._in_vain >= MAX_IN_VAIN:
-            raise RunError(f"{error}\n  given up: {MAX_IN_VAIN} restarts in a row have brought no newer checkpoint")
+            raise RunError(f"{error}\n  gave up: the last {MAX_IN_VAIN} restarts wrote no newer checkpoint")
         if self.job.restarts >= allowed:
             raise RunError(f"{error}\n  given up: launch.max_restarts={allowed}")
         self.job = going_on(replace(self.job, restarts=self.job.restarts + 1))

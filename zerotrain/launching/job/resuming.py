@@ -88,7 +88,7 @@ def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_rank
     if manifest.step > config.train.max_steps:
         raise ConfigError(
             f"train.max_steps: got {config.train.max_steps}; it must be {manifest.step} or more, the step of the "
-            "checkpoint to go on from"
+            "checkpoint that the run resumes from"
         )
     lines = []
     wanted = int(manifest.content["virtual_ranks"])
@@ -99,8 +99,8 @@ def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_rank
             lines.append(f"train.virtual_ranks={wanted}, as in the checkpoint")
         except ConfigError:
             lines.append(
-                f"warning: the checkpoint was trained by {wanted} virtual ranks, which {num_ranks} ranks cannot share: "
-                "batches are of another size from here on"
+                f"warning: the checkpoint was trained with {wanted} virtual ranks, which {num_ranks} ranks cannot "
+                "share evenly: the batch size changes from here on"
             )
     saved: Any = manifest.content["config"]
     for name in ("launch", "threads_per_rank"):

@@ -82,8 +82,7 @@ def _wait(store: dist.Store, ranks: RankEnvironment, timeout_s: float) -> None:
                 heard[rank] = (beat, waited_s)
             elif waited_s > heard[rank][1] + timeout_s:
                 raise CommError(
-                    f"rank {rank} was to prepare the data of its machine, and nothing was heard of it for "
-                    f"{timeout_s:g} s",
+                    f"rank {rank} prepares the data of its machine, and did not answer for {timeout_s:g} s",
                     unheard=(rank,),
                     where="the preparing of the data",
                     waited_s=waited_s,
@@ -91,6 +90,6 @@ def _wait(store: dist.Store, ranks: RankEnvironment, timeout_s: float) -> None:
         if waited_s >= next_s and missing and ranks.rank == 0:
             next_s += REMINDER_S
             named = ", ".join(map(str, missing))
-            line = f"rank 0 waits for the machine of rank {named}, which prepares its data ({waited_s:.0f} s)"
+            line = f"rank 0 waits for the machine of rank {named} to prepare its data ({waited_s:.0f} s)"
             print(line, file=sys.stderr, flush=True)
         time.sleep(max(_POLL_S, ranks.world_size / _RANKS_PER_POLL_S))

@@ -81,8 +81,8 @@ class JobExchange:
                 differences = {"has": theirs - mine, "lacks": mine - theirs}
                 said = (f"{verb} {shlex.join(each.elements())}" for verb, each in differences.items() if each)
                 problem = (
-                    f"rank {rank}: its command line is not that of rank 0, which counts for all: it "
-                    f"{' and '.join(said)}; give every machine the same"
+                    f"rank {rank}: its command line differs from that of rank 0: it {' and '.join(said)}; start every "
+                    "machine with the same command line"
                 )
                 self._store.set(_JOB_KEY, _REFUSED + problem)
                 raise ConfigError(problem)
@@ -115,8 +115,8 @@ class JobExchange:
         """
         said = {
             exits.COMPLETED: _NO_JOB,
-            exits.CONFIG_PROBLEM: _REFUSED + "rank 0 has refused the settings; its terminal says why",
-        }.get(code, _FAILED + "rank 0 has ended before it had a job for the others; its terminal says why")
+            exits.CONFIG_PROBLEM: _REFUSED + "rank 0 refused the settings; its terminal says why",
+        }.get(code, _FAILED + "rank 0 ended before it sent the other ranks a job; its terminal says why")
         with suppress(dist.DistError):  # torchrun was killed, and its store is gone
             if not self._store.check([_JOB_KEY]):
                 self._store.set(_JOB_KEY, said)
@@ -139,7 +139,7 @@ class JobExchange:
             message = self._store.get(_JOB_KEY).decode()
             self._heard.set(str(self._ranks.rank), "")
         except dist.DistError as error:
-            raise CommError("rank 0 has ended, and the store with it, before it had a job for the others") from error
+            raise CommError("rank 0 and its store ended before it sent the other ranks a job") from error
         for prefix, kind in ((_REFUSED, ConfigError), (_FAILED, CommError)):
             if message.startswith(prefix):
                 self._end_in_order()

@@ -23,7 +23,7 @@ def dataset_of(config: Config) -> Any:
         if getattr(data, name, None) is None:
             raise ConfigError(
                 f"data._target_: got {path}, which makes a {type(data).__name__} with no dataset called {name}; it "
-                "must make an object with train and validation, each with a length and (inputs, labels) by number"
+                "must make an object with train and validation, each with len() and [index] for (inputs, labels)"
             )
     return data
 

@@ -83,15 +83,15 @@ def in_memory(config: Config, run_dir: Path) -> list[str]:
     """A line where what is offloaded stays in the memory that it comes from; none otherwise."""
     if config.offload.activations == "cpu" and is_on_host(config):
         return [
-            "offload.activations=cpu: a run on CPU has its activations in the host's memory already, and holds copies "
-            "of some beside them; leave it out, or give disk"
+            "offload.activations=cpu: a run on the CPU has its activations in host memory already, so that this adds "
+            "copies; leave it out, or give disk"
         ]
     folder, there = _folders(Path(config.offload.path or run_dir))
     if "disk" not in (config.offload.optimizer, config.offload.parameters) or not lies_in_memory(there):
         return []
     return [
-        f"offload.path: {folder} lies in memory ({file_system_of(there)}), so that what is offloaded there stays in "
-        "memory; name a folder on a disk"
+        f"offload.path: {folder} is in memory ({file_system_of(there)}), so that offloading to it frees none; "
+        "name a folder on a disk"
     ]
 
 

@@ -128,14 +128,14 @@ class RunCheckpoints(Callback):
         path, extra = found
         if not isinstance(extra, dict) or not isinstance(state := extra.get(OF_TRAINER), dict):
             raise CheckpointError(
-                f"{path} was not saved by a run of launch.py or a Trainer, and does not say where in the data it was; "
-                "its weights alone can be begun with"
+                f"{path} was not saved by a run of launch.py or a Trainer, so its position in the data is unknown; a "
+                "run can only start from its weights"
             )
         require_run_state(path, state)
-        self._say(*(f"warning: skipped a checkpoint that cannot be taken up: {each}" for each in problems))
+        self._say(*(f"warning: skipped a checkpoint that cannot be loaded: {each}" for each in problems))
         _restore_generators(self._engine, path)
         step, self.newest = self._engine.stamps.num_steps, path
-        self._say(f"goes on from {path}, step {step}")
+        self._say(f"resumes from {path}, step {step}")
         take_changed(self._engine.param_groups, was=state["built_groups"], now=self._built_groups)
         return Resumed(path, step, state["run"])
 
@@ -225,7 +225,7 @@ class RunCheckpoints(Callback):
         self._await_removal()
         _, ratio = self.costs()
         if ratio is not None:
-            self._say(f"a step beside a save took {ratio:.2f} of the time of the others, by their medians")
+            self._say(f"a step during a save took {ratio:.2f} times as long as the others (medians)")
         self._note_in(run.result)
 
     def _settle(self, run: Run, *, waited: bool = False) -> None:
@@ -268,7 +268,7 @@ class RunCheckpoints(Callback):
         for path in checkpoints_in(self._folder):
             if step_of(path) > step or (step_of(path) == step and path != taken):
                 aside = set_aside(path)
-                self._say(f"{path.name} is later than that, and is {aside.name} now")
+                self._say(f"{path.name} is later than that, and was renamed to {aside.name}")
 
     def _say(self, *lines: str) -> None:
         say(self._console, *lines)
@@ -278,7 +278,7 @@ def _restore_generators(engine: ZeroEngine, path: Path) -> None:
     try:
         restore_generators(engine.module, engine.own_of(path))
     except (TypeError, ValueError, LookupError, RuntimeError, AttributeError):  # each kind has errors of its own
-        raise CheckpointError(f"{path} holds states of generators of random numbers that are none") from None
+        raise CheckpointError(f"{path} holds states of random generators that are not valid") from None
 
 
 def _nbytes(folder: Path) -> int:

@@ -85,7 +85,7 @@ class Control(Callback):
             with whole(self._path) as file:
                 file.write("".join(lines).encode())
         except OSError as error:  # a full disk, or a folder; the log has said it
-            say(self._console, f"warning: {self._path} cannot be answered in: {error.strerror}")
+            say(self._console, f"warning: the answer cannot be written to {self._path}: {error.strerror}")
         self._seen = self._state()
 
     def _state(self) -> tuple[int, ...] | None:
@@ -106,7 +106,7 @@ def _requests(path: Path) -> tuple[dict[str, Any], list[str]]:
         said = error.strerror if isinstance(error, OSError) else error
         return {}, [f"it cannot be read: {printable(str(said), 500)}; write {ALLOWED}"]
     if not isinstance(content, dict):
-        return {}, [] if content is None else [f"it says no key and value; write {ALLOWED}"]
+        return {}, [] if content is None else [f"it has no key and value; write {ALLOWED}"]
     asked: dict[str, Any] = {}
     problems = []
     for name, value in content.items():

@@ -79,7 +79,7 @@ class RunEvaluation(Callback):
         if math.isnan(loss) and not self._warned:
             self._warned = True
             self._console.print(
-                "warning: the validation loss is nan: no label of the validation counts, or the model's loss is nan",
+                "warning: the validation loss is nan: all validation labels are ignored, or the model's loss is nan",
                 highlight=False,
             )
         return loss, by_source

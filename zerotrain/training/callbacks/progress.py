@@ -1,15 +1,19 @@
-"""Progress for the user: a bar in a terminal, a few plain lines anywhere else."""
+"""Progress for the user: one line that is rewritten in a terminal, a few plain lines anywhere else."""
 
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
+from rich.text import Text
 
 from zerotrain.engine.results import TrainStepResult
+from zerotrain.files.printable import duration
 from zerotrain.training.callback import Callback, Run
 
 MAX_PLAIN_LINES = 10
+BAR_WIDTH = 8
+MIN_WIDTH_OF_BAR = 100
+"""Columns of a terminal that has room for a bar beside the numbers."""
 
 
 class ShowProgress(Callback):
@@ -44,6 +48,45 @@ class ShowProgress(Callback):
         self.end(run)
 
 
+class Measured:
+    """The last measurements of training and of the validation loss, each with its step."""
+
+    def __init__(self) -> None:
+        self.training: dict[str, Any] = {}
+        self.trained_at = 0
+        self.val_loss: float | None = None
+        self.evaluated_at = 0
+
+    def note(self, metrics: dict[str, Any], step: int) -> None:
+        """Take what was measured after a step."""
+        if "train_loss" in metrics:
+            self.training, self.trained_at = metrics, step
+        if "val_loss" in metrics:
+            self.val_loss, self.evaluated_at = metrics["val_loss"], step
+
+    def parts(self, step: int) -> list[str]:
+        """The numbers, most important first. One that was not measured after `step` says its step, as in
+        `val 2.456@100`."""
+        parts = []
+        if self.training:
+            parts.append(f"loss {self.training['train_loss']:.3f}{_at(self.trained_at, step)}")
+        if self.val_loss is not None:
+            parts.append(f"val {self.val_loss:.3f}{_at(self.evaluated_at, step)}")
+        return parts + self._speed_and_gradient() if self.training else parts
+
+    def _speed_and_gradient(self) -> list[str]:
+        found = self.training
+        parts = [f"{found['skipped_steps']} skipped"] if found["skipped_steps"] else []
+        parts.append(f"{found['tokens_per_s']:.0f} tok/s")
+        if found["mfu"] is not None:
+            parts.append(f"mfu {found['mfu']:.0%}")
+        return [*parts, f"grad {found['grad_norm']:.2f}>{found['grad_norm_clipped']:.2f}"]
+
+
+def _at(measured_at: int, step: int) -> str:
+    return "" if measured_at == step else f"@{measured_at}"
+
+
 class ProgressDisplay:
     """Shows on a console how far training is, and what was measured. Print through `console` until
     it is closed; a quiet one shows nothing."""
@@ -53,50 +96,65 @@ class ProgressDisplay:
         self._max_steps = max_steps
         self._num_due_lines = -1
         """Plain lines due up to the last one shown; the first step that is logged is always shown."""
-        self._val_loss: float | None = None
+        self._measured = Measured()
+        self._step = first_step
+        self._shown_evaluation = 0
+        """Step of the evaluation in the last plain line."""
         self._is_plain = not console.is_terminal or console.is_dumb_terminal
-        """Whether there can be no bar."""
-        self._bar = Progress(
-            MofNCompleteColumn(),
-            BarColumn(bar_width=8),
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            disable=self._is_plain,
-        )
-        self._task = self._bar.add_task("", total=max_steps, completed=first_step)
-        self._bar.start()
+        """Whether no line can be rewritten."""
+        has_bar = console.width >= MIN_WIDTH_OF_BAR
+        columns: list[ProgressColumn] = [_Line(console, self._measured, beside=BAR_WIDTH + 1 if has_bar else 0)]
+        if has_bar:
+            columns.append(BarColumn(bar_width=BAR_WIDTH))
+        self._line = Progress(*columns, console=console, disable=self._is_plain)
+        self._task = self._line.add_task("", total=max_steps, completed=first_step)
+        self._line.start()
 
     def advance(self) -> None:
         """One more step is done."""
-        self._bar.advance(self._task)
+        self._step += 1
+        self._line.advance(self._task)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Show what was measured of training; outside a terminal at most once in a tenth of the run."""
-        self._val_loss = metrics.get("val_loss", self._val_loss)
-        if "train_loss" not in metrics:
-            return
-        description = _describe(metrics, self._val_loss)
-        self._bar.update(self._task, description=description)
+        """Show what was measured after a step; outside a terminal at most once in a tenth of the run."""
+        self._step = step
+        self._measured.note(metrics, step)
         num_due_lines = step * MAX_PLAIN_LINES // self._max_steps
-        if self._is_plain and num_due_lines > self._num_due_lines:
+        if "train_loss" in metrics and num_due_lines > self._num_due_lines:
             self._num_due_lines = num_due_lines
-            self._console.print(f"step {step}/{self._max_steps}  {description}", soft_wrap=True, highlight=False)
+            self._print_plain()
 
     def close(self) -> None:
-        """The run is over, however it ended."""
-        self._bar.stop()
+        """The run is over, however it ended. The last line has the last evaluation."""
+        self._line.stop()
+        if self._measured.training and self._measured.evaluated_at > self._shown_evaluation:
+            self._print_plain()
+
+    def _print_plain(self) -> None:
+        if self._is_plain:
+            self._shown_evaluation = self._measured.evaluated_at
+            numbers = " ".join(self._measured.parts(self._step))
+            self._console.print(f"step {self._step}/{self._max_steps}  {numbers}", soft_wrap=True, highlight=False)
 
 
-def _describe(metrics: dict[str, Any], val_loss: float | None) -> str:
-    """The metrics of training, short enough for a terminal of 80 columns."""
-    parts = [f"loss {metrics['train_loss']:.3f}"]
-    if val_loss is not None:
-        parts.append(f"val {val_loss:.3f}")
-    parts.append(f"{metrics['tokens_per_s']:.0f} tok/s")
-    if metrics["mfu"] is not None:
-        parts.append(f"mfu {metrics['mfu']:.0%}")
-    parts.append(f"grad {metrics['grad_norm']:.2f}>{metrics['grad_norm_clipped']:.2f}")
-    if metrics["skipped_steps"]:
-        parts.append(f"{metrics['skipped_steps']} skipped")
-    return " ".join(parts)
+class _Line(ProgressColumn):
+    """Steps done, the time left and as many of the numbers as the terminal has room for: none is cut.
+
+    Args:
+        beside: columns of the terminal that others take.
+    """
+
+    def __init__(self, console: Console, measured: Measured, *, beside: int) -> None:
+        self._console, self._measured, self._beside = console, measured, beside
+        super().__init__()
+
+    def render(self, task: Task) -> Text:
+        """See `ProgressColumn.render`."""
+        step, max_steps = round(task.completed), round(task.total or 0)
+        parts = [f"{step}/{max_steps}"]
+        if step < max_steps and task.time_remaining is not None:
+            parts.append(f"{duration(task.time_remaining)} left")
+        parts += self._measured.parts(step)
+        while len(parts) > 1 and len(" ".join(parts)) > self._console.width - self._beside:
+            parts.pop()
+        return Text(" ".join(parts), no_wrap=True)

@@ -41,4 +41,4 @@ def require_run_state(path: Path, state: Any) -> None:
     try:
         require_schema(state, {"built_groups": [dict], "run": _STATE})
     except UntrustedFileError as error:
-        raise CheckpointError(f"{path} does not say where the run was: {error}") from None
+        raise CheckpointError(f"{path} does not hold the state of its run: {error}") from None

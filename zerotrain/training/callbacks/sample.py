@@ -36,7 +36,7 @@ def show_sample(console: Console, engine: ZeroEngine, dataset: Any, *, num_token
         return
     ids = ids_of(dataset.validation[0])
     if ids is None:
-        console.print("No sample of text: the items have no ids to begin with.")
+        console.print("No sample of text: the items have no token ids to continue.")
         return
     ids = ids.to(engine.world.device)
     prompt = ids[:NUM_PROMPT_TOKENS]

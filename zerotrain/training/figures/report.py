@@ -1,5 +1,6 @@
 """A run's output: lines, and at its end the table of bytes that each rank holds and sends, beside the theory."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
@@ -25,9 +26,17 @@ def in_unit(nbytes: float) -> str:
 
 
 def say(console: Console, *lines: str) -> None:
-    """Print lines as they are: whole, however narrow the terminal is, and with their [brackets]."""
+    """Print lines with their [brackets]: in a terminal broken between words, elsewhere whole."""
     for line in lines:
-        console.print(printable(line, MAX_LINE), highlight=False, markup=False, soft_wrap=True)
+        text = printable(line, MAX_LINE)
+        for part in wrapped(text, console.width) if console.is_terminal else [text]:
+            console.print(part, highlight=False, markup=False, soft_wrap=True)
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """The lines of a text in a terminal of this width. A word, such as a long path, is never broken."""
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    return [part for line in text.split("\n") for part in wrapper.wrap(line) or [""]]
 
 
 @dataclass(frozen=True)

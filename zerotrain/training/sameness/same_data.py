@@ -30,11 +30,13 @@ def require_same_data(collectives: Collectives, mine: Mapping[str, Any], checked
         raise ConfigError(*_differences(named, "the ranks differ", advice))
     if checked is not None and dict(checked) != dict(mine):
         advice = (
-            "nothing may write to the data, or to a folder it is read from, while a run starts, and a dataset that "
-            "draws what it holds must seed its generators; start it again"
+            "nothing may write to the data or to its folder while a run starts, and a dataset with random items must "
+            "seed its generators; start the run again"
         )
         raise ConfigError(
-            *_differences({"when it was checked": checked, "on all ranks": mine}, "it is not what was checked", advice)
+            *_differences(
+                {"when it was checked": checked, "on all ranks": mine}, "it has changed since it was checked", advice
+            )
         )
 
 

@@ -87,7 +87,7 @@ def test_two_processes_of_one_rank_and_ranks_of_another_number_are_refused(ranks
             meeting.meet(ranks(rank, 2), 0.1)
 
     come(0)
-    with pytest.raises(ConfigError, match="RANK: got 0, as which another process was started too; give each its own"):
+    with pytest.raises(ConfigError, match="RANK: got 0, which another process has too; give each process its own"):
         meeting.meet(ranks(0, 2), 0.1)
     come_too = threading.Thread(target=meeting.meet, args=(ranks(1, 2), ABOVE_ALL_WAITS_S))
     come_too.start()

@@ -247,7 +247,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("checkpoint", ("--merge",), "has no adapters to merge"),
         ("checkpoint", ("--shard-mb", "0"), "--shard-mb: got 0.0; it must be"),
         ("checkpoint", ("--dcp", "--dtype", "bf16"), "--dcp: writes weights and optimizer state as they are"),
-        (".checkpoint.partial-0123456789abcdef", (), "is what a save left that was cut off"),
+        (".checkpoint.partial-0123456789abcdef", (), "is of a save that was cut off"),
         ("half", (), "half has no checkpoint: only a save that was cut off is there"),
     ],
 )

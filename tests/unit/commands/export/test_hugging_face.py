@@ -178,7 +178,7 @@ def test_adapters_of_a_model_from_scratch_need_merging(tmp_path: Path, capsys) -
     arguments = {"config": GPT2, "lora": {"rank": 2}}
     run_of(tmp_path / "run", arguments, {"vocab_size": 300})
     said = refused([str(tmp_path / "run"), "--out", str(tmp_path / "out")], capsys)
-    assert "a model from scratch, which no other file has; give --merge" in said
+    assert "the model from scratch that they were trained on; give --merge" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -200,7 +200,7 @@ def test_text_is_the_same_from_a_run_and_from_what_was_exported(llama, tmp_path:
     (run.parent / "tokenizer").rename(tmp_path / "tokenizer")
     try:
         assert generate.main([str(run), *options]) == 2
-        assert "no tokenizer, and so no text" in capsys.readouterr().err
+        assert "text needs a tokenizer" in capsys.readouterr().err
         assert text(capsys, str(out), *options) == wanted
     finally:
         (tmp_path / "tokenizer").rename(run.parent / "tokenizer")
@@ -224,14 +224,14 @@ def test_an_exported_folder_has_the_loss_of_the_run(llama, adapters, tmp_path: P
     capsys.readouterr()
     assert evaluate.main([str(exported(adapters[0], tmp_path / "alone")), *settings]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith("alone has adapters alone; give the run, or what `--merge` of the export has written")
+    assert line.endswith("alone has only adapters; give the run, or an export that was written with --merge")
 
 
 def test_a_folder_without_a_tokenizer_is_refused(adapters, capsys) -> None:
     _, arguments, _ = adapters
     assert generate.main([arguments["name_or_path"], "--prompt", "a"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "no tokenizer, and so no text" in line
+    assert "text needs a tokenizer" in line
 
 
 def recipe(out: Path) -> str:
@@ -284,7 +284,7 @@ def test_the_recipe_of_the_docs_makes_the_next_step_of_the_engine_in_peft(adapte
 
 def test_a_merged_model_has_no_place_for_the_optimizers_state(adapters, tmp_path: Path, capsys) -> None:
     said = refused([str(adapters[0]), "--out", str(tmp_path / "out"), "--merge", "--optimizer"], capsys)
-    assert said == "--optimizer: is of the adapters, which a merged model does not have; leave it out"
+    assert said == "--optimizer: its state is that of the adapters, which a merged model does not have; leave it out"
     assert not (tmp_path / "out").exists()
 
 

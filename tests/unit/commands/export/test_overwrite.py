@@ -110,7 +110,7 @@ def test_what_a_user_has_put_there_is_named_and_stays(
     before = contents(tmp_path)
     said = refused([str(run), "--out", str(out), "--overwrite"], capsys)
     assert said == (
-        f"--overwrite: {out / name} was not written by the export that lies there; move it away, or give a new name"
+        f"--overwrite: {out / name} was not written by the export in that folder; move it away, or give a new name"
     )
     assert contents(tmp_path) == before
 
@@ -137,17 +137,17 @@ def test_a_file_that_comes_while_the_new_export_is_written_stays(
         (None, "was exported by an older zerotrain, which did not note its files; give a new name"),
         (
             ["../thesis.txt"],
-            "does not tell the files of an export: files.0 is ../thesis.txt, and must be the name of a file",
+            "does not list the files of an export: files.0 is ../thesis.txt, and must be the name of a file",
         ),
-        (["/etc/passwd"], "does not tell the files of an export"),
-        (["mine/../../thesis.txt"], "does not tell the files of an export"),
+        (["/etc/passwd"], "does not list the files of an export"),
+        (["mine/../../thesis.txt"], "does not list the files of an export"),
         (
             ["model.safetensors", 3],
-            "does not tell the files of an export: files.1 is 3, and must be the name of a file",
+            "does not list the files of an export: files.1 is 3, and must be the name of a file",
         ),
-        ({"thesis.txt": 1}, "does not tell the files of an export: files is"),
-        ([""], "does not tell the files of an export"),
-        ([f"{'a/' * 3000}b"], "model.safetensors was not written by the export that lies there"),
+        ({"thesis.txt": 1}, "does not list the files of an export: files is"),
+        ([""], "does not list the files of an export"),
+        ([f"{'a/' * 3000}b"], "model.safetensors was not written by the export in that folder"),
     ],
 )
 def test_a_list_of_files_is_believed_within_its_folder_alone(
@@ -191,7 +191,7 @@ def test_an_export_does_not_lie_in_its_run(
     (tmp_path / "old" / "link").symlink_to(run / "checkpoints" / "step-00000000")
     before = contents(tmp_path)
     said = refused([str(tmp_path / given), "--out", str(tmp_path / out), *overwrite], capsys)
-    assert "which is exported; give another folder" in said
+    assert ", the folder to export; give another folder" in said
     assert contents(tmp_path) == before
 
 
@@ -226,7 +226,7 @@ def test_a_mount_hides_no_run(run: Path, tmp_path: Path) -> None:
     for mounted in (run, run / "checkpoints"):
         mount = ["sh", "-c", 'mount --bind "$1" "$2" && exec "$3" -c "$4"', "sh", str(mounted)]
         command = [*isolated, *mount, str(tmp_path / "mounted"), sys.executable, check]
-        assert "which is exported" in subprocess.run(command, capture_output=True, text=True).stderr
+        assert ", the folder to export" in subprocess.run(command, capture_output=True, text=True).stderr
 
 
 def test_the_model_and_the_tokenizer_that_are_read_are_not_replaced(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_other_json_is_text_as_source_code_is_but_an_array_that_is_named(tmp_pat
     path.write_text(content)
     assert find_sources(str(tmp_path)).files == [path]
     if content.startswith("["):
-        with pytest.raises(ValueError, match=r"a.json is a JSON array, and would be learnt with its brackets"):
+        with pytest.raises(ValueError, match=r"a.json is a JSON array, and its brackets would be trained on"):
             find_sources(str(path))
     else:
         assert find_sources(str(path)).files == [path]

@@ -143,9 +143,7 @@ def test_a_stretch_that_cannot_be_cut_is_told_before_it_takes_memory(tmp_path, c
     (tmp_path / "texts/a.txt").write_text("a" * 70_000)
     monkeypatch.setattr("zerotrain.data.preparing.prepare._WARNED_NBYTES", 69_000)
     store_of(tmp_path / "texts", tmp_path / "out", saved("Llama 2", tmp_path / "tokenizer"))
-    assert "a.txt: 0 MB hold no place where a cut would change no token; they are tokenised at once" in (
-        capsys.readouterr().err
-    )
+    assert "a.txt: 0 MB cannot be cut without changing a token; they are tokenised at once" in (capsys.readouterr().err)
 
 
 def test_shards_are_cut_at_the_same_tokens_and_nothing_is_lost_between_them(texts, tmp_path, monkeypatch):

@@ -97,14 +97,14 @@ def test_what_collate_draws_depends_on_the_rows_of_its_batch() -> None:
             Bad(),
             [1, 2],
             None,
-            "data.train: rows 1, 2 (epochs 2, 3, step 5) cannot be put together to a batch: RuntimeError: stack",
+            "data.train: rows 1, 2 (epochs 2, 3, step 5) cannot be collated into a batch: RuntimeError: stack",
             RuntimeError,
         ),
         (
             Noisy(),
             [4],
             lambda items: items[1],
-            "data.train: row 4 (epoch 2, step 5) cannot be put together to a batch: IndexError: list index",
+            "data.train: row 4 (epoch 2, step 5) cannot be collated into a batch: IndexError: list index",
             IndexError,
         ),
         (Whole(), [1, 200], None, "data.train: rows 1, 200 (epochs 2, 3, step 5) cannot be read: Index", IndexError),
@@ -155,7 +155,7 @@ def test_a_token_that_the_model_does_not_know_is_told_with_its_row(of: str, give
     with pytest.raises(RowError) as told:
         fetch_rows(dataset, [1, 5, 0], **place)
     assert str(told.value) == (
-        "data.train: row 5 (epoch 2, step 9) cannot be learnt: ValueError: the token "
+        "data.train: row 5 (epoch 2, step 9) cannot be trained on: ValueError: the token "
         f"{token} is not among the model's, 0 to 255"
     )
     fetch_rows(dataset, [1, 4, 0], **place)

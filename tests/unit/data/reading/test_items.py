@@ -41,8 +41,8 @@ class Drawing(Told):
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        (Stream(), r"^data\.train is of type Stream, which cannot be read by number; it must be map-style, with len"),
-        (WithoutLength(), r"^data\.train is of type WithoutLength, which cannot be read by number"),
+        (Stream(), r"^data\.train is of type Stream, which cannot be indexed; it must be map-style, with len"),
+        (WithoutLength(), r"^data\.train is of type WithoutLength, which cannot be indexed"),
         (iter([PAIR]), r"^data\.train is of type list_iterator, which"),
         ([], r"^data\.train is empty; it must have at least one item$"),
         (["text"], r"^data\.train\[0\] is of type str; a batch is made of tensors and numbers: make a tensor of it, "),
@@ -144,7 +144,7 @@ def test_labels_that_are_the_next_tokens_pass_masked_or_of_one_token_alone() -> 
         ([(TOKENS, TOKENS.float())], "float32"),
         ([(TOKENS, TOKENS[:2])], r"int64 \(6,\) for ids and int64 \(2,\) for labels"),
         ([PAIR, (TOKENS[:-1] * 3, TOKENS[1:])], r"^data\.train\[1\] has the token 12, but GPT knows .* from 0 to 9"),
-        ([(TOKENS, TOKENS.roll(-1).index_fill(0, torch.tensor([0]), -1))], "the token -1, .* do not count are -100"),
+        ([(TOKENS, TOKENS.roll(-1).index_fill(0, torch.tensor([0]), -1))], "the token -1, .* ignored labels are -100"),
     ],
 )  # fmt: skip
 def test_items_that_the_model_would_learn_wrongly_are_refused(items: list[Any], message: str) -> None:

@@ -82,10 +82,10 @@ def test_a_store_can_be_pickled_and_read_by_threads(tmp_path, monkeypatch):
 
 
 def test_an_index_is_only_written_of_shards_that_are_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"000000.bin is not there"):
+    with pytest.raises(FileNotFoundError, match=r"000000.bin is missing"):
         write_index(tmp_path, dtype="uint16", shards=[("000000.bin", 5)], vocab_size=300)
     (tmp_path / "000000.bin").write_bytes(b"123")
-    with pytest.raises(ValueError, match=r"000000.bin has 3 bytes, and by .* 10 \(5 tokens of uint16\)"):
+    with pytest.raises(ValueError, match=r"000000.bin has 3 bytes, but .* says 10 \(5 tokens of uint16\)"):
         write_index(tmp_path, dtype="uint16", shards=[("000000.bin", 5)], vocab_size=300)
     assert os.listdir(tmp_path) == ["000000.bin"]
     with pytest.raises(ValueError, match="dtype is"):
@@ -98,32 +98,32 @@ def test_an_index_is_only_written_of_shards_that_are_there(tmp_path):
     ("change", "message"),
     [
         ({"format": 2}, "has format 2, and this zerotrain reads format 1"),
-        ({"dtype": "float32"}, 'dtype is "float32", which no store of tokens has'),
-        ({"vocab_size": None}, "vocab_size is null, which no store"),
-        ({"vocab_size": True}, "vocab_size is true, which no store"),
-        ({"vocab_size": 10**12}, "vocab_size is 1000000000000, which no store"),
-        ({"num_documents": -1}, "num_documents is -1, which no store"),
-        ({"num_documents": 2}, "num_documents is 2, which no store"),
-        ({"num_documents": 2.0}, "num_documents is 2.0, which no store"),
+        ({"dtype": "float32"}, 'dtype is "float32", which is not valid; make the store'),
+        ({"vocab_size": None}, "vocab_size is null, which is not valid"),
+        ({"vocab_size": True}, "vocab_size is true, which is not valid"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000, which is not valid"),
+        ({"num_documents": -1}, "num_documents is -1, which is not valid"),
+        ({"num_documents": 2}, "num_documents is 2, which is not valid"),
+        ({"num_documents": 2.0}, "num_documents is 2.0, which is not valid"),
         (
             {"num_documents": 3, "documents": "000000.bin", "shards": []},
-            r"000000.bin has 6 bytes, and by .* 24 \(3 documents\)",
+            r"000000.bin has 6 bytes, but .* says 24 \(3 documents\)",
         ),
-        ({"documents": "000000.bin"}, "shards is .*000000.bin.*, which no store"),
-        ({"shards": [{"name": "000000.bin", "tokens": 3}] * 2}, "shards is .*000000.bin.*, which no store"),
-        ({"shards": [{"name": "index.json", "tokens": 0}]}, "shards is .*index.json.*, which no store"),
+        ({"documents": "000000.bin"}, "shards is .*000000.bin.*, which is not valid"),
+        ({"shards": [{"name": "000000.bin", "tokens": 3}] * 2}, "shards is .*000000.bin.*, which is not valid"),
+        ({"shards": [{"name": "index.json", "tokens": 0}]}, "shards is .*index.json.*, which is not valid"),
         ({"tokenizer": 5}, "tokenizer is 5"),
-        ({"shards": [{"name": "../secret", "tokens": 1}]}, "shards is .*secret.*, which no store"),
+        ({"shards": [{"name": "../secret", "tokens": 1}]}, "shards is .*secret.*, which is not valid"),
         ({"shards": [{"name": "000000.bin", "tokens": -3}]}, "shards is"),
-        ({"shards": {}}, "shards is {}, which no store"),
+        ({"shards": {}}, "shards is {}, which is not valid"),
         ({"documents": "/etc/passwd"}, 'documents is "/etc/passwd"'),
         (
             {"shards": [{"name": "000000.bin", "tokens": 4}]},
-            r"000000.bin has 6 bytes, and by .* 8 \(4 tokens of uint16\)",
+            r"000000.bin has 6 bytes, but .* says 8 \(4 tokens of uint16\)",
         ),
         (
             {"shards": [{"name": "000009.bin", "tokens": 4}]},
-            r"000009.bin is not there, and index.json beside it names it",
+            r"000009.bin is missing, and index.json beside it names it",
         ),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, dict) else "",
@@ -141,14 +141,14 @@ def test_an_index_that_counts_documents_and_names_no_file_of_them_is_refused(tmp
     index = json.loads((tmp_path / "index.json").read_text())
     del index["documents"]
     (tmp_path / "index.json").write_text(json.dumps({**index, "num_documents": 3}))
-    with pytest.raises(ValueError, match=r"documents is null, which no store"):
+    with pytest.raises(ValueError, match=r"documents is null, which is not valid"):
         TokenStore.open(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe"])
 def test_what_is_no_index_is_refused(tmp_path, content):
     (tmp_path / "index.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"index.json (is no JSON|does not describe a store)"):
+    with pytest.raises(ValueError, match=r"index.json (is no index of a store|does not describe a store)"):
         TokenStore.open(tmp_path)
     (tmp_path / "index.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no index.json; .* this one is not complete"):
@@ -171,7 +171,7 @@ def test_a_file_of_documents_that_was_cut_or_has_grown_is_refused(tmp_path, chan
     write_store(tmp_path, [9], documents=[0, 3, 6])
     store, file = TokenStore.open(tmp_path), tmp_path / "documents.bin"
     file.write_bytes((file.read_bytes() + bytes(8))[: 24 + change])
-    said = rf"documents.bin has {24 + change} bytes, and by index.json beside it 24 \(3 documents\)"
+    said = rf"documents.bin has {24 + change} bytes, but index.json beside it says 24 \(3 documents\)"
     with pytest.raises(ValueError, match=said):
         TokenStore.open(tmp_path)
     with pytest.raises(ValueError, match=said):  # since it was opened
@@ -188,10 +188,10 @@ def test_an_older_index_that_does_not_say_how_many_documents_there_are_is_read(t
     assert documents == (None if found is None else found.tolist())
     if documents:
         os.truncate(tmp_path / "documents.bin", 21)
-        with pytest.raises(ValueError, match=r"documents.bin has 21 bytes, and by .* 16 \(2 documents\)"):
+        with pytest.raises(ValueError, match=r"documents.bin has 21 bytes, but .* says 16 \(2 documents\)"):
             TokenStore.open(tmp_path)
         (tmp_path / "documents.bin").unlink()
-        with pytest.raises(FileNotFoundError, match=r"documents.bin is not there, and index.json"):
+        with pytest.raises(FileNotFoundError, match=r"documents.bin is missing, and index.json"):
             TokenStore.open(tmp_path)
 
 
@@ -222,7 +222,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path):
         change(second)
         assert store.read(0, 50).tolist() == list(range(50))  # of the other file
         for _ in range(2):
-            with pytest.raises(OSError, match=f"000001.bin {message}.*; token 30 of it was to be read"):
+            with pytest.raises(OSError, match=f"000001.bin {message}.*; the run needs its token 30"):
                 store.read(80, 90)
 
 
@@ -235,7 +235,9 @@ def test_a_file_that_is_put_in_the_place_of_another_is_not_read(tmp_path):
     os.replace(replacement, tmp_path / "000000.bin")
     assert store.read(0, 50).tolist() == list(range(50))  # the one that was open
     (tmp_path / "000001.bin").unlink()
-    with pytest.raises(OSError, match=r"000001.bin is gone; it had 100 bytes when it was opened, and token 3 of it is"):
+    with pytest.raises(
+        OSError, match=r"000001.bin is gone; it had 100 bytes when it was opened, and the run needs its token 3: keep"
+    ):
         store.read(53, 54)
 
 

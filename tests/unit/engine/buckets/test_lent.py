@@ -184,7 +184,7 @@ def narrowed_late(weight: torch.Tensor, change: torch.Tensor, state: dict[str, A
 
 
 def test_a_step_that_makes_a_weight_one_of_another_dtype_is_refused_at_the_build_or_in_that_step() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer=narrowed: .*makes a weight one of another shape or dtype"):
+    with pytest.raises(ConfigError, match=r"optimizer=narrowed: .*changes the shape or dtype of a weight"):
         engine_on(alone(), optimizer=optimizer_of(narrowed))
     engine = engine_on(alone(), optimizer=optimizer_of(narrowed_late))
     for step in range(12):

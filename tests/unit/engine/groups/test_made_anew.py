@@ -13,7 +13,7 @@ from zerotrain.comm.ranks.world import World
 from zerotrain.errors import ConfigError
 from zerotrain.testing.fake_wire import run_threads
 
-ANEW = r"it goes on in another way where it is made anew from its state, .*: {} is kept elsewhere; let it keep "
+ANEW = r"it continued differently after it was rebuilt from its state, .*: {} is kept elsewhere; it must keep "
 REFUSED: dict[Any, str] = {
     keeping.ByParameter: ANEW.format(r"self\.momenta"),
     keeping.ById: ANEW.format(r"self\.momenta"),
@@ -46,7 +46,9 @@ def test_it_is_refused_though_declared_to_update_whole_tensors(kind: Any) -> Non
 
 
 def test_a_hook_on_one_of_torchs_own_is_tried_with_it() -> None:
-    with pytest.raises(ConfigError, match="optimizer=AdamW: tried on small tensors, what it does to one depends on "):
+    with pytest.raises(
+        ConfigError, match="optimizer=AdamW: in a test on small tensors, the update of one depended on "
+    ):
         engine_on(alone(), optimizer=keeping.clipping_all)
 
 

@@ -87,7 +87,7 @@ def test_an_optimizer_that_needs_more_than_whole_tensors_is_refused() -> None:
 
 
 def test_muon_alone_is_answered_with_what_takes_the_rest() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer=Muon: takes matrices alone, and 0.bias is none; use zerotrain"):
+    with pytest.raises(ConfigError, match=r"optimizer=Muon: updates only matrices, and 0.bias is none; use zerotrain"):
         zerotrain.build_engine(model(), optimizer=functools.partial(torch.optim.Muon, lr=0.1))
 
 

@@ -16,8 +16,8 @@ from zerotrain.errors import ConfigError
 from zerotrain.testing.fake_wire import run_threads
 
 FITTING = [Own, own.Momentum, own.CountsInItsGroup, own.FlatOnly]
-IN_PARTS = r"it does not update a tensor in parts as it does whole.* say `whole_tensor = True` in its class"
-ON_OTHERS = "tried on small tensors, what it does to one depends on the others"
+IN_PARTS = r"it updated a tensor in parts differently than at once.* set `whole_tensor = True` in its class"
+ON_OTHERS = "in a test on small tensors, the update of one depended on the others"
 REFUSED: dict[type[Own], str] = {
     **dict.fromkeys(
         [own.LayerwiseRate, own.LayerwiseAdam, own.OfUnitNorm, own.ClipsEachTensor, own.SignOfTheMean], IN_PARTS

@@ -144,7 +144,7 @@ def test_a_folder_that_two_jobs_would_share_is_refused_to_the_second(tmp_path: P
     sweep.claim(tmp_path / "a", 0)
     sweep.claim(tmp_path / "b", 1)
     sweep.claim(tmp_path / "a", 0)
-    with pytest.raises(ConfigError, match=r"got a, the folder of job 0 too"):
+    with pytest.raises(ConfigError, match=r"got a, which job 0 uses too"):
         sweep.claim(tmp_path / "a", 2)
 
 

@@ -148,7 +148,7 @@ def test_a_signal_to_one_rank_is_the_cause_of_what_the_others_noticed(tmp_path: 
     else:
         Failure.of(LOST_PEER, 0).write(tmp_path)
     failure = first_failure(tmp_path)
-    assert (failure.rank, failure.cause) == (1, "was stopped by SIGINT, sent to it alone, in training")
+    assert (failure.rank, failure.cause) == (1, "was stopped by SIGINT, which only it received, in training")
 
 
 @pytest.mark.parametrize("ends", [None, {1: -signal.SIGKILL}], ids=["torchrun", "by hand"])

@@ -66,7 +66,10 @@ def test_a_folder_with_the_name_of_a_checkpoint_is_found_before_a_save_meets_it(
 @pytest.mark.parametrize("resume", ["auto", "checkpoints/step-00000003", "."])
 def test_what_is_to_be_gone_on_from_is_not_erased(tmp_path: Path, monkeypatch, resume):
     monkeypatch.chdir(tmp_path)
-    assert "erases what" in folder_problems(config_with(resume, overwrite=True), tmp_path)[0]
+    assert (
+        "erase the checkpoint that checkpoint.resume="
+        in folder_problems(config_with(resume, overwrite=True), tmp_path)[0]
+    )
     elsewhere = config_with(str(tmp_path.parent / "another"), overwrite=True)
     assert folder_problems(elsewhere, tmp_path) == []
 
@@ -78,10 +81,12 @@ def test_a_completed_run_is_refused_with_ways_that_work(tmp_path: Path, with_che
     if with_checkpoints:
         checkpoint(tmp_path, STEPS)
     [problem] = folder_problems(config_with(None), tmp_path, of_sweep=of_sweep)
-    assert problem.startswith(f"launch.overwrite: got false, but {tmp_path} holds a completed run; it must be true")
+    assert problem.startswith(
+        f"launch.overwrite: got false, but {tmp_path} holds a completed run; launch.overwrite=true erases it"
+    )
     assert folder_problems(config_with(None, overwrite=True), tmp_path, of_sweep=of_sweep) == []
     assert ("hydra.sweep.dir" in problem, "hydra.run.dir" in problem) == (of_sweep, not of_sweep)
-    assert ("leaves completed jobs as they are" in problem) == of_sweep
+    assert ("keeps completed jobs" in problem) == of_sweep
     assert ("train.max_steps above 5" in problem) == with_checkpoints
     longer = folder_problems(config_with("auto", max_steps=STEPS + 1), tmp_path, of_sweep=of_sweep)
     assert (longer == []) == with_checkpoints
@@ -117,7 +122,7 @@ def test_a_completed_run_of_other_settings_is_not_taken_for_this_one(tmp_path: P
     config = config_with("auto", **change)
     assert completed_already(config, tmp_path) is None
     [problem] = folder_problems(config, tmp_path)
-    assert f"checkpoint.resume: got auto, but {tmp_path} holds a completed run of other settings ({told})" in problem
+    assert f"checkpoint.resume: got auto, but {tmp_path} holds a completed run with other settings ({told})" in problem
 
 
 def test_weights_to_begin_with_make_another_run_and_many_differences_are_not_all_told(tmp_path: Path):
@@ -190,7 +195,9 @@ def test_a_result_of_which_nobody_can_tell_is_not_replaced(tmp_path: Path, case:
     (tmp_path / "result.json").write_bytes(content.encode() if isinstance(content, str) else content)
     before = files_in(tmp_path)
     [problem] = folder_problems(config_with(resume), tmp_path)
-    assert problem.startswith(f"hydra.run.dir: got {tmp_path}, whose result.json may be that of a completed run and ")
+    assert problem.startswith(
+        f"hydra.run.dir: got {tmp_path}, which may hold a completed run: its result.json cannot be read: "
+    )
     assert problem.isprintable()
     assert "move it away" in problem
     write_refusal(tmp_path, [], problem)

@@ -60,7 +60,7 @@ def test_two_restarts_in_a_row_without_a_newer_checkpoint_are_the_last(attempts,
     assert str(raised.value).splitlines() == [
         CAUSE,
         LOG,
-        "  given up: 2 restarts in a row have brought no newer checkpoint",
+        "  gave up: the last 2 restarts wrote no newer checkpoint",
     ]
 
 
@@ -80,7 +80,7 @@ def test_progress_once_is_none_of_the_restarts_behind_it(attempts, tmp_path: Pat
     save(tmp_path, 100)
     for _ in range(2):
         tried.begin_next(FAILED)
-    with pytest.raises(RunError, match="given up: 2 restarts in a row have brought no newer checkpoint"):
+    with pytest.raises(RunError, match="gave up: the last 2 restarts wrote no newer checkpoint"):
         tried.begin_next(FAILED)
     assert tried.job.restarts == 3
 

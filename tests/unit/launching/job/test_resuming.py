@@ -61,7 +61,7 @@ def test_a_run_has_as_many_virtual_ranks_as_before(given, saved, num_ranks, take
     said = resuming.take_from(Saved(5, saved), config, num_ranks, num_ranks)
     assert config.train.virtual_ranks == taken
     if given is None and saved != num_ranks:
-        assert ("as in the checkpoint" if taken else "batches are of another size") in said[0]
+        assert ("as in the checkpoint" if taken else "the batch size changes from here on") in said[0]
     else:
         assert said == []
 

@@ -51,7 +51,7 @@ def test_one_rank_of_each_other_machine_prepares_and_all_wait_for_longer_than_a_
     assert prepared == [2]
     lines = capfd.readouterr().err.splitlines()
     assert lines
-    assert all(line.startswith("rank 0 waits for the machine of rank 2, which prepares its data (") for line in lines)
+    assert all(line.startswith("rank 0 waits for the machine of rank 2 to prepare its data (") for line in lines)
 
 
 def test_a_machine_that_cannot_is_told_on_all_ranks(tmp_path):
@@ -73,7 +73,7 @@ def test_a_machine_of_which_nothing_is_heard_any_more_is_named(tmp_path, monkeyp
         error = came[rank]
         assert isinstance(error, CommError)
         assert error.unheard == (2,)
-        assert str(error).startswith("rank 2 was to prepare the data of its machine, and nothing was heard of it for ")
+        assert str(error).startswith("rank 2 prepares the data of its machine, and did not answer for ")
 
 
 def test_on_one_machine_nobody_waits():

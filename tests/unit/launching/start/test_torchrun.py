@@ -120,8 +120,8 @@ def test_a_rank_of_another_command_line_refuses_the_job_on_all(exchange):
             call()
         said.append(str(refused.value))
     told = (
-        "rank 1: its command line is not that of rank 0, which counts for all: it has zero.stge=3 'data.path=a b' "
-        "and lacks zero.stage=3 train.max_steps=2; give every machine the same"
+        "rank 1: its command line differs from that of rank 0: it has zero.stge=3 'data.path=a b' "
+        "and lacks zero.stage=3 train.max_steps=2; start every machine with the same command line"
     )
     assert said == [told, told]
 
@@ -178,9 +178,9 @@ def test_without_a_job_there_is_none_and_without_rank_0_the_wait_ends(exchange, 
 @pytest.mark.parametrize(
     ("code", "kind", "told"),
     [
-        (exits.CONFIG_PROBLEM, ConfigError, "rank 0 has refused the settings; its terminal says why"),
-        (exits.FAILED, CommError, "rank 0 has ended before it had a job for the others; its terminal says why"),
-        (exits.of_signal(2), CommError, "rank 0 has ended before it had a job for the others; its terminal says why"),
+        (exits.CONFIG_PROBLEM, ConfigError, "rank 0 refused the settings; its terminal says why"),
+        (exits.FAILED, CommError, "rank 0 ended before it sent the other ranks a job; its terminal says why"),
+        (exits.of_signal(2), CommError, "rank 0 ended before it sent the other ranks a job; its terminal says why"),
     ],
 )
 def test_what_rank_0_has_refused_or_failed_at_is_no_success_of_the_others(

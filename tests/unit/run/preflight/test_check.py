@@ -37,7 +37,7 @@ def test_a_config_that_can_run_passes() -> None:
     [
         ({"model": GPT | {"num_heads": 3}}, "model.num_heads=3 does not divide model.hidden_size=8"),
         ({"optimizer": ADAMW | {"lr": -1.0}}, "optimizer.lr: got -1.0; Invalid learning rate: -1.0"),
-        ({"optimizer": ADAMW | {"_target_": "torch.optim.Muon"}}, "optimizer=Muon: takes matrices alone"),
+        ({"optimizer": ADAMW | {"_target_": "torch.optim.Muon"}}, "optimizer=Muon: updates only matrices"),
         ({"optimizer": MUON | {"matrices": ["no"]}}, "optimizer.matrices: no trainable two-dimensional parameter"),
         ({"optimizer": MUON | {"matrices": "blocks.*"}}, "optimizer.matrices=blocks.*: must be auto, or a list"),
         ({"optimizer": ADAMW | {"betas": [0.9]}}, "optimizer.betas: got [0.9]; list index out of range"),
@@ -67,7 +67,8 @@ def test_a_config_that_can_run_passes() -> None:
         ({"scheduler": COSINE | {"warmup_steps": "abc"}}, "scheduler.warmup_steps: got abc; '<' not supported"),
         (
             {"scheduler": {"_target_": "builtins.divmod", "_partial_": True}},
-            "scheduler._target_: got builtins.divmod, which gives a tuple for (0, max_steps); it must give a number",
+            "scheduler._target_: got builtins.divmod, which returns a tuple for (0, max_steps); "
+            "it must return a number",
         ),
         ({"model": GPT | {"vocab_size": 100}}, "data.vocab_size=256, but GPT knows 100 tokens"),
         ({"model": MLP | {"vocab_size": 100}}, "data.vocab_size=256, but MLP knows 100 tokens"),
@@ -246,7 +247,9 @@ def test_a_hugging_face_model_from_scratch_knows_the_tokens_of_the_tokenizer() -
 
 
 def test_virtual_ranks_that_the_ranks_cannot_share_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^train\.virtual_ranks=3: 2 ranks cannot share them; .* such as 2 or 4$"):
+    with pytest.raises(
+        ConfigError, match=r"^train\.virtual_ranks=3: 2 ranks cannot share them evenly; .* such as 2 or 4$"
+    ):
         preflight.check(config(train=TrainConfig(virtual_ranks=3)), 2, 2)
     preflight.check(config(train=TrainConfig(virtual_ranks=4)), 1, 2)
 
@@ -268,8 +271,8 @@ def test_weights_to_start_from_that_do_not_fit_are_refused_before_any_rank_start
         preflight.check(config(checkpoint=CheckpointConfig(init_from=path)))
     begin = f"checkpoint.init_from: {path} does not fit the engine: "
     assert refused.value.problems == (
-        f"{begin}it lacks {name}; or say checkpoint.strict=false",
-        f"{begin}the model has no head; or say checkpoint.strict=false",
+        f"{begin}it lacks {name}; or give checkpoint.strict=false",
+        f"{begin}the model has no head; or give checkpoint.strict=false",
         f"checkpoint.init_from: {path}: its 'model' was read",
     )
     preflight.check(config(checkpoint=CheckpointConfig(init_from=path, strict=False)))

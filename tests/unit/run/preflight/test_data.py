@@ -74,8 +74,8 @@ def check(kind: str, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        ("stream", "data.train is of type Stream, which cannot be read by number; it must be map-style"),
-        ("no length", "data.train is of type NoLength, which cannot be read by number"),
+        ("stream", "data.train is of type Stream, which cannot be indexed; it must be map-style"),
+        ("no length", "data.train is of type NoLength, which cannot be indexed"),
         ("empty", "data.train is empty"),
         ("strings", "data.train[0] is of type str; a batch is made of tensors and numbers"),
         ("lists", "data.train[0][0] is a list of numbers; give torch.tensor"),
@@ -100,5 +100,5 @@ def test_items_that_cannot_be_trained_on_are_refused_in_one_line(kind: str, prob
 def test_items_that_are_named_or_that_a_collate_function_pads_are_taken() -> None:
     check("dicts")
     check("ragged", collate_fn={"_target_": f"{__name__}.padded", "_partial_": True})
-    with pytest.raises(ConfigError, match=r"^data\.train: row 0 .* cannot be put together to a batch: ValueError: too"):
+    with pytest.raises(ConfigError, match=r"^data\.train: row 0 .* cannot be collated into a batch: ValueError: too"):
         check("triples", collate_fn={"_target_": f"{__name__}.padded", "_partial_": True})

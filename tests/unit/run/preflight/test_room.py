@@ -83,7 +83,7 @@ def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(offload_room, "file_system_of", lambda _: "tmpfs")
     monkeypatch.setattr(offload_room, "lies_in_memory", lambda folder: folder == tmp_path)
     says = (
-        f"offload.path: {tmp_path / 'run'} lies in memory (tmpfs), so that what is offloaded there stays in memory; "
+        f"offload.path: {tmp_path / 'run'} is in memory (tmpfs), so that offloading to it frees none; "
         "name a folder on a disk"
     )
     assert in_memory(to_disk(tmp_path / "run"), tmp_path) == in_memory(to_disk(None), tmp_path / "run") == [says]

@@ -115,7 +115,7 @@ def test_a_run_in_its_own_folder_doubles_no_line_and_replaces_no_checkpoint(star
     assert [name for name in kept if "aside" not in name] == [f"step-{each:08d}" for each in (3, 6, 9, 12)]
     [aside] = [name for name in kept if name.startswith("step-00000012.aside-")]
     assert (second.run_dir / "checkpoints" / aside / "manifest.json").read_text() == newest
-    assert f"step-00000012 is later than that, and is {aside} now" in screen.getvalue()
+    assert f"step-00000012 is later than that, and was renamed to {aside}" in screen.getvalue()
 
 
 def test_of_its_own_folder_a_run_that_begins_with_anothers_keeps_what_comes_before(start):
@@ -142,7 +142,7 @@ def test_the_newest_that_is_what_was_written_is_taken(start, screen):
     second = start("run", checkpoint=CheckpointPolicy(resume=to_try, keep=None))
     assert second.run()["resumed_from"] == str(path_of(first, 6))
     said = screen.getvalue()
-    assert said.count("warning: skipped a checkpoint that cannot be taken up") == 2
+    assert said.count("warning: skipped a checkpoint that cannot be loaded") == 2
     assert "step-00000012/manifest.json" in said
     assert "step-00000009/rank-00000.safetensors" in said
 
@@ -171,7 +171,7 @@ def test_a_run_saves_when_it_is_time(start, screen):
     body = trainer.run()
     assert names_in(trainer) == [f"step-{each:08d}" for each in (1, 2, 3)]
     assert screen.getvalue().count("saved checkpoints/step-") == 3
-    assert ("a step beside a save took" in screen.getvalue()) == (body["save_step_ratio"] is not None)
+    assert ("a step during a save took" in screen.getvalue()) == (body["save_step_ratio"] is not None)
     assert body["checkpoint"] == str(path_of(trainer, 3))
     assert body["save_pause_ms"] > 0
     never = start("never", checkpoint=CheckpointPolicy(every_s=1000.0, at_end=False), max_steps=3)
@@ -221,7 +221,7 @@ def test_a_hyperparameter_that_was_changed_since_is_that_of_now(start, screen):
     assert "optimizer.lr: 0.01 until now, 0.003 from here on" in screen.getvalue()
     third = start("third", lr=3e-3, checkpoint=CheckpointPolicy(resume=[path_of(second, 12)]), max_steps=14)
     third.run()
-    assert "until now" not in screen.getvalue().split("goes on from")[-1].replace("max_steps", "")
+    assert "until now" not in screen.getvalue().split("resumes from")[-1].replace("max_steps", "")
     fourth = start("fourth", lr=1e-2, checkpoint=CheckpointPolicy(resume=[path_of(third, 14)]), max_steps=16)
     fourth.run()
     assert fourth.engine.param_groups[0]["initial_lr"] == 1e-2

@@ -95,7 +95,7 @@ def test_a_stop_saves_and_the_run_goes_on_at_the_stage_that_was_asked_for(run, m
         ("save: later", "save: got 'later'; it must be now"),
         ("stop: 1", "stop: got 1; it must be true"),
         ("stagee: 3", "stagee: there is no such request; there are stage: 0 to 3, save: now, stop: true"),
-        ("stage", "it says no key and value; write stage: 0 to 3, save: now, stop: true"),
+        ("stage", "it has no key and value; write stage: 0 to 3, save: now, stop: true"),
     ],
 )
 def test_what_cannot_be_is_answered_and_the_run_goes_on(run, asked, said):
@@ -138,7 +138,7 @@ def test_an_answer_that_cannot_be_written_is_said_whatever_the_run_is_called(run
     _, body, _ = run({3: "stage: 3\n"}, name)
     assert body["steps"] == 12
     assert (
-        f"warning: {tmp_path / name / 'control.yaml'} cannot be answered in: No space left on device"
+        f"warning: the answer cannot be written to {tmp_path / name / 'control.yaml'}: No space left on device"
         in screen.getvalue()
     )
 
@@ -156,7 +156,7 @@ UNREADABLE = {
     "a tag that runs something": ("a: !!python/object/apply:os.system [ls]", "it cannot be read: line 1 has a tag (!)"),
     "aliases": (BILLION_LAUGHS, "it cannot be read: line 1 has an anchor (&) or an alias (*)"),
     "an alias of nothing": ("stage: *x", "it cannot be read: line 1 has an anchor (&) or an alias (*)"),
-    "depth": ("[" * 2000, "it cannot be read: its lists and mappings lie in each other more than 64 deep"),
+    "depth": ("[" * 2000, "it cannot be read: its lists and mappings are nested more than 64 deep"),
     "two of a name": ("stage: 1\nstage: 3", "it cannot be read: stage is there twice"),
     "a key of lists": ("? [stage]\n: 3", "it cannot be read: a key is a list or a mapping"),
     "two documents": ("stage: 3\n---\nstage: 2\n", "it cannot be read: expected a single document"),
@@ -250,7 +250,7 @@ def test_a_folder_is_answered_in_the_log_once_and_stays(control, tmp_path, scree
     assert path.is_dir()
     refused, warning = screen.getvalue().splitlines()
     assert refused.startswith("control.yaml: it cannot be read: it is a folder, and must be a regular file; write")
-    assert warning == f"warning: {path} cannot be answered in: Is a directory"
+    assert warning == f"warning: the answer cannot be written to {path}: Is a directory"
     assert [each.name for each in tmp_path.iterdir()] == ["control.yaml"]
 
 

@@ -73,7 +73,7 @@ def test_a_validation_without_any_label_that_counts_is_nan_and_the_run_says_so(m
         (ids, torch.full_like(labels, -100)) for ids, labels in map(dataset.validation.__getitem__, (0, 1))
     ]
     assert make_trainer(dataset=dataset, max_steps=2, eval_every=1).run()["final_val_loss"] is None
-    assert screen.getvalue().count("no label of the validation counts") == 1
+    assert screen.getvalue().count("all validation labels are ignored") == 1
 
 
 class DrawsEverywhere(torch.nn.Module):
@@ -178,7 +178,7 @@ def test_named_items_of_several_lengths_have_the_same_loss_as_pairs(engine, worl
     arguments = {"engine": engine, "world": world, "num_sequences": 7, "micro_batch_size": 3}
     loss = evaluate(dataset=rows, **arguments)
     assert evaluate(dataset=cut, collate=padded, **arguments) == pytest.approx(loss, rel=1e-5)
-    with pytest.raises(RowError, match=r"^data\.validation: rows 0, 1, 2 \(epoch 0, step 0\) cannot be put together"):
+    with pytest.raises(RowError, match=r"^data\.validation: rows 0, 1, 2 \(epoch 0, step 0\) cannot be collated"):
         evaluate(dataset=cut, **arguments)
 
 

@@ -35,7 +35,7 @@ WRONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_anything_else_is_refused_in_one_line(name: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"^step does not say where the run was: run\.{name}") as caught:
+    with pytest.raises(CheckpointError, match=rf"^step does not hold the state of its run: run\.{name}") as caught:
         require_run_state(Path("step"), of_trainer(**{name: WRONG[name]}))
     assert str(caught.value).isprintable()
     with pytest.raises(CheckpointError, match="built_groups is missing"):

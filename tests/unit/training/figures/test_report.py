@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 
 from zerotrain.training import RunResult
-from zerotrain.training.figures.report import RankUsage, gather_usages, print_report
+from zerotrain.training.figures.report import RankUsage, gather_usages, print_report, say
 
 USAGE = RankUsage(
     parameters_nbytes=248_879_616,
@@ -69,3 +69,34 @@ def test_one_rank_that_sends_nothing_can_be_shown():
 
 def test_gathering_in_one_process_gives_its_own_usage(world):
     assert gather_usages(USAGE, world) == [USAGE]
+
+
+def test_in_a_terminal_lines_break_between_words_and_a_path_stays_whole():
+    line = (
+        "warning: /a/path/"
+        + "x" * 90
+        + "/of-a-file cannot be written to: No space left on device, and training goes on"
+    )
+    file = io.StringIO()
+    say(Console(file=file, width=80, force_terminal=True, color_system=None), line)
+    shown = file.getvalue().splitlines()
+    assert " ".join(shown) == line
+    assert len(shown) == 3
+    assert [len(each) > 80 for each in shown] == [False, True, False]
+
+
+def test_outside_a_terminal_a_line_stays_whole():
+    file = io.StringIO()
+    say(Console(file=file, width=20), "one two three four five six")
+    assert file.getvalue() == "one two three four five six\n"
+
+
+def test_no_word_of_the_table_is_broken_at_80_columns_with_every_column():
+    usage = replace(USAGE, offloaded_nbytes=123_456_789, theory_offloaded_nbytes=123_456_789)
+    stages = [{"stage": 3, "from_step": 0, "ranks": [asdict(usage)]}, {"stage": 2, "from_step": 150, "ranks": None}]
+    lines = printed([usage], replace(RESULT, stages=stages))
+    assert max(map(len, lines)) <= 80
+    found = set(" ".join(lines).split())
+    assert {"parameters", "gradients", "optimizer", "offloaded", "sent/step", "peak"} <= found
+    assert {"248.9", "31.11", "186.7", "123.5", "435.5", "12.35", "tokens/s"} <= found
+    assert "…" not in "".join(lines)

@@ -50,8 +50,8 @@ def ranks_of_host(names: Sequence[str], rank: int, max_hosts: int) -> range:
     is_whole = all(num == num_local for _, num in blocks) and len(blocks) == len(set(names))
     if not is_whole or num_local < 2 or num_local & (num_local - 1) or len(blocks) > max_hosts:
         raise NotLocalError(
-            f"by host the ranks are {_by_host(names)}; for memory to be read inside a host, each must hold as many "
-            f"neighbouring ranks, 2, 4, 8 or another power of two, and there may be {max_hosts} hosts"
+            f"the ranks by host are {_by_host(names)}; to share memory, all hosts must have the same number of "
+            f"neighbouring ranks, a power of two from 2 on, and there may be {max_hosts} hosts at most"
         )
     first = rank - rank % num_local
     return range(first, first + num_local)

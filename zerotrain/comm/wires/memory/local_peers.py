@@ -94,7 +94,7 @@ def meet_locally(
                 if _heard(connection, hellos[rank], peers, undone) is None:
                     raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
             if len(peers) < len(ranks) - 1:
-                raise RuntimeError("others than ranks are at the other end")
+                raise RuntimeError("the process at the other end is no rank")
             made = then(peers)
             undone.callback(made.leave)
         except (OSError, RuntimeError) as error:  # such as "can't start new thread"

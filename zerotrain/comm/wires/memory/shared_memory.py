@@ -113,7 +113,7 @@ def read_into(address: int, nbytes: int, file: int, offset: int) -> None:
         except OSError as error:
             raise RuntimeError(f"cannot read another rank's memory: {error}") from error
         if read == 0:
-            raise RuntimeError("cannot read another rank's memory: it ends before what is asked for")
+            raise RuntimeError("cannot read another rank's memory: it ends before the bytes that were asked for")
         address, nbytes, offset = address + read, nbytes - read, offset + read
 
 

@@ -71,7 +71,7 @@ class Homes:
 
     def _disk(self, device: torch.device) -> DiskTier:
         if self._given.path is None:
-            raise ConfigError("offload.path: got None; it must be a folder on the disk that is to be offloaded to")
+            raise ConfigError("offload.path: got None; it must be a folder on the disk to offload to")
         return DiskTier(device, Path(self._given.path), f"rank {self._world.rank}")
 
     def keep(self, numels: Mapping[str, int], *, has_whole: bool) -> None:

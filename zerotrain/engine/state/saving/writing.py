@@ -142,7 +142,8 @@ class Writing:
             raise CheckpointError(f"{path} is not what rank {rank} has written: {error}") from None
         except FileNotFoundError:
             raise CheckpointError(
-                f"{path} is not there where rank 0 looks: all machines of a run must reach one folder under this name"
+                f"{path} is missing on the machine of rank 0: all machines of a run must reach one folder under this "
+                "name"
             ) from None
         path.unlink()
         return described

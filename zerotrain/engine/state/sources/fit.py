@@ -100,7 +100,8 @@ def _groups(manifest: Manifest, holdings: Holdings) -> Iterator[str]:
         for name, own in holdings.parameters.items():
             parameter = manifest.parameters[name]
             if parameter["is_updated_whole"] != own.is_updated_whole:
-                yield f"{name} is updated {'whole' if parameter['is_updated_whole'] else 'by elements'} in it alone"
+                how = "whole" if parameter["is_updated_whole"] else "by elements"
+                yield f"{name} is updated {how} in it, and not in the engine"
             if any(each.is_updated_whole for each in holdings.parameters.values()):
                 place = [parameter["trains"], parameter["group"], parameter["generation"]]
                 if place != groups.places[name]:

@@ -91,16 +91,16 @@ def _told(part: str, beside: Sequence[GivenTensor]) -> str:
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, words, strict=False)))
         others[".".join(words[: shared + 1])] = None
     left = f", and nothing of {listed(list(others), MAX_NAMES_SHOWN)}" if others else ""
-    return f"{f'its {part!r} was read' if part else 'what is in no part of it was read'}{left}"
+    return f"{f'its {part!r} was read' if part else 'the tensors outside its parts were read'}{left}"
 
 
 def misfits(loaded: LoadedWeights) -> list[str]:
     """Tell what does not fit, a line for each kind of it; the same on every rank."""
     problems = []
     if loaded.missing:
-        problems.append(f"it lacks {_listed(loaded.missing, loaded.surplus)}; or say strict=False")
+        problems.append(f"it lacks {_listed(loaded.missing, loaded.surplus)}; or give strict=False")
     if loaded.surplus:
-        problems.append(f"the model has no {_listed(loaded.surplus, loaded.missing)}; or say strict=False")
+        problems.append(f"the model has no {_listed(loaded.surplus, loaded.missing)}; or give strict=False")
     problems += [*loaded.wrong_shape, *loaded.wrong_dtype]
     said = [f"{loaded.path} does not fit the engine: {each}" for each in problems]
     told = "; ".join(filter(None, (loaded.part, loaded.renamed)))

@@ -134,9 +134,9 @@ def _problems(
     problems = []
     missing, unknown = [names[0] for names in not_given], [name for name in state if name not in own]
     if strict and missing:
-        problems.append(f"load_state_dict: {listed(missing)} missing; give all of the model, or say strict=False")
+        problems.append(f"load_state_dict: {listed(missing)} missing; give all of the model, or strict=False")
     if strict and unknown:
-        problems.append(f"load_state_dict: the model has no {listed(unknown)}; leave it out, or say strict=False")
+        problems.append(f"load_state_dict: the model has no {listed(unknown)}; leave it out, or give strict=False")
     for name, value in own.items():
         if not isinstance(value, torch.Tensor) or name not in state:
             continue

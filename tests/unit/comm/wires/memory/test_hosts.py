@@ -26,12 +26,12 @@ def test_the_ranks_of_a_host_read_each_others_memory(names: str, expected: list[
 @pytest.mark.parametrize(
     ("names", "why"),
     [
-        ("abbb", "by host the ranks are 0 | 1-3; "),
-        ("aaab", "by host the ranks are 0-2 | 3; "),
-        ("aaabbb", "by host the ranks are 0-2 | 3-5; "),
-        ("abab", "by host the ranks are 0, 2 | 1, 3; "),
-        ("aabbaa", "by host the ranks are 0-1, 4-5 | 2-3; "),
-        ("aabbccddee", "by host the ranks are 0-1 | 2-3 | 4-5 | 6-7 | 8-9; "),
+        ("abbb", "the ranks by host are 0 | 1-3; "),
+        ("aaab", "the ranks by host are 0-2 | 3; "),
+        ("aaabbb", "the ranks by host are 0-2 | 3-5; "),
+        ("abab", "the ranks by host are 0, 2 | 1, 3; "),
+        ("aabbaa", "the ranks by host are 0-1, 4-5 | 2-3; "),
+        ("aabbccddee", "the ranks by host are 0-1 | 2-3 | 4-5 | 6-7 | 8-9; "),
         ("ab", "each rank is on a host, or in a network namespace, of its own"),
         ("".join(chr(97 + number // 2) for number in range(20)), "by host .* | ...; "),
     ],

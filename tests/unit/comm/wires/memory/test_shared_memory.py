@@ -111,5 +111,8 @@ def test_what_reads_beyond_a_file_or_from_none_is_told() -> None:
     target = torch.empty(10)
     with pytest.raises(RuntimeError, match="cannot read another rank's memory"):
         read_into(target.data_ptr(), target.nbytes, -1, 0)
-    with open("/dev/null", "rb") as empty, pytest.raises(RuntimeError, match="it ends before what is asked for"):
+    with (
+        open("/dev/null", "rb") as empty,
+        pytest.raises(RuntimeError, match="it ends before the bytes that were asked for"),
+    ):
         read_into(target.data_ptr(), target.nbytes, empty.fileno(), 0)

@@ -64,8 +64,8 @@ def test_all_that_does_not_fit_is_told_at_once_on_every_rank_and_nothing_has_cha
     told = run_threads(on_a_rank, 3)[0]
     assert told == [told[0]] * 3
     assert told[0].replace(f"{path} does not fit the engine: ", "").splitlines() == [
-        "it lacks norm.bias, blocks.0.weight (is it blocks.0.wieght?); or say strict=False",
-        "the model has no blocks.0.wieght (is it blocks.0.weight?), head, scaled; or say strict=False",
+        "it lacks norm.bias, blocks.0.weight (is it blocks.0.wieght?); or give strict=False",
+        "the model has no blocks.0.wieght (is it blocks.0.weight?), head, scaled; or give strict=False",
         "odd is of shape (15, 7) in it, and of shape (7, 15) in the model",
         "one is I32 in it, and bfloat16 in the model",
     ]
@@ -187,15 +187,21 @@ FIRST = "model-00001-of-00002.safetensors"
 # Made of a folder `at` in which are `file`, a folder `two` with an index, and one that is `empty`.
 UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "not there": (lambda at: at / "nowhere", r"nowhere is not there: give a file of safetensors or torch\.s"),
-    "cut": (lambda at: written(at / "f", (at / "file").read_bytes()[:-1]), r"f is cut: \d+ bytes, and its header tel"),
+    "cut": (lambda at: written(at / "f", (at / "file").read_bytes()[:-1]), r"f is cut: \d+ bytes, and its header say"),
     "cut in its header": (lambda at: written(at / "f", (at / "file").read_bytes()[:99]), r"f is cut: 99 bytes, and i"),
-    "longer": (lambda at: written(at / "f", (at / "file").read_bytes() + b"0"), "f is longer than what its header"),
-    "empty": (lambda at: written(at / "f", b""), r"f is no safetensors file and none of torch\.save \(0 b"),
-    "text": (lambda at: written(at / "f", b"weights: none\n" * 9), "f is no safetensors file"),
+    "longer": (lambda at: written(at / "f", (at / "file").read_bytes() + b"0"), "f is longer than its header says"),
+    "empty": (lambda at: written(at / "f", b""), r"f is neither a file of safetensors nor of torch\.save \(0 b"),
+    "text": (
+        lambda at: written(at / "f", b"weights: none\n" * 9),
+        "f is neither a file of safetensors nor of torch.s",
+    ),
     "no JSON": (lambda at: written(at / "f", b"\2\0\0\0\0\0\0\0{["), "is no safetensors file, or damaged in its hea"),
     "other JSON": (lambda at: written(at / "f", b'\x09\0\0\0\0\0\0\0{"a": 12}'), "damaged in its header"),
-    "shapes": (lambda at: header(at / "file", lambda told: told["odd"].update(shape=[7, 14])), "header odd lies where"),
-    "a hole": (lambda at: header(at / "file", lambda told: told.pop("odd")), "lies where it cannot lie"),
+    "shapes": (
+        lambda at: header(at / "file", lambda told: told["odd"].update(shape=[7, 14])),
+        "gives odd a place where",
+    ),
+    "a hole": (lambda at: header(at / "file", lambda told: told.pop("odd")), "a place where it cannot be"),
     "git LFS": (lambda at: written(at / "f", b"version https://git-lfs.github.com/spec/v1\noid"), "git lfs pull"),
     "a pipe": (lambda at: pipe(at / "f"), "f is no file"),
     "a link that leads nowhere": (lambda at: link(at / "f"), "f is no file"),
@@ -204,7 +210,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a file missing": (lambda at: without_a_file(at / "two"), r"two lacks model-00002\S+ of the 2 files that model\.s"),
     "an index of others": (
         lambda at: index(at / "two", {"head": FIRST}),
-        f"{FIRST} has no head, which its index tells of",
+        f"{FIRST} has no head, which its index lists",
     ),
     "an index that leads away": (lambda at: index(at / "two", {"odd": "../file"}), "json is no index of files with we"),
     "an index of nothing": (lambda at: index(at / "two", None), "json is no index of files with weights, or damaged"),
@@ -309,10 +315,10 @@ def test_a_disk_that_fails_in_the_midst_leaves_an_engine_that_trains_when_it_is_
         with pytest.raises(EngineStateError, match="computed before"):
             engine.backward(loss)
         for use in (lambda: engine(torch.arange(9)), lambda: engine.save(source / "half")):
-            with pytest.raises(EngineStateError, match="failed in its midst, and the engine holds a part of it"):
+            with pytest.raises(EngineStateError, match="failed halfway, and the engine holds a part of it"):
                 use()
         engine.load_weights(one, strict=False)
-        with pytest.raises(EngineStateError, match=r"name\.st failed in its midst"):
+        with pytest.raises(EngineStateError, match=r"name\.st failed halfway"):
             engine(torch.arange(9))
         engine.load_weights(path)
         assert_holds(engine, HARD, load_file(path))

@@ -288,8 +288,8 @@ def test_what_does_not_fit_is_told_at_once_and_not_strict_the_rest_is_taken(writ
     told = run_threads(on_a_rank, 3)[0]
     assert told == [told[0]] * 3
     assert told[0].replace(f"{path} does not fit the engine: ", "").splitlines()[:4] == [
-        "it lacks blocks.0.weight (is it blocks.0.wieght?); or say strict=False",
-        "the model has no blocks.0.wieght (is it blocks.0.weight?); or say strict=False",
+        "it lacks blocks.0.weight (is it blocks.0.wieght?); or give strict=False",
+        "the model has no blocks.0.wieght (is it blocks.0.weight?); or give strict=False",
         "output.bias is of shape (36,) in it, and of shape (37,) in the model",
         "output.weight is int32 in it, and float32 in the model",
     ]
@@ -417,13 +417,13 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
         r"f.pt holds more than weights \(argparse.Namespace\), and making such objects may run any code; write the w",
     ),
     "a whole model": (file_of(torch.nn.Linear(2, 2)), r"more than weights \(.*torch.nn.modules.linear.Linear"),
-    "no names": (file_of(torch.ones(3)), "f.pt holds a Tensor without tensors that have names; write the weights alo"),
-    "no tensors": (file_of({"epoch": 3}), "f.pt holds a dict without tensors that have names; write the weights alone"),
+    "no names": (file_of(torch.ones(3)), "f.pt holds a Tensor without tensors that have names; write only the wei"),
+    "no tensors": (file_of({"epoch": 3}), "f.pt holds a dict without tensors that have names; write only the weights"),
     "quantized": (
         file_of({"weight": torch._make_per_tensor_quantized_tensor(torch.ones(3, dtype=torch.int8), 0.1, 0)}),
         "f.pt is damaged, or holds tensors that cannot be read in parts",
     ),
-    "cut": (lambda at: changed(at / "file", lambda old: old[:-30]), "file is cut or damaged: it begins as tor"),
+    "cut": (lambda at: changed(at / "file", lambda old: old[:-30]), "file is cut or damaged: it begins like a"),
     "cut in the midst": (lambda at: changed(at / "file", lambda old: old[:700]), "file is cut or damaged: it b"),
     "damaged": (
         lambda at: changed(at / "file", garbled),
@@ -431,7 +431,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "packed again": (
         lambda at: zipped(at / "file", zipfile.ZIP_DEFLATED),
-        "file.zip was packed again, and cannot be read in parts; write the weights alone",
+        "file.zip was packed again, and cannot be read in parts; write only the weights",
     ),
     "packed again without packing": (
         lambda at: zipped(at / "file", zipfile.ZIP_STORED),
@@ -445,13 +445,13 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda at: scripted(at / "f.pt"),
         "f.pt is a zip archive, but none of torch.save; write the weight",
     ),
-    "numpy": (lambda at: of_numpy(at / "f"), "f.npz is a zip archive, but none of torch.save; write the weights alone"),
+    "numpy": (lambda at: of_numpy(at / "f"), "f.npz is a zip archive, but none of torch.save; write only the weights"),
     "a folder of files": (
         lambda at: file_of(ONES)(at).parent,
         "has no model.safetensors: name the file itself, such as",
     ),
     "DCP, a file missing": (without_a_piece, "__0_0.distcp is not there"),
-    "DCP, a file cut": (cut_piece, r"__0_0.distcp is cut: 1000 bytes, and .metadata tells of \d+"),
+    "DCP, a file cut": (cut_piece, r"__0_0.distcp is cut: 1000 bytes, and .metadata says \d+"),
     "DCP, a file damaged": (damaged_piece, r"__0_0.distcp holds more than weights \(torch._utils._rebuild_tensor_v9\)"),
     "DCP, no .metadata": (
         lambda at: damaged_metadata(at, lambda old: b"weights: none"),
