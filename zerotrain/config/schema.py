@@ -25,6 +25,7 @@ from zerotrain.settings import (
     between,
     one_of,
     or_null,
+    positive,
     setting,
 )
 
@@ -107,6 +108,8 @@ class DataSwitches:
     class whose objects can be called. Each micro-batch is put together apart, so it may pad to its longest item."""
 
 
+LENGTHS = ("max_steps", "num_epochs", "max_tokens")
+"""The `train` settings of which one says how long a run is."""
 MODEL_SWITCHES = tuple(switch.name for switch in fields(ModelSwitches))
 DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
 
@@ -115,8 +118,13 @@ DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
 class TrainConfig:
     """The training loop."""
 
-    max_steps: int = setting(400, STEPS)
+    max_steps: int | None = setting(400, or_null(STEPS, " with num_epochs or max_tokens"))
     """Optimizer steps to run, each on one global batch. A skipped one counts here, but not for the schedule."""
+    num_epochs: float | None = setting(None, or_null(positive("a number of epochs above 0")))
+    """Length of the run in passes over the training data, in place of `max_steps`; rounded up to whole steps."""
+    max_tokens: float | None = setting(None, or_null(positive("a number of tokens above 0")))
+    """Length of the run in tokens, such as 1e9, in place of `max_steps`; rounded up to whole steps. Needs data whose
+    sequences have as many tokens each."""
     micro_batch_size: int = setting(8, at_least(1, "sequences"))
     """Sequences of one forward and backward; the global batch has micro_batch_size x gradient_accumulation_steps x
     virtual_ranks."""
