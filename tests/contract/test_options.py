@@ -84,6 +84,7 @@ OPTIONS = """
     checkpoint.every
     checkpoint.keep
     checkpoint.keep_every
+    checkpoint.best
     checkpoint.asynchronous
     checkpoint.resume
     checkpoint.init_from

@@ -17,7 +17,7 @@ from zerotrain.config.suggest import did_you_mean
 from zerotrain.errors import ConfigError
 from zerotrain.files.regular import only_regular
 
-LATER = (("train", "num_epochs"), ("train", "max_tokens"))
+LATER = (("train", "num_epochs"), ("train", "max_tokens"), ("checkpoint", "best"))
 """Settings that an earlier zerotrain does not know."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """With the backslashes before it, each of which would be taken for an escape."""

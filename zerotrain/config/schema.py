@@ -163,7 +163,13 @@ def _is_rhythm(value: Any) -> bool:
 
 
 EVERY = Rule("a number of steps such as 100, a time such as 600s, 15m or 2h, or null for never", _is_rhythm)
-SAVING = Effect(lambda run, _: run.checkpoint.every is not None, "with checkpoint.every=null")
+BEST_OF = Rule(
+    "val_loss, or val_loss/NAME of a source of data=mix",
+    lambda value: re.fullmatch(r"val_loss(/.+)?", value) is not None,
+)
+SAVING = Effect(
+    lambda run, _: run.checkpoint.every is not None or run.checkpoint.best is not None, "with checkpoint.every=null"
+)
 STARTING_ANEW = Effect(
     lambda run, _: run.checkpoint.resume in (None, "auto"), "with checkpoint.resume={checkpoint.resume}"
 )
@@ -181,6 +187,9 @@ class CheckpointConfig:
     """As many of the newest stay; older ones are removed when a newer one is on the disk."""
     keep_every: int | None = setting(None, or_null(STEPS), SAVING)
     """Those of each so many steps stay for good, whatever `keep` says."""
+    best: str | None = setting(None, or_null(BEST_OF))
+    """The loss whose best checkpoint stays too, whatever `keep` says: saved where an evaluation after the first step is
+    better than all before it, with a link `best` in checkpoints/ that names it."""
     asynchronous: bool = setting(True, TRUE_OR_FALSE, SAVING)
     """Write beside the training; false: it waits. The checkpoint at a run's end is always waited for."""
     resume: str | None = setting(None, or_null(Rule("auto, a checkpoint, a run's folder", bool)))

@@ -153,6 +153,7 @@ def _policy(config: Config, resume_from: Sequence[str]) -> CheckpointPolicy:
         every_s=None if seconds is None or number is None else number * seconds,
         keep=given.keep,
         keep_every=given.keep_every,
+        best=given.best,
         asynchronous=given.asynchronous,
         at_end=given.save_at_end is not False,
         resume=[Path(each) for each in resume_from],

@@ -39,7 +39,7 @@ from zerotrain.run.factory import (
     in_group,
     try_schedule,
 )
-from zerotrain.run.preflight.data import dataset_of, first_batches_of, require_enough, require_fit
+from zerotrain.run.preflight.data import dataset_of, first_batches_of, require_enough, require_fit, require_metric
 from zerotrain.run.preflight.length import take_max_steps
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
 from zerotrain.run.preflight.room import Ranks, require_room
@@ -89,6 +89,7 @@ def check(
     if model is not None and can_train and batches is not None:
         attempt("data", lambda _: require_fit(model, data, batches))
     if batches is not None:
+        attempt("checkpoint", lambda config: require_metric(data, config))
         attempt("train", lambda config: require_enough(data, config))
         attempt("train", lambda config: take_max_steps(config, data, num_ranks, goes_on_from))
     num_problems = len(problems)
