@@ -30,7 +30,7 @@ NAMES = [
     Attack("data=/etc/passwd", "data=/etc/passwd: there is no such choice"),
     Attack("experiment=nope", "experiment=nope: there is no such choice"),
     Attack("debug=fsat", "debug=fsat: there is no such choice; did you mean fast?"),
-    Attack("scheduler=linear", "scheduler=linear: there is no such choice; there are constant, cosine"),
+    Attack("scheduler=step", "scheduler=step: there is no such choice; there are constant, cosine, inverse_sqrt"),
     Attack("optimizer=adam", "optimizer=adam: there is no such choice; did you mean adamw?"),
     Attack("+foo=1", "+foo: there is no such setting"),
     Attack("++zero.foo=1", "+zero.foo: there is no such setting"),

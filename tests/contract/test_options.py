@@ -66,6 +66,8 @@ OPTIONS = """
     scheduler.warmup_steps
     scheduler.final_fraction
     train.max_steps
+    train.num_epochs
+    train.max_tokens
     train.micro_batch_size
     train.gradient_accumulation_steps
     train.virtual_ranks
@@ -82,6 +84,7 @@ OPTIONS = """
     checkpoint.every
     checkpoint.keep
     checkpoint.keep_every
+    checkpoint.best
     checkpoint.asynchronous
     checkpoint.resume
     checkpoint.init_from

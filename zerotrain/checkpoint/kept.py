@@ -1,6 +1,7 @@
 """Which checkpoints of a run there are, which of them is taken, the newest that is whole, and which are kept.
 
     RUN/checkpoints/step-00000100/                            a checkpoint
+    RUN/checkpoints/best                                      a link to the one of the best evaluation
     RUN/checkpoints/.step-00000050.removed-9f3c0e5d21b7a864/  one that is being removed, or whose removal died
 
 What is to go gets its hidden name first, and that is on the disk before the first of its files goes. So nothing that is
@@ -21,11 +22,13 @@ from zerotrain.checkpoint.folder import LOCK, PARTIAL
 from zerotrain.checkpoint.manifest import MANIFEST
 from zerotrain.errors import CheckpointError
 from zerotrain.files.lock import can_lock, lock
-from zerotrain.files.whole import sync_folder
+from zerotrain.files.whole import replace_link, sync_folder
 
 CHECKPOINTS = "checkpoints"
 """The folder of them in a run's folder."""
 
+BEST = "best"
+"""The link in that folder to the checkpoint of the best evaluation."""
 JUST_MADE_S = 10.0
 """So long a save may need from its folder's name to its lock, in which it is not to be disturbed."""
 
@@ -131,6 +134,8 @@ def candidates(path: Path, *, allowed: str = ALLOWED) -> list[Path]:
     if PARTIAL.fullmatch(path.name) or _REMOVED.fullmatch(path.name):
         of_what = "save" if PARTIAL.fullmatch(path.name) else "removal"
         raise CheckpointError(f"{path} is of a {of_what} that was cut off or is still under way: {allowed}")
+    if path.name == BEST:
+        path = best_in(path.parent) or path  # a run that goes on may change the link while it is read
     if os.path.isfile(path / MANIFEST):
         return [path]
     if found := newest_first(path) or newest_first(path / CHECKPOINTS):
@@ -222,8 +227,8 @@ def _locked(manifest: Path, *, shared: bool) -> int | None:
 def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> list[Path]:
     """Remove the older checkpoints of a folder, and what removals that died have left there. One process.
 
-    Call it when the newest is saved. That stays whatever was asked for, and so do a link and what is being read
-    (`held`).
+    Call it when the newest is saved. That stays whatever was asked for, and so do the best, a link and what is being
+    read (`held`).
 
     Args:
         keep: how many of the newest stay; None: all.
@@ -239,7 +244,10 @@ def remove_old(folder: Path, *, keep: int | None, keep_every: int | None) -> lis
     problems: list[str] = []
     for path in removed_in(folder):
         _tried(problems, path)
-    old = [path for path in _not_kept(checkpoints_in(folder), keep, keep_every) if not path.is_symlink()]
+    best = best_in(folder)
+    old = [
+        path for path in _not_kept(checkpoints_in(folder), keep, keep_every) if not path.is_symlink() and path != best
+    ]
     hidden = _hidden(folder, old, problems) if old else {}
     for name in hidden.values():
         _tried(problems, name)
@@ -257,6 +265,8 @@ def remove_all(folder: Path) -> None:
                 path.unlink()
             else:
                 shutil.rmtree(path, ignore_errors=True)
+    if best_in(folder) is not None:
+        (folder / BEST).unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> Path:
@@ -276,6 +286,36 @@ def set_aside(path: Path) -> Path:
     except OSError as error:
         raise CheckpointError(f"{_sentence(error, path)}: it cannot be renamed; do it by hand") from error
     return target
+
+
+def best_in(folder: Path) -> Path | None:
+    """The checkpoint in a folder of them that its link `best` names; None where there is no such link."""
+    try:
+        name = os.readlink(folder / BEST)
+    except OSError:
+        return None
+    return Path(folder) / name if _STEP.fullmatch(name) else None
+
+
+def set_best(path: Path | None, folder: Path) -> None:
+    """Let the link `best` in a folder of checkpoints name this one of them; None: none. A process that is killed leaves
+    the link as it was, or as it is to be.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    if (before := best_in(folder)) == path:
+        return
+    if before is None and os.path.lexists(folder / BEST):
+        raise CheckpointError(f"{folder / BEST} is there, and is no link to a checkpoint beside it; move it away")
+    try:
+        if path is None:
+            (folder / BEST).unlink()
+        else:
+            replace_link(folder / BEST, path.name)
+        sync_folder(folder)
+    except OSError as error:
+        raise CheckpointError(f"{_sentence(error, folder / BEST)}: it cannot name the best checkpoint") from error
 
 
 def _not_kept(found: Sequence[Path], keep: int | None, keep_every: int | None) -> list[Path]:

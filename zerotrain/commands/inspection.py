@@ -14,7 +14,9 @@ from pathlib import Path
 
 from zerotrain.checkpoint.compare import differences
 from zerotrain.checkpoint.kept import (
+    BEST,
     CHECKPOINTS,
+    best_in,
     candidates,
     checkpoints_in,
     entries,
@@ -111,6 +113,8 @@ def show_run(run: Path) -> int:
         _say(f"{path.name}: a removal under way or cut off; the next one removes it")
     for path in set_aside_in(folder):
         _say(f"{path.name}: set aside when the run went on from an earlier one")
+    if (best := best_in(folder)) is not None:
+        _say(f"{BEST}: {best.name}, of the best evaluation{'' if best.exists() else ', which is gone'}")
     if whole:
         _say(f"to go on from {whole[-1].name}: checkpoint.resume={run if whole[-1] == found[-1] else whole[-1]}")
     return 1 if num_broken else 0 if found else 2

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from zerotrain.config.compose import to_config
 from zerotrain.config.interpolation import nested
-from zerotrain.config.schema import Config, DataSwitches, ModelSwitches
+from zerotrain.config.schema import LENGTHS, Config, DataSwitches, ModelSwitches, TrainConfig
 from zerotrain.config.targets import makes_callables, target_problems
 from zerotrain.config.words import word
 from zerotrain.settings import Setting, settings_in
@@ -32,7 +32,10 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
         ConfigError: an interpolation leads nowhere, so that there is no config to check.
     """
     config, problems = to_config(composed)
-    return config, problems + value_problems(config) + class_problems(config) + callback_problems(config)
+    problems += value_problems(config) + length_problems(config)
+    if config.train.num_epochs is not None or config.train.max_tokens is not None:
+        config.train.max_steps = None  # until the data has told it, see `zerotrain.run.preflight.length`
+    return config, problems + class_problems(config) + callback_problems(config)
 
 
 def class_problems(config: Config) -> list[str]:
@@ -72,7 +75,22 @@ def value_problems(config: Config) -> list[str]:
         problems.append(
             "train.on_nonfinite: got stop; it must be skip with precision=fp16, which finds its loss scale by overflows"
         )
+    if all(getattr(config.train, name) is None for name in LENGTHS):
+        problems.append(
+            "train.max_steps: got null; it must be a number of steps without train.num_epochs or max_tokens"
+        )
     return problems
+
+
+def length_problems(config: Config) -> list[str]:
+    """A line where a run as it was given has two lengths. The default of `train.max_steps` counts as none."""
+    given = {name: value for name in LENGTHS if (value := getattr(config.train, name)) is not None}
+    if given.get("max_steps") == TrainConfig().max_steps:
+        del given["max_steps"]
+    if len(given) < 2:
+        return []
+    told = ", ".join(f"train.{name}={word(value)}" for name, value in given.items())
+    return [f"{told}: a run has one length; leave out the others, or give them null"]
 
 
 def must_be(name: str, got: Any) -> str | None:
@@ -99,7 +117,7 @@ def doubtful(config: Config) -> list[str]:
     if pretrained is not None and config.data.get("tokenizer", "") is None:
         unseen = f"which model.name_or_path={pretrained} has never seen"
         lines.append(f"data.tokenizer=null reads bytes, {unseen}; use data=tokenized")
-    if last >= config.train.max_steps:
+    if config.train.max_steps is not None and last >= config.train.max_steps:
         lines.append(f"zero.schedule: step {last} is not reached with train.max_steps={config.train.max_steps}")
     return lines
 

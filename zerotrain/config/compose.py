@@ -17,6 +17,8 @@ from zerotrain.config.suggest import did_you_mean
 from zerotrain.errors import ConfigError
 from zerotrain.files.regular import only_regular
 
+LATER = (("train", "num_epochs"), ("train", "max_tokens"), ("checkpoint", "best"))
+"""Settings that an earlier zerotrain does not know."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """With the backslashes before it, each of which would be taken for an escape."""
 
@@ -75,14 +77,26 @@ def save_config(config: Config, path: Path) -> None:
         OmegaConf.save(OmegaConf.create(asdict(config)), file)
 
 
-def config_hash(config: Config) -> str:
-    """16 hex digits that two runs share if they compute the same: a hash of all settings but `launch` and `checkpoint`,
-    of which only `init_from` counts. Callbacks and `init_from` are left out if not given, so that the hash is that of a
-    zerotrain which did not know them."""
+def noted(config: Config) -> dict[str, Any]:
+    """The settings as a checkpoint has them: without those that are not given and that an earlier zerotrain, which may
+    read it too, does not know."""
     values = asdict(config)
-    del values["launch"]
     if not config.callbacks:
         del values["callbacks"]
+    for group, name in LATER:
+        if values[group][name] is None:
+            del values[group][name]
+    return values
+
+
+def config_hash(config: Config) -> str:
+    """16 hex digits that two runs share if they compute the same: a hash of all settings but `launch` and `checkpoint`,
+    of which only `init_from` counts, where it is given. Steps that follow from epochs or tokens are left out: the data
+    that they follow from too is not read yet where the first hash is made."""
+    values = noted(config)
+    del values["launch"]
+    if {"num_epochs", "max_tokens"} & values["train"].keys():
+        del values["train"]["max_steps"]
     init_from = values.pop("checkpoint")["init_from"]
     values |= {} if init_from is None else {"init_from": init_from}
     # Twice: steps of a schedule are numbers where the run was composed, and texts in ranks that were told it in JSON.

@@ -25,6 +25,7 @@ from zerotrain.settings import (
     between,
     one_of,
     or_null,
+    positive,
     setting,
 )
 
@@ -107,6 +108,8 @@ class DataSwitches:
     class whose objects can be called. Each micro-batch is put together apart, so it may pad to its longest item."""
 
 
+LENGTHS = ("max_steps", "num_epochs", "max_tokens")
+"""The `train` settings of which one says how long a run is."""
 MODEL_SWITCHES = tuple(switch.name for switch in fields(ModelSwitches))
 DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
 
@@ -115,8 +118,13 @@ DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
 class TrainConfig:
     """The training loop."""
 
-    max_steps: int = setting(400, STEPS)
+    max_steps: int | None = setting(400, or_null(STEPS, " with num_epochs or max_tokens"))
     """Optimizer steps to run, each on one global batch. A skipped one counts here, but not for the schedule."""
+    num_epochs: float | None = setting(None, or_null(positive("a number of epochs above 0")))
+    """Length of the run in passes over the training data, in place of `max_steps`; rounded up to whole steps."""
+    max_tokens: float | None = setting(None, or_null(positive("a number of tokens above 0")))
+    """Length of the run in tokens, such as 1e9, in place of `max_steps`; rounded up to whole steps. Needs data whose
+    sequences have as many tokens each."""
     micro_batch_size: int = setting(8, at_least(1, "sequences"))
     """Sequences of one forward and backward; the global batch has micro_batch_size x gradient_accumulation_steps x
     virtual_ranks."""
@@ -155,7 +163,13 @@ def _is_rhythm(value: Any) -> bool:
 
 
 EVERY = Rule("a number of steps such as 100, a time such as 600s, 15m or 2h, or null for never", _is_rhythm)
-SAVING = Effect(lambda run, _: run.checkpoint.every is not None, "with checkpoint.every=null")
+BEST_OF = Rule(
+    "val_loss, or val_loss/NAME of a source of data=mix",
+    lambda value: re.fullmatch(r"val_loss(/.+)?", value) is not None,
+)
+SAVING = Effect(
+    lambda run, _: run.checkpoint.every is not None or run.checkpoint.best is not None, "with checkpoint.every=null"
+)
 STARTING_ANEW = Effect(
     lambda run, _: run.checkpoint.resume in (None, "auto"), "with checkpoint.resume={checkpoint.resume}"
 )
@@ -173,6 +187,9 @@ class CheckpointConfig:
     """As many of the newest stay; older ones are removed when a newer one is on the disk."""
     keep_every: int | None = setting(None, or_null(STEPS), SAVING)
     """Those of each so many steps stay for good, whatever `keep` says."""
+    best: str | None = setting(None, or_null(BEST_OF))
+    """The loss whose best checkpoint stays too, whatever `keep` says: saved where an evaluation after the first step is
+    better than all before it, with a link `best` in checkpoints/ that names it."""
     asynchronous: bool = setting(True, TRUE_OR_FALSE, SAVING)
     """Write beside the training; false: it waits. The checkpoint at a run's end is always waited for."""
     resume: str | None = setting(None, or_null(Rule("auto, a checkpoint, a run's folder", bool)))

@@ -21,20 +21,37 @@ def whole(path: Path, *, lasting: bool = False) -> Iterator[BinaryIO]:
     Raises:
         OSError: it cannot be written.
     """
+    with _replacing(path) as temporary, open(temporary, "wb", opener=only_new) as file:
+        yield file
+        if lasting:
+            file.flush()
+            os.fsync(file.fileno())
+    if lasting:
+        sync_folder(path.parent)
+
+
+def replace_link(path: Path, target: str) -> None:
+    """Let `path` be a link to `target`, at once in place of the link or file that has the name. A process that is
+    killed may leave `PATH.*.tmp`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with _replacing(path) as temporary:
+        os.symlink(target, temporary)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Inside, the name of what is to be made beside `path`, and gets its name at the end."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "wb", opener=only_new) as file:
-            yield file
-            if lasting:
-                file.flush()
-                os.fsync(file.fileno())
+        yield temporary
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(temporary)
         raise
-    if lasting:
-        sync_folder(path.parent)
 
 
 def sync_file(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerotrain.api import assemble_engine
 from zerotrain.comm.ranks.world import World
+from zerotrain.config.compose import noted
 from zerotrain.config.interpolation import unresolved
 from zerotrain.config.schema import RHYTHM, Config, TrainConfig
 from zerotrain.config.words import words_of_config
@@ -32,7 +33,8 @@ from zerotrain.training.sameness.deterministic import make_deterministic
 ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
 """The `train` settings that the engine gets."""
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-LOOP_SETTINGS = tuple(each.name for each in fields(TrainConfig) if each.name not in (*ENGINE_SETTINGS, "deterministic"))
+_OF_NEITHER = ("num_epochs", "max_tokens", "deterministic")
+LOOP_SETTINGS = tuple(each.name for each in fields(TrainConfig) if each.name not in (*ENGINE_SETTINGS, *_OF_NEITHER))
 """Those that the Trainer gets."""
 TOO_LARGE_A_TENSOR = "Storage size calculation overflowed"
 """Torch's message for a tensor whose number of bytes overflows."""
@@ -151,6 +153,7 @@ def _policy(config: Config, resume_from: Sequence[str]) -> CheckpointPolicy:
         every_s=None if seconds is None or number is None else number * seconds,
         keep=given.keep,
         keep_every=given.keep_every,
+        best=given.best,
         asynchronous=given.asynchronous,
         at_end=given.save_at_end is not False,
         resume=[Path(each) for each in resume_from],
@@ -161,9 +164,7 @@ def _policy(config: Config, resume_from: Sequence[str]) -> CheckpointPolicy:
 
 def _settings(config: Config, virtual_ranks: int) -> dict[str, Any]:
     """The settings noted in a checkpoint: all, and the values chosen for null if the bits depend on them."""
-    values: dict[str, Any] = json.loads(json.dumps(asdict(config)))  # steps of zero.schedule become texts
-    if not config.callbacks:  # a zerotrain that does not know of them reads this too
-        del values["callbacks"]
+    values: dict[str, Any] = json.loads(json.dumps(noted(config)))  # steps of zero.schedule become texts
     values["train"]["virtual_ranks"] = virtual_ranks
     values["launch"]["threads_per_rank"] = torch.get_num_threads()
     return values
@@ -210,7 +211,7 @@ def build(group: str, values: dict[str, Any]) -> Any:
 
 def try_schedule(config: Config) -> None:
     """Ask the schedule for a factor; ConfigError where it gives something else."""
-    factor = build("scheduler", config.scheduler)(0, config.train.max_steps)
+    factor = build("scheduler", config.scheduler)(0, config.train.max_steps or 1)
     if not isinstance(factor, int | float):
         raise ConfigError(
             f"scheduler._target_: got {config.scheduler.get('_target_')}, which returns a {type(factor).__name__} "

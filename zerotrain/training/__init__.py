@@ -4,7 +4,27 @@ from zerotrain.training.callback import Callback, Run
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.figures.sinks import MetricSink
 from zerotrain.training.request import Request
-from zerotrain.training.schedule import constant, warmup_cosine
+from zerotrain.training.schedule import (
+    constant,
+    warmup_cosine,
+    warmup_inverse_sqrt,
+    warmup_linear,
+    warmup_polynomial,
+    warmup_stable_decay,
+)
 from zerotrain.training.trainer import Trainer
 
-__all__ = ["Callback", "MetricSink", "Request", "Run", "RunResult", "Trainer", "constant", "warmup_cosine"]
+__all__ = [
+    "Callback",
+    "MetricSink",
+    "Request",
+    "Run",
+    "RunResult",
+    "Trainer",
+    "constant",
+    "warmup_cosine",
+    "warmup_inverse_sqrt",
+    "warmup_linear",
+    "warmup_polynomial",
+    "warmup_stable_decay",
+]

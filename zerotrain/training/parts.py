@@ -30,6 +30,7 @@ def callbacks_of(
     """All callbacks of a run. After a step they are called from first to last, at the end from last to first:
 
     - the user's own come before the save, which has their state, and see a step logged and at its stage;
+    - an evaluation comes before the save of the same step, which it may ask for;
     - the last step is saved before anything else ends; what the user's log at the end still finds the file open.
     """
     engine, world = given.engine, given.world
@@ -56,6 +57,7 @@ def callbacks_of(
             seed=given.seed,
             collate=given.collate_fn,
         ),
+        checkpoints.best,
         checkpoints,
         Control(given.run_dir / CONTROL_NAME, world, console),
     ]

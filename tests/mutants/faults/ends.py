@@ -96,8 +96,8 @@ FAULTS = {
     ),
     "ends-longer-by-no-step": Fault(
         "launching/job/earlier.py",
-        "config.train.max_steps > steps, bool(",
-        "config.train.max_steps >= steps, bool(",
+        "max_steps is None or max_steps > steps  #",
+        "max_steps is None or max_steps >= steps  #",
         "the result of a completed run is replaced by that of a run of no step",
         ("unit/launching/job/test_earlier.py::test_a_completed_run_of_other_settings_is_not_taken_for_this_one",),
     ),
@@ -175,8 +175,8 @@ FAULTS = {
     ),
     "ends-stages-that-are-over": Fault(
         "run/preflight/check.py",
-        "later = [stages[each] for each in stages if step < each < config.train.max_steps]",
-        "later = [stages[each] for each in stages if step < each <= config.train.max_steps]",
+        "later = [stages[each] for each in stages if step < each < last]",
+        "later = [stages[each] for each in stages if step < each <= last]",
         "a run is refused for the memory of a stage that it never comes to",
         ("unit/run/preflight/test_memory_room.py::test_a_stage_that_no_step_is_trained_at_needs_no_room",),
     ),

@@ -115,7 +115,7 @@ FAULTS = {
     ),
     "text-index-not-on-the-disk": Fault(
         "files/whole.py",
-        "                os.fsync(file.fileno())\n",
+        "            os.fsync(file.fileno())\n",
         "",
         "after a power cut an index is there, and empty",
         OF_WRITER,

@@ -17,6 +17,7 @@ from tests.unit.checkpoint.runs import KINDS, build
 from zerotrain.checkpoint import verify
 from zerotrain.checkpoint.folder import PartialFolder
 from zerotrain.checkpoint.kept import (
+    best_in,
     candidates,
     checkpoints_in,
     first_whole,
@@ -26,6 +27,7 @@ from zerotrain.checkpoint.kept import (
     remove_all,
     remove_old,
     set_aside,
+    set_best,
     step_name,
     step_of,
 )
@@ -191,6 +193,66 @@ def test_a_link_to_a_checkpoint_elsewhere_and_what_is_no_step_stay(run: Callable
     assert (folder / "best").is_dir()
     verify(elsewhere)
     partial.remove()
+
+
+def link_of(folder: Path) -> str | None:
+    return os.readlink(folder / "best") if os.path.lexists(folder / "best") else None
+
+
+def test_the_best_stays_until_another_is_and_can_be_named(run: Callable[..., Path]) -> None:
+    folder = run(10, 20, 30, 40) / "checkpoints"
+    assert best_in(folder) is best_in(folder / "nowhere") is None
+    set_best(folder / step_name(20), folder)
+    assert best_in(folder) == folder / step_name(20)
+    assert candidates(folder / "best") == [folder / step_name(20)]
+    verify(folder / "best")
+    remove_old(folder, keep=1, keep_every=None)
+    assert steps_in(folder) == [20, 40]
+    set_best(folder / step_name(40), folder)
+    remove_old(folder, keep=1, keep_every=None)
+    assert steps_in(folder) == [40]
+    assert sorted(path.name for path in folder.iterdir()) == ["best", step_name(40)]
+    set_best(None, folder)
+    set_best(None, folder)
+    assert [path.name for path in folder.iterdir()] == [step_name(40)]
+
+
+@pytest.mark.parametrize("target", ["../../other", "/etc", "step-1", ".", "step-00000010/..", "step-00000010/"])
+def test_a_link_that_names_no_checkpoint_beside_it_is_nobodys_best_and_stays(
+    target: str, run: Callable[..., Path]
+) -> None:
+    folder = run(10, 20) / "checkpoints"
+    (folder / "best").symlink_to(target)
+    assert best_in(folder) is None
+    remove_old(folder, keep=1, keep_every=None)
+    assert steps_in(folder) == [20]
+    with pytest.raises(CheckpointError, match="best is there, and is no link to a checkpoint beside it; move it away"):
+        set_best(folder / step_name(20), folder)
+    remove_all(folder)
+    assert link_of(folder) == target
+
+
+def test_all_that_runs_have_left_goes_with_the_link(run: Callable[..., Path]) -> None:
+    folder = run(10) / "checkpoints"
+    set_best(folder / step_name(10), folder)
+    (folder / "mine").mkdir()
+    remove_all(folder)
+    assert [path.name for path in folder.iterdir()] == ["mine"]
+
+
+def test_killed_at_any_call_the_link_names_the_one_of_before_or_the_new_one(run: Callable[..., Path]) -> None:
+    folder = run(10, 20) / "checkpoints"
+    real, seen = {name: getattr(os, name) for name in ("symlink", "replace", "fsync")}, []
+    for name in real:
+        set_best(folder / step_name(10), folder)
+        child = os.fork()
+        if child == 0:
+            setattr(os, name, lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+            set_best(folder / step_name(20), folder)
+            os._exit(0)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        seen.append(link_of(folder))
+    assert seen == [step_name(10), step_name(10), step_name(20)]
 
 
 @pytest.fixture

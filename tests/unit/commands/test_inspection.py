@@ -15,7 +15,7 @@ import zerotrain
 from tests.unit.checkpoint.runs import KINDS, build, train
 from zerotrain.checkpoint import compare
 from zerotrain.checkpoint.folder import PartialFolder
-from zerotrain.checkpoint.kept import set_aside, step_name
+from zerotrain.checkpoint.kept import set_aside, set_best, step_name
 from zerotrain.commands.inspection import main
 from zerotrain.testing.fake_wire import run_threads
 
@@ -164,6 +164,7 @@ def test_a_run_is_listed_with_what_lies_beside_its_checkpoints(
     removed = folder / f".{step_name(1)}.removed-0123456789abcdef"
     removed.mkdir()
     aside = set_aside(Path(shutil.copytree(saved / "second", folder / step_name(60))))
+    set_best(folder / step_name(20), folder)
     assert main([str(folder)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith("stage 3, 3 ranks  BROKEN: do not load it")
@@ -176,6 +177,7 @@ def test_a_run_is_listed_with_what_lies_beside_its_checkpoints(
         f"{dead.name}: a save that was cut off; the next one removes it",
         f"{removed.name}: a removal under way or cut off; the next one removes it",
         f"{aside.name}: set aside when the run went on from an earlier one",
+        "best: step-00000020, of the best evaluation",
         f"to go on from step-00000020: checkpoint.resume={folder / step_name(20)}",
     ]
     alive.remove()

@@ -51,6 +51,10 @@ def test_what_we_ship_has_no_problems(compose, group):
         "model.compile=maybe",
         "model.activation_checkpointing=null",
         "train.max_steps=0",
+        "train.num_epochs=0",
+        "train.num_epochs=nan",
+        "train.max_tokens=-1",
+        "train.max_tokens=inf",
         "train.micro_batch_size=0",
         "train.gradient_accumulation_steps=0",
         "train.max_grad_norm=0",
@@ -270,6 +274,30 @@ def test_what_has_an_effect_at_stage_3_has_it_where_the_schedule_comes_there():
     assert without_effect(Config(zero=ZeroGroup(prefetch=2, schedule={5: 3})), world_size=2) == []
     [line] = without_effect(Config(zero=ZeroGroup(prefetch=2, schedule={5: 1})), world_size=2)
     assert line == "zero.prefetch=2 has no effect at zero.schedule={5: 1}; it has one at 3"
+
+
+@pytest.mark.parametrize("given", ["train.num_epochs=2", "train.num_epochs=0.5", "train.max_tokens=1e9"])
+def test_the_length_of_a_run_is_given_once(compose, given):
+    """The default number of steps counts as none."""
+    for more in ([], ["train.max_steps=null"], ["train.max_steps=400"]):
+        config, problems = checked_config(compose([given, *more]))
+        assert problems == []
+        assert config.train.max_steps is None
+    [problem] = problems_of(compose, given, "train.max_steps=30")
+    said = f"{given.replace('1e9', '1000000000')}{'' if '.5' in given else '.0'}"
+    assert problem == f"train.max_steps=30, {said}: a run has one length; leave out the others, or give them null"
+    [problem] = problems_of(compose, "train.num_epochs=2", "train.max_tokens=7")
+    assert problem.startswith("train.num_epochs=2.0, train.max_tokens=7.0: a run has one length")
+    [problem] = problems_of(compose, "train.max_steps=null")
+    assert problem.startswith("train.max_steps: got null; it must be a number of steps without train.num_epochs")
+
+
+def test_a_hash_that_is_made_before_the_steps_are_known_is_that_of_the_run(compose):
+    config, _ = checked_config(compose(["train.num_epochs=2"]))
+    before = config_hash(config)
+    config.train.max_steps = 7
+    assert config_hash(config) == before != config_hash(checked_config(compose(["train.num_epochs=3"]))[0])
+    assert config_hash(checked_config(compose(["train.max_steps=7"]))[0]) != before
 
 
 def test_a_stage_that_is_never_reached_is_told():

@@ -12,6 +12,23 @@ from zerotrain.config.explain import composition_problems
     [
         ("zero.stge=3", "zero.stge: there is no such setting; did you mean zero.stage?"),
         ("max_steps=3", "max_steps: there is no such setting; did you mean train.max_steps?"),
+        ("train.epochs=3", "train.epochs: there is no such setting; did you mean train.num_epochs?"),
+        ("train.max_epochs=3", "train.max_epochs: there is no such setting; did you mean train.num_epochs?"),
+        (
+            "train.num_train_epochs=3",
+            "train.num_train_epochs: there is no such setting; did you mean train.num_epochs?",
+        ),
+        ("num_train_epochs=3", "num_train_epochs: there is no such setting; did you mean train.num_epochs?"),
+        ("max_tokens=3", "max_tokens: there is no such setting; did you mean train.max_tokens?"),
+        (
+            "scheduler.num_warmup_steps=3",
+            "scheduler.num_warmup_steps: there is no such setting; did you mean scheduler.warmup_steps?",
+        ),
+        ("warmup_steps=3", "warmup_steps: there is no such setting; did you mean scheduler.warmup_steps?"),
+        (
+            "train.warmup_steps=3",
+            "train.warmup_steps: there is no such setting; did you mean scheduler.warmup_steps?",
+        ),
         ("model.num_layer=3", "model.num_layer: there is no such setting; did you mean model.num_layers?"),
         ("precison=bf16", "precison: there is no such setting; did you mean precision?"),
         ("precision=bf17", "precision=bf17: there is no such choice; did you mean bf16?; there are bf16, fp16, fp32"),

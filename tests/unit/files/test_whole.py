@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.files.whole import sync_folder, whole
+from zerotrain.files.whole import replace_link, sync_folder, whole
 
 
 @pytest.mark.parametrize("lasting", [False, True])
@@ -34,6 +34,16 @@ def test_nothing_is_left_of_what_could_not_be_written(tmp_path: Path, error: typ
         write()
     assert (tmp_path / "it").read_text() == "before"
     assert os.listdir(tmp_path) == ["it"]
+
+
+def test_a_link_takes_the_place_of_what_has_its_name_but_not_of_a_folder(tmp_path: Path):
+    for target in ("first", "second"):
+        replace_link(tmp_path / "it", target)
+        assert os.readlink(tmp_path / "it") == target
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        replace_link(tmp_path / "folder", "third")
+    assert sorted(os.listdir(tmp_path)) == ["folder", "it"]
 
 
 def test_a_folder_is_not_replaced(tmp_path: Path):

@@ -1,5 +1,6 @@
 """One rank of a run, in a process of its own: from a config to result.json."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -161,6 +162,21 @@ def test_what_is_kept_of_a_run_is_as_the_config_says(every: str | None, steps: i
     assert (policy.resume, policy.init_from) == ([Path("run/checkpoints/step-00000100")], Path("llama"))
     assert policy.at_end
     assert not factory._policy(Config(checkpoint=CheckpointConfig(save_at_end=False)), []).at_end
+
+
+def halving(step: int, max_steps: int, *, times: int = 1) -> float:
+    """A schedule of the user's own."""
+    return 0.5 ** (step * times // max_steps)
+
+
+def test_any_function_may_be_the_schedule(tmp_path: Path) -> None:
+    schedule = {"_target_": f"{__name__}.halving", "_partial_": True, "times": 2}
+    settings = config(scheduler=schedule)
+    settings.train.max_steps, settings.train.log_every, settings.train.eval_every = 4, 1, 0
+    preflight.check(settings)
+    factory.run(settings, tmp_path, overrides=[], config_hash="abc")
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["lr"] for line in lines if "lr" in line] == [1e-3, 1e-3, 5e-4, 5e-4]
 
 
 class Random:

@@ -36,6 +36,7 @@ from zerotrain.launching.start.fork_server import open_fork_server
 from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.torchrun import job_exchange, run_here
 from zerotrain.run.preflight import check as preflight
+from zerotrain.run.preflight.length import length_given
 from zerotrain.run.preflight.room import file_problems, in_memory, is_on_host
 from zerotrain.training.callbacks.stages import stage_at, stages_named
 from zerotrain.training.figures.result import RESULT_NAME, read_result
@@ -222,10 +223,13 @@ def _settings(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None
         problems.append(f"launch.nproc_per_node: got {wanted}; torchrun has started {started}; leave it out")
     if not problems and is_on_host(config):  # a number of ranks that cannot be has no files to count
         problems += file_problems(num_local if ranks is None else ranks.world_size)
-    if ranks is None or not num_restarts():
-        is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-        problems += earlier.folder_problems(config, run_dir, of_sweep=is_sweep)
-    return config, problems
+    return config, problems + _folder_problems(config, run_dir, ranks)
+
+
+def _folder_problems(config: Config, run_dir: Path, ranks: RankEnvironment | None) -> list[str]:
+    if ranks is not None and num_restarts():
+        return []
+    return earlier.folder_problems(config, run_dir, of_sweep=HydraConfig.get().mode == RunMode.MULTIRUN)
 
 
 def _checked(
@@ -233,7 +237,7 @@ def _checked(
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """The data as it was after all that can be checked without ranks, and the checkpoints to go on from. A ConfigError
     with all problems, these and others."""
-    data_checked, to_try, manifest = None, [], None
+    data_checked, to_try, manifest, has_length = None, [], None, config.train.max_steps is not None
     num_local = num_local_ranks(config) if ranks is None else ranks.local_world_size
     num_ranks = num_local if ranks is None else ranks.world_size
     try:
@@ -252,6 +256,9 @@ def _checked(
             data_checked = preflight.check(config, num_local, num_ranks, manifest, run_dir)
         except ConfigError as error:
             problems += error.problems
+    if not has_length and not problems:
+        print(f"train.max_steps={config.train.max_steps}, from {length_given(config)}", flush=True)
+        problems += _folder_problems(config, run_dir, ranks)  # as only now the run's last step is known
     if problems:
         raise ConfigError(*problems)
     return data_checked, [str(path) for path in to_try]

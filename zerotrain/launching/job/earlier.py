@@ -91,8 +91,9 @@ def completed_already(config: Config, run_dir: Path) -> dict[str, Any] | None:
 def _problems_of_completed(
     config: Config, run_dir: Path, result: dict[str, Any], another: str, of_sweep: bool
 ) -> list[str]:
-    resume, steps = config.checkpoint.resume, result["steps"]
-    trains_longer, has_checkpoints = config.train.max_steps > steps, bool(checkpoints_in(run_dir / CHECKPOINTS))
+    resume, steps, max_steps = config.checkpoint.resume, result["steps"], config.train.max_steps
+    has_checkpoints = bool(checkpoints_in(run_dir / CHECKPOINTS))
+    trains_longer = max_steps is None or max_steps > steps  # None: the data is yet to tell
     holds = f"{run_dir} holds a completed run"
     ways = f"or give {another}"
     if has_checkpoints:
@@ -129,6 +130,9 @@ def _differences(config: Config, result: dict[str, Any], run_dir: Path) -> list[
     defaults, was, now = (_flat(values) for values in (asdict(Config()), said, asdict(config)))
     if config.train.virtual_ranks is None:  # as many as the checkpoint has that it went on from
         was.pop("train.virtual_ranks", None)
+    if config.train.num_epochs is not None or config.train.max_tokens is not None:  # it follows from them
+        was.pop("train.max_steps", None)
+        now.pop("train.max_steps")
     differing = []
     for name in sorted(was.keys() | now.keys()):
         before, after = (values.get(name, defaults.get(name)) for values in (was, now))

@@ -12,7 +12,7 @@ from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.config.interpolation import quoted
-from zerotrain.config.schema import Config
+from zerotrain.config.schema import LENGTHS, Config
 from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.options import leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError
@@ -85,7 +85,7 @@ def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_rank
     Raises:
         ConfigError: the checkpoint is further than the run is to go.
     """
-    if manifest.step > config.train.max_steps:
+    if config.train.max_steps is not None and manifest.step > config.train.max_steps:
         raise ConfigError(
             f"train.max_steps: got {config.train.max_steps}; it must be {manifest.step} or more, the step of the "
             "checkpoint that the run resumes from"
@@ -130,6 +130,8 @@ def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment
         is_one_machine = ranks.local_world_size == ranks.world_size
         starter = f"torchrun --nproc-per-node {ranks.world_size}" if is_one_machine else "torchrun ..."
     replaced = (*_OF_RESUMING, *(f"{each.partition('=')[0]}=" for each in more))
+    if any(each.startswith("train.max_steps=") for each in more):
+        replaced += tuple(f"train.{name}=" for name in LENGTHS)  # a run has one length
     kept = [each for each in overrides if not each.lstrip("+").startswith(replaced)]
     settings = with_run_dir([*kept, *more, f"checkpoint.resume={AUTO}"], run_dir)
     return f"{starter} {shlex.join([*started, *settings, *_config_options(sys.argv[1:])])}"

@@ -39,7 +39,8 @@ from zerotrain.run.factory import (
     in_group,
     try_schedule,
 )
-from zerotrain.run.preflight.data import dataset_of, first_batches_of, require_enough, require_fit
+from zerotrain.run.preflight.data import dataset_of, first_batches_of, require_enough, require_fit, require_metric
+from zerotrain.run.preflight.length import take_max_steps
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
 from zerotrain.run.preflight.room import Ranks, require_room
 from zerotrain.sharding.units import cut_units, model_parameters, walk
@@ -58,7 +59,7 @@ def check(
     Called once, before any rank starts; it also fills the dataset's cache, so that the ranks find it there.
 
     Args:
-        config: gets the dataset's `model.vocab_size` if that is null.
+        config: gets the dataset's `model.vocab_size` if that is null, and `train.max_steps` likewise.
         num_local_ranks: ranks this machine is to run.
         num_ranks: of all machines.
         goes_on_from: of the checkpoint that is tried first.
@@ -88,7 +89,9 @@ def check(
     if model is not None and can_train and batches is not None:
         attempt("data", lambda _: require_fit(model, data, batches))
     if batches is not None:
+        attempt("checkpoint", lambda config: require_metric(data, config))
         attempt("train", lambda config: require_enough(data, config))
+        attempt("train", lambda config: take_max_steps(config, data, num_ranks, goes_on_from))
     num_problems = len(problems)
     factory = attempt(
         "optimizer", _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device))
@@ -150,7 +153,8 @@ def _start_misfits(model: nn.Module, checkpoint: CheckpointConfig, goes_on_from:
 
 def _stages_to_come(goes_on_from: Manifest | None, config: Config) -> list[int]:
     stages, step = stages_from(goes_on_from, config.zero.stages)
-    later = [stages[each] for each in stages if step < each < config.train.max_steps]
+    last = config.train.max_steps or 0
+    later = [stages[each] for each in stages if step < each < last]
     return list(dict.fromkeys([stage_at(stages, step), *later]))
 
 

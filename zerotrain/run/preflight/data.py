@@ -67,6 +67,13 @@ def require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -
             require_next_tokens(each, f"data.{name}", model=kind, vocab_size=getattr(model, "vocab_size", None))
 
 
+def require_metric(data: Any, config: Config) -> None:
+    """Check that an evaluation has the loss whose best checkpoint is to be kept."""
+    metrics = ["val_loss", *(f"val_loss/{name}" for name in getattr(data.validation, "sources", ()))]
+    if config.checkpoint.best not in (None, *metrics):
+        raise ConfigError(f"checkpoint.best: got {config.checkpoint.best}; an evaluation has {', '.join(metrics)}")
+
+
 def require_enough(data: Any, config: Config) -> None:
     """Check that a step does not read the data many times over: all that a rank reads in it lies in memory at once."""
     train, most = config.train, max(len(data.train), MIN_SEQUENCES)

@@ -28,6 +28,7 @@ from zerotrain.engine.options import dotted
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.engine.state.saving.under_way import SaveUnderWay
 from zerotrain.errors import CheckpointError, TrainingError
+from zerotrain.training.best import BestCheckpoint
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.run_state import require_run_state
 from zerotrain.training.figures.report import in_unit, say
@@ -55,6 +56,8 @@ class CheckpointPolicy:
     """Those of each so many steps stay."""
     asynchronous: bool = True
     """Write beside the training."""
+    best: str | None = None
+    """Metric of an evaluation whose best checkpoint stays too, see `BestCheckpoint`; it is saved at once."""
     at_end: bool = True
     """Save after the last step."""
     resume: Sequence[Path] = ()
@@ -96,6 +99,7 @@ class RunCheckpoints(Callback):
         self._engine, self._world, self._console = engine, world, console
         self._policy = policy or CheckpointPolicy(at_end=False)
         self._folder, self._settings = run_dir / CHECKPOINTS, settings
+        self.best = BestCheckpoint(self._policy.best, self._folder, engine, world, console)
         self._under_way: SaveUnderWay | None = None
         self._begun_s = time.monotonic()
         """When the newest save was begun; before the first, when this was made."""
@@ -135,6 +139,7 @@ class RunCheckpoints(Callback):
         self._say(*(f"warning: skipped a checkpoint that cannot be loaded: {each}" for each in problems))
         _restore_generators(self._engine, path)
         step, self.newest = self._engine.stamps.num_steps, path
+        self.best.resumed_from = path
         self._say(f"resumes from {path}, step {step}")
         take_changed(self._engine.param_groups, was=state["built_groups"], now=self._built_groups)
         return Resumed(path, step, state["run"])
@@ -144,6 +149,7 @@ class RunCheckpoints(Callback):
         run's own folder that are later. For rank 0 alone."""
         self._say(*self._changed_settings(resumed.path))
         self._set_aside(resumed.path, resumed.step)
+        self.best.agreed()
 
     def _changed_settings(self, path: Path) -> Iterator[str]:
         """A line for each setting that is another than in the checkpoint, but for those that change no number."""
@@ -161,13 +167,19 @@ class RunCheckpoints(Callback):
         is_due = every_s is not None and time.monotonic() - self._begun_s >= every_s
         return Request(save=self._world.rank == 0 and is_due)
 
+    def start(self, run: Run) -> None:
+        """Save what was evaluated here before the next step, where a stop came before, if it is the best."""
+        if self.best.is_due(run.step):
+            self._save(run, wait=False)
+
     def after_step(self, run: Run, outcome: TrainStepResult) -> None:
         """Say what has come of a save beside this step, if that has ended, and save where it is due."""
         self._step_times_s[self._under_way is not None].append(run.clock.last_s)
         if self._under_way is not None and self._under_way.is_done:
             self._settle(run)
         every = self._policy.every_steps
-        if run.asked.save or (every is not None and run.step % every == 0) or run.stopped_by:
+        is_due = (every is not None and run.step % every == 0) or self.best.is_due(run.step)
+        if run.asked.save or is_due or run.stopped_by:
             self._save(run, wait=bool(run.stopped_by))
 
     def end(self, run: Run) -> None:
@@ -193,6 +205,8 @@ class RunCheckpoints(Callback):
         self._settle(run)
         path = self._folder / step_name(run.step)
         if self.newest == path:
+            if self.best.is_due(run.step):
+                self._take_its_place(path)
             return
         self._begun_s = time.monotonic()
         # What is measured differs by rank; that of rank 0 is the run's.
@@ -243,13 +257,19 @@ class RunCheckpoints(Callback):
         self._pauses_s.append(seconds if waited else saving.pause_s + saving.held_s)
         paused = "" if waited else f"; the training waited {1e3 * self._pauses_s[-1]:.0f} ms"
         self._say(f"saved {CHECKPOINTS}/{saving.path.name}: {in_unit(_nbytes(saving.path))} in {seconds:.2f} s{paused}")
+        self._take_its_place(self.newest)
+        run.callbacks.call("after_save", run, self.newest)
+
+    def _take_its_place(self, path: Path) -> None:
+        """Let older checkpoints go for one that is on the disk, which may be the best too."""
+        self.best.saved(path)
         if self._world.rank == 0:
             self._await_removal()
             self._removal = threading.Thread(target=self._remove_old, name="remove-checkpoints", daemon=True)
             self._removal.start()
-        run.callbacks.call("after_save", run, self.newest)
 
     def _note_failure(self, path: Path, error: CheckpointError) -> None:
+        self.best.failed(path)
         self._failures.append(f"{path.name} was not saved: {error}")
         self._say(f"warning: {self._failures[-1]}")
 

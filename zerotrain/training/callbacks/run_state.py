@@ -32,7 +32,7 @@ _RESULT = {
 _STATE = {
     "data": dict, "skipped_steps": Natural(), "evaluated_at": (int, None), "result": _RESULT,
     "clock": dict.fromkeys(EARLIER, float), "sinks": [(dict, None)], "asked_stages": AskedStages(),
-    "callbacks": Optional(Each(dict)),
+    "callbacks": Optional(Each(dict)), "best": Optional({"metric": str, "value": float, "step": Natural()}),
 }  # fmt: skip
 
 

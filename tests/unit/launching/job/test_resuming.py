@@ -86,6 +86,11 @@ def test_a_checkpoint_beyond_the_last_step_is_refused():
         resuming.take_from(Saved(5, 1), Config(train=TrainConfig(max_steps=4)), 1, 1)
 
 
+def test_how_far_a_run_of_epochs_goes_is_told_by_the_data():
+    config = Config(train=TrainConfig(max_steps=None, num_epochs=1.0))
+    assert resuming.take_from(Saved(5, 1), config, 1, 1) == []
+
+
 @pytest.mark.parametrize(
     ("argv", "ranks", "command"),
     [
@@ -105,6 +110,7 @@ def test_a_checkpoint_beyond_the_last_step_is_refused():
 )
 def test_the_command_to_go_on_is_that_of_the_run_and_says_where(monkeypatch, argv, ranks, command):
     monkeypatch.setattr(sys, "argv", argv)
-    overrides = ["a=1", "train.max_steps=4", "+checkpoint.resume=x", "hydra.run.dir=else", "launch.overwrite=true"]
+    overrides = ["a=1", "train.num_epochs=4", "++train.max_tokens=4", "train.max_steps=null"]
+    overrides += ["+checkpoint.resume=x", "hydra.run.dir=else", "launch.overwrite=true"]
     started = ranks and RankEnvironment(0, ranks[1], 0, ranks[0])
     assert resuming.command_to_go_on(overrides, Path("out"), started, "train.max_steps=8") == command

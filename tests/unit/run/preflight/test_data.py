@@ -1,5 +1,7 @@
 """Users' datasets: what is refused before any rank starts, each in one line, and what is taken."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,9 +9,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from tests.unit.run.test_factory import ADAMW, GPT
-from zerotrain.config.schema import Config
+from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.errors import ConfigError
 from zerotrain.run.preflight import check as preflight
+from zerotrain.run.preflight.data import require_metric
 
 CONSTANT = {"_target_": "zerotrain.training.constant", "_partial_": True}
 
@@ -102,3 +105,19 @@ def test_items_that_are_named_or_that_a_collate_function_pads_are_taken() -> Non
     check("ragged", collate_fn={"_target_": f"{__name__}.padded", "_partial_": True})
     with pytest.raises(ConfigError, match=r"^data\.train: row 0 .* cannot be collated into a batch: ValueError: too"):
         check("triples", collate_fn={"_target_": f"{__name__}.padded", "_partial_": True})
+
+
+@pytest.mark.parametrize(
+    ("best", "problem"),
+    [
+        (None, None),
+        ("val_loss", None),
+        ("val_loss/a", None),
+        ("val_loss/c", "checkpoint.best: got val_loss/c; an evaluation has val_loss, val_loss/a, val_loss/b"),
+    ],
+)
+def test_the_best_is_of_a_loss_that_an_evaluation_has(best: str | None, problem: str | None) -> None:
+    data = SimpleNamespace(validation=SimpleNamespace(sources={"a": [], "b": []}))
+    settings = Config(checkpoint=CheckpointConfig(best=best))
+    with nullcontext() if problem is None else pytest.raises(ConfigError, match=problem):
+        require_metric(data, settings)

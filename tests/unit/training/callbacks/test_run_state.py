@@ -25,11 +25,12 @@ def of_trainer(**changes: Any) -> dict[str, Any]:
 def test_what_a_run_has_written_is_gone_on_from() -> None:
     require_run_state(Path("step"), of_trainer())
     require_run_state(Path("step"), of_trainer(evaluated_at=3, sinks=[]))
+    require_run_state(Path("step"), of_trainer(best={"metric": "val_loss", "value": 2.5, "step": 3}))
 
 
 WRONG: dict[str, Any] = {
     "data": 3, "skipped_steps": "3", "evaluated_at": 0.5, "result": {"stages": 3}, "clock": {"train_s": 1.0},
-    "sinks": {"0": None}, "asked_stages": {"five": 3},
+    "sinks": {"0": None}, "asked_stages": {"five": 3}, "best": {"metric": "val_loss", "value": 2.5, "step": -1},
 }  # fmt: skip
 
 
