@@ -24,7 +24,7 @@ def measured() -> dict[str, Any]:
     """Each rank waits for its rows half a second longer than the one before it, but the last does not."""
     world = zerotrain.World.current(torch.device("cpu"))
     engine = zerotrain.build_engine(Line(2, 1), optimizer=torch.optim.SGD, world=world)
-    feed: Any = SimpleNamespace(epoch=0.5, num_tokens=None)
+    feed: Any = SimpleNamespace(epoch=0.5, num_samples=16, num_tokens=None)
     stages: Any = None  # asked at the end alone
     clock, result = StepClock(), RunResult(world_size=world.size)
     measuring = Measuring(engine, world, feed, result, clock, stages, model_flops=None, log_every=2)
