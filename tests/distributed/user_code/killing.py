@@ -1,4 +1,4 @@
-"""A callback that a machine might as well be."""
+"""Kills a rank as a machine might."""
 
 import os
 import signal
@@ -7,7 +7,9 @@ from zerotrain.training import Callback
 
 
 class Killing(Callback):
-    """Kills its process after each of these steps, the first time that the run comes there."""
+    """Kills rank 0 after each of these steps, the first time that the run comes there."""
+
+    ranks = "first"
 
     def __init__(self, *, steps: list[int]) -> None:
         self.steps = steps

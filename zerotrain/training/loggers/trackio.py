@@ -32,8 +32,6 @@ class Trackio(Tracker):
         super().__init__()
         self._project, self._name, self._group, self._space_id = project, name, group, space_id
         self._run: Any = None
-        self._row: dict[str, Any] = {}
-        """The numbers of a step that are to be sent."""
         self._step = 0
 
     def _open_run(self, run: Run, run_id: str | None) -> tuple[str, Written]:
@@ -48,26 +46,29 @@ class Trackio(Tracker):
             resume="allow",
             embed=False,
         )
-        self._row, self._step = {}, run.step
-        return run_id, Written(until=self._run._next_step - 1)
+        self._step = run.step
+        return run_id, self._there()
 
     def _describe_run(self, run: Run) -> None:
         self._run.config |= {**(run.settings or {}), "environment": facts_of(run)}
 
     def _write(self, numbers: dict[str, float], step: int) -> None:
-        """Send the numbers of a step at once: if a run is killed, all of them are there, or none."""
-        if step != self._step:
-            self._send_row()
         self._step = step
-        self._row |= numbers
+        self._run.log(dict(numbers), step=step)
 
     def _close_run(self, result: dict[str, float], status: str | None) -> None:
         if status is not None:
-            self._row |= {**result, "status": status}
-        self._send_row()
+            self._run.log({**result, "status": status}, step=self._step)
         self._run.finish()
 
-    def _send_row(self) -> None:
-        if self._row:
-            self._run.log(self._row, step=self._step)
-        self._row = {}
+    def _there(self) -> Written:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        if self._space_id is not None:  # which tells the last step of all curves alone
+            return Written(until=self._run._next_step - 1)
+        rows = SQLiteStorage.get_logs(self._project, self._run.name, run_id=self._run.id)
+        return Written(by_name={name: row["step"] for row in sorted(rows, key=_step_of) for name in row})
+
+
+def _step_of(row: dict[str, Any]) -> int:
+    return int(row["step"])

@@ -48,7 +48,7 @@ class WandB(Tracker):
     def _open_run(self, run: Run, run_id: str | None) -> tuple[str, Written]:
         import wandb
 
-        mode = self._mode or os.environ.get("WANDB_MODE", "online")
+        mode: Any = self._mode or os.environ.get("WANDB_MODE", "online")
         run_id = run_id or secrets.token_hex(4)
         if mode == "offline":
             _set_aside(run.folder / "wandb", run_id)

@@ -33,12 +33,18 @@ def curves_of() -> Callable[[Path], dict[str, list[tuple[int, float]]]]:
 
 
 @pytest.fixture
-def killed_twice(zygote: Zygote, tmp_path: Path) -> Callable[..., Path]:
+def tiny() -> list[str]:
+    """Settings of a run of two ranks and six steps, which saves every two."""
+    return list(TINY)
+
+
+@pytest.fixture
+def killed_twice(zygote: Zygote, tmp_path: Path, tiny: list[str]) -> Callable[..., Path]:
     """Trains six steps of a logger; the run is killed after step 3, restarted, killed after step 5, and resumed."""
 
     def train(*logger: str, **environment: str) -> Path:
         killing = "+callbacks.killing={_target_: killing.Killing, steps: [3, 5]}"
-        settings = [*TINY, *logger, killing, "launch.max_restarts=1", "checkpoint.resume=auto"]
+        settings = [*tiny, *logger, killing, "launch.max_restarts=1", "checkpoint.resume=auto"]
         ended = [zygote.run(settings, tmp_path, environment) for _ in range(2)]
         assert [each.code for each in ended] == [1, 0], ended
         assert "does not warn" not in (tmp_path / "run/ranks/0.log").read_text()

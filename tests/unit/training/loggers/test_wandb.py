@@ -10,8 +10,17 @@ from zerotrain.checkpoint import checkpoints_in
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 from zerotrain.training.loggers.wandb import WandB
 
-pytest.importorskip("wandb")
+wandb = pytest.importorskip("wandb")
 EVERY_2 = CheckpointPolicy(every_steps=2, asynchronous=False, at_end=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_service():
+    """No test after these has threads of wandb."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_ERROR_REPORTING", "false")
+        yield
+        wandb.teardown()
 
 
 def file_of(folder):
@@ -49,7 +58,7 @@ def test_each_number_the_settings_and_the_end_are_there(make_trainer, tmp_path, 
 
 
 def test_a_run_that_is_killed_twice_is_one_curve(killed_twice, require_one_curve):
-    folder = killed_twice("logger=wandb", "callbacks.wandb.mode=offline")
+    folder = killed_twice("logger=wandb", "callbacks.wandb.mode=offline", WANDB_ERROR_REPORTING="false")
     require_one_curve(folder, curves_at(file_of(folder)))
     earlier = sorted(folder.glob("wandb/earlier/*/*.wandb"))
     assert {path.name for path in earlier} == {file_of(folder).name}
