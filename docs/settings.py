@@ -64,7 +64,8 @@ def rows_of(group: str, config: type, meanings: dict[tuple[str, str], str]) -> l
 
 def choice(group: str, name: str) -> str:
     """A row for a yaml of an open group: its first line, and its keys with their comments."""
-    lines = (REPOSITORY / "conf" / group / f"{name}.yaml").read_text().splitlines()
+    text = (REPOSITORY / "conf" / group / f"{name}.yaml").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("# @package")]
     meaning = lines[0].removeprefix("# ") if lines[0].startswith("#") else ""
     keys = []
     for line in lines:

@@ -118,18 +118,23 @@ def of_rank_0(buffer: Mapping[str, Any]) -> dict[str, Any]:
     return {**buffer, "pieces": [piece for piece in buffer["pieces"] if piece["file"] == 0]}
 
 
-def head() -> dict[str, Any]:
-    """The first lines of a manifest, with what writes it."""
+def versions() -> dict[str, str]:
+    """The versions of what writes a checkpoint."""
     try:
         ours = version("zerotrain")
     except PackageNotFoundError:  # run from a clone
         ours = "not installed"
+    return {"zerotrain": ours, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def head() -> dict[str, Any]:
+    """The first lines of a manifest, with what writes it."""
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "hash_function": HASH,
         "block_nbytes": BLOCK_NBYTES,
-        "versions": {"zerotrain": ours, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
     }
 
 

@@ -90,7 +90,7 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
             "the shell's quotes, such as 'data.path=\"a (b)\"'"
         )
     if isinstance(error, MissingConfigException):
-        return _missing_choice(override, error)
+        return _missing_choice(override, error, folders)
     if isinstance(error, UnicodeError):
         return f"{find_yaml(f'{key}/{got}', folders) or override}: is not text in UTF-8"
     if isinstance(cause, GrammarParseError):
@@ -121,7 +121,7 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
     return f"{override}: {first_line(error)}"
 
 
-def _missing_choice(override: str, error: MissingConfigException) -> str:
+def _missing_choice(override: str, error: MissingConfigException, folders: Sequence[Path]) -> str:
     """The message for a choice that does not exist, or for one that a chosen yaml asks for."""
     key, _, got = override.lstrip("+~").partition("=")
     asked, options = error.missing_cfg_file or "", error.options or []
@@ -129,9 +129,17 @@ def _missing_choice(override: str, error: MissingConfigException) -> str:
     if got in _PLUGINS.get(key, ()):
         package = f"hydra-{got.partition('_')[0]}-{key.removeprefix('hydra/')}"
         return f"{override}: is not installed; pip install {package}{choices}"
+    name = asked.rpartition("/")[2] or got
+    meant = did_you_mean(name, options) or _of_another_group(name, folders)
     if asked in ("", f"{key}/{got}", got):
-        return f"{override}: there is no such choice{did_you_mean(got, options)}{choices}"
-    return f"{override}: needs {asked}, which does not exist{did_you_mean(asked.rpartition('/')[2], options)}{choices}"
+        return f"{override}: there is no such choice{meant}{choices}"
+    return f"{override}: needs {asked}, which does not exist{meant}{choices}"
+
+
+def _of_another_group(name: str, folders: Sequence[Path]) -> str:
+    """The suggestion of the group that has a choice of this name."""
+    found = sorted(path for folder in folders for path in folder.glob("*/*.yaml") if path.stem == name)
+    return f"; did you mean {found[0].parent.name}={name}?" if found else ""
 
 
 def _line_of_file(name: str, override: str | None, cause: Exception, known: list[str], folders: Sequence[Path]) -> str:

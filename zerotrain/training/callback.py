@@ -98,6 +98,8 @@ class Run:
     callbacks: "CallbackList"
     state: Callable[[], dict[str, Any]]
     """The run's place in the training, for a checkpoint."""
+    settings: Mapping[str, Any] | None = None
+    """Those of the run, as its checkpoints note them: nested dicts of values that JSON can hold."""
     asked: Request = field(default_factory=Request)
     """The wishes of all ranks after the last step."""
     failed_saves: Exception | None = None

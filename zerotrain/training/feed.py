@@ -57,6 +57,11 @@ class TrainingFeed:
         return self.sampler.rows_consumed / self.sampler.num_sequences
 
     @property
+    def num_samples(self) -> int:
+        """Rows that the run was trained on."""
+        return self.sampler.rows_consumed
+
+    @property
     def num_tokens(self) -> int | None:
         """Labels that the run was trained on, where that follows from its sequences."""
         return None if self.tokens_per_sequence is None else self.sampler.rows_consumed * self.tokens_per_sequence

@@ -1,10 +1,12 @@
 """A run's measurements: each step, its speed so far, and at its end the bytes of each rank."""
 
+import time
 from typing import Any
 
 import torch
 
 from zerotrain.comm.ranks.world import World
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.training.callback import Callback, Run
@@ -80,7 +82,7 @@ class Measuring(Callback):
         self._result.final_train_loss = loss
         return {
             "train_loss": loss,
-            "lr": self._engine.param_groups[0]["lr"],
+            **self._rates(),
             "grad_norm": outcome.grad_norm,
             "grad_norm_clipped": outcome.grad_norm * outcome.clip_coefficient,
             "skipped_steps": self._result.skipped_steps,
@@ -90,8 +92,19 @@ class Measuring(Callback):
             "mfu": self._utilization(last_steps=self._log_every),
             "data_wait_ms": wait_ms,
             "epoch": self._feed.epoch,
+            "samples": self._feed.num_samples,
             "tokens": self._feed.num_tokens,
+            "sent_nbytes": self._engine.ledger.last_step.sent_nbytes,
+            "peak_nbytes": device_of(self._world.device).peak_nbytes(),
+            "train_s": self._clock.train_s,
+            "wall_time_s": time.time(),
         }
+
+    def _rates(self) -> dict[str, float]:
+        """The learning rate, and those of groups with one of their own."""
+        first, *others = self._engine.param_groups
+        own = [group for group in others if (group["lr"], group["initial_lr"]) != (first["lr"], first["initial_lr"])]
+        return {"lr": first["lr"]} | {f"lr/{group['name']}": group["lr"] for group in own}
 
     def _note_speed(self) -> None:
         """The speed of the run, however it has ended."""

@@ -80,6 +80,7 @@ class Trainer(TrainerSettings):
             clock=self.clock,
             callbacks=self._callbacks,
             state=self._state,
+            settings=self.settings,
         )
         with stop_requests(partial(setattr, self.engine, "signal")) as stop:
             try:

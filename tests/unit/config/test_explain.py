@@ -49,6 +49,13 @@ def test_a_refused_override_gets_one_line_that_helps(compose, override, line):
     assert composition_problems([override], compose, is_sweep=False) == [line]
 
 
+@pytest.mark.parametrize("chosen", ["tensorboard", "[early_stopping,tensorboard]"])
+def test_a_choice_of_another_group_is_told(compose, chosen):
+    conf = Path(__file__).resolve().parents[3] / "conf"
+    [line] = composition_problems([f"callbacks={chosen}"], compose, is_sweep=False, folders=[conf])
+    assert "; did you mean logger=tensorboard?" in line
+
+
 @pytest.mark.parametrize("override", ["zero.stage", "zero.stage=[", "zero.stage={"])
 def test_an_override_that_cannot_be_read_is_named(compose, override):
     [line] = composition_problems([override], compose, is_sweep=False)

@@ -24,7 +24,7 @@ def measured() -> dict[str, Any]:
     """Each rank waits for its rows half a second longer than the one before it, but the last does not."""
     world = zerotrain.World.current(torch.device("cpu"))
     engine = zerotrain.build_engine(Line(2, 1), optimizer=torch.optim.SGD, world=world)
-    feed: Any = SimpleNamespace(epoch=0.5, num_tokens=None)
+    feed: Any = SimpleNamespace(epoch=0.5, num_samples=16, num_tokens=None)
     stages: Any = None  # asked at the end alone
     clock, result = StepClock(), RunResult(world_size=world.size)
     measuring = Measuring(engine, world, feed, result, clock, stages, model_flops=None, log_every=2)
@@ -41,4 +41,22 @@ def test_the_loss_is_the_mean_of_the_ranks_and_the_wait_that_of_the_longest() ->
     assert len({each["loss"] for each in by_rank}) == 3
     assert [each["train_loss"] for each in by_rank] == pytest.approx([mean] * 3)
     assert [each["data_wait_ms"] for each in by_rank] == pytest.approx([250.0] * 3)
-    assert [each["epoch"] for each in by_rank] == [0.5] * 3
+    assert [(each["epoch"], each["samples"]) for each in by_rank] == [(0.5, 16)] * 3
+    assert all(each["sent_nbytes"] > 0 and each["peak_nbytes"] > 0 and each["train_s"] > 0 for each in by_rank)
+
+
+def rates_of(*rates: float) -> dict[str, float]:
+    world = zerotrain.World.current(torch.device("cpu"))
+    model = torch.nn.ModuleList(Line(2, 1) for _ in rates)
+    groups = [{"params": [*each.parameters()], "lr": rate} for each, rate in zip(model, rates, strict=True)]
+    engine = zerotrain.build_engine(model, optimizer=torch.optim.SGD, param_groups=groups, world=world)
+    unused: Any = None
+    measuring = Measuring(
+        engine, world, unused, RunResult(world_size=1), StepClock(), unused, model_flops=None, log_every=1
+    )
+    return measuring._rates()
+
+
+def test_a_group_with_a_rate_of_its_own_has_a_curve_of_its_own() -> None:
+    assert rates_of(0.1) == rates_of(0.1, 0.1) == {"lr": 0.1}
+    assert rates_of(0.1, 0.2, 0.1) == {"lr": 0.1, "lr/group 1": 0.2}

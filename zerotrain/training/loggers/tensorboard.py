@@ -1,13 +1,9 @@
 """Curves for TensorBoard."""
 
-import math
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from zerotrain.files.regular import only_regular
-from zerotrain.files.untrusted import UntrustedFileError, parse_json
-from zerotrain.training.callback import Callback, Run
-from zerotrain.training.figures.sinks import METRICS_NAME
+from zerotrain.training.callback import Run
+from zerotrain.training.loggers.curves import Curves, Written
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -15,33 +11,19 @@ if TYPE_CHECKING:
 FOLDER = "tensorboard"
 
 
-class TensorBoard(Callback):
+class TensorBoard(Curves):
     """Writes each number of metrics.jsonl to `tensorboard` in the run's folder; a run that went on is one curve."""
 
-    ranks = "first"
-    may_fail = True
+    package = "tensorboard"
 
     def __init__(self) -> None:
-        if find_spec("tensorboard") is None:
-            raise ImportError("there is no tensorboard here; pip install 'zerotrain[tensorboard]' brings it")
+        super().__init__()
         self._writer: SummaryWriter | None = None
 
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = run.folder / FOLDER
-        is_new = not folder.exists()
-        # What an earlier sitting has written of later steps is hidden: the run comes to them again.
-        self._writer = SummaryWriter(str(folder), purge_step=run.step + 1 if run.step else None)
-        if is_new and run.step:  # it goes on with another folder's run, whose lines are here
-            with open(run.folder / METRICS_NAME, "rb", opener=only_regular) as lines:
-                for line in lines:
-                    self._write_line(line)
-
-    def log(self, run: Run, metrics: dict[str, Any]) -> None:
-        """See `Callback.log`."""
-        self._write(metrics, run.step)
+        super().start(run)
+        self._written = Written()  # what comes now is new
 
     def end(self, run: Run) -> None:
         """See `Callback.end`."""
@@ -52,14 +34,16 @@ class TensorBoard(Callback):
         """See `Callback.failure`."""
         self.end(run)
 
-    def _write_line(self, line: bytes) -> None:
-        try:
-            metrics = parse_json(line, {"step": int})
-        except UntrustedFileError:  # cut off
-            return
-        self._write({name: value for name, value in metrics.items() if name != "step"}, metrics["step"])
+    def _open(self, run: Run) -> Written:
+        from torch.utils.tensorboard import SummaryWriter
 
-    def _write(self, metrics: dict[str, Any], step: int) -> None:
-        for name, value in metrics.items():
-            if self._writer is not None and isinstance(value, int | float) and math.isfinite(value):
+        folder = run.folder / FOLDER
+        is_new = not folder.exists()
+        # What an earlier sitting has written of later steps is hidden: the run comes to them again.
+        self._writer = SummaryWriter(str(folder), purge_step=run.step + 1 if run.step else 0)
+        return Written() if is_new else Written(until=run.step)
+
+    def _write(self, numbers: dict[str, float], step: int) -> None:
+        if self._writer is not None:
+            for name, value in numbers.items():
                 self._writer.add_scalar(name, value, step)

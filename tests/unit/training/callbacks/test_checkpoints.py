@@ -19,7 +19,16 @@ from zerotrain.training import warmup_cosine
 from zerotrain.training.callbacks import checkpoints as checkpoints_module
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 
-TIMES = ("tokens_per_s", "step_ms_median", "data_wait_ms", "mfu")
+TIMES = (
+    "tokens_per_s",
+    "step_ms_median",
+    "data_wait_ms",
+    "mfu",
+    "train_s",
+    "wall_time_s",
+    "peak_nbytes",
+    "sent_nbytes",
+)
 """What is measured, and never twice the same."""
 
 

@@ -24,7 +24,16 @@ from zerotrain.training import Trainer, warmup_cosine
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 from zerotrain.training.callbacks.stages import stage_at, stages_from, stages_named
 
-TIMES = ("tokens_per_s", "step_ms_median", "data_wait_ms", "mfu")
+TIMES = (
+    "tokens_per_s",
+    "step_ms_median",
+    "data_wait_ms",
+    "mfu",
+    "train_s",
+    "wall_time_s",
+    "peak_nbytes",
+    "sent_nbytes",
+)
 ROUND = {0: 0, 2: 1, 4: 2, 6: 3, 8: 1, 10: 0}
 """Each stage, for two steps."""
 KINDS: dict[str, dict[str, Any]] = {

@@ -64,8 +64,16 @@ def test_a_run_that_went_on_is_one_curve(make_trainer, tmp_path, is_same_folder)
     assert curves(folder) == lines_of(folder)
 
 
+def test_a_run_that_is_started_again_is_one_curve(make_trainer, tmp_path):
+    pytest.importorskip("tensorboard")
+    for max_steps in (3, 2):
+        make_trainer(max_steps=max_steps, callbacks={"tensorboard": TensorBoard()}).run()
+    assert curves(tmp_path) == lines_of(tmp_path)
+    assert [step for step, _ in curves(tmp_path)["train_loss"]] == [1, 2]
+
+
 def test_without_the_package_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("zerotrain.training.loggers.tensorboard.find_spec", lambda name: None)
+    monkeypatch.setattr("zerotrain.training.loggers.curves.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'zerotrain\[tensorboard\]' brings it"):
         TensorBoard()
     assert "zerotrain.training.loggers.tensorboard" in sys.modules

@@ -1,0 +1,101 @@
+"""Curves of a run elsewhere than in metrics.jsonl."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+from zerotrain.files.regular import only_regular
+from zerotrain.files.untrusted import UntrustedFileError, parse_json
+from zerotrain.training.callback import Callback, Run
+from zerotrain.training.figures.sinks import METRICS_NAME
+
+
+@dataclass
+class Written:
+    """The points that a place has already."""
+
+    until: int = -1
+    """All of these steps and before."""
+    by_name: dict[str, int] = field(default_factory=dict)
+    """The last step of a curve, where that is known."""
+
+    def has(self, name: str, step: int) -> bool:
+        """Whether the point of a curve at this step is there."""
+        return step <= self.by_name.get(name, self.until)
+
+    @property
+    def last(self) -> int:
+        """The last step of all."""
+        return max(self.until, *self.by_name.values()) if self.by_name else self.until
+
+
+class Curves(Callback):
+    """Writes each number of metrics.jsonl to another place, at its step, and each point once.
+
+    The lines of metrics.jsonl from before a run went on are written too where they are missing: the run may be in
+    another folder now, or has had no such logger.
+    """
+
+    ranks = "first"
+    may_fail = True
+    package: ClassVar[str] = ""
+    """Has the same name as the extra that brings it."""
+
+    def __init__(self) -> None:
+        if find_spec(self.package) is None:
+            raise ImportError(f"there is no {self.package} here; pip install 'zerotrain[{self.package}]' brings it")
+        self._written: Written | None = None
+        """None: the place is not open."""
+
+    @abstractmethod
+    def _open(self, run: Run) -> Written:
+        """Open the place, and return what is there."""
+
+    @abstractmethod
+    def _write(self, numbers: dict[str, float], step: int) -> None:
+        """Write points of one step."""
+
+    def start(self, run: Run) -> None:
+        """See `Callback.start`."""
+        self._written = self._open(run)
+        for step, metrics in _lines_of(run.folder / METRICS_NAME):
+            self._write_new(metrics, step)
+
+    def log(self, run: Run, metrics: dict[str, Any]) -> None:
+        """See `Callback.log`."""
+        self._write_new(metrics, run.step)
+
+    def _write_new(self, metrics: dict[str, Any], step: int) -> None:
+        if (written := self._written) is None:
+            return
+        numbers = {self._named(name): value for name, value in numbers_of(metrics).items()}
+        if new := {name: value for name, value in numbers.items() if not written.has(name, step)}:
+            self._write(new, step)
+
+    def _named(self, name: str) -> str:
+        """The name of a curve there."""
+        return name
+
+
+def numbers_of(metrics: dict[str, Any]) -> dict[str, float]:
+    """Those of the values that are finite numbers."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+def _lines_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The step and the metrics of each line; nothing of one that is cut off."""
+    with open(path, "rb", opener=only_regular) as lines:
+        for line in lines:
+            try:
+                metrics = parse_json(line, {"step": int})
+            except UntrustedFileError:
+                continue
+            yield metrics.pop("step"), metrics

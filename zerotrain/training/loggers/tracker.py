@@ -1,0 +1,103 @@
+"""A run at an experiment tracker."""
+
+import json
+import re
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+from zerotrain.engine.options import dotted
+from zerotrain.files.untrusted import Check, UntrustedFileError, read_json, require_schema
+from zerotrain.files.whole import whole
+from zerotrain.training.callback import Run
+from zerotrain.training.figures.result import RunResult
+from zerotrain.training.loggers.curves import Curves, Written, numbers_of
+
+MAX_NBYTES = 4096
+"""Of a note."""
+
+
+class Tracker(Curves):
+    """Sends curves to an experiment tracker, before them what the run is, and at its end its result.
+
+    A run is one there, with one id, however often it is killed, stopped or restarted here: its checkpoints keep the id,
+    and so does a note in its folder. It comes to the same numbers again, so that points which are there stay. A run of
+    other settings comes to others: if the tracker has points that it has not come to, it is a new one there.
+    """
+
+    id_pattern: ClassVar[str] = ""
+    """A regular expression that ids match."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._note: dict[str, Any] | None = None
+        """The id there, and the hash of the settings, of which others compute another run."""
+
+    @abstractmethod
+    def _open_run(self, run: Run, run_id: str | None) -> tuple[str, Written]:
+        """Open the run of an id, or a new one for None; return its id, and what is there."""
+
+    @abstractmethod
+    def _describe_run(self, run: Run) -> None:
+        """Send what the run is: it begins, or goes on."""
+
+    @abstractmethod
+    def _close_run(self, result: dict[str, float], status: str | None) -> None:
+        """Send the result of a run, which is completed, stopped or failed; None: leave it as it was found."""
+
+    def completed(self, run: Run) -> None:
+        """See `Callback.completed`."""
+        self._finish(run.result, run.result.status)
+
+    def end(self, run: Run) -> None:
+        """See `Callback.end`."""
+        if run.stopped_by:  # else `completed` comes, which knows more
+            self._finish(run.result, "stopped")
+
+    def failure(self, run: Run, error: BaseException) -> None:
+        """See `Callback.failure`."""
+        self._finish(run.result, run.result.status)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"note": self._note}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        require_schema(state, {"note": (dict, None)})
+        if state["note"] is not None:
+            require_schema(state["note"], self._schema())
+        self._note = state["note"]
+
+    def _open(self, run: Run) -> Written:
+        path, config_hash = run.folder / f"{self.package}.json", run.result.config_hash
+        notes = [note for note in (self._note, self._read(path)) if note is not None]
+        known = next((note for note in notes if note["config_hash"] == config_hash), None)
+        run_id = known["id"] if known else notes[0]["id"] if notes and run.step else None
+        run_id, written = self._open_run(run, run_id)
+        if not known and written.last > run.step:
+            self._close_run({}, None)
+            run_id, written = self._open_run(run, None)
+        self._describe_run(run)
+        self._note = {"id": run_id, "config_hash": config_hash}
+        with whole(path) as file:
+            file.write((json.dumps(self._note) + "\n").encode())
+        return written
+
+    def _finish(self, result: RunResult, status: str) -> None:
+        if self._written is not None:
+            self._written = None
+            numbers = numbers_of(dotted(result.body()))
+            self._close_run({f"result/{name}": value for name, value in numbers.items()}, status)
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        """The note of an earlier sitting in the run's folder; None where there is none that can be read."""
+        try:
+            note: dict[str, Any] = read_json(path, self._schema(), max_nbytes=MAX_NBYTES)
+        except (OSError, UntrustedFileError):
+            return None
+        return note
+
+    def _schema(self) -> dict[str, Any]:
+        is_id = Check(lambda value: isinstance(value, str) and bool(re.fullmatch(self.id_pattern, value)), "an id")
+        return {"id": is_id, "config_hash": (str, None)}
