@@ -1,4 +1,5 @@
-"""Writes reference/settings.md from the code and conf/: `python docs/settings.py`. A test says when the page is old."""
+"""Writes reference/settings.md and reference/choices.md from the code and conf/: `python docs/settings.py`. A test says
+when a page is old."""
 
 import ast
 import json
@@ -11,7 +12,7 @@ from zerotrain.config import schema
 from zerotrain.settings import Setting
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGE = REPOSITORY / "docs/reference/settings.md"
+REFERENCE = REPOSITORY / "docs/reference"
 SWITCHES = {"model": schema.ModelSwitches, "data": schema.DataSwitches}
 """Settings of open groups that are no arguments of a class."""
 OTHER_YAMLS = ("debug", "experiment", "precision")
@@ -21,7 +22,15 @@ HEAD = """# Which settings are there, and what does each mean?
 `python docs/settings.py` writes this page from `zerotrain/settings.py`, `zerotrain/config/schema.py` and `conf/`. Do
 not edit it. `python launch.py --cfg job` prints all settings of a run with their values. A setting goes on the command
 line (`zero.stage=3`) or into a yaml. `null` is no value. A setting without an effect in a run gets a warning.
+Models, data, optimizers, schedules, callbacks and loggers are [choices](choices.md).
 """
+HEAD_OF_CHOICES = """# Which models, data, optimizers, schedules, callbacks and loggers can I choose?
+
+`python docs/settings.py` writes this page from `conf/`. Do not edit it. A choice (`data=tokens`) names a class with
+`_target_`; its other keys are the arguments, such as `data.path`. All else are [settings](settings.md).
+
+| choice | meaning | arguments and defaults |
+|---|---|---|"""
 
 
 def docstrings_of(path: Path) -> dict[tuple[str, str], str]:
@@ -83,8 +92,8 @@ def groups() -> dict[str, type]:
     } | SWITCHES
 
 
-def page() -> str:
-    """The page as it should be."""
+def settings_page() -> str:
+    """The page of the settings as it should be."""
     meanings = docstrings_of(REPOSITORY / "zerotrain/settings.py") | docstrings_of(
         REPOSITORY / "zerotrain/config/schema.py"
     )
@@ -95,14 +104,20 @@ def page() -> str:
         parts.append("\n".join(rows_of(group, config, meanings)) + "\n")
     seed = next(each for each in fields(schema.Config) if each.name == "seed").metadata["setting"]
     parts.append(f"`seed` (default `{seed.default}`, {seed.rule.allowed}): {meanings['Config', 'seed']}\n")
-    parts.append(
-        "## Choices\n\nA choice names a class with `_target_`; its other keys are the arguments, such as `data.path`.\n"
-    )
-    parts.append("| choice | meaning | arguments and defaults |\n|---|---|---|")
+    return "\n".join(parts)
+
+
+def choices_page() -> str:
+    """The page of the choices as it should be."""
     yamls = sorted(path for path in (REPOSITORY / "conf").glob("*/*.yaml") if path.parent.name not in OTHER_YAMLS)
-    parts.append("\n".join(choice(path.parent.name, path.stem) for path in yamls))
-    return "\n".join(parts) + "\n"
+    return "\n".join([HEAD_OF_CHOICES, *(choice(path.parent.name, path.stem) for path in yamls)]) + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """Each page with its text."""
+    return {REFERENCE / "settings.md": settings_page(), REFERENCE / "choices.md": choices_page()}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path, text in pages().items():
+        path.write_text(text)

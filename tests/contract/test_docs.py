@@ -211,9 +211,9 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_the_page_of_settings_is_that_of_the_code():
-    settings = script("settings")
-    assert settings.PAGE.read_text() == settings.page(), "run: python docs/settings.py"
+def test_the_pages_of_settings_and_choices_are_those_of_the_code():
+    for path, text in script("settings").pages().items():
+        assert path.read_text() == text, "run: python docs/settings.py"
 
 
 def test_the_pages_of_messages_are_those_of_the_code():
