@@ -284,6 +284,8 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
 def _checked(config: Config, weights: str, num_local: int, num_ranks: int) -> dict[str, Any]:
     """The data as it is after all that can be checked without ranks. A ConfigError with every problem found."""
     data = preflight.check(config, num_local, num_ranks)
+    if not data["validation_rows"]:
+        raise ConfigError("data.validation is empty, so that there is nothing to evaluate on; give other data")
     model = build_on_meta(config)
     if model is not None and (misfits := weight_misfits(weights, model)):
         raise ConfigError(*(in_words_of_config(line) for line in misfits))

@@ -43,7 +43,7 @@ class HuggingFaceDataset:
         split: what is trained on, where the folder has several splits.
         validation_split: what is validated on; None: the first of `VALIDATION_SPLITS` that there is, or else a part of
             `split`, its last rows.
-        validation_fraction: that part, between 0 and 1.
+        validation_fraction: that part, between 0 and 1; 0: none.
 
     Raises:
         ImportError: `datasets`, or for a tokenizer transformers, is not installed.
@@ -270,8 +270,10 @@ def _two(named: list[Any], fraction: float, path: str) -> list[Any]:
     """The rows to train on and to validate on. A ValueError where there are none, or nothing to split off."""
     train = named[0]
     if len(named) == 1:
+        if fraction == 0 and len(train):
+            return [train, train.select([])]
         if not 0 < fraction < 1:
-            raise ValueError(f"data.validation_fraction={fraction} is out of range; it must be between 0 and 1")
+            raise ValueError(f"data.validation_fraction={fraction} is out of range; it must be 0 or between 0 and 1")
         kept = len(train) - max(1, round(len(train) * fraction))
         if kept >= 1:
             return [train.select(range(kept)), train.select(range(kept, len(train)))]

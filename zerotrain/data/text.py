@@ -30,7 +30,7 @@ class TextDataset:
             not end with one, or "none"; None for eos where the tokenizer has one, else newline. A file of plain text is
             a document, and so are a line of .jsonl and a row of .parquet.
         text_field: where the text is in an object of .jsonl, or the column in a .parquet file.
-        validation_fraction: part of the text kept for validation, between 0 and 1.
+        validation_fraction: part of the text kept for validation, between 0 and 1; 0: none.
         cache_dir: where stores are kept; None for `$XDG_CACHE_HOME/zerotrain` or `~/.cache/zerotrain`.
 
     Raises:

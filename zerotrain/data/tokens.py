@@ -22,7 +22,7 @@ class TokenFiles:
         dtype: of a token in files that do not say it themselves: uint8, uint16, uint32 or uint64.
         validation_path: validation tokens, named as `path`. Without it, and without files in `path` that are called
             `val`, they are split off.
-        validation_fraction: part split off for validation where it has no files of its own, between 0 and 1.
+        validation_fraction: part split off for validation where it has no files of its own, between 0 and 1; 0: none.
         cache_dir: where it is kept what has been found in the files; None for `$XDG_CACHE_HOME/zerotrain` or
             `~/.cache/zerotrain`.
 

@@ -55,6 +55,14 @@ def test_tokens_are_cut_and_padded_and_the_labels_are_the_next_ones(datasets: An
         HuggingFaceDataset(file, column="tokens", seq_len=4, vocab_size=5).train[1]
 
 
+def test_at_a_fraction_of_nought_all_rows_are_to_train_on(datasets: Any, file: str) -> None:
+    data = HuggingFaceDataset(file, column="tokens", seq_len=4, vocab_size=32, validation_fraction=0.0)
+    assert (len(data.train), len(data.validation)) == (10, 0)
+    assert data.summary().startswith("10 rows, 0 to validate")
+    with pytest.raises(ValueError, match=r"data.validation_fraction=1.0 is out of range; it must be 0 or between"):
+        HuggingFaceDataset(file, column="tokens", seq_len=4, vocab_size=32, validation_fraction=1.0)
+
+
 def test_a_folder_of_splits_labels_of_their_own_and_all_columns(datasets: Any, tmp_path: Path) -> None:
     rows = {"ids": [[1, 2, 3], [4, 5, 6]], "labels": [[-100, 2, 3], [-100, -100, 6]]}
     splits = {"train": datasets.Dataset.from_dict(rows), "test": datasets.Dataset.from_dict(rows)}

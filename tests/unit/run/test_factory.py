@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from zerotrain.comm.ranks.world import World
+from zerotrain.commands.evaluate import evaluate
 from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
 from zerotrain.errors import ConfigError, TrainingError
 from zerotrain.run import factory
@@ -177,6 +178,49 @@ def test_any_function_may_be_the_schedule(tmp_path: Path) -> None:
     factory.run(settings, tmp_path, overrides=[], config_hash="abc")
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert [line["lr"] for line in lines if "lr" in line] == [1e-3, 1e-3, 5e-4, 5e-4]
+
+
+def test_without_validation_nothing_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("some words " * 400)
+    text = {"_target_": "zerotrain.data.TextDataset", "path": str(tmp_path / "text"), "seq_len": 16}
+    settings = config(data=text | {"validation_fraction": 0, "cache_dir": str(tmp_path / "cache")})
+    settings.train.max_steps, settings.train.eval_every = 2, 1
+    preflight.check(settings)
+    result = factory.run(settings, tmp_path, overrides=[], config_hash="abc")
+    assert (result["status"], result["steps"], result["final_val_loss"]) == ("completed", 2, None)
+    assert "val_loss" not in (tmp_path / "metrics.jsonl").read_text()
+    assert "tokens after 16 of the training text" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"^data.validation is empty, so that there is nothing to evaluate on"):
+        evaluate(tmp_path)
+
+
+STOPPING = {"early": {"_target_": "zerotrain.training.callbacks.early_stopping.EarlyStopping", "patience": 2}}
+
+
+@pytest.mark.parametrize(
+    ("groups", "problem"),
+    [
+        ({"callbacks": STOPPING}, "callbacks.early: stops by the validation loss, and data.validation is empty; give"),
+        (
+            {"checkpoint": CheckpointConfig(best="val_loss")},
+            "checkpoint.best: got val_loss, and data.validation is empty; give data.validation_fraction=0.1, or leave",
+        ),
+    ],
+)
+def test_what_needs_a_validation_is_refused_without_one(groups: dict[str, Any], problem: str) -> None:
+    preflight.check(config(**groups))
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(data={"_target_": f"{__name__}.Unvalidated"}, **groups))
+    [line] = refused.value.problems
+    assert line.startswith(problem)
+
+
+class Unvalidated:
+    """Data without validation."""
+
+    def __init__(self) -> None:
+        self.train = [(torch.arange(16), torch.arange(1, 17))] * 4
+        self.validation: list[Any] = []
 
 
 class Random:

@@ -23,9 +23,10 @@ def summary(train: TokenWindows, validation: TokenWindows, num_files: int | None
     tokens = sum(store.tokens for store in stores)
     unused = 1 - (train.layout.num_used + validation.layout.num_used) / tokens
     how = "files of its own" if len(stores) == 2 else train.split
+    validated = f"validation {_count(len(validation))} rows ({how})" if len(validation) else "no validation"
     return (
         f"{num_files:,} file{'s' * (num_files != 1)}, {_count(tokens)} tokens, {_count(len(train))} rows of "
-        f"{train.seq_len:,} ({unused:.1%} unused), validation {_count(len(validation))} rows ({how})"
+        f"{train.seq_len:,} ({unused:.1%} unused), {validated}"
     ).replace("%", " %")
 
 

@@ -35,7 +35,9 @@ def split_rows(store: TokenStore, *, seq_len: int, validation_fraction: float, s
         ValueError: the fraction is not in (0, 1), or a side would hold no row.
     """
     if not 0 < validation_fraction < 1:
-        raise ValueError(f"data.validation_fraction={validation_fraction} is out of range; it must be between 0 and 1")
+        raise ValueError(
+            f"data.validation_fraction={validation_fraction} is out of range; it must be 0 or between 0 and 1"
+        )
     documents = store.documents
     if documents is not None:
         sides = _by_document(documents, store.tokens, seq_len, validation_fraction)

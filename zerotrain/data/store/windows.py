@@ -94,15 +94,20 @@ def whole(store: TokenStore, *, seq_len: int, vocab_size: int, source: str) -> T
 def split(
     store: TokenStore, *, seq_len: int, vocab_size: int, validation_fraction: float, source: str
 ) -> tuple[TokenWindows, TokenWindows]:
-    """Split a store into (train, validation), see `zerotrain.data.store.split`.
+    """Split a store into (train, validation), see `zerotrain.data.store.split`. At a fraction of 0 all is to train on,
+    and validation is empty.
 
     Args:
         source: what the tokens are read from, as the user named it ("data.path=corpus.txt").
 
     Raises:
         OSError, ValueError: what the store says of its documents cannot be read.
-        ValueError: the fraction is not in (0, 1), or a side would hold no window.
+        ValueError: the fraction is not in [0, 1), or a side would hold no window.
     """
+    if validation_fraction == 0:
+        none = RowsWithinRuns(np.array([], dtype=np.int64), np.array([], dtype=np.int64), seq_len)
+        train_windows = whole(store, seq_len=seq_len, vocab_size=vocab_size, source=source)
+        return train_windows, TokenWindows(store, none, seq_len, vocab_size, source)
     train, validation, unit = split_rows(store, seq_len=seq_len, validation_fraction=validation_fraction, source=source)
     words = f"by {unit}, {validation_fraction}"
     train_windows, validation_windows = (

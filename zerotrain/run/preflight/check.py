@@ -33,13 +33,19 @@ from zerotrain.errors import ConfigError
 from zerotrain.run.factory import (
     TOO_LARGE_A_TENSOR,
     build,
-    build_callbacks,
     build_on_meta,
     ended_in,
     in_group,
     try_schedule,
 )
-from zerotrain.run.preflight.data import dataset_of, first_batches_of, require_enough, require_fit, require_metric
+from zerotrain.run.preflight.data import (
+    dataset_of,
+    first_batches_of,
+    require_enough,
+    require_fit,
+    require_metric,
+    require_validation,
+)
 from zerotrain.run.preflight.length import take_max_steps
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
 from zerotrain.run.preflight.room import Ranks, require_room
@@ -102,7 +108,7 @@ def check(
         stages = _stages_to_come(goes_on_from, config)
         attempt("model", lambda config: require_memory(config, sized, factory, batches[0][0], ranks, room, stages))
     attempt("scheduler", _naming_the_argument("scheduler", try_schedule))
-    attempt("callbacks", build_callbacks)
+    attempt("callbacks", lambda config: require_validation(data, config))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
     return fingerprint or {}

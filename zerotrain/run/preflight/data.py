@@ -9,9 +9,12 @@ from zerotrain.config.schema import Config
 from zerotrain.data.reading.inputs import ids_of
 from zerotrain.data.reading.items import first_batches, require_next_tokens, require_taken
 from zerotrain.errors import ConfigError
-from zerotrain.run.factory import build_collate, build_data
+from zerotrain.run.factory import build_callbacks, build_collate, build_data
+from zerotrain.training import Callback
+from zerotrain.training.callbacks.early_stopping import EarlyStopping
 
 SETS = ("train", "validation")
+NO_VALIDATION = "data.validation is empty; give data.validation_fraction=0.1, or leave this out"
 MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
 
@@ -29,9 +32,27 @@ def dataset_of(config: Config) -> Any:
 
 
 def first_batches_of(data: Any, config: Config) -> list[list[Any]]:
-    """The first items of each of `SETS`, as batches of one."""
+    """The first items of each of `SETS`, as batches of one; of no validation there are none."""
     collate = build_collate(config)
-    return [first_batches(getattr(data, name), f"data.{name}", seed=config.seed, collate=collate) for name in SETS]
+    return [
+        first_batches(getattr(data, name), f"data.{name}", seed=config.seed, collate=collate)
+        for name in SETS
+        if name == "train" or has_validation(data)
+    ]
+
+
+def has_validation(data: Any) -> bool:
+    """Whether there is anything to evaluate on."""
+    return not hasattr(data.validation, "__len__") or len(data.validation) > 0
+
+
+def require_validation(data: Any, config: Config) -> dict[str, Callback]:
+    """The callbacks; ConfigError where one of them needs an evaluation, and there is no validation."""
+    callbacks = build_callbacks(config)
+    for name, each in callbacks.items():
+        if isinstance(each, EarlyStopping) and data is not None and not has_validation(data):
+            raise ConfigError(f"callbacks.{name}: stops by the validation loss, and {NO_VALIDATION}")
+    return callbacks
 
 
 def require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -> None:
@@ -61,7 +82,7 @@ def require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -
         )
     if problems:
         raise ConfigError(*problems)
-    for name, each in zip(SETS, batches, strict=True):
+    for name, each in zip(SETS, batches, strict=False):  # of no validation there are none
         require_taken(each, f"data.{name}", model)
         if getattr(model, "next_token_labels", False):
             require_next_tokens(each, f"data.{name}", model=kind, vocab_size=getattr(model, "vocab_size", None))
@@ -69,6 +90,8 @@ def require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -
 
 def require_metric(data: Any, config: Config) -> None:
     """Check that an evaluation has the loss whose best checkpoint is to be kept."""
+    if config.checkpoint.best is not None and not has_validation(data):
+        raise ConfigError(f"checkpoint.best: got {config.checkpoint.best}, and {NO_VALIDATION}")
     metrics = ["val_loss", *(f"val_loss/{name}" for name in getattr(data.validation, "sources", ()))]
     if config.checkpoint.best not in (None, *metrics):
         raise ConfigError(f"checkpoint.best: got {config.checkpoint.best}; an evaluation has {', '.join(metrics)}")

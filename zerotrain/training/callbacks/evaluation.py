@@ -28,6 +28,7 @@ class RunEvaluation(Callback):
 
     Args:
         num_batches: of `ROWS_PER_EVAL_BATCH` sequences.
+        dataset: the validation set; there are no evaluations of an empty one.
         every: steps between two in training, with one before the first step; 0: after the last step alone.
         evaluated_at: steps done when the model was evaluated last; None: never.
         arguments: for `evaluate_sources`.
@@ -38,13 +39,16 @@ class RunEvaluation(Callback):
         console: Console,
         *,
         num_batches: int,
+        dataset: Any,
         every: int = 0,
         evaluated_at: int | None = None,
         **arguments: Any,
     ) -> None:
         self._console, self._warned = console, False
         self._every, self._evaluated_at = every, evaluated_at
-        self._evaluate = partial(evaluate_sources, num_sequences=num_batches * ROWS_PER_EVAL_BATCH, **arguments)
+        self._is_empty = not len(dataset)
+        num_sequences = num_batches * ROWS_PER_EVAL_BATCH
+        self._evaluate = partial(evaluate_sources, dataset=dataset, num_sequences=num_sequences, **arguments)
 
     def start(self, run: Run) -> None:
         """Evaluate where it is due before the next step: the first of all, or one that a stop came before."""
@@ -66,6 +70,8 @@ class RunEvaluation(Callback):
         self._evaluated_at = state["evaluated_at"]
 
     def _evaluate_in(self, run: Run) -> None:
+        if self._is_empty:
+            return
         loss, by_source = self.after(run.step)
         run.result.final_val_loss, run.result.val_loss_by_source = loss, by_source or None
         self._evaluated_at = run.step

@@ -27,14 +27,16 @@ class Sample(Callback):
 
 
 def show_sample(console: Console, engine: ZeroEngine, dataset: Any, *, num_tokens: int, seed: int) -> None:
-    """Let the model continue the beginning of the validation text, unless by 0 tokens. Collective."""
+    """Let the model continue the beginning of the validation text, or of the training text where there is none; unless
+    by 0 tokens. Collective."""
     if num_tokens == 0:
         return
     decode = getattr(dataset, "decode", None)
     if decode is None:
         console.print("No sample of text: the dataset has no decode().")
         return
-    ids = ids_of(dataset.validation[0])
+    name, rows = ("validation", dataset.validation) if len(dataset.validation) else ("training", dataset.train)
+    ids = ids_of(rows[0])
     if ids is None:
         console.print("No sample of text: the items have no token ids to continue.")
         return
@@ -48,6 +50,6 @@ def show_sample(console: Console, engine: ZeroEngine, dataset: Any, *, num_token
         why = printable(f"{type(error).__name__}: {error}", keep="")
         console.print(f"No sample of text: {why}", markup=False, highlight=False)
         return
-    console.rule(f"{num_tokens} tokens after {len(prompt)} of the validation text")
+    console.rule(f"{num_tokens} tokens after {len(prompt)} of the {name} text")
     console.print(text, markup=False, highlight=False)
     console.rule()

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from zerotrain.data.store import facts
 from zerotrain.data.store.shards import Shard
 from zerotrain.data.store.split import are_validation
 from zerotrain.data.store.store import TokenStore, write_index
@@ -197,10 +198,22 @@ def test_a_file_too_short_for_one_window_is_refused():
         whole_numbered(10)
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 0.0, 1.0, 1.5])
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, 1.5])
 def test_a_validation_fraction_out_of_range_is_refused(fraction):
-    with pytest.raises(ValueError, match=r"data.validation_fraction=.* must be between 0 and 1"):
+    with pytest.raises(ValueError, match=r"data.validation_fraction=.* must be 0 or between 0 and 1"):
         split_numbered(1000, fraction)
+
+
+def test_at_a_fraction_of_nought_all_is_to_train_on():
+    train, validation = split_numbered(1000, 0.0)
+    everything = whole_numbered(1000)
+    assert len(train) == len(everything)
+    assert all(torch.equal(train[row][0], everything[row][0]) for row in range(len(train)))
+    assert len(validation) == 0
+    assert facts.summary(train, validation).endswith("no validation")
+    assert facts.fingerprint(train, validation)["validation_rows"] == 0
+    with pytest.raises(ValueError, match="holds 5 tokens"):
+        split_numbered(5, 0.0)
 
 
 def test_a_token_beyond_the_vocabulary_is_refused_when_it_is_read():
