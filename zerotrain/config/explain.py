@@ -124,7 +124,8 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
 def _missing_choice(override: str, error: MissingConfigException, folders: Sequence[Path]) -> str:
     """The message for a choice that does not exist, or for one that a chosen yaml asks for."""
     key, _, got = override.lstrip("+~").partition("=")
-    asked, options = error.missing_cfg_file or "", error.options or []
+    asked = error.missing_cfg_file or ""
+    options = error.options or _choices_of(asked.rpartition("/")[0], folders)  # Hydra has none of a list
     choices = f"; there are {', '.join(options)}" if options else ""
     if got in _PLUGINS.get(key, ()):
         package = f"hydra-{got.partition('_')[0]}-{key.removeprefix('hydra/')}"
@@ -134,6 +135,11 @@ def _missing_choice(override: str, error: MissingConfigException, folders: Seque
     if asked in ("", f"{key}/{got}", got):
         return f"{override}: there is no such choice{meant}{choices}"
     return f"{override}: needs {asked}, which does not exist{meant}{choices}"
+
+
+def _choices_of(group: str, folders: Sequence[Path]) -> list[str]:
+    """The names of the yamls of a group."""
+    return sorted({path.stem for folder in folders if group for path in (folder / group).glob("*.yaml")})
 
 
 def _of_another_group(name: str, folders: Sequence[Path]) -> str:

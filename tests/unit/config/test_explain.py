@@ -53,7 +53,7 @@ def test_a_refused_override_gets_one_line_that_helps(compose, override, line):
 def test_a_choice_of_another_group_is_told(compose, chosen):
     conf = Path(__file__).resolve().parents[3] / "conf"
     [line] = composition_problems([f"callbacks={chosen}"], compose, is_sweep=False, folders=[conf])
-    assert "; did you mean logger=tensorboard?" in line
+    assert "; did you mean logger=tensorboard?; there are early_stopping" in line
 
 
 @pytest.mark.parametrize("override", ["zero.stage", "zero.stage=[", "zero.stage={"])

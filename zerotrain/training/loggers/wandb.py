@@ -2,7 +2,6 @@
 
 import os
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,14 @@ class WandB(Tracker):
         name: str | None = None,
         entity: str | None = None,
         group: str | None = None,
-        tags: Sequence[str] = (),
+        tags: list[str] | None = None,
         mode: str | None = None,
     ) -> None:
         super().__init__()
         if mode not in (*MODES, None):
             raise ValueError(f"mode={mode}; it must be {', '.join(MODES)} or null")
         self._mode = mode
-        self._given: dict[str, Any] = {"project": project, "name": name, "entity": entity, "group": group}
-        self._given["tags"] = list(tags)
+        self._given: dict[str, Any] = {"project": project, "name": name, "entity": entity, "group": group, "tags": tags}
         self._run: Any = None
 
     def _open_run(self, run: Run, run_id: str | None) -> tuple[str, Written]:

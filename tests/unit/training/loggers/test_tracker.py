@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 
 from zerotrain.checkpoint import checkpoints_in
-from zerotrain.training import Callback
+from zerotrain.training import Callback, Request
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 from zerotrain.training.loggers.curves import Written
 from zerotrain.training.loggers.facts import facts_of
@@ -79,8 +79,9 @@ def train(make_trainer, tmp_path):
     """Trains in the folder of a name."""
     trainers = []
 
-    def run(book, *, folder="run", raise_after=None, resume=None, config_hash="a", **changes):
+    def run(book, *, folder="run", raise_after=None, stop=False, resume=None, config_hash="a", **changes):
         callbacks = {"book": book} | ({} if raise_after is None else {"raising": Raising(raise_after)})
+        callbacks |= {"stopping": Stopping()} if stop else {}
         (tmp_path / folder).mkdir(exist_ok=True)
         policy = EVERY_2 if resume is None else CheckpointPolicy(every_steps=2, asynchronous=False, resume=[resume])
         engine = {"engine": trainers[0].engine} if trainers else {}
@@ -155,6 +156,20 @@ def test_what_is_no_finite_number_is_left_out_and_the_end_is_told(make_trainer):
     assert not {"nothing", "nan", "text", "flag"} & set(book.runs["0"])
     assert book.described == [settings]
     assert book.closed == [("completed", 1)]
+
+
+class Stopping(Callback):
+    def ask(self, run):
+        return Request(stop=run.step == 1)
+
+
+def test_a_run_that_is_stopped_is_told_so_and_goes_on_there(train):
+    runs = {}
+    folder = train(book := Book(runs), stop=True)
+    assert book.closed == [("stopped", 2)]
+    train(book := Book(runs), resume=checkpoints_in(folder / "checkpoints")[-1])
+    assert (list(runs), steps_of(book)) == (["0"], [1, 2, 3, 4, 5])
+    assert book.closed == [("completed", 5)]
 
 
 @pytest.mark.parametrize(("broken", "moment"), [(Broken, "start"), (BrokenLater, "log")])
