@@ -170,8 +170,8 @@ def test_a_loss_of_a_step_that_was_given_up_is_not_blamed_for_the_next() -> None
 
 
 MISTAKES: dict[str, Any] = {
-    "step without backward": (lambda engine, inputs: engine.step(), "call engine.backward(loss) first"),
-    "train_step without data": (lambda engine, inputs: engine.train_step([]), "call engine.backward(loss) first"),
+    "step without backward": (lambda engine, inputs: engine.step(), "first call engine.backward(loss)"),
+    "train_step without data": (lambda engine, inputs: engine.train_step([]), "first call engine.backward(loss)"),
     "loss.backward()": (
         lambda engine, inputs: engine(*inputs).backward(),
         "call engine.backward(loss), not loss.backward()",

@@ -25,10 +25,10 @@ def test_a_run_of_epochs_ends_goes_on_and_is_left_alone_as_one_of_steps(zygote: 
     assert "train.num_epochs=0.2" not in first.out.split("to go on: ")[1]
     again = run("train.num_epochs=0.2")
     assert (again.code, result_of(tmp_path / "run")) == (0, result)
-    assert "it is left as it is" in again.out
+    assert "holds this run already, and it is completed; nothing is changed" in again.out
     other = run("train.num_epochs=0.2", "optimizer.lr=1e-4")
     assert other.code == 2
-    assert "holds a completed run of other settings (optimizer.lr: 0.003 there, 0.0001 here)" in other.err
+    assert "holds a completed run with other settings (optimizer.lr: 0.003 there, 0.0001 here)" in other.err
     shorter = run("train.num_epochs=0.1")
     assert shorter.code == 2
     assert (

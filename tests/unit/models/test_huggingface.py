@@ -192,7 +192,7 @@ def test_with_adapters_nothing_else_is_trained(targets: list[str] | None) -> Non
         ),
         ({"config": GPT2, "lora": {"rank": 2, "dropout": 1.0}}, r"model\.lora\.dropout=1\.0 is out of range"),
         ({"config": GPT2, "lora": {"rank": 2, "targets": ["q_proj"]}}, r"model\.lora\.targets=\['q_proj'\]: "),
-        ({"config": GPT2, "lora": {"rank": 2}, "freeze": ["*"]}, r"model\.freeze has no effect beside model\.lora"),
+        ({"config": GPT2, "lora": {"rank": 2}, "freeze": ["*"]}, r"model\.freeze has no effect with model\.lora"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:

@@ -227,6 +227,7 @@ def test_a_rank_that_one_has_heard_and_another_missed_is_not_named(tmp_path: Pat
 
 def test_the_clock_of_a_machine_does_not_decide_what_came_first(tmp_path: Path, monkeypatch):
     Failure.of(ValueError("first"), 1).write(tmp_path)
+    time.sleep(0.05)  # the kernel dates files by ticks of up to 10 ms, before time.time()
     late = time.time() - 3600.0
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: late)
