@@ -213,7 +213,7 @@ def what_runs_code(mine: OnARank) -> None:
         said = mine.collectives.gather_objects(value, name="state")
         assert len(said) == mine.size
         assert said[mine.rank] == value
-    with pytest.raises(EngineStateError, match="ranks can only exchange numbers, texts, tensors and collections of these"):
+    with pytest.raises(EngineStateError, match="can only exchange numbers, texts, tensors and collections of these"):
         mine.collectives.gather_objects(RunsCode() if mine.rank else 1, name="state")
 
 

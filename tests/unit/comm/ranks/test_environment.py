@@ -69,7 +69,8 @@ def test_a_process_that_leaves_passes_none_of_it_on(monkeypatch):
         (
             dict.fromkeys(VARIABLES) | {"WORLD_SIZE": "2"},
             "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, LOCAL_WORLD_SIZE: not set, though the environment has "
-            "WORLD_SIZE=2; torchrun sets all of them for each of its ranks: start with torchrun, or unset those that another run left",
+            "WORLD_SIZE=2; torchrun sets all of them for each of its ranks: start with torchrun, or unset those "
+            "that another run left",
         ),
     ],
 )
