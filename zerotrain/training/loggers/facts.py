@@ -1,4 +1,4 @@
-"""What a run is: its settings, and the code and the machine that it runs on."""
+"""The code and the machine that a run runs on."""
 
 import platform
 import shlex
@@ -12,6 +12,8 @@ from zerotrain.training.callback import Run
 
 GIT_S = 10.0
 """Seconds that git may take."""
+MAX_CHANGES = 2**20
+"""Characters of a diff that is kept."""
 
 
 def facts_of(run: Run) -> dict[str, str]:
@@ -22,7 +24,7 @@ def facts_of(run: Run) -> dict[str, str]:
         "command": shlex.join(command),
         "folder": str(run.folder),
         "config_hash": run.result.config_hash,
-        "git_revision": _git_revision(),
+        "git_revision": _git("rev-parse", "HEAD").strip() or None,
         "host": platform.node(),
         "device": device_of(run.world.device).name,
         "ranks": run.world.size,
@@ -31,10 +33,16 @@ def facts_of(run: Run) -> dict[str, str]:
     return {name: str(value) for name, value in facts.items() if value is not None}
 
 
-def _git_revision() -> str | None:
-    """Of the repository in which the run was started; None where there is none."""
+def uncommitted_changes() -> str:
+    """The diff from the git revision to the tracked files as they are, without binary ones; empty where there is none,
+    and cut at MAX_CHANGES."""
+    return _git("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")[:MAX_CHANGES]
+
+
+def _git(*arguments: str) -> str:
+    """The answer of git about the folder in which the run was started; empty where it has none."""
     with suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "rev-parse", "HEAD"]
-        told = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GIT_S)
-        return told.stdout.strip() or None
-    return None
+        command = ["git", *arguments]
+        told = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_S)
+        return told.stdout.decode(errors="replace") if told.returncode == 0 else ""
+    return ""

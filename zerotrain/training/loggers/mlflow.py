@@ -4,6 +4,7 @@ import os
 import re
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerotrain.engine.options import dotted
@@ -88,6 +89,10 @@ class MLflow(Tracker):
         self._step, time_ms = step, int(1e3 * numbers.get("wall_time_s", time.time()))
         metrics = [Metric(name, float(value), time_ms, step) for name, value in numbers.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
+
+    def _keep_file(self, path: Path) -> None:
+        assert self._client is not None
+        self._client.log_artifact(self._run_id, str(path))
 
     def _close_run(self, result: dict[str, float], status: str | None) -> None:
         if self._client is not None and status is not None:

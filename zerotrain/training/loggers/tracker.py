@@ -12,9 +12,12 @@ from zerotrain.files.whole import whole
 from zerotrain.training.callback import Run
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.loggers.curves import Curves, Written, numbers_of
+from zerotrain.training.loggers.facts import uncommitted_changes
 
 MAX_NBYTES = 4096
-"""Of a note."""
+"""Largest note that is read."""
+CHANGES_NAME = "git.diff"
+"""File in the run's folder with the changes to the code that no commit has."""
 
 
 class Tracker(Curves):
@@ -40,6 +43,9 @@ class Tracker(Curves):
     @abstractmethod
     def _describe_run(self, run: Run) -> None:
         """Send what the run is: it begins, or goes on."""
+
+    def _keep_file(self, path: Path) -> None:
+        """Send a file of the run's folder, where the tracker keeps files."""
 
     @abstractmethod
     def _close_run(self, result: dict[str, float], status: str | None) -> None:
@@ -79,6 +85,9 @@ class Tracker(Curves):
             self._close_run({}, None)
             run_id, written = self._open_run(run, None)
         self._describe_run(run)
+        if changes := uncommitted_changes():
+            (run.folder / CHANGES_NAME).write_text(changes)
+            self._keep_file(run.folder / CHANGES_NAME)
         self._note = {"id": run_id, "config_hash": config_hash}
         with whole(path) as file:
             file.write((json.dumps(self._note) + "\n").encode())

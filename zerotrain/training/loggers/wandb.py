@@ -67,6 +67,9 @@ class WandB(Tracker):
     def _write(self, numbers: dict[str, float], step: int) -> None:
         self._run.log(numbers, step=step)
 
+    def _keep_file(self, path: Path) -> None:
+        self._run.save(str(path), base_path=str(path.parent), policy="now", glob=False)
+
     def _close_run(self, result: dict[str, float], status: str | None) -> None:
         if status is not None:
             self._run.summary.update({**result, "status": status})

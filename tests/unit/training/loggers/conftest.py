@@ -1,4 +1,5 @@
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,19 @@ def curves_of() -> Callable[[Path], dict[str, list[tuple[int, float]]]]:
         return found
 
     return read
+
+
+@pytest.fixture
+def changed_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder is a git repository with a change that no commit has."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    (folder / "model.py").write_text("old = 1\n")
+    for arguments in (["init", "-q"], ["add", "model.py"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    (folder / "model.py").write_bytes(b"new = '\xff'\n")
+    monkeypatch.chdir(folder)
 
 
 @pytest.fixture

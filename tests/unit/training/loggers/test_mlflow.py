@@ -38,6 +38,12 @@ def test_each_number_the_settings_and_the_end_are_there(make_trainer, tmp_path, 
     assert run.data.metrics["result.steps"] == 3
 
 
+def test_changes_that_no_commit_has_are_kept_there(make_trainer, changed_code, tmp_path):
+    make_trainer(max_steps=1, callbacks={"mlflow": MLflow()}).run()
+    [kept] = tmp_path.glob("mlflow/*/*/artifacts/git.diff")
+    assert "-old = 1" in kept.read_text()
+
+
 def test_a_run_that_is_killed_twice_is_one_curve(killed_twice, require_one_curve):
     folder = killed_twice("logger=mlflow", MLFLOW_DISABLE_TELEMETRY="true")
     client, [run] = runs_of(folder)

@@ -12,7 +12,7 @@ from zerotrain.checkpoint import checkpoints_in
 from zerotrain.training import Callback, Request
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 from zerotrain.training.loggers.curves import Written
-from zerotrain.training.loggers.facts import facts_of
+from zerotrain.training.loggers.facts import facts_of, uncommitted_changes
 from zerotrain.training.loggers.tracker import Tracker
 
 EVERY_2 = CheckpointPolicy(every_steps=2, asynchronous=False, at_end=False)
@@ -26,7 +26,7 @@ class Book(Tracker):
 
     def __init__(self, runs):
         super().__init__()
-        self.runs, self.described, self.closed = runs, [], []
+        self.runs, self.described, self.closed, self.kept = runs, [], [], []
 
     def _open_run(self, run, run_id):
         self.id = run_id or str(len(self.runs))
@@ -39,6 +39,9 @@ class Book(Tracker):
     def _write(self, numbers, step):
         for name, value in numbers.items():
             self.runs[self.id][name].append((step, value))
+
+    def _keep_file(self, path):
+        self.kept.append(path)
 
     def _close_run(self, result, status):
         self.closed.append((status, result.get("result/steps")))
@@ -233,6 +236,15 @@ def test_the_facts_of_a_run_name_its_code_and_its_machine(make_trainer, tmp_path
     make_trainer(max_steps=1, callbacks={"facts": callback}).run()
     told = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
     assert callback.facts["git_revision"] == told.strip()
+
+
+def test_changes_that_no_commit_has_lie_in_the_folder_and_at_the_tracker(make_trainer, changed_code, tmp_path):
+    book = Book({})
+    make_trainer(max_steps=1, callbacks={"book": book}).run()
+    assert book.kept == [tmp_path / "git.diff"]
+    assert "-old = 1\n+new = '\ufffd'\n" in (tmp_path / "git.diff").read_text()
+    subprocess.run(["git", "checkout", "-q", "."], check=True)
+    assert uncommitted_changes() == ""
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])

@@ -57,6 +57,12 @@ def test_each_number_the_settings_and_the_end_are_there(make_trainer, tmp_path, 
     assert json.loads((tmp_path / "wandb.json").read_text())["id"] == said["run_id"]
 
 
+def test_changes_that_no_commit_has_are_kept_there(make_trainer, changed_code, tmp_path):
+    make_trainer(max_steps=1, callbacks={"wandb": WandB(mode="offline")}).run()
+    [kept] = tmp_path.glob("wandb/offline-run-*/files/git.diff")
+    assert "-old = 1" in kept.read_text()
+
+
 def test_a_run_that_is_killed_twice_is_one_curve(killed_twice, require_one_curve):
     folder = killed_twice("logger=wandb", "callbacks.wandb.mode=offline", WANDB_ERROR_REPORTING="false")
     require_one_curve(folder, curves_at(file_of(folder)))

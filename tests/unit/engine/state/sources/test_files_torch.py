@@ -414,7 +414,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "code": (file_of({"weight": RunsCode()}), r"f.pt holds more than weights \(posix.mkdir\), and making such objects"),
     "an object of a user's": (
         file_of({"model": ONES, "args": argparse.Namespace(lr=1)}),
-        r"f.pt holds more than weights \(argparse.Namespace\), and making such objects may run any code; write only the",
+        r"f.pt holds more than weights \(argparse.Namespace\), and making such objects may run any code; write only",
     ),
     "a whole model": (file_of(torch.nn.Linear(2, 2)), r"more than weights \(.*torch.nn.modules.linear.Linear"),
     "no names": (file_of(torch.ones(3)), "f.pt holds a Tensor without tensors that have names; write only the wei"),
