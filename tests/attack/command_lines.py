@@ -55,7 +55,7 @@ NAMES = [
     Attack("model={_target_:torch.nn.Linear,in_features:3}", "model.in_features: there is no such setting; +model.in_"),
     Attack("zero=3", "zero=3: zero is a group of settings: zero.accumulate, "),
     Attack("zero=[3]", "zero=[3]: "),
-    Attack("+trainer.max_epochs=1", "+trainer.max_epochs: there is no such setting; did you mean train.max_steps?"),
+    Attack("+trainer.max_epochs=1", "+trainer.max_epochs: there is no such setting; did you mean train.num_epochs?"),
     Attack(
         "+trainer.max_epochs=1 +trainer.x.y=2 +zero.foo.bar=1 ++other.x=1",
         ("+trainer.max_epochs: there", "+trainer.x.y: there", "+zero.foo.bar: there", "+other.x: there is no such"),
@@ -295,7 +295,8 @@ YAMLS = [
     ),
     of_yaml(
         TOP + "train:\\n  max_steps: -3\\n",
-        "train.max_steps: got -3; it must be 1 or more steps; the default is 400 (mine",
+        "train.max_steps: got -3; it must be 1 or more steps, or null with num_epochs or max_tokens; the default "
+        "is 400 (mine",
     ),
     of_yaml(
         TOP + "optimizer:\\n  lr: abc\\n",
@@ -316,7 +317,7 @@ YAMLS = [
         TOP + "defaults:\\n  - override /model: gpt3\\n", "experiment=bad: needs model/gpt3, which does not exist; did"
     ),
     of_yaml(TOP + "defaults: 3\\n", "experiment=bad: "),
-    of_yaml(TOP + "defaults:\\n  - nope: x\\n", "experiment=bad: asks for "),
+    of_yaml(TOP + "defaults:\\n  - nope: x\\n", "experiment=bad: needs experiment/nope/x, which does not exist"),
     of_yaml(TOP + "train: 3\\n", "mine/experiment/bad.yaml: Merge error: int is not"),
     of_yaml(TOP + "zero: null\\n", ""),
     of_yaml(TOP + "train:\\n  max_steps: 3\\n", "zero.stage: got 9", "zero.stage=9"),

@@ -72,7 +72,7 @@ CODES = {"generate": 2, "evaluate": 2, "export": 0, "inspect": 0}
 UNREAD = {"generate": 0}
 """What generate has no use for."""
 HUB = {"export": 2}
-NO_TOKENIZER = {"generate": "without a tokenizer"}
+NO_TOKENIZER = {"generate": "has no tokenizer, so there is no text to generate from"}
 
 
 def gpt(**arguments: Any) -> dict[str, Any]:

@@ -97,9 +97,8 @@ def test_a_completed_run_is_not_overwritten(launch, completed: Path):
     second = launch(*RUN, "seed=7", folder=completed)
     assert second.wait() == 2
     [line] = second.stderr.splitlines()
-    assert line.startswith(
-        f"launch.overwrite: got false, but {completed / 'run'} holds a completed run; it must be true"
-    )
+    holds = f"launch.overwrite: got false, but {completed / 'run'} holds a completed run"
+    assert line.startswith(f"{holds}; launch.overwrite=true erases it; ")
     assert files_in(completed / "run") == before
 
 

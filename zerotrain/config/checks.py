@@ -84,12 +84,16 @@ def value_problems(config: Config) -> list[str]:
 
 def length_problems(config: Config) -> list[str]:
     """A line where a run as it was given has two lengths. The default of `train.max_steps` counts as none."""
-    given = {name: value for name in LENGTHS if (value := getattr(config.train, name)) is not None}
-    if given.get("max_steps") == TrainConfig().max_steps:
-        del given["max_steps"]
+    given = [
+        f"{name}={word(value)}"
+        for name, setting, value in _settings_of(config)
+        if name.removeprefix("train.") in LENGTHS and value is not None and setting.allows(value)
+    ]
+    if config.train.max_steps == TrainConfig().max_steps:
+        given.remove(f"train.max_steps={config.train.max_steps}")
     if len(given) < 2:
         return []
-    told = ", ".join(f"train.{name}={word(value)}" for name, value in given.items())
+    told = ", ".join(given)
     return [f"{told}: a run has one length; leave out the others, or give them null"]
 
 

@@ -292,6 +292,11 @@ def test_the_length_of_a_run_is_given_once(compose, given):
     assert problem.startswith("train.max_steps: got null; it must be a number of steps without train.num_epochs")
 
 
+def test_lengths_that_are_wrong_are_not_said_to_be_two(compose):
+    problems = problems_of(compose, "train.max_steps=-3", "train.num_epochs=-1")
+    assert [each.partition(":")[0] for each in problems] == ["train.max_steps", "train.num_epochs"]
+
+
 def test_a_hash_that_is_made_before_the_steps_are_known_is_that_of_the_run(compose):
     config, _ = checked_config(compose(["train.num_epochs=2"]))
     before = config_hash(config)
