@@ -17,6 +17,19 @@ from tests.chaos.plan import CHANGE, STAGES, VICTIMS, Case, plan, schedule_from
 from zerotrain.checkpoint.kept import CHECKPOINTS, step_name
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a run killed by SIGKILL in a step, in each part of a save, removal and load: a rank, the "
+    "launcher, or all; started again, also at another stage and on fewer ranks",
+    "same weights and metrics as the run nobody has killed; nothing left behind",
+)
+@pytest.mark.case(
+    "checkpoints",
+    "and a rank, the launcher or all are killed before, between or behind the buckets of a "
+    "change, with one on its way, or in the saves around it",
+    "same weights; each change has one line",
+    under="`zero.schedule` changes the stage in mid-run",
+)
 def test_eleven_kills_change_nothing(tmp_path: Path):
     command = [sys.executable, "-m", "tests.chaos", "--quick", "--jobs=1", f"--out={tmp_path / 'out'}"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

@@ -13,6 +13,12 @@ AFTER: dict[tuple[str, bool, bool], str] = {}
 """By the kind, and whether three ranks saved and load: what all come to with one step more."""
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "saved at a stage on n ranks, loaded at any stage on m, with other buckets; tied, frozen, "
+    "transposed, empty and odd parameters, AdamW, momentum, Muon, adapters on a frozen base, "
+    "fp32, bf16, fp16",
+)
 @pytest.mark.parametrize(("stage", "size"), PLACEMENTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_at_a_placement_loads_at_every_placement(

@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 from commands import TINY, Command
 
 SETTINGS = (
@@ -38,6 +39,15 @@ def evaluated(folder: Path, *arguments: str, start: tuple[str, ...] = ()) -> tup
     return process.wait(), process.stdout, process.stderr
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "of a mix, with labels of which others count in each item, while it is under way and when it "
+    "was killed; by torchrun",
+    "likewise on 1, 2, 3 and 4 ranks",
+    under=(
+        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+    ),
+)
 def test_any_number_of_ranks_has_the_loss_of_a_run_that_is_under_way_and_was_killed(launch, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"def main(): return {each}  # ünï\n" for each in range(300)))
     given = {each.partition("=")[0] for each in SETTINGS}
@@ -65,6 +75,14 @@ def test_any_number_of_ranks_has_the_loss_of_a_run_that_is_under_way_and_was_kil
     assert list((tmp_path / "temporary").glob("zerotrain_*")) == []
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a rank fails or is killed; Ctrl-C, SIGTERM",
+    "the first cause and its log, exit code 1; all end at once, nothing stays",
+    under=(
+        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+    ),
+)
 def test_a_rank_that_fails_is_the_first_cause_and_a_signal_ends_all_at_once(launch, tmp_path: Path) -> None:
     tiny = [*TINY, "model._target_=misbehaving.MisbehavingMLP", "+model.action=nothing", "+model.at=0", "+model.rank=1"]
     run = launch(*tiny, "launch.nproc_per_node=2", "hydra.run.dir=run", folder=tmp_path)

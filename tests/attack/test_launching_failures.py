@@ -111,6 +111,12 @@ def test_ctrl_c_twice_stops_a_sweep_at_once(launch, tmp_path: Path):
     assert command.wait_until_gone() == []
 
 
+@pytest.mark.case("stopping", "a second signal", "all end at once")
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "a signal to stop to all processes, once or twice, `kill -9` of a rank or of the launcher, an "
+    "item that takes for ever",
+)
 def test_sigterm_twice_stops_a_run_at_once_which_says_so_in_its_result(launch, tmp_path: Path):
     """It comes to all processes, also to those that read data."""
     command = launch(*MISBEHAVING, "+model.action=sleep", "data.num_workers=1", TWO_RANKS, folder=tmp_path)
@@ -123,6 +129,11 @@ def test_sigterm_twice_stops_a_run_at_once_which_says_so_in_its_result(launch, t
     assert command.wait_until_gone() == []
 
 
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "a signal to stop to all processes, once or twice, `kill -9` of a rank or of the launcher, an "
+    "item that takes for ever",
+)
 def test_the_ranks_end_with_a_parent_that_was_killed(launch, tmp_path: Path):
     """And with them the processes that read data for them, and the folder they met in."""
     places = Path(tempfile.mkdtemp(dir="/tmp"))  # short: torch has sockets there

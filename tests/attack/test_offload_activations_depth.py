@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from cases import place
 from torch import nn
@@ -62,6 +63,7 @@ def flat_deep_and_on_the_device(folder: str) -> list[tuple[str, int]]:
     return [hash_and_peak(depth, where) for depth, where in ((FLAT, folder), (DEEP, folder), (DEEP, None))]
 
 
+@pytest.mark.case("offload: Activations off the device", "Depth")
 def test_all_of_it_on_a_disk_has_the_same_bits_and_memory_does_not_grow_with_the_depth(tmp_path: Path) -> None:
     more = (DEEP - FLAT) * SAVED_NBYTES
     for flat, deep, on_the_device in run_ranks(flat_deep_and_on_the_device, 2, str(tmp_path)):

@@ -55,6 +55,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.case(
+    "offload: Offload",
+    "the disk gives EIO or ENOSPC, or its file ends; a rank is killed in a write",
+    "named with the folder and the bytes; nothing is left there; the last checkpoint leads to the same bits",
+)
 @pytest.mark.parametrize("fails", [*ENDS, "kill in a write"])
 def test_the_failure_is_named_and_the_run_goes_on_from_its_last_checkpoint(
     fails: str, wanted: str, tmp_path: Path
@@ -79,6 +84,7 @@ def test_the_failure_is_named_and_the_run_goes_on_from_its_last_checkpoint(
     assert not saved.exists() or contents(saved) == before
 
 
+@pytest.mark.case("offload: Offload", "a read or write ends early", "continued")
 def test_calls_that_end_early_change_nothing(wanted: str, tmp_path: Path) -> None:
     command = run(tmp_path, *TO_DISK, f"offload.path={tmp_path / 'disk'}", fails="short")
     assert (command.process.returncode, command.stderr) == (0, "")

@@ -78,6 +78,11 @@ def seen_on_a_rank(way: Way, folder: Path) -> Seen:
     return Seen(resident("VmHWM") - before, held["parameters"] + held["gradients"], held["offloaded"])
 
 
+@pytest.mark.case(
+    "offload: Offload",
+    "the model grows, and its state is on a disk",
+    "beside weights and gradients memory stays what it is, in training, saves and loads",
+)
 @pytest.mark.parametrize(("stage", "parameters"), [(1, "device"), (2, "device"), (3, "disk")])
 def test_beside_weights_and_gradients_memory_is_flat_while_the_model_grows(
     stage: int, parameters: str, tmp_path: Path
@@ -131,6 +136,7 @@ def run_within_limit(folder: Path, *settings: str) -> Command:
     return command
 
 
+@pytest.mark.case("offload: Offload", "more state than the process may allocate", "trains")
 def test_a_model_whose_state_is_more_than_the_process_may_have_trains(tmp_path: Path) -> None:
     on_device = run_within_limit(tmp_path / "device")
     assert on_device.process.returncode == 2, on_device.stderr

@@ -67,6 +67,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (*folder.glob("*.bin"), folder / "index.json")}
 
 
+@pytest.mark.case("data: Text", "killed anywhere while preparing", "goes on there, to the same bits")
 @pytest.mark.parametrize("given", ["bytes", "tokens"])
 def test_who_is_killed_anywhere_goes_on_there_and_comes_to_the_same_bits(
     given: str, texts: Path, tokenizer: str, tmp_path: Path, begin: Begin
@@ -106,6 +107,11 @@ def test_who_is_killed_anywhere_goes_on_there_and_comes_to_the_same_bits(
     assert goes_on()[-1] != goes_on()[0]
 
 
+@pytest.mark.case(
+    "data: Text",
+    "several prepare the same",
+    "one works, the others say for whom they wait; a dead one is taken over from",
+)
 def test_of_two_at_once_one_waits_and_takes_over_where_the_other_was_killed(texts: Path, tmp_path: Path, begin: Begin):
     first = begin("first", path=str(texts), hangs=True)
     wait_until(lambda: list((tmp_path / "cache").glob("*/preparing.json")) != [])
@@ -156,6 +162,11 @@ run(text, "--out", "disk/other")
 """
 
 
+@pytest.mark.case(
+    "data: Text",
+    "the disk is full, or only read",
+    "one line with the setting; finished work stays; an existing store is used",
+)
 def test_a_disk_that_is_full_or_only_read_is_named_and_nothing_done_is_lost(texts: Path, tmp_path: Path):
     isolated = ["unshare", "--map-root-user", "--mount"]
     if shutil.which("unshare") is None or subprocess.run([*isolated, "true"], capture_output=True).returncode:
@@ -200,6 +211,11 @@ def test_a_long_line_takes_little_memory_and_small_files_little_time(tokenizer: 
     assert printed["grown_mb"] < 350
 
 
+@pytest.mark.case(
+    "data: Text",
+    "machines without a common folder",
+    "each prepares before the ranks meet, as long as it takes; a machine that cannot is named on all ranks",
+)
 def test_machines_without_a_common_folder_prepare_each_for_itself_before_the_ranks_meet(texts, tmp_path):
     """A collective that waited for one that tokenised ended the run after launch.timeout_s."""
     store = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}")

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from commands import TINY, by_torchrun, result_of
 
 MISBEHAVING = (*TINY, "model._target_=misbehaving.MisbehavingMLP")
@@ -9,6 +10,7 @@ RUN = (*MISBEHAVING, "hydra.run.dir=run")
 TWO_RANKS = "launch.nproc_per_node=2"
 
 
+@pytest.mark.case("stopping", "a rank is killed, with `launch.max_restarts`", "all start again, and the run completes")
 def test_a_killed_rank_is_started_again_and_the_run_completes(launch, tmp_path: Path):
     command = launch(*RUN, "+model.action=kill once", "launch.max_restarts=3", TWO_RANKS, folder=tmp_path)
     assert command.wait() == 0, command.stderr
@@ -23,6 +25,11 @@ def test_a_killed_rank_is_started_again_and_the_run_completes(launch, tmp_path: 
     assert command.wait_until_gone() == []
 
 
+@pytest.mark.case(
+    "stopping",
+    "ranks fail again and again",
+    "the run ends after two restarts without a newer checkpoint, with the first cause",
+)
 def test_ranks_that_fail_again_and_again_are_given_up(launch, tmp_path: Path):
     command = launch(*RUN, "+model.action=raise", "+model.rank=0", "launch.max_restarts=9", folder=tmp_path)
     assert command.wait() == 1
@@ -43,6 +50,7 @@ def test_ranks_that_fail_again_and_again_are_given_up(launch, tmp_path: Path):
     assert (tmp_path / "run/ranks/0.log").read_text().count("Traceback") == 3
 
 
+@pytest.mark.case("stopping", "`torchrun --max-restarts`", "all start again in the same folder")
 def test_torchrun_starts_all_ranks_again_in_the_same_folder(tmp_path: Path):
     """Whose name has the time in it."""
     command = by_torchrun(

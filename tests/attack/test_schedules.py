@@ -26,6 +26,13 @@ def run(zygote: Zygote, folder: Path, name: str, *settings: str) -> dict[str, An
     return result_of(folder / name)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "every five steps through 0-1-2-3-1-0, on 2 and 3 ranks: fp32, bf16, fp16, tied, adapters on "
+    "a frozen base, Muon, clipping, accumulation, `zero.accumulate=reduced`, virtual ranks; saves "
+    "and evaluations between and at the changes",
+    under="`zero.schedule` changes the stage in mid-run",
+)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_run_that_changes_its_stage_every_five_steps_has_the_weights_of_one_that_does_not(
     name: str, zygote: Zygote, tmp_path: Path
@@ -45,6 +52,12 @@ def test_a_run_that_changes_its_stage_every_five_steps_has_the_weights_of_one_th
                 assert (now > was) == (now_wanted > was_wanted), (before["stage"], after["stage"], kind)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "and it goes on at step 600 of `{0: 0, 500: 3}`",
+    "the engine is built at stage 3: peak memory is that of a run at stage 3",
+    under="`zero.schedule` changes the stage in mid-run",
+)
 def test_a_run_that_goes_on_needs_the_memory_of_the_stage_it_goes_on_at(zygote: Zygote, tmp_path: Path) -> None:
     """P is 102 MB of parameters; at stage 0 a rank holds 3P before its first step, at stage 3 half of that. It built
     stage 0 first, to go on at stage 3 (2026-11-22): 153 MB more by the formulas; two runs of the same have
@@ -64,6 +77,12 @@ def test_a_run_that_goes_on_needs_the_memory_of_the_stage_it_goes_on_at(zygote: 
     assert peaks[schedule] - peaks["zero.stage=3"] < 100 * MIB, peaks
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "where the newest checkpoint is damaged otherwise, and an older one is taken",
+    "built at the stage of the newest, then changed, with a line that says so",
+    under="`zero.schedule` changes the stage in mid-run",
+)
 def test_where_the_newest_checkpoint_is_damaged_the_stage_of_an_older_one_is_changed_to(
     zygote: Zygote, tmp_path: Path
 ) -> None:

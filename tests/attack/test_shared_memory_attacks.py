@@ -73,6 +73,11 @@ def wanted(launch, once: Callable[[str, Callable[[], Any]], Any], tmp_path: Path
 # ---- kills
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "50 kills of a rank or the launcher: while they meet, build, gather, reduce, update, on "
+    "either thread, at any moment; 2 and 3 ranks, stages 0 to 3",
+)
 def test_kills_are_of_all_stages_and_kinds_of_places() -> None:
     every_place = {*MEETING, *BUILDING, *COLLECTIVES, *STEP, MOMENT}
     assert {strike.place for strike in plan(NUM_KILLS, seed=0)} == every_place
@@ -87,6 +92,13 @@ def test_kills_are_of_all_stages_and_kinds_of_places() -> None:
     assert all(isinstance(strike, Strike) for strike in strikes)
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "50 kills of a rank or the launcher: while they meet, build, gather, reduce, update, on "
+    "either thread, at any moment; 2 and 3 ranks, stages 0 to 3",
+    "all end in bounded time, and the cause names the dead process; no process, memory, address "
+    "or file is left, except the small folder that a killed launcher could not remove",
+)
 @pytest.mark.timeout(6 * HANG_S)  # 25 runs
 def test_kills_leave_nothing_behind_and_name_who_is_gone(tmp_path: Path) -> None:
     """No process, no descriptor or mapping of the memory, no address, nothing in /dev/shm or $TMPDIR."""
@@ -105,6 +117,7 @@ def test_kills_leave_nothing_behind_and_name_who_is_gone(tmp_path: Path) -> None
 # ---- room
 
 
+@pytest.mark.case("hosts: Ranks of one host, which read each other's memory", "/dev/shm is small or not there")
 def test_a_dev_shm_of_one_mb_changes_nothing(wanted: str, tmp_path: Path) -> None:
     mounting = "mount --make-rprivate / && mount -t tmpfs -o size=1m tmpfs /dev/shm"
     tried = subprocess.run(["unshare", "-m", "sh", "-c", mounting], capture_output=True, text=True, check=False)
@@ -134,6 +147,11 @@ def without(call: str, folder: Path, *settings: str, later: str = "") -> Command
     return by_hand(*RUN, *settings, folder=folder, ZEROTRAIN_FORBIDDEN=f"{call}|{later}", **UNREADY)
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "a system that gives no such memory, no room in it, or forbids to read it",
+    "as above; tried before the ranks agree on it",
+)
 @pytest.mark.parametrize("call", FORBIDDEN)
 def test_where_there_is_no_such_memory_at_all_ranks_send_by_sockets_and_say_why(
     call: str, wanted: str, tmp_path: Path
@@ -145,6 +163,11 @@ def test_where_there_is_no_such_memory_at_all_ranks_send_by_sockets_and_say_why(
     assert " ".join(said.split()).startswith(FORBIDDEN[call])
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "room runs out in the training",
+    "one line with rank and cause; nobody waits, and no signal",
+)
 def test_where_room_runs_out_in_the_training_one_line_names_rank_and_cause(tmp_path: Path) -> None:
     """When the stage is to change there is no more of it; no signal, and nobody waits."""
     command = without("fallocate|ENOSPC|1", tmp_path, ENDLESS, later=str(tmp_path))
@@ -211,6 +234,11 @@ def shared_nbytes(group: Path) -> int:
     return int(nbytes)
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "a limit of memory (cgroup)",
+    "too little: the killed rank is named; each page counts once, and all are given back",
+)
 @pytest.mark.parametrize("limit_nbytes", [TOO_LITTLE_NBYTES, ENOUGH_NBYTES], ids=["too little", "enough"])
 def test_a_limit_of_memory_is_told_or_enough_and_each_page_counts_once(limit_nbytes: int, tmp_path: Path) -> None:
     with memory_group(tmp_path.name, limit_nbytes) as group:
@@ -237,6 +265,12 @@ def test_a_limit_of_memory_is_told_or_enough_and_each_page_counts_once(limit_nby
 # ---- ranks that are stopped
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "under the launcher; or again and again for a moment",
+    "reported by name within `launch.timeout_s`; the same bits",
+    under="a rank is stopped",
+)
 def test_a_rank_that_is_stopped_is_told_of_within_the_timeout_by_name(launch, tmp_path: Path) -> None:
     commands = {}
     for stage in (1, 3):
@@ -255,6 +289,11 @@ def test_a_rank_that_is_stopped_is_told_of_within_the_timeout_by_name(launch, tm
         assert command.wait_until_gone() == []
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "under the launcher; or again and again for a moment",
+    under="a rank is stopped",
+)
 def test_a_rank_that_is_stopped_again_and_again_for_a_moment_costs_no_bit(wanted: str, tmp_path: Path) -> None:
     command = by_hand(*RUN, folder=tmp_path)
     state = tmp_path / "run/ranks/1.state"
@@ -278,6 +317,7 @@ def test_a_rank_that_is_stopped_again_and_again_for_a_moment_costs_no_bit(wanted
 # ---- others
 
 
+@pytest.mark.case("hosts: Ranks of one host, which read each other's memory", "two runs at once", "do not mix")
 def test_two_runs_at_once_do_not_mix(launch, wanted: str, tmp_path: Path) -> None:
     commands = []
     for name in ("one", "other"):
@@ -329,6 +369,11 @@ def intruder(user: int, *given: int | str) -> Iterator[tuple[dict[str, Any], Cal
         process.kill()
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "another user reads it, or connects while ranks meet, many times, and says nothing",
+    "can do neither; the ranks do not wait for it",
+)
 def test_another_user_cannot_read_it_nor_hinder_ranks_that_meet(wanted: str, tmp_path: Path) -> None:
     """One who connected and said nothing had all ranks wait for the timeout, and then send by sockets; as many as there
     were ranks kept them from connecting at all (2026-11-22)."""

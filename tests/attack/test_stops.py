@@ -30,6 +30,12 @@ def assert_stopped_in_order(command: Command, run_dir: Path, by: str) -> None:
     assert command.wait_until_gone() == []
 
 
+@pytest.mark.case("stopping", "in the first step, in an evaluation", "the step that runs ends, or the next")
+@pytest.mark.case(
+    "stopping",
+    "SIGTERM, SIGINT or SIGUSR1 to the launcher, to one rank, to all processes",
+    "all ranks end the same step, then the run",
+)
 def test_sigterm_to_the_launcher_alone_in_the_first_step(launch, tmp_path: Path):
     command = launch(*PAUSING, "+model.at=1", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "pausing")
@@ -40,6 +46,7 @@ def test_sigterm_to_the_launcher_alone_in_the_first_step(launch, tmp_path: Path)
     assert_stopped_in_order(command, tmp_path / "run", "SIGTERM")
 
 
+@pytest.mark.case("stopping", "in the first step, in an evaluation")
 def test_ctrl_c_in_an_evaluation(launch, tmp_path: Path):
     """The terminal sends it to all, and the launcher passes on none that has come by itself."""
     command = launch(*PAUSING, "+model.at=0", TWO_RANKS, folder=tmp_path)
@@ -50,6 +57,13 @@ def test_ctrl_c_in_an_evaluation(launch, tmp_path: Path):
     assert_stopped_in_order(command, tmp_path / "run", "SIGINT")
 
 
+@pytest.mark.case("stopping", "SIGTERM, SIGINT or SIGUSR1 to the launcher, to one rank, to all processes")
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "a signal to stop to all processes, once or twice, `kill -9` of a rank or of the launcher, an "
+    "item that takes for ever",
+    "as without processes that read; none is left",
+)
 def test_sigusr1_to_all_processes_also_to_those_that_read_data(launch, tmp_path: Path):
     command = launch(*ENDLESS, "data.num_workers=2", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/")
@@ -58,6 +72,7 @@ def test_sigusr1_to_all_processes_also_to_those_that_read_data(launch, tmp_path:
     assert_stopped_in_order(command, tmp_path / "run", "SIGUSR1")
 
 
+@pytest.mark.case("stopping", "SIGTERM, SIGINT or SIGUSR1 to the launcher, to one rank, to all processes")
 @pytest.mark.parametrize(
     ("action", "rank", "by", "code"), [("interrupt", 1, "SIGINT", 130), ("terminate", 0, "SIGTERM", 0)]
 )
@@ -69,6 +84,7 @@ def test_a_signal_to_one_rank_alone(launch, tmp_path: Path, action: str, rank: i
     assert_stopped_in_order(command, tmp_path / "run", by)
 
 
+@pytest.mark.case("stopping", "under torchrun, to torchrun or to a rank", "the same")
 def test_under_torchrun_to_torchrun_and_to_a_rank(tmp_path: Path):
     by_torch = by_torchrun(*ENDLESS, folder=tmp_path)
     by_torch.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/")
@@ -81,6 +97,7 @@ def test_under_torchrun_to_torchrun_and_to_a_rank(tmp_path: Path):
     assert_stopped_in_order(alone, tmp_path / "elsewhere", "SIGINT")
 
 
+@pytest.mark.case("stopping", "a sweep", "ends with its running job")
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["SIGINT", "SIGTERM"])
 def test_a_sweep_ends_with_the_job_that_was_told_to_stop(launch, tmp_path: Path, signum: signal.Signals, code: int):
     sweep = ("-m", *TINY, "train.max_steps=10000000", "zero.stage=1,2", "hydra.sweep.dir=sweep")
@@ -93,6 +110,7 @@ def test_a_sweep_ends_with_the_job_that_was_told_to_stop(launch, tmp_path: Path,
     assert not (tmp_path / "sweep/1").exists()
 
 
+@pytest.mark.case("stopping", "before the training", "all end at once")
 def test_before_the_training_a_signal_ends_all_at_once(launch, tmp_path: Path):
     command = launch(*RUN, "model._target_=misbehaving.SlowMLP", TWO_RANKS, folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "building")
@@ -116,6 +134,7 @@ def test_before_the_training_a_signal_to_one_rank_ends_all_at_once_too(launch, t
     assert command.wait_until_gone() == []
 
 
+@pytest.mark.case("stopping", "a rank dies, or fails, while all stop", "this is the reported cause")
 def test_a_rank_that_dies_while_the_others_stop_is_the_cause(launch, tmp_path: Path):
     command = launch(*PAUSING, TWO_RANKS, "launch.max_restarts=1", folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "pausing")

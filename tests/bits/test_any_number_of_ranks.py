@@ -54,6 +54,12 @@ def training_of(way: Way, virtual_ranks: int, precision: str) -> Training:
     )
 
 
+@pytest.mark.case(
+    "ranks",
+    "N of 1, 2, 4, 8 with V = 8; 3, 6 with V = 6; every stage, fp32, bf16, fp16; dropout, "
+    "accumulation, clipping, Muon, overlap on and off, a late rank",
+    "the bits of plain PyTorch: each leaf apart, added by one tree, the mean",
+)
 @pytest.mark.parametrize(
     ("virtual_ranks", "num_ranks"), [(virtual, num) for virtual, numbers in RANKS.items() for num in numbers]
 )

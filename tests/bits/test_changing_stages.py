@@ -16,6 +16,15 @@ NUM_STEPS = 30
 __all__ = ["model", "sums"]  # the fixtures of the runs
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "every five steps through 0-1-2-3-1-0, on 2 and 3 ranks: fp32, bf16, fp16, tied, adapters on "
+    "a frozen base, Muon, clipping, accumulation, `zero.accumulate=reduced`, virtual ranks; saves "
+    "and evaluations between and at the changes",
+    "the weights of plain PyTorch; losses and lines of the run at one stage; bytes of each rank "
+    "fall and rise as the formulas",
+    under="`zero.schedule` changes the stage in mid-run",
+)
 @pytest.mark.parametrize(
     ("precision", "muon", "virtual_ranks", "num_ranks"),
     [(*each, size, size) for each in product(("fp32", "bf16", "fp16"), (False, True)) for size in (2, 3)]
@@ -47,6 +56,13 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 } | {kind: (kind, {}) for kind in KINDS}
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "every five steps through 0-1-2-3-1-0, on 2 and 3 ranks: fp32, bf16, fp16, tied, adapters on "
+    "a frozen base, Muon, clipping, accumulation, `zero.accumulate=reduced`, virtual ranks; saves "
+    "and evaluations between and at the changes",
+    under="`zero.schedule` changes the stage in mid-run",
+)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_is_the_run_at_one_stage(way, size, model, tmp_path, monkeypatch):

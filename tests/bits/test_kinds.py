@@ -24,6 +24,46 @@ from tests.bits.training import (
 )
 from zerotrain.testing.fake_wire import run_threads
 
+pytestmark = [
+    pytest.mark.case("ranks", "experts chosen by the rows of a batch", "the same", of=("a mixture of experts",)),
+    pytest.mark.case(
+        "ranks",
+        "blocks that one virtual rank alone uses, or does not, or none; in some micro-batches or steps",
+        "the same",
+        of=(
+            "a block left out by every second virtual rank",
+            "such a block, without overlap",
+            "blocks used by one virtual rank alone",
+            "a block used by all virtual ranks but one",
+            "a block used by none",
+            "a block used in the second micro-batch",
+            "a block used in every other step",
+        ),
+    ),
+    pytest.mark.case(
+        "ranks",
+        "dropout inside units under activation checkpointing",
+        "the same",
+        of=("dropout under activation checkpointing",),
+    ),
+    pytest.mark.case(
+        "ranks",
+        "`engine.freeze` and `unfreeze` in mid-run",
+        "the same",
+        of=(
+            "frozen in mid-run, and unfrozen",
+            "frozen but for the output, and unfrozen",
+        ),
+    ),
+    pytest.mark.case(
+        "ranks",
+        "a virtual rank whose loss is nan and weighs nothing",
+        "the same",
+        of=("a virtual rank whose loss is nan and weighs nothing",),
+    ),
+    pytest.mark.case("ranks", "a part kept in fp32", "the same", of=("an output layer kept in fp32",)),
+]
+
 
 class Overflowing(Net):
     """With a parameter whose gradient can be anything: in step 1 inf in one micro-batch of one virtual rank. In step 3
@@ -50,6 +90,11 @@ class Overflowing(Net):
 OVERFLOWING = Training(make=Overflowing, precision="fp16", growth_interval=2, num_steps=8, max_grad_norm=0.1)
 
 
+@pytest.mark.case(
+    "ranks",
+    "fp16: an overflow in one virtual rank, in one micro-batch or only where it is rounded to be sent",
+    "all ranks skip the step, with the same scale after it, and the same bits",
+)
 @pytest.mark.parametrize("stage", range(4))
 def test_an_overflow_in_one_virtual_rank_skips_the_step_on_all_ranks_and_leaves_all_the_same_scale(stage: int) -> None:
     expected = in_plain_pytorch(OVERFLOWING)
@@ -130,6 +175,7 @@ def test_a_model_of_any_kind_comes_to_the_bits_of_plain_pytorch(kind: str, preci
         assert_same(training, Setup(num_ranks, stage, is_late=stage % 2 == 0, **KINDS[kind][1]))
 
 
+@pytest.mark.case("ranks", "experts chosen by the rows of a batch")
 def test_virtual_ranks_of_the_mixture_do_use_different_experts() -> None:
     torch.manual_seed(0)
     model, used = Net(Mixture), []
@@ -158,6 +204,11 @@ def test_how_stage_3_gathers_changes_no_bit(name: str, num_ranks: int) -> None:
     assert_same(training_of("dropout under activation checkpointing", "bf16"), Setup(num_ranks, 3, overlap, more=more))
 
 
+@pytest.mark.case(
+    "ranks",
+    "between two virtual ranks of a step; `requires_grad_(False)` instead of it",
+    under="`engine.freeze` and `unfreeze` in mid-run",
+)
 @pytest.mark.parametrize("stage", range(4))
 def test_requires_grad_changed_between_steps_is_answered_with_the_call_to_make(stage: int) -> None:
     def on_a_rank(world: zerotrain.World) -> str:
@@ -176,6 +227,12 @@ def test_requires_grad_changed_between_steps_is_answered_with_the_call_to_make(s
     assert len(set(results)) == 1
 
 
+@pytest.mark.case(
+    "ranks",
+    "between two virtual ranks of a step; `requires_grad_(False)` instead of it",
+    "refused, with the call to make",
+    under="`engine.freeze` and `unfreeze` in mid-run",
+)
 @pytest.mark.parametrize("stage", range(4))
 def test_what_trains_cannot_change_between_two_virtual_ranks(stage: int) -> None:
     def on_a_rank(world: zerotrain.World) -> None:

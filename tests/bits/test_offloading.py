@@ -29,6 +29,11 @@ def setup_of(start: tuple[int, str, str], num_ranks: int, folder: Path, *, keep:
     return Setup(num_ranks, stage, offload=offload)
 
 
+@pytest.mark.case(
+    "offload: Offload",
+    "every place, at stages 1 to 3, fp32 and bf16, 1 to 3 ranks, accumulated; resumed from another place in mid-run",
+    "same bits",
+)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -67,6 +72,11 @@ KINDS = {
 }
 
 
+@pytest.mark.case(
+    "offload: Offload",
+    "fp16 that overflows, parameters frozen in mid-run, Muon, the stage changed on the way",
+    "same bits",
+)
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_training_with_the_stage_changing_on_the_way(kind: str, tier: str, tmp_path: Path) -> None:

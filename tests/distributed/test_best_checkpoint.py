@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from commands import TINY, result_of
 
 from tests.zygote.client import Ending, Zygote
@@ -14,6 +15,9 @@ SETTINGS = [each for each in TINY if not each.startswith(("train.max_steps", "tr
 SETTINGS += ["train.micro_batch_size=8", "data.vocab_size=16", "scheduler=constant"]
 
 
+@pytest.mark.case(
+    "checkpoints", "`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not"
+)
 def test_the_best_checkpoint_is_that_of_the_lowest_loss_and_every_command_takes_it(
     zygote: Zygote, tmp_path: Path
 ) -> None:

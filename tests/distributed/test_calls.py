@@ -30,6 +30,192 @@ from torch.utils.checkpoint import checkpoint
 
 import zerotrain
 
+pytestmark = [
+    pytest.mark.case(
+        "calls: Calls",
+        "Loss computed outside the model; several losses added up",
+        "same bits",
+        of=(
+            "loss outside the model",
+            "two losses, one backward",
+        ),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "Several losses, a backward each, the first in `no_sync`",
+        "same bits",
+        of=("two losses, two backwards",),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "`retain_graph=True`, two backwards reduced one by one",
+        "same bits as gradients summed over ranks backward by backward",
+        of=(
+            "retain_graph, both reduced",
+            "retain_graph, unannounced reads",
+        ),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "A unit called twice in one forward, within another unit, or not at all",
+        "same bits; at stage 3 gathered anew for each call",
+        of=(
+            "a unit twice in one forward",
+            "a unit within a unit",
+            "units that are not called",
+        ),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "Two forwards, one backward (preference training)",
+        "same bits; at stage 3 the backward of each holds a few units",
+        of=("two forwards, one backward",),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "Two forwards, then two backwards, with evaluations between",
+        "same bits",
+        of=(
+            "two forwards, two backwards",
+            "two forwards, unannounced reads",
+        ),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "Parts of the model alone",
+        "same bits, inside `with engine.forward_scope()`; outside it refused at stage 3",
+        of=(
+            "parts of the model alone",
+            "a part evaluated",
+        ),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "`torch.autograd.grad` in the forward (gradient penalty)",
+        "same bits; at stage 3 its units stay full until the backward; between engine calls refused at stage 3",
+        of=("gradient penalty",),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "torch's `checkpoint` called by the model, around units, with dropout",
+        "same bits, `use_reentrant` true and false",
+        of=(
+            "checkpoint",
+            "checkpoint, reentrant",
+        ),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "within a unit",
+        "same bits, true and false",
+        under="torch's `checkpoint` called by the model, around units, with dropout",
+        of=(
+            "checkpoint within a unit",
+            "checkpoint within a unit, reentrant",
+        ),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "and two forwards, one backward",
+        "same bits with `use_reentrant=False`; with true refused",
+        under="torch's `checkpoint` called by the model, around units, with dropout",
+        of=("checkpoint, two forwards",),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "A loss kept in an attribute of a unit (mixture of experts)",
+        "same bits; at stage 3 a unit that computes it after its output stays full until the backward",
+        of=(
+            "auxiliary loss",
+            "auxiliary loss after the output",
+        ),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "while nothing flows back through the unit's output",
+        "same bits with `zero.reshard_after_forward=false`; without it refused at stage 3",
+        under="A loss kept in an attribute of a unit (mixture of experts)",
+        of=("auxiliary losses alone",),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "Outputs of a class of your own",
+        "same bits; at stage 3 the unit stays full until the backward",
+        of=("outputs that cannot be looked into",),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "Outputs handed on from unit to unit, parameters as outputs",
+        "same bits",
+        of=("outputs handed on",),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "A forward without a backward",
+        "same bits as without it; at stage 3 the next call frees what is still full",
+        of=("forward without backward",),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "`eval`, `no_grad`, `inference_mode`",
+        "same bits as without; nothing left gathered",
+        of=(
+            "eval and no_grad",
+            "inference_mode",
+        ),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "Generation, as long as each rank likes",
+        "same bits as without; nothing left gathered",
+        of=("generation",),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "An exception in the forward",
+        "same bits as without; memory back at rest",
+        of=(
+            "exception in the head's forward",
+            "exception in a unit's forward",
+        ),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "An exception in the backward",
+        "same bits as without; memory back at rest; the step's gradients are forgotten",
+        of=(
+            "exception in the first backward",
+            "exception within a unit's backward",
+            "exception in the last backward",
+            "exception under checkpoint",
+            "exception while accumulating",
+            "exception in the second reduced backward",
+        ),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "An exception in the data or in `train_step`",
+        "same bits as without; the step's gradients are forgotten",
+        of=(
+            "exception in the data",
+            "exception in train_step",
+        ),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "A step dropped with `engine.zero_grad()`",
+        "same bits as without; memory back at rest",
+        of=("zero_grad",),
+    ),
+    pytest.mark.case(
+        "calls: Calls",
+        "`loss.backward()` instead of `engine.backward(loss)`",
+        "refused, and leaves nothing behind",
+        of=("loss.backward()",),
+    ),
+]
+
+
 STAGES = [0, 1, 2, 3]
 HARD_STAGES = [0, 2, 3]
 """Stage 1 differs from stage 2 in where the gradient lies, which no call depends on."""
@@ -197,6 +383,7 @@ class Frozen(Deep):
 MEMORY = {"two forwards, one backward": Deep, "frozen blocks": Frozen}
 
 
+@pytest.mark.case("calls: Calls", "Two forwards, one backward (preference training)")
 def test_a_backward_at_stage_3_holds_few_units_full_also_of_two_forwards_or_frozen_units() -> None:
     for by_rank in run_over(list(MEMORY), most_full_in_backward, 2):
         # The block whose backward runs, the one gathered ahead, the one just left, and the unit kept from the forward.
@@ -283,6 +470,25 @@ def refused(what: tuple[str, int]) -> str:
     return str(answer.value)
 
 
+@pytest.mark.case(
+    "calls: Calls",
+    "A loss that is not one number; a second engine of a model that has one, with blocks or without",
+    "refused",
+)
+@pytest.mark.case("calls: Calls", "`step` after a backward that failed", "refused")
+@pytest.mark.case(
+    "calls: Calls",
+    "while nothing flows back through the unit's output",
+    under="A loss kept in an attribute of a unit (mixture of experts)",
+)
+@pytest.mark.case(
+    "calls: Calls",
+    "and two forwards, one backward",
+    under="torch's `checkpoint` called by the model, around units, with dropout",
+)
+@pytest.mark.case("calls: Calls", "`torch.autograd.grad` in the forward (gradient penalty)")
+@pytest.mark.case("calls: Calls", "Parts of the model alone")
+@pytest.mark.case("calls: Calls", "A backward after the step that changed its weights", "refused")
 def test_what_cannot_be_is_answered_with_what_to_do_and_the_next_step_works() -> None:
     asked = [(name, stage) for name, refusal in REFUSALS.items() for stage in refusal.stages]
     for (name, stage), answers in zip(asked, run_over(asked, refused, 2), strict=True):
@@ -366,6 +572,11 @@ def test_a_model_whose_engine_was_deleted_trains_on_in_another() -> None:
     assert run_over([0, 1, 2], two_engines_in_turn, 2) == [[expected] * 2] * 3
 
 
+@pytest.mark.case(
+    "calls: Calls",
+    "A deleted engine",
+    "frees all it held, without the garbage collector; its model works on at stages 0 to 2 and refuses at stage 3",
+)
 def test_a_deleted_engine_frees_all_it_held_and_its_model_works_or_says_what_to_do() -> None:
     by_stage = run_over(STAGES, after_an_engine, 2)
     assert all(alive == [] for by_rank in by_stage for alive, _ in by_rank)

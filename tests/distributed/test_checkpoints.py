@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cases import resident_nbytes
@@ -123,6 +124,9 @@ def reset_peak() -> int:
     return peak_nbytes()
 
 
+@pytest.mark.case(
+    "checkpoints", "memory of a save, a load and of weights to start from; real ranks", "some MiB above the run's"
+)
 def test_real_ranks_save_and_load_in_a_few_mib(tmp_path: Path) -> None:
     saved = run_ranks(saved_and_trained, 2, str(tmp_path / "step"))
     loaded = run_ranks(loaded_and_trained, 2, str(tmp_path / "step"))
@@ -168,6 +172,12 @@ def held_nbytes(engine: zerotrain.ZeroEngine) -> tuple[int, int]:
     return sum(memory[name] for name in memory["theory"]), sum(memory["theory"].values())
 
 
+@pytest.mark.case(
+    "stages",
+    "memory meanwhile and behind it",
+    "a bucket, old and new, beside the larger of the two stages; resident memory falls and rises "
+    "by the formulas, within 4 MiB",
+)
 def test_a_change_of_the_stage_needs_a_bucket_beside_the_larger_of_the_two() -> None:
     """A bucket is 8 MiB. At stage 0 a rank holds 144 MiB, at stage 3 half of it."""
     for seen in run_ranks(change_stages, 2):

@@ -73,6 +73,11 @@ def peak_nbytes(stage: int) -> dict[str, int]:
     return {"built": built, "hashed": memory_nbytes("VmHWM") - before}
 
 
+@pytest.mark.case(
+    "models: Models and optimizers",
+    "a model several times the size of a unit, given as a function",
+    "at stage 3 a rank peaks at its shard and a few units",
+)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
 def test_the_peak_of_a_rank_at_stage_3_is_its_shard_and_a_few_units() -> None:
     allowed = MODEL_NBYTES // 4 + MODEL_NBYTES // 4 + 3 * UNIT_NBYTES + ELSE_NBYTES  # parameters and gradients
@@ -88,6 +93,7 @@ def initial_sha256(setting: tuple[int, str]) -> tuple[str, float]:
     return engine.weights_sha256(), torch.rand(()).item()
 
 
+@pytest.mark.case("models: Models and optimizers", "its initial weights", "those of the ordinary way at every stage")
 def test_the_initial_bits_and_the_next_random_number_are_those_of_the_ordinary_way_at_every_stage() -> None:
     torch.manual_seed(3)
     model, digest = Large(num_layers=3), hashlib.sha256()
@@ -136,6 +142,7 @@ def test_what_cannot_be_computed_again_trains_with_the_same_bits() -> None:
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
+@pytest.mark.case("models: Models and optimizers", "a model on the meta device", "refused")
 def test_a_model_on_the_meta_device_is_refused_with_what_to_give_instead() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)

@@ -55,6 +55,11 @@ def after_a_sleep(on_time: Any) -> Any:
     return late
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "every stage, precision and size of buckets; 2, 3, 4, 9 ranks; accumulation, a late rank; "
+    "`launch.shared_memory=false`",
+)
 @pytest.mark.parametrize("late_at", ["gather", "reduction", "step"])
 def test_a_rank_that_is_late_changes_no_bit(late_at: str) -> None:
     expected = sha256(reference_weights(CASE, 2))

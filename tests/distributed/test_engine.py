@@ -278,6 +278,11 @@ def failed_update(stage: int) -> list[str]:
     return hashes
 
 
+@pytest.mark.case(
+    "calls: Calls",
+    "An exception in the optimizer, on all ranks",
+    "the step's gradients are forgotten; the engine goes on, or can be deleted",
+)
 def test_after_an_update_that_fails_on_all_ranks_its_gradient_is_forgotten_and_nobody_waits() -> None:
     by_stage = run_over(STAGES, failed_update, 2)
     assert all(on_rank_0 == on_rank_1 for on_rank_0, on_rank_1 in by_stage)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from cases import place, run_over
 from torch import nn
@@ -86,6 +87,11 @@ def held_over_changes(how: tuple[int, str]) -> dict[str, Any]:
     return {"first": first, "between": between, "frozen": frozen, "again": engine.memory_bytes(), "sent": sent}
 
 
+@pytest.mark.case(
+    "parameters",
+    "memory of frozen parameters",
+    "no gradient, master weight or optimizer state, also after a change; nothing of them is reduced",
+)
 def test_frozen_parameters_own_no_gradient_no_master_weight_and_no_optimizer_state() -> None:
     adapter, norm, frozen = 2 * WIDTH * NUM_LAYERS, 2 * WIDTH, WIDTH * WIDTH * NUM_LAYERS
     results = seen_by_ranks(held_over_changes)
@@ -123,6 +129,7 @@ def most_full_frozen_nbytes(stage: int) -> dict[str, int]:
     return {"most": most, "layer": WIDTH * WIDTH * 4}
 
 
+@pytest.mark.case("parameters", "frozen units at stage 3", "at most two of them are full in the backward")
 def test_the_backward_of_stage_3_holds_the_frozen_weights_of_two_units_at_most() -> None:
     for seen in seen_by_ranks(most_full_frozen_nbytes)[0]:
         assert seen["layer"] <= seen["most"] <= 2 * seen["layer"]
@@ -142,6 +149,11 @@ def answers(stage: int) -> list[str]:
     return messages
 
 
+@pytest.mark.case(
+    "parameters",
+    "`requires_grad` changed without a call of the engine",
+    "refused in the next backward, with the call to make",
+)
 def test_requires_grad_changed_behind_the_engines_back_is_answered_with_the_call_to_make() -> None:
     for by_rank in seen_by_ranks(answers):
         for frozen, unfrozen in by_rank:

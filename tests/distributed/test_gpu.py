@@ -192,6 +192,7 @@ class Wide(torch.nn.Module):
         return x.float().square().mean()
 
 
+@pytest.mark.case("offload: Activations off the device", "On a GPU", "same bits on one rank; `make test-gpu`")
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_off_the_device_change_no_bits(checkpointing: bool, device: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import run_over
@@ -198,6 +199,11 @@ def message_of(name: str) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.case(
+    "hosts: Ranks that do not do the same",
+    "other settings, hyperparameters, buffers, micro-batches, branches, or a step behind",
+    "all ranks end, and say where each was",
+)
 def test_ranks_that_do_not_do_the_same_all_end_and_say_where_each_was() -> None:
     wrong = [
         (name, part, message)
@@ -220,6 +226,11 @@ def test_reductions_wait_as_long_as_gathers() -> None:
     assert by_rank == [[HANG_S, HANG_S]] * 2
 
 
+@pytest.mark.case(
+    "hosts: Ranks that do not do the same",
+    "a rank that sleeps for ever",
+    "reported within `launch.timeout_s`, and ended",
+)
 def test_a_rank_that_sleeps_for_ever_is_told_of_within_the_timeout_and_ended(tmp_path: Path) -> None:
     sleeping = (*TINY, "model._target_=misbehaving.MisbehavingMLP", "+model.action=sleep", "hydra.run.dir=run")
     command = by_hand(*sleeping, "launch.timeout_s=5", "launch.nproc_per_node=2", folder=tmp_path)

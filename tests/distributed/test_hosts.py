@@ -74,6 +74,11 @@ def require_bits(num_ranks: int, num_hosts: int, reference: Case, cases: list[Ca
     assert run_over([(num_hosts, case) for case in cases], trained_on, num_ranks) == [expected] * len(cases)
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "several hosts with 2, 4, 8, ... neighbouring ranks each: every stage and precision, accumulation, a late rank",
+    "the bits of plain PyTorch",
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_two_hosts_every_stage_has_the_bits_of_plain_pytorch(precision: str) -> None:
     """Stages 1 and 2 issue the same collectives: precisions have them in turns; tests/bits has the other."""
@@ -89,17 +94,29 @@ def require_bits_of_stages(precision: str, stages: Sequence[int]) -> None:
     require_bits(4, 2, case, [case.with_zero(stage=stage, **whole.get(stage, {})) for stage in stages])
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "several hosts with 2, 4, 8, ... neighbouring ranks each: every stage and precision, accumulation, a late rank",
+)
 def test_micro_batches_that_are_reduced_one_by_one_have_the_bits_of_their_definition() -> None:
     case = Case(ORDERED, num_micro_batches=2, num_steps=1).with_zero(accumulate="reduced")
     require_bits(4, 2, case, [case.with_zero(stage=stage) for stage in (0, 1)])
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "several hosts with 2, 4, 8, ... neighbouring ranks each: every stage and precision, accumulation, a late rank",
+)
 def test_on_three_hosts_the_bits_are_those_of_plain_pytorch_too() -> None:
     """The last of an odd number of roots goes up as it is."""
     case = Case(ORDERED)
     require_bits(6, 3, case, [case.with_zero(stage=stage) for stage in (2, 3)])
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "several hosts with 2, 4, 8, ... neighbouring ranks each: every stage and precision, accumulation, a late rank",
+)
 def test_with_four_ranks_on_each_host_the_bits_are_those_of_plain_pytorch_too() -> None:
     case = Case(ORDERED, precision="bf16")
     require_bits(8, 2, case, [case.with_zero(stage=stage) for stage in (0, 3)])
@@ -122,6 +139,10 @@ def trained_late(case: tuple[int, str]) -> str:
     return engine.weights_sha256()
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "several hosts with 2, 4, 8, ... neighbouring ranks each: every stage and precision, accumulation, a late rank",
+)
 def test_a_rank_that_is_late_changes_no_bit_on_any_host() -> None:
     """The other two are in tests/bits."""
     require_bits_where_late([(0, "reduction"), (2, "gather"), (3, "gather"), (3, "reduction")])
@@ -217,6 +238,15 @@ def once_quiet(interface: str) -> int:
     return now
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "bytes from host to host",
+    "parameters and gradients once, read from the interface of two network namespaces; in fp32 "
+    "half of the bytes of sockets",
+    under=(
+        "several hosts with 2, 4, 8, ... neighbouring ranks each: every stage and precision, accumulation, a late rank"
+    ),
+)
 def test_between_hosts_that_are_namespaces_goes_what_theory_says_and_the_bits_are_those_of_plain_pytorch(
     tmp_path: Path,
 ) -> None:
@@ -247,6 +277,14 @@ def killed_on_two_hosts(case: tuple[int, bool]) -> str:
     return killed(case)
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "a rank is killed or stopped, or gathers something else",
+    "reported on every host, at once or after the timeout",
+    under=(
+        "several hosts with 2, 4, 8, ... neighbouring ranks each: every stage and precision, accumulation, a late rank"
+    ),
+)
 @pytest.mark.parametrize("case", [(0, False), (2, False), (3, True)])
 def test_a_rank_that_is_killed_is_told_of_on_every_host(case: tuple[int, bool]) -> None:
     """Long before the five minutes that a collective waits, or the test waits for its ranks."""
@@ -265,6 +303,13 @@ def stopped_on_two_hosts(_: None) -> list[str]:
     return stopped(None)
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "a rank is killed or stopped, or gathers something else",
+    under=(
+        "several hosts with 2, 4, 8, ... neighbouring ranks each: every stage and precision, accumulation, a late rank"
+    ),
+)
 def test_a_rank_that_is_stopped_is_told_of_on_every_host_after_the_timeout() -> None:
     told = [each for [each] in run_ranks(stopped_on_two_hosts, 4, None)]
     assert f"Timed out waiting {TIMEOUT_S:g} s for rank 1" in told[0]
@@ -283,6 +328,14 @@ def engines_that_go_on_two_hosts(_: None) -> tuple[list[int], int]:
     return counts, sum(thread.name == "zerotrain arrivals" for thread in threading.enumerate())
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "an engine is deleted with reductions or gathers under way",
+    "its threads end, and nobody holds gathered memory",
+    under=(
+        "several hosts with 2, 4, 8, ... neighbouring ranks each: every stage and precision, accumulation, a late rank"
+    ),
+)
 def test_an_engine_takes_its_threads_with_it() -> None:
     assert run_ranks(engines_that_go_on_two_hosts, 4, None) == [([0, 2, 1, 0], 0)] * 4
 
@@ -292,6 +345,13 @@ def held_on_two_hosts(_: None) -> int:
     return held_behind_gathers(None)
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "an engine is deleted with reductions or gathers under way",
+    under=(
+        "several hosts with 2, 4, 8, ... neighbouring ranks each: every stage and precision, accumulation, a late rank"
+    ),
+)
 def test_what_was_gathered_is_held_by_nobody_when_the_gather_is_done() -> None:
     assert run_ranks(held_on_two_hosts, 4, None) == [0] * 4
 
@@ -312,6 +372,13 @@ def another_gather(_: None) -> str:
     return ""
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "a rank is killed or stopped, or gathers something else",
+    under=(
+        "several hosts with 2, 4, 8, ... neighbouring ranks each: every stage and precision, accumulation, a late rank"
+    ),
+)
 def test_ranks_that_gather_something_else_are_told_on_every_host() -> None:
     told = run_ranks(another_gather, 4, None)
     assert any("sends another collective" in each for each in told[:2])
@@ -329,6 +396,10 @@ def on_three_and_one(_: None) -> tuple[str, str]:
     return engine.collectives.not_shared, engine.weights_sha256()
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "hosts of 1, of 3, of different numbers or of scattered ranks",
+)
 def test_where_hosts_do_not_hold_as_many_ranks_all_send_by_sockets_to_the_same_bits_and_say_why() -> None:
     told = run_ranks(on_three_and_one, 4, None)
     expected = sha256(reference_weights(Case(ORDERED), 4))

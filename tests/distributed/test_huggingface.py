@@ -169,6 +169,11 @@ def test_the_repeated_blocks_are_found_to_be_the_units(name: str) -> None:
     assert list(find_units(walk(make_model(name)), None)) == MODELS[name][1]
 
 
+@pytest.mark.case(
+    "models: Models and optimizers",
+    "GPT-2, GPT-NeoX, Llama, Qwen, Mistral, Mixtral, T5, BERT, ViT, a convnet with batch norm",
+    "same bits in fp32, on 2 ranks; units found by themselves",
+)
 def test_every_model_trains_at_every_stage_as_in_plain_pytorch() -> None:
     settings = [(name, stage) for number, name in enumerate(MODELS) for stage in three_stages(number)]
     expected = {name: reference(name) for name in MODELS}
@@ -213,6 +218,9 @@ def with_adapters(stage: int) -> ZeroEngine:
     )
 
 
+@pytest.mark.case(
+    "models: Models and optimizers", "LoRA", "trained parameters alone in gradients, optimizer state and reductions"
+)
 def test_adapters_alone_are_trained_in_memory_and_on_the_wire() -> None:
     pytest.importorskip("peft")
     results = [on_rank_0 for on_rank_0, _ in run_over([0, 1, 2, 3], adapters, NUM_RANKS)]
@@ -244,6 +252,9 @@ def save_pretrained(folder: Path) -> None:
     )
 
 
+@pytest.mark.case(
+    "models: Models and optimizers", "LoRA on a pretrained folder from the command line", "runs at stage 3"
+)
 def test_a_pretrained_model_is_fine_tuned_with_adapters_from_the_command_line(tmp_path: Path, zygote: Zygote) -> None:
     pytest.importorskip("peft")
     save_pretrained(tmp_path / "tiny")

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from cases import OPTIMIZERS, batch, make_model, micro_batches, place
 
@@ -48,6 +49,10 @@ def on_two_ranks(folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.case(
+    "offload: Offload",
+    "every place, at stages 1 to 3, fp32 and bf16, 1 to 3 ranks, accumulated; resumed from another place in mid-run",
+)
 def test_a_run_on_a_disk_and_one_that_goes_on_from_it_elsewhere_have_the_bits_of_none(tmp_path: Path) -> None:
     (found, other) = run_ranks(on_two_ranks, 2, tmp_path)
     assert found == other

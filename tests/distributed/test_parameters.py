@@ -27,6 +27,86 @@ from uneven import (
 
 import zerotrain
 
+pytestmark = [
+    pytest.mark.case("parameters", "tied inside a unit", "same bits", of=("tied inside a unit",)),
+    pytest.mark.case(
+        "parameters",
+        "tied across units; a vocabulary of 4N + 1 *",
+        "same bits; the parameter is held once, in the root",
+        of=("tied across units, vocabulary of 4N + 1",),
+    ),
+    pytest.mark.case("parameters", "complete layers frozen", "same bits", of=("frozen layers",)),
+    pytest.mark.case(
+        "parameters", "frozen, and read without calling its module", "same bits", of=("frozen and read without a call",)
+    ),
+    pytest.mark.case("parameters", "only biases train", "same bits", of=("biases alone",)),
+    pytest.mark.case("parameters", "LoRA-style adapters in plain torch", "same bits", of=("adapters",)),
+    pytest.mark.case(
+        "parameters",
+        "integer, boolean and complex parameters and buffers",
+        "kept in their dtype, with rank 0's values at the start; same bits",
+        of=("integer, boolean and complex ones",),
+    ),
+    pytest.mark.case(
+        "parameters",
+        "zero-sized, 0-dim, one element, transposed, channels-last, (7, 15), (17, 257); smaller than "
+        "the number of ranks *",
+        "same bits; shape and strides stay",
+        of=("odd shapes",),
+    ),
+    pytest.mark.case(
+        "parameters",
+        "used by no rank, by one rank alone, in every other step, twice in a forward *",
+        "same bits; without use the gradient is zeros, see below",
+        of=("unused, of one rank, of every other step",),
+    ),
+    pytest.mark.case(
+        "parameters",
+        "other parts used on each rank: a linear of one block, something in every block, in the first "
+        "and the last block *",
+        "same bits",
+        of=(
+            "one linear of ten blocks unused on rank 0",
+            "in every block something unused on another rank",
+            "unused in the first and the last block",
+        ),
+    ),
+    pytest.mark.case(
+        "parameters",
+        "experts chosen differently by each rank, in blocks or as the complete model *",
+        "same bits; a ModuleList called `experts` is no unit, its parameters go with the module around it",
+        of=(
+            "a mixture of experts",
+            "a mixture of experts alone",
+        ),
+    ),
+    pytest.mark.case(
+        "parameters",
+        "complete blocks skipped on one rank, as layer drop does *",
+        "same bits on gloo; at stage 3 if no more blocks in a row than `zero.prefetch`: otherwise the "
+        "ranks wait for each other, and end with `CommError`",
+        of=("blocks skipped on one rank",),
+    ),
+    pytest.mark.case(
+        "parameters",
+        "several parameter groups, an empty one",
+        "same bits; an empty group warns",
+        of=("groups of one's own",),
+    ),
+    pytest.mark.case("parameters", "a group added late *", "same bits", of=("a group added late",)),
+    pytest.mark.case("parameters", "frozen in mid-run", "same bits", of=("frozen in mid-run",)),
+    pytest.mark.case(
+        "parameters", "unfrozen in mid-run", "same bits; new to the optimizer", of=("unfrozen in mid-run",)
+    ),
+    pytest.mark.case(
+        "parameters",
+        "frozen and unfrozen again *",
+        "same bits; the optimizer's state of it is lost",
+        of=("frozen and unfrozen again",),
+    ),
+]
+
+
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=False)
 WIDTH = 12
 WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -47,6 +47,12 @@ def require_bits(case: Case, num_ranks: int, settings: list[Case]) -> None:
     assert not wrong
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "every stage, precision and size of buckets; 2, 3, 4, 9 ranks; accumulation, a late rank; "
+    "`launch.shared_memory=false`",
+    "the bits of plain PyTorch, also by sockets",
+)
 @pytest.mark.parametrize("name", TRAININGS)
 def test_every_setting_gives_the_bits_of_plain_pytorch(name: str) -> None:
     """On two ranks. The six trainings together have each stage with each size of buckets, overlapped and not; each
@@ -161,6 +167,7 @@ def require_bits_of(way: Way, stages_of: StagesOf = three_stages) -> None:
     assert run_over(cases, way.train, way.num_ranks) == expected
 
 
+@pytest.mark.case("ranks", "`zero.accumulate=reduced`")
 def test_micro_batches_that_are_reduced_one_by_one_give_the_bits_of_their_definition() -> None:
     require_bits_of(WAYS["reduced one by one"])
 
@@ -170,6 +177,11 @@ def test_the_reduction_of_many_ranks_gives_the_bits_of_plain_pytorch_on_few() ->
     require_bits_of(WAYS["as many ranks do"])
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "every stage, precision and size of buckets; 2, 3, 4, 9 ranks; accumulation, a late rank; "
+    "`launch.shared_memory=false`",
+)
 def test_by_sockets_the_bits_are_those_of_plain_pytorch_too() -> None:
     require_bits_of(WAYS["by sockets"])
 

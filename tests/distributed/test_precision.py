@@ -89,6 +89,9 @@ HALF_PRECISIONS = {
 }
 
 
+@pytest.mark.case(
+    "precision", "fp16 and bf16; names kept in fp32", "same bits, the reference following the same dtypes"
+)
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 1), (3, 2)])
 def test_half_precisions_give_the_bits_of_plain_pytorch(num_ranks: int, num_micro_batches: int) -> None:
     """At stage 3 and another; tests/bits has the others."""
@@ -115,6 +118,7 @@ OVERFLOWING = replace(FP16, initial_scale=2.0**10, growth_interval=2, num_steps=
 SCALES = [2.0**power for power in (10, 10, 9, 8, 8, 9, 9, 8, 8)]
 
 
+@pytest.mark.case("precision", "fp16: an overflow on one rank", "skips the step on all; the exact sequence of scales")
 def test_an_overflow_on_one_rank_halves_the_scale_on_all_and_clean_steps_double_it() -> None:
     weights, scales = reference_run(OVERFLOWING, 2)
     assert scales == SCALES
@@ -166,6 +170,7 @@ def stop(stage: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.case("precision", "gradients that stay inf or nan", "all ranks stop, with the name of the parameter")
 def test_too_many_skipped_steps_in_a_row_stop_all_ranks_with_the_first_bad_parameter(
     answers: Answers,
 ) -> None:
@@ -219,6 +224,7 @@ def exhaust(stage: int) -> tuple[list[float], str]:
     return scales, "nothing was raised"
 
 
+@pytest.mark.case("precision", "fp16: no smaller scale is left", "all ranks stop")
 def test_a_scale_that_cannot_be_halved_any_more_stops_the_training(answers: Answers) -> None:
     [by_rank] = answers(exhaust)
     for scales, message in by_rank:
@@ -244,6 +250,7 @@ def usage(stage: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.case("precision", "`precision.keep_fp32`", "four bytes held and sent, no second master")
 def test_kept_parameters_take_four_bytes_held_and_sent_and_have_no_second_master(answers: Answers) -> None:
     for plan, by_rank in zip(STAGES, answers(usage), strict=True):
         for held in by_rank:
@@ -379,6 +386,11 @@ def structured_reference(precision: str) -> dict[str, torch.Tensor]:
     return {**weights, "table": model.table, "count": model.count}
 
 
+@pytest.mark.case(
+    "precision",
+    "inputs and outputs in dicts, dataclasses, named tuples",
+    "cast at the root; gathered in time at stage 3",
+)
 def test_tensors_in_any_structure_are_cast_at_the_root_and_announce_the_backward_of_a_unit(answers: Answers) -> None:
     for (stage, precision), (got, _) in zip(STAGES_AND_PRECISIONS, answers(train_structured), strict=True):
         expected = structured_reference(precision)
@@ -409,6 +421,7 @@ def held_dtypes(setting: tuple[int, str]) -> tuple[set[torch.dtype], bool]:
     return {parameter.dtype for parameter in engine.module.parameters()}, same
 
 
+@pytest.mark.case("precision", "parameters of several dtypes in a unit", "held in the compute dtype over fp32 masters")
 def test_parameters_of_fp32_bf16_and_fp16_are_held_in_the_compute_dtype_over_fp32_masters(answers: Answers) -> None:
     for (_, precision), by_rank in zip(STAGES_AND_PRECISIONS, answers(held_dtypes), strict=True):
         assert by_rank == [({DTYPES[precision]}, True)] * 2
@@ -423,6 +436,9 @@ def refused(build_it: Callable[[], object]) -> str:
     return str(raised.value)
 
 
+@pytest.mark.case(
+    "precision", "that keeps nothing, or everything", "refused", under="A model, or one parameter, in fp64"
+)
 def test_patterns_that_keep_nothing_or_everything_are_refused() -> None:
     nothing = refused(lambda: build(replace(FP16, keep_fp32="*rms*")))
     assert nothing.startswith(

@@ -91,6 +91,11 @@ def behind(engine: Any, never: Any, folder: Path) -> list[str]:
 EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
 
 
+@pytest.mark.case(
+    "parameters",
+    "other names, settings, stages or paths by rank; a wrong call on one rank alone, or on all",
+    "refused on all ranks with the arguments of each, and nothing changes",
+)
 @pytest.mark.parametrize(("stage", "which"), [(0, EVEN), (1, ODD), (3, slice(None))])
 def test_after_each_refusal_training_goes_on_with_the_bits_of_a_run_that_was_never_refused(
     stage: int, which: slice, tmp_path: Path
@@ -159,6 +164,9 @@ ALONE: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.case(
+    "parameters", "a call between two steps that one rank makes alone", "`CommError` on all within the timeout"
+)
 def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence_on_all() -> None:
     """Long before the ranks' own time is up."""
     for name, (lone, other) in zip(ALONE, run_over(list(ALONE), alone, 2), strict=True):

@@ -83,6 +83,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, run_ranks(trained, 2, folder, 2, 0.1, False)[0]
 
 
+@pytest.mark.case(
+    "stopping",
+    "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
+    "that differ, accumulation, AdamW, Muon, fp16",
+    "weights, losses, norms and lines of metrics.jsonl of the run that never stopped",
+)
 @pytest.mark.parametrize(("stage", "num_ranks"), PLACEMENTS)
 def test_a_run_goes_on_at_any_stage_and_on_any_number_of_ranks(whole, stage: int, num_ranks: int) -> None:
     folder, wanted = whole

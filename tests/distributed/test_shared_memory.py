@@ -62,6 +62,11 @@ def tensors_sent_by_gloo(case: Case) -> tuple[int, int, int]:
     return len(sent), local_ranks(engine).num_staged, sum(engine.ledger.last_step.calls.values())
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "parameters and gradients",
+    "none goes through a socket or is copied before the read; offloaded state is copied",
+)
 def test_no_parameter_or_gradient_goes_through_a_socket_or_is_copied_to_be_read() -> None:
     cases = [
         Case(ZeroConfig(stage=stage, bucket_mb=0.05), precision=precision, num_micro_batches=1 + (stage + number) % 2)
@@ -89,6 +94,7 @@ def offloaded(parameters: str) -> tuple[bool, str]:
     return local_ranks(engine).num_staged > 0, engine.weights_sha256()
 
 
+@pytest.mark.case("hosts: Ranks of one host, which read each other's memory", "parameters and gradients")
 def test_what_lies_in_other_memory_is_copied_to_be_read() -> None:
     (there, there_too), (elsewhere, elsewhere_too) = run_over(["device", "cpu"], offloaded, 2)
     assert (there[0], elsewhere[0]) == (False, True)
@@ -144,6 +150,11 @@ def killed(case: tuple[int, bool]) -> str:
     return trained_until(stage, 300.0, lambda _: os.kill(os.getpid(), signal.SIGKILL), in_forward=in_forward)
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "a rank is killed in a backward",
+    "the others end at once, and say so",
+)
 @pytest.mark.parametrize("case", [(0, False), (2, False), (3, True)])
 def test_a_rank_that_is_killed_is_told_of_at_once(case: tuple[int, bool]) -> None:
     """Long before the five minutes that a collective waits, or the test waits for its ranks: also by what cleans up
@@ -167,6 +178,11 @@ def stopped(_: None) -> list[str]:
     return [told]
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "a rank is stopped",
+    "reported after the timeout; it fails when it goes on",
+)
 def test_a_rank_that_is_stopped_is_told_of_after_the_timeout_and_fails_when_it_goes_on() -> None:
     [[waiting], [continued]] = run_ranks(stopped, 2, None)
     assert f"Timed out waiting {TIMEOUT_S:g} s for rank 1; no answer from rank 1" in waiting
@@ -188,6 +204,11 @@ def another_collective(names: tuple[str, str], numels: tuple[int, int]) -> tuple
     return "", False
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "ranks gather something else",
+    "an error on both; neither gets any data",
+)
 @pytest.mark.parametrize(("names", "numels"), [(("a", "b"), (64, 64)), (("a", "a"), (64, 128))])
 def test_ranks_that_gather_something_else_are_told_and_get_nothing_of_it(names: Any, numels: Any) -> None:
     results = run_ranks(another_collective, 2, names, numels)
@@ -222,6 +243,11 @@ def engines_that_go(_: None) -> list[int]:
     return counts
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "an engine is deleted with reductions or gathers under way; two at once",
+    "its thread, connections and pages go; parameters stay",
+)
 def test_an_engine_takes_its_thread_with_it_and_two_do_not_meet() -> None:
     assert run_ranks(engines_that_go, 2, None) == [[0, 2, 1, 0]] * 2
 
@@ -291,6 +317,12 @@ def forked(stage: int) -> list[bool]:
     return [same]
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "a rank forks, and the child writes to the weights",
+    "its writes are its own; it reads the weights of now, and zeros once the rank has moved them "
+    "(`set_stage`, `unfreeze`)",
+)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_a_forked_process_does_to_the_weights_is_not_done_to_the_rank(stage: int) -> None:
     assert run_ranks(forked, 2, stage) == [[True]] * 2
@@ -308,6 +340,11 @@ def limited(_: None) -> tuple[str, str, str]:
     return engine.collectives.not_shared, before, engine.weights_sha256()
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "one rank is limited, on another host, or has shared memory off",
+    "all send by sockets, to the same bits, and say why",
+)
 def test_where_one_rank_cannot_all_send_by_sockets_to_the_same_bits_and_say_why() -> None:
     for why, before, after in run_ranks(limited, 2, None):
         assert why.startswith("rank 1: it cannot make memory that others can read: [Errno 27] File too large")
@@ -328,5 +365,9 @@ def told_not_to(_: None) -> str:
     return collectives.not_shared
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "one rank is limited, on another host, or has shared memory off",
+)
 def test_where_one_rank_is_told_not_to_none_does() -> None:
     assert run_ranks(told_not_to, 2, None) == ["rank 1: it has shared_memory=False", ""]

@@ -84,6 +84,9 @@ def runs_on(num_ranks: int, stages: tuple[int, ...], folder: Path) -> list[list[
     return by_rank[0]
 
 
+@pytest.mark.case(
+    "ranks", "a run of the Trainer: dropout, checkpointing, labels of which few count, Muon", "same weights"
+)
 @pytest.mark.parametrize(("num_ranks", "stages"), [(1, (0,)), (2, (1, 3)), (4, (0, 2))])
 def test_any_number_of_ranks_ends_with_the_same_weights(
     num_ranks: int, stages: tuple[int, ...], alone: list[str], tmp_path: Path

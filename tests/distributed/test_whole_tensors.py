@@ -114,6 +114,11 @@ def reference(make_optimizers: Any, precision: str, num_ranks: int, max_norm: fl
     return sha256(weights)
 
 
+@pytest.mark.case(
+    "models: Models and optimizers",
+    "Muon, Adafactor",
+    "the bits of one process with complete tensors, on 2 and 3 ranks",
+)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_whole_tensors_are_updated_with_the_bits_of_one_process(num_ranks: int) -> None:
     """Muon for the matrices of the blocks and AdamW for the rest; Adafactor for tensors of any shape."""
@@ -156,6 +161,12 @@ def what_a_step_takes(zero: ZeroConfig) -> dict[str, Any]:
     }
 
 
+@pytest.mark.case(
+    "models: Models and optimizers",
+    "their bytes and state",
+    "two exchanges a bucket; an owner alone holds the momentum",
+    under="Muon, Adafactor",
+)
 def test_a_step_exchanges_twice_a_bucket_and_an_owner_holds_its_momentum_alone() -> None:
     num_ranks = 3
     stages = [ZeroConfig(stage=stage, bucket_mb=0.005) for stage in (0, 1, 2, 3)]

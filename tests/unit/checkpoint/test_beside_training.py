@@ -50,6 +50,12 @@ def trained_nbytes(engine: zerotrain.ZeroEngine) -> int:
     return sum(piece.values.nbytes for piece in own)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "training beside a save, every kind above, stages 0 to 3, each bucket met unwritten, a slow "
+    "disk, no room for copies",
+    "the bits of training without; the checkpoint is the state at the begin, bit for bit",
+)
 @pytest.mark.parametrize(("kind", "stage", "size"), PLACES)
 def test_training_beside_a_save_comes_to_the_same_bits_and_the_state_at_its_begin_is_saved(
     kind: str, stage: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -96,6 +102,9 @@ def test_training_beside_a_save_comes_to_the_same_bits_and_the_state_at_its_begi
         assert assert_loads(saved, KINDS[kind], 3 - stage, size) == expected[0][0]
 
 
+@pytest.mark.case(
+    "checkpoints", "memory of copies in front of updates", "at most `staging_nbytes`, by default one bucket"
+)
 def test_copies_take_no_more_than_was_allowed_by_default_the_largest_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +160,11 @@ def test_what_was_copied_and_is_written_makes_room_for_the_next_bucket() -> None
     taken.close()
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "one rank fails beside the training",
+    "raised on all ranks by `wait`, nothing left, training goes on to the same bits",
+)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_one_rank_that_fails_beside_the_training_fails_the_save_on_all_and_the_training_goes_on_to_the_same_bits(
     failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -187,6 +201,7 @@ def test_one_rank_that_fails_beside_the_training_fails_the_save_on_all_and_the_t
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.case("checkpoints", "a rank that is not heard of any more", "ends the save on all, named")
 def test_a_rank_of_which_nothing_is_heard_ends_the_save_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, told = SlowDisk(monkeypatch), threading.Event()
     disk.let_go(0)
@@ -212,6 +227,11 @@ def test_a_rank_of_which_nothing_is_heard_ends_the_save_on_all(tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a second save while one is under way",
+    "waits for it; an error that nobody has read is raised on all ranks",
+)
 def test_a_second_save_waits_for_the_first_and_raises_its_error_on_all_ranks_unless_it_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +272,12 @@ WRITES: dict[str, Callable[[torch.nn.Parameter], object]] = {
 }
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "weights written while they are saved",
+    'saved as they were before; in place in fp32 at stages 0 to 2 the save fails: "... was '
+    'written in place while it was saved"',
+)
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
@@ -293,6 +319,11 @@ def test_a_weight_that_is_written_beside_a_save_is_saved_as_it_was_or_the_save_f
         assert_loads(saved, kind, 3 - stage, 2)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "`freeze`, `load`, `load_state_dict` during a save",
+    "wait, or copy first; the state at the begin is saved",
+)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("change", ["freeze", "load", "load_state_dict", "full_state_dict"])
 def test_what_changes_the_state_during_a_save_waits_or_copies(
@@ -345,6 +376,7 @@ def test_what_the_engine_had_is_let_go_of_when_a_save_is_done(tmp_path: Path) ->
     run_threads(on_a_rank, 1)
 
 
+@pytest.mark.case("checkpoints", "a process that ends during a save", "ends, leaves no folder, says so")
 def test_a_process_that_ends_leaves_no_half_checkpoint_and_a_word(tmp_path: Path) -> None:
     script = """
 import os, sys, threading, time
@@ -368,6 +400,7 @@ assert not save.is_done
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.case("checkpoints", "`own`, which differs by rank", "comes back to it where as many ask; otherwise None")
 def test_what_each_rank_gives_of_its_own_comes_back_to_it_where_as_many_ask(tmp_path: Path) -> None:
     def save(world: zerotrain.World) -> None:
         engine = build(world, Kind(Matrices), 2)
@@ -387,6 +420,11 @@ def test_what_each_rank_gives_of_its_own_comes_back_to_it_where_as_many_ask(tmp_
     assert run_threads(own, 3)[0] == [[None, None]] * 3
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "`load` or `load_weights` while a save is under way",
+    "waits for it: the checkpoint can be loaded then, also as the newest of a run",
+)
 @pytest.mark.parametrize("takes", ["load", "load_weights", "load_weights of the run"])
 def test_a_load_of_what_is_being_saved_waits_for_the_folder(
     takes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,11 @@ def places(manifest: Manifest) -> dict[str, tuple[str, int]]:
     return found
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a byte flipped, a file cut, longer, removed, swapped, of another save, the manifest edited, "
+    "cut, of another version",
+)
 def test_a_flipped_byte_is_found_wherever_it_lies_and_file_and_tensor_are_named(whole: Path, damaged: Path) -> None:
     found = places(read_manifest(whole))
     assert {"weight of blocks.1.weight", "momentum_buffer of turned", "buffer of norm.running_var"} < found.keys()
@@ -129,6 +134,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a byte flipped, a file cut, longer, removed, swapped, of another save, the manifest edited, "
+    "cut, of another version",
+    "refused on all ranks, file and tensor named; nothing has changed",
+)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_was_damaged_is_refused_by_all_ranks_before_anything_has_changed(damage: str, damaged: Path) -> None:
     harm, said = DAMAGES[damage]
@@ -136,6 +147,11 @@ def test_what_was_damaged_is_refused_by_all_ranks_before_anything_has_changed(da
     refused(damaged, said)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a byte flipped, a file cut, longer, removed, swapped, of another save, the manifest edited, "
+    "cut, of another version",
+)
 def test_files_of_one_size_that_were_swapped_are_told_apart(tmp_path: Path) -> None:
     """With as many bytes in both, only what is in them can tell."""
 
@@ -161,6 +177,11 @@ def test_another_save_of_the_same_state_is_no_replacement_for_a_file(whole: Path
     refused(damaged, f"{FIRST} is not what was written")
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a file that changes, or a disk that fails, in the midst of a load",
+    "the engine computes and saves nothing until a load succeeds",
+)
 def test_a_file_that_changes_between_the_two_looks_is_found_by_the_second(
     whole: Path, damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,11 @@ def train_virtually(engine: zerotrain.ZeroEngine, *steps: int) -> None:
         engine.step()
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "training goes on after a load, with as many virtual ranks",
+    "same bits as the run that never stopped",
+)
 @pytest.mark.parametrize(("index", "saving", "loading"), [(i, *pair) for i, pair in enumerate(SHARED)], ids=str)
 def test_a_run_goes_on_at_any_placement_to_the_bits_of_the_one_that_never_stopped(
     index: int, saving: tuple[int, int], loading: tuple[int, int], tmp_path: Path
@@ -57,6 +62,11 @@ def test_a_run_goes_on_at_any_placement_to_the_bits_of_the_one_that_never_stoppe
     assert {*expected, *found} == {expected[0]}
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "parameters frozen, unfrozen or added in mid-run before the save",
+    "they are so after the load; same bits",
+)
 @pytest.mark.parametrize("stage", range(4))
 def test_what_was_frozen_unfrozen_and_added_in_mid_run_comes_back(stage: int, tmp_path: Path) -> None:
     kind = Kind(Matrices, MOMENTUM)
@@ -104,6 +114,9 @@ def test_what_was_frozen_unfrozen_and_added_in_mid_run_comes_back(stage: int, tm
     assert found[0][1] == expected[0][1]
 
 
+@pytest.mark.case(
+    "checkpoints", "buffers that differ between ranks", "each rank's own where as many load; otherwise rank 0's"
+)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_whose_buffers_differ_get_each_its_own_and_other_numbers_of_ranks_those_of_rank_0(
     stage: int, tmp_path: Path
@@ -129,6 +142,11 @@ def test_ranks_whose_buffers_differ_get_each_its_own_and_other_numbers_of_ranks_
     assert all(torch.equal(each, saved[0]) for each in run_threads(load, 2)[0])
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "learning rate as a tensor, schedules, hyperparameters changed in mid-run",
+    "come back; `fused`, `foreach`, `capturable` stay what the engine was built with",
+)
 def test_a_learning_rate_that_is_a_tensor_a_schedule_and_other_hyperparameters_come_back(tmp_path: Path) -> None:
     def optimizer() -> Any:
         return functools.partial(torch.optim.AdamW, lr=torch.tensor(0.05), betas=(0.8, 0.9))
@@ -158,6 +176,7 @@ def test_a_learning_rate_that_is_a_tensor_a_schedule_and_other_hyperparameters_c
     assert float(loaded[0]["lr"]) == pytest.approx(0.0005)
 
 
+@pytest.mark.case("checkpoints", "another precision", "takes up the master weights")
 @pytest.mark.parametrize(("saving", "loading"), list(itertools.permutations(["fp32", "bf16", "fp16"], 2)))
 def test_another_precision_takes_up_the_master_weights(saving: str, loading: str, tmp_path: Path) -> None:
     def save(world: zerotrain.World) -> str:
@@ -174,6 +193,11 @@ def test_another_precision_takes_up_the_master_weights(saving: str, loading: str
     assert {*run_threads(save, 2)[0]} == {*run_threads(load, 3)[0]}
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "an engine that has trained loads an older one; one that has not is saved",
+    "as if the steps between had not been",
+)
 @pytest.mark.parametrize("stage", range(4))
 def test_an_engine_that_has_trained_goes_back_and_one_that_has_not_can_be_saved(stage: int, tmp_path: Path) -> None:
     def on_a_rank(world: zerotrain.World) -> None:
@@ -189,6 +213,7 @@ def test_an_engine_that_has_trained_goes_back_and_one_that_has_not_can_be_saved(
     run_threads(on_a_rank, 2)
 
 
+@pytest.mark.case("checkpoints", "weights written in place before the save", "saved")
 @pytest.mark.parametrize("stage", range(3))
 def test_weights_written_in_place_are_saved(stage: int, tmp_path: Path) -> None:
     def on_a_rank(world: zerotrain.World) -> None:
@@ -216,6 +241,7 @@ class Recurrent(torch.nn.Module):
         return x
 
 
+@pytest.mark.case("checkpoints", "a graph from before the load", "refused by PyTorch itself; detached it trains")
 @pytest.mark.parametrize("stage", range(4))
 def test_a_graph_from_before_a_load_is_refused_by_pytorch_itself(stage: int, tmp_path: Path) -> None:
     def on_a_rank(world: zerotrain.World) -> None:
@@ -231,6 +257,7 @@ def test_a_graph_from_before_a_load_is_refused_by_pytorch_itself(stage: int, tmp
     run_threads(on_a_rank, 2)
 
 
+@pytest.mark.case("checkpoints", "save or load in the midst of a step", "refused")
 def test_in_the_midst_of_a_step_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
     def on_a_rank(world: zerotrain.World) -> None:
         engine = build(world, Kind(Matrices), 2)
@@ -250,6 +277,9 @@ def test_in_the_midst_of_a_step_nothing_is_saved_or_loaded(tmp_path: Path) -> No
     run_threads(on_a_rank, 2)
 
 
+@pytest.mark.case(
+    "checkpoints", "`extra` that JSON would change, or that differs between ranks", "refused, the place named"
+)
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
@@ -302,6 +332,9 @@ def test_each_rank_reads_its_share_to_verify_and_then_its_own_elements(
     assert max(read.values()) <= nbytes // 2 + 5 * 2**20
 
 
+@pytest.mark.case(
+    "checkpoints", "another model, optimizer or grouping", "refused on all ranks, with the names; nothing has changed"
+)
 def test_another_model_or_optimizer_is_refused_on_all_ranks_before_anything_has_changed(tmp_path: Path) -> None:
     class Longer(Matrices):
         def __init__(self) -> None:
@@ -378,6 +411,11 @@ class WithExtraState(Matrices):
         return super().forward(tokens) + self.table(self.counts.weight).mean()
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "`get_extra_state` of modules: a tensor, or what JSON can hold",
+    "rank 0's comes back to all, as it was at the begin; anything else is refused, named",
+)
 @pytest.mark.parametrize(("saving", "loading"), [(2, 3), (3, 1)])
 def test_what_modules_keep_as_extra_state_comes_back_rank_0s_to_all_and_what_cannot_be_saved_is_refused(
     saving: int, loading: int, tmp_path: Path

@@ -73,6 +73,11 @@ def partial_folders(parent: Path) -> list[Path]:
     return list(parent.glob(".*.partial-*"))
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a save killed at any of its calls to the system",
+    "the last checkpoint is complete, the new one complete or not there; the next save removes the rest",
+)
 def test_killed_at_any_call_it_leaves_the_last_one_and_a_partial_folder_that_the_next_save_removes(
     num_calls: int, tmp_path: Path
 ) -> None:
@@ -125,6 +130,11 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name_and_then_the_name_is(
     assert order.count("fsync") == 2
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "no space or an I/O error at any of them, on any rank",
+    "raised on all ranks, nothing left, training goes on",
+)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["no space", "input/output error"])
 def test_an_error_at_any_call_is_told_and_training_goes_on(num_calls: int, code: int, tmp_path: Path) -> None:
     engine = build(alone(), KIND, 2)
@@ -145,6 +155,7 @@ def test_an_error_at_any_call_is_told_and_training_goes_on(num_calls: int, code:
     engine.save(tmp_path / "checkpoints" / "last")
 
 
+@pytest.mark.case("checkpoints", "no space or an I/O error at any of them, on any rank")
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_one_rank_that_fails_fails_the_save_on_all_with_its_cause(
     failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -186,6 +197,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.case("checkpoints", "no space or an I/O error at any of them, on any rank")
 def test_a_disk_that_fills_up_is_told_and_the_last_checkpoint_stays(small_disk: Path) -> None:
     def on_a_rank(world: zerotrain.World) -> None:
         engine = build(world, KIND, 2)
@@ -216,6 +228,7 @@ def test_a_disk_that_was_made_read_only_is_told_and_what_it_holds_can_be_loaded(
     assert engine.stamps.num_steps == 0
 
 
+@pytest.mark.case("checkpoints", "the name is taken", "refused; nothing is replaced")
 @pytest.mark.parametrize("name", ["a checkpoint", "an empty folder", "a file", "a link that leads nowhere"])
 def test_what_has_the_name_already_is_not_replaced(name: str, tmp_path: Path) -> None:
     target = tmp_path / "step"

@@ -101,6 +101,11 @@ def test_what_is_no_whole_checkpoint_of_a_step_is_none(run: Callable[..., Path])
     assert checkpoints_in(folder / "nowhere") == checkpoints_in(folder / "step-00000800") == []
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a checkpoint, a folder of them or a run is named; there is none, or only a save that was cut off",
+    "those that may be loaded, the newest first; one sentence",
+)
 def test_a_checkpoint_a_folder_of_them_and_a_run_can_be_named(run: Callable[..., Path]) -> None:
     path = run(100, 200, 1000)
     newest_first = [path / "checkpoints" / step_name(step) for step in (1000, 200, 100)]
@@ -130,6 +135,9 @@ def test_where_none_is_whole_each_says_why_and_of_none_nothing_is_said(run: Call
     assert first_whole(newest_first(folder / "none"), verify) == (None, [])
 
 
+@pytest.mark.case(
+    "checkpoints", "a checkpoint, a folder of them or a run is named; there is none, or only a save that was cut off"
+)
 def test_a_name_with_nothing_to_load_is_told_in_one_sentence(run: Callable[..., Path], tmp_path: Path) -> None:
     def told(path: Path) -> str:
         with pytest.raises(CheckpointError) as error:
@@ -158,6 +166,7 @@ def test_a_name_with_nothing_to_load_is_told_in_one_sentence(run: Callable[..., 
     partial.remove()
 
 
+@pytest.mark.case("checkpoints", "old checkpoints are removed", "the newest stays, and each of every so many steps")
 @pytest.mark.parametrize(
     ("keep", "keep_every", "left"),
     [
@@ -240,6 +249,12 @@ def test_all_that_runs_have_left_goes_with_the_link(run: Callable[..., Path]) ->
     assert [path.name for path in folder.iterdir()] == ["mine"]
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "killed at any of its calls to the system",
+    "the link names the checkpoint of before or the new one",
+    under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+)
 def test_killed_at_any_call_the_link_names_the_one_of_before_or_the_new_one(run: Callable[..., Path]) -> None:
     folder = run(10, 20) / "checkpoints"
     real, seen = {name: getattr(os, name) for name in ("symlink", "replace", "fsync")}, []
@@ -275,6 +290,11 @@ def test_the_hidden_names_are_on_the_disk_before_the_first_file_goes(
     assert calls.index("unlink") > max(at for at, call in enumerate(calls) if call == "fsync")
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a removal killed at any of its calls to the system",
+    "every folder with a step's name is complete; the next removal does the rest",
+)
 def test_killed_at_any_call_it_leaves_whole_checkpoints_and_the_next_removal_finishes_it(
     num_calls: int, run: Callable[..., Path]
 ) -> None:
@@ -296,6 +316,11 @@ def test_killed_at_any_call_it_leaves_whole_checkpoints_and_the_next_removal_fin
     assert seen >= {(3, 0), (2, 1), (1, 2), (1, 1)}
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "an I/O error or a read-only disk at any of them",
+    "one sentence; no checkpoint that stays is touched",
+)
 @pytest.mark.parametrize("code", [errno.EIO, errno.EROFS], ids=["input/output error", "read-only"])
 def test_an_error_at_any_call_is_one_sentence_and_costs_no_checkpoint_that_stays(
     code: int, num_calls: int, run: Callable[..., Path]
@@ -319,6 +344,7 @@ def test_an_error_at_any_call_is_one_sentence_and_costs_no_checkpoint_that_stays
         assert [path.name for path in folder.iterdir()] == [step_name(3)]
 
 
+@pytest.mark.case("checkpoints", "an I/O error or a read-only disk at any of them")
 def test_a_disk_that_was_made_read_only_is_told(run: Callable[..., Path]) -> None:
     folder = run(1, 2) / "checkpoints"
     bound = subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "reference" / "checkpoint_
 RECIPE = re.search(r"```python\n# read_checkpoint\.py\n(.*?)```", DOCS.read_text(), re.DOTALL)
 
 
+@pytest.mark.case("checkpoints", "reading without zerotrain", "ten lines of safetensors and JSON")
 def test_a_few_lines_of_safetensors_and_json_read_weights_and_optimizer_state(tmp_path: Path) -> None:
     def save(world: zerotrain.World) -> tuple[object, dict[str, torch.Tensor]]:
         engine = build(world, KINDS["hard parameters, bf16, momentum"], 3)

@@ -76,6 +76,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]
     return capsys.readouterr().err.splitlines()
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "of a model that draws buffers which are not saved",
+    "those of the run",
+    under=(
+        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+    ),
+)
 def test_what_the_model_draws_when_it_is_built_is_what_the_run_drew(run: tuple[Path, float]) -> None:
     """Buffers that are not saved were others, and so was the loss (2026-11-22)."""
     torch.manual_seed(99)
@@ -89,6 +97,14 @@ def test_it_leaves_the_number_of_threads_as_it_was(run: tuple[Path, float]) -> N
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its "
+    "run meanwhile, no tokenizer, no such setting or one without an effect",
+    under=(
+        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+    ),
+)
 def test_a_setting_without_an_effect_is_told_and_so_are_groups(run: tuple[Path, float], capsys) -> None:
     for setting in ("train.max_steps=3", "zero.schedule={0: 1}", "optimizer.lr=1", "checkpoint.init_from=x"):
         assert refused(capsys, run[0], setting) == [f"{setting}: has no effect on an evaluation; leave it out"]
@@ -139,6 +155,14 @@ def test_a_class_of_the_user_is_built_where_he_trusts_it_or_names_it(run: tuple[
     assert evaluate.evaluate(run[0], trust_code=True) == (2, run[1], {})
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "data that has changed since",
+    "a warning, unless other data was asked for",
+    under=(
+        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+    ),
+)
 def test_other_data_than_the_runs_is_told_unless_it_was_asked_for(
     run: tuple[Path, float], tmp_path: Path, capsys
 ) -> None:
@@ -152,6 +176,14 @@ def test_other_data_than_the_runs_is_told_unless_it_was_asked_for(
         assert ("warning: the data differs from that of the run" in capsys.readouterr().err) == is_told
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its "
+    "run meanwhile, no tokenizer, no such setting or one without an effect",
+    under=(
+        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+    ),
+)
 def test_an_exported_folder_that_does_not_say_what_it_is_of_is_told(run: tuple[Path, float], tmp_path, capsys) -> None:
     path = tmp_path / "exported"
     assert export([str(run[0]), "--out", str(path)]) == 0
@@ -167,6 +199,14 @@ def test_an_exported_folder_that_does_not_say_what_it_is_of_is_told(run: tuple[P
     assert "has no checkpoint in it" in refused(capsys, path)[0]
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its "
+    "run meanwhile, no tokenizer, no such setting or one without an effect",
+    under=(
+        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+    ),
+)
 def test_weights_of_another_model_are_told_before_any_rank_starts(run: tuple[Path, float], tmp_path, capsys) -> None:
     for line in refused(capsys, run[0], f"model._target_={__name__}.Wider", "launch.nproc_per_node=2"):
         assert "does not fit the engine: output." in line
@@ -222,6 +262,14 @@ def test_a_setting_that_cannot_be_read_is_one_line(run: tuple[Path, float], sett
     assert len(line) < 2100
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its "
+    "run meanwhile, no tokenizer, no such setting or one without an effect",
+    under=(
+        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+    ),
+)
 def test_a_checkpoint_that_its_run_removes_meanwhile_is_told(run: tuple[Path, float], tmp_path, capsys, monkeypatch):
     [checkpoint] = (run[0] / "checkpoints").iterdir()
 

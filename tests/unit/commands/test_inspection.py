@@ -138,6 +138,11 @@ def test_what_is_neither_a_checkpoint_nor_a_run_is_told(tmp_path: Path, capsys: 
     assert "give the PATH of a checkpoint or of a run, or --diff A B" in capsys.readouterr().err
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "`python -m zerotrain inspect RUN`",
+    "each checkpoint verified, saves under way or cut off, how to go on",
+)
 def test_a_run_is_listed_with_what_lies_beside_its_checkpoints(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

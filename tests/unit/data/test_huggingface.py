@@ -42,6 +42,9 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.case(
+    "losses", "Datasets of Hugging Face on disk", "cut, padded, labels shifted; a missing column or file is named"
+)
 def test_tokens_are_cut_and_padded_and_the_labels_are_the_next_ones(datasets: Any, file: str) -> None:
     data = HuggingFaceDataset(file, column="tokens", seq_len=4, vocab_size=32, validation_fraction=0.2)
     assert (len(data.train), len(data.validation)) == (8, 2)
@@ -75,6 +78,7 @@ def test_a_folder_of_splits_labels_of_their_own_and_all_columns(datasets: Any, t
     assert all(isinstance(part, torch.Tensor) for part in item.values())
 
 
+@pytest.mark.case("losses", "Datasets of Hugging Face on disk")
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [

@@ -18,6 +18,12 @@ def rows_of(sizes: dict[str, int], weights: dict[str, float]) -> MixedRows:
     return MixedRows({name: [(name, row) for row in range(size)] for name, size in sizes.items()}, weights)
 
 
+@pytest.mark.case(
+    "losses",
+    "`data=mix`",
+    "each source as often as its weight says, each of its rows once an epoch of its own; any "
+    "position found without those before, on any ranks",
+)
 @pytest.mark.parametrize(
     "weights", [(1, 1, 1), (7, 2, 1), (0.5, 0.25, 0.25), (0.7, 0.2, 0.1), (1, 100, 3), (0.333, 0.333, 0.334)]
 )
@@ -83,6 +89,11 @@ class Known(SyntheticTokens):
         self.train.seq_len = 8  # type: ignore[attr-defined]
 
 
+@pytest.mark.case(
+    "losses",
+    "Weights that are negative, no numbers, all 0; sources without data, of other tokens or lengths",
+    "refused in one line",
+)
 @pytest.mark.parametrize(
     ("sources", "problem"),
     [
@@ -160,6 +171,7 @@ def stream(mix: MixedRows, *, num_ranks: int, micro_batch_size: int, num_micro_b
     return rows
 
 
+@pytest.mark.case("losses", "`data=mix`")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize(("micro_batch_size", "num_micro_batches"), [(1, 1), (4, 1), (3, 2)])
 def test_ranks_and_batches_share_the_same_rows_of_a_mix_also_when_it_is_resumed(

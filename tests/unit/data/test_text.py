@@ -54,6 +54,7 @@ def test_files_are_documents_in_sorted_order_each_of_which_ends_its_line(folder,
     assert text_of(joined) == "a" * 50 + "b" * 50 + "\n" + "c" * 50
 
 
+@pytest.mark.case("data: Text", "one file as bytes", "read where it lies")
 def test_a_single_file_of_bytes_is_read_where_it_lies(text_file, cache):
     dataset = TextDataset(str(text_file), seq_len=8, cache_dir=str(cache))
     assert [shard.path for shard in dataset.store.shards] == [text_file]

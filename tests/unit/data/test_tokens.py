@@ -63,6 +63,11 @@ def test_a_file_is_read_as_uint16_and_split(tmp_path):
     assert max(int(ids.max()) for ids, _ in dataset.train) > 2**15  # no sign bit
 
 
+@pytest.mark.case(
+    "data: Files of tokens",
+    "`train.bin` and `val.bin`; `fineweb_train_*.bin` and `fineweb_val_*.bin` in one folder or glob",
+    "the first are trained on, the others are validation",
+)
 def test_a_folder_gives_train_and_val(tmp_path):
     write_tokens(tmp_path / "train.bin", 1000)
     write_tokens(tmp_path / "val.bin", 100, first=40_000)
@@ -156,6 +161,11 @@ FORMATS = {
 }
 
 
+@pytest.mark.case(
+    "data: Files of tokens",
+    "`.bin` of uint8 to uint64, llm.c's header, `.npy`, Megatron's `.bin` and `.idx`, folders, globs, stores",
+    "the same tokens",
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_all_that_people_have_gives_the_same_tokens(tmp_path, name):
     """uint32, int32 and .npy files were read as uint16, and the header of llm.c as tokens (A4, C5)."""
@@ -172,6 +182,10 @@ def test_all_that_people_have_gives_the_same_tokens(tmp_path, name):
     assert labels.tolist() == [tokens[28:37].tolist(), tokens[10:19].tolist()]
 
 
+@pytest.mark.case(
+    "data: Files of tokens",
+    "`train.bin` and `val.bin`; `fineweb_train_*.bin` and `fineweb_val_*.bin` in one folder or glob",
+)
 @pytest.mark.parametrize("path", ["", "fineweb_*.bin"])
 def test_files_called_val_are_for_validation(tmp_path, path):
     folder = tmp_path / "fineweb10B"
@@ -221,6 +235,7 @@ def test_a_file_without_documents_is_one_beside_files_with_documents(tmp_path):
     assert store.documents.tolist() == [0, 2, 3, 8, 9]
 
 
+@pytest.mark.case("data: Files of tokens", "A file of several names or links in a folder", "read once")
 def test_a_file_is_read_once_whatever_links_lead_to_it(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -256,6 +271,11 @@ LIKE = {
 DTYPES = {"uint32 of Llama 3": "<u4", "uint32 bytes": "<u4", "uint16 as uint32": "<u2"}
 
 
+@pytest.mark.case(
+    "data: Files of tokens",
+    "Text, tokens of another size or byte order, compressed files, other formats",
+    "refused before any rank starts, with the setting to change",
+)
 @pytest.mark.parametrize("name", LIKE)
 def test_what_looks_like_something_else_is_refused_with_what_to_set(tmp_path, name):
     """Text, uint32 and int32 tokens were learnt as uint16 ones without a word (A4)."""
@@ -273,6 +293,12 @@ def test_what_looks_like_something_else_is_refused_with_what_to_set(tmp_path, na
         token_files(folder, **given)
 
 
+@pytest.mark.case(
+    "data: Files of tokens",
+    "small vocabularies, bytes, zeros, which look odd and are right",
+    "read",
+    under="Text, tokens of another size or byte order, compressed files, other formats",
+)
 def test_tokens_that_are_as_they_should_be_are_not_taken_for_something_else(tmp_path):
     rng = np.random.default_rng(0)
     for vocab_size, dtype in ((2, "u2"), (12, "u2"), (256, "u2"), (300, "u2"), (50_257, "u2"), (65_536, "u2")):
@@ -287,6 +313,9 @@ def test_tokens_that_are_as_they_should_be_are_not_taken_for_something_else(tmp_
     token_files(tmp_path / "a.bin")
 
 
+@pytest.mark.case(
+    "data: Files of tokens", "A header, an array or an index that does not fit its file", "refused, with both sizes"
+)
 def test_damaged_files_are_refused(tmp_path):
     path = tmp_path / "a.bin"
     for given, message in {
@@ -311,6 +340,7 @@ def test_damaged_files_are_refused(tmp_path):
         token_files(tmp_path / "a.npy")
 
 
+@pytest.mark.case("data: Files of tokens", "A header, an array or an index that does not fit its file")
 def test_a_megatron_index_that_does_not_fit_is_refused(tmp_path):
     path = write_megatron(tmp_path / "a", [[1, 2, 3], [4]])
     index = tmp_path / "a.idx"
@@ -341,6 +371,11 @@ def test_files_of_two_dtypes_are_not_one_row(tmp_path):
         token_files(folder)
 
 
+@pytest.mark.case(
+    "data: Files of tokens",
+    "`data.validation_path` that is the training file, a link to it, or a folder or glob with it",
+    "refused",
+)
 @pytest.mark.parametrize("case", ["the file", "a link to it", "another name of it", "a glob", "its folder"])
 def test_validation_must_not_be_training(tmp_path, case):
     """It was accepted (A12)."""
@@ -361,6 +396,11 @@ def test_validation_must_not_be_training(tmp_path, case):
         token_files(path, validation_path=str(validation_path))
 
 
+@pytest.mark.case(
+    "data: Files of tokens",
+    "A token beyond the vocabulary, anywhere",
+    "refused before any rank starts, with its file and number; looked for once",
+)
 def test_a_token_beyond_the_vocabulary_is_refused_with_its_place(tmp_path):
     """Behind the first 2**24 tokens it was found when its window was drawn, and neither file nor place said (B5)."""
     tokens = np.zeros(2**24 + 1000, "<u2")
@@ -391,6 +431,7 @@ def test_of_several_unknown_tokens_the_first_is_told(dtype, tmp_path, monkeypatc
         token_files(tmp_path / "all.npy")
 
 
+@pytest.mark.case("data: Files of tokens", "A token beyond the vocabulary, anywhere")
 def test_what_is_found_in_a_file_is_kept_and_found_anew_when_it_changes(tmp_path, cache_folder, monkeypatch, capsys):
     read = []
     monkeypatch.setattr("zerotrain.data.store.scan._extremes_of_piece", counting(read))

@@ -77,6 +77,12 @@ IN_EVERY_PAIR = [
 ]
 
 
+@pytest.mark.case(
+    "ranks",
+    "`zero.accumulate=reduced`",
+    "of each micro-batch the mean over ranks, rounded; their sum in an fp32 shard, rounded: the "
+    "same weights at every stage, others than `local`'s. Refused with V > N",
+)
 @pytest.mark.parametrize(("accumulate", "reduction", "precision", "stage"), IN_EVERY_PAIR)
 def test_the_weights_are_those_of_the_definition(accumulate: str, reduction: str, precision: str, stage: int) -> None:
     def on_a_rank(world: World) -> dict[str, torch.Tensor]:
@@ -135,6 +141,11 @@ def test_reduced_is_refused_where_a_rank_runs_several_virtual_ranks() -> None:
     run_threads(on_a_rank, 2)
 
 
+@pytest.mark.case(
+    "ranks",
+    "`engine.leaf(number, micro_batches)`",
+    "the virtual rank's part of a step, bit for bit, whichever rank computes it; trains nothing",
+)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", DTYPES)
 def test_a_leaf_alone_is_what_its_rank_would_add_and_trains_nothing(precision: str, stage: int) -> None:
@@ -178,6 +189,7 @@ def test_a_leaf_is_refused_while_a_gradient_waits() -> None:
     run_threads(on_a_rank, 2)
 
 
+@pytest.mark.case("ranks", "sums of micro-batches and virtual ranks", "as many bytes as the start of a run says")
 @pytest.mark.parametrize(
     ("accumulate", "precision", "stage"),
     [(way, ("fp32", "bf16")[(stage + len(way)) % 2], stage) for way in ("local", "reduced") for stage in range(4)],

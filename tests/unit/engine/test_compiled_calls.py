@@ -72,6 +72,11 @@ def trained(world: World, stage: int, place: Any, compiled: Any) -> dict[str, to
     return engine.full_state_dict()
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "`torch.compile` of the engine, or of a function that calls the engine",
+    "trains as it is: the graph ends before each call; with `fullgraph=True` refused, with the reason",
+)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_compiled_function_that_calls_the_engine_trains_as_one_that_is_not(place: Any, stage: int) -> None:
@@ -81,6 +86,7 @@ def test_a_compiled_function_that_calls_the_engine_trains_as_one_that_is_not(pla
         torch.testing.assert_close(value, plain[name])
 
 
+@pytest.mark.case("around_a_step", "`torch.compile` of the engine, or of a function that calls the engine")
 def test_where_the_graph_must_not_end_the_reason_is_told() -> None:
     torch._dynamo.reset()
     engine = build(alone(), 3, "fp32")

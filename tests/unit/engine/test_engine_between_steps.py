@@ -50,6 +50,12 @@ def test_gradients_add_up_until_the_step_and_what_is_given_up_leaves_nothing(
     assert run_threads(on_a_rank, 2, late_rank=1)[0][0] == [[-1.0], [-3.0]]
 
 
+@pytest.mark.case(
+    "calls: Calls",
+    "Ctrl-C in a backward or a step, caught, as in a notebook",
+    "one rank: the step's gradients are forgotten; several: forward, backward and step say to "
+    "call `engine.zero_grad()` on all ranks",
+)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_ctrl_c_in_a_backward_leaves_nothing_silently(stage: int, size: int) -> None:

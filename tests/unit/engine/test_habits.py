@@ -18,6 +18,11 @@ def inputs(rank: int) -> torch.Tensor:
     return torch.randn(5, 8, generator=torch.Generator().manual_seed(rank))
 
 
+@pytest.mark.case(
+    "calls: Calls",
+    "A graph that reaches behind the last update (truncated backpropagation without `detach`)",
+    "refused by PyTorch, which counts versions",
+)
 @EVERYWHERE
 def test_a_graph_that_reaches_behind_the_last_update_is_refused_by_pytorch_itself_and_a_detached_one_trains(
     stage: int, size: int, precision: str
@@ -37,6 +42,7 @@ def test_a_graph_that_reaches_behind_the_last_update_is_refused_by_pytorch_itsel
     assert len(set(results)) == 1
 
 
+@pytest.mark.case("precision", "a finite gradient whose square leaves fp32, without clipping", "trained")
 @EVERYWHERE
 def test_a_finite_gradient_whose_square_leaves_fp32_is_trained(stage: int, size: int, precision: str) -> None:
     def one_step(world: zerotrain.World, factor: float) -> tuple[zerotrain.StepResult, torch.Tensor | None]:
@@ -78,6 +84,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.case(
+    "calls: Calls",
+    "A model wrapped by another engine, scripted, with lazy layers or sparse embeddings",
+    "refused at the build",
+)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_is_more_than_modules_is_refused_with_what_to_give(name: str) -> None:
     make, answer = REFUSED[name]
@@ -97,6 +108,11 @@ def test_a_second_engine_is_refused_also_of_a_model_without_blocks(stage: int) -
     engine.step()
 
 
+@pytest.mark.case(
+    "calls: Calls",
+    "No memory left, or another error of this rank's own, in a collective",
+    "raised as it is; no other rank is blamed",
+)
 def test_an_error_of_this_ranks_own_is_raised_as_it_is_and_blames_no_other() -> None:
     def fail(_: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
@@ -126,6 +142,11 @@ class Head(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "look at gradients in hooks, autograd functions, `x.grad`, or parameters of my own outside the engine",
+    "as in plain PyTorch: this rank's own gradient, without a factor 1/N (in fp16 times `engine.loss_scale`)",
+)
 @EVERYWHERE
 def test_what_hooks_inputs_and_parameters_outside_the_engine_see_is_the_gradient_of_plain_pytorch(
     stage: int, size: int, precision: str

@@ -70,6 +70,11 @@ CASES = [
 CASES += [(call, place % len(SETTINGS), torch.no_grad) for place, call in enumerate(CALLS)]
 
 
+@pytest.mark.case(
+    "calls: Calls",
+    "`build_engine`, `set_stage`, `freeze`, `load` and the other calls between steps, `step` too, "
+    "within `inference_mode` or `no_grad`",
+)
 @pytest.mark.parametrize(("call", "settings", "mode"), CASES)
 def test_a_call_within_a_mode_without_gradients_comes_to_the_bits_of_one_outside(
     call: str, settings: int, mode: Any, tmp_path: Path

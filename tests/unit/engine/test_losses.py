@@ -51,6 +51,11 @@ def half_of_them_without_labels(step: int, rank: int) -> list[tuple[tuple[torch.
     ]
 
 
+@pytest.mark.case(
+    "losses",
+    "A micro-batch without any label, its loss or its gradient nan; `weight=0` in `backward` and `train_step`",
+    "nothing of it reaches a gradient or a sum; same bits as without it",
+)
 @EVERYWHERE
 def test_a_micro_batch_of_weight_0_reaches_no_gradient_and_no_sum_though_its_loss_is_nan(
     stage: int, size: int, precision: str
@@ -92,6 +97,11 @@ def rows_of_text(step: int, rank: int) -> list[tuple[tuple[torch.Tensor, ...], f
     return [((each, F.pad(each[:, 1:], (0, 1), value=-100)), 0.5) for each in ids]
 
 
+@pytest.mark.case(
+    "models: What is built into a model",
+    "Balancing losses of transformers (`output_router_logits`)",
+    "trained by `model=huggingface` with the model's own coefficient; a coefficient without it is refused",
+)
 @EVERYWHERE
 def test_the_balancing_loss_of_a_mixture_of_experts_is_trained_as_transformers_weighs_it(
     stage: int, size: int, precision: str
@@ -106,6 +116,11 @@ def test_the_balancing_loss_of_a_mixture_of_experts_is_trained_as_transformers_w
 # ---- what train_step takes
 
 
+@pytest.mark.case(
+    "losses",
+    "A dict for a micro-batch; a model that returns a dict or a tuple",
+    "`train_step` takes named inputs; it says that it wants the loss, which `backward` takes from anywhere",
+)
 def test_train_step_takes_named_inputs_and_weights_in_a_tensor() -> None:
     ids, labels = torch.randint(7, (2, 2, 6), generator=torch.Generator().manual_seed(0)).unbind()
     norms = []
@@ -121,6 +136,7 @@ class GivesADict(Labelled):
         return {"loss": super().forward(ids, labels)}
 
 
+@pytest.mark.case("losses", "A dict for a micro-batch; a model that returns a dict or a tuple")
 def test_what_train_step_cannot_take_is_said() -> None:
     ids = torch.randint(7, (2, 6))
     engine = zerotrain.build_engine(Labelled("torch's"), optimizer=SGD)

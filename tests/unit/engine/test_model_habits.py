@@ -57,6 +57,11 @@ def images(step: int, rank: int) -> list[tuple[tuple[torch.Tensor, ...], float]]
     return [((torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank)),), 1.0)]
 
 
+@pytest.mark.case(
+    "precision",
+    "Batch norms (also instance norms) in bf16 and fp16, without being named",
+    "kept in fp32, with fp32 inside and the compute dtype around; same bits",
+)
 @pytest.mark.parametrize(
     ("stage", "size", "precision"),
     [(stage, size, precision) for stage in range(4) for size in (2, 3) for precision in ("fp32", "bf16", "fp16")],
@@ -121,6 +126,11 @@ class WithKeysOfItsOwn(nn.Module):
         return self.head(hidden).float().square().mean()
 
 
+@pytest.mark.case(
+    "models: What is built into a model",
+    "Hooks that rename, add or drop keys of the state dict; extra state; tied weights; buffers that are not saved",
+    "`engine.full_state_dict()` equals `model.state_dict()` of plain PyTorch, in fp32",
+)
 @EVERYWHERE
 def test_the_full_state_dict_is_what_plain_pytorch_gives_with_hooks_extra_state_and_ties(
     stage: int, size: int, precision: str
@@ -158,6 +168,11 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 3)
 
 
+@pytest.mark.case(
+    "models: What is built into a model",
+    "`nn.TransformerEncoder` in evaluation, with padding",
+    "zeros at the padded places, as in plain PyTorch; up to rounding, since torch's fused layers are off beside hooks",
+)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @EVERYWHERE
 def test_an_encoder_gives_zeros_at_padded_places_in_evaluation_as_in_plain_pytorch(

@@ -45,6 +45,12 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "`deepcopy`, `pickle` or `torch.save` of `engine.module`",
+    "a plain module with the weights of now, in the compute precision; at stage 3 inside "
+    "`engine.forward_scope()`, outside it refused",
+)
 @EVERYWHERE
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_of_the_module_is_a_plain_module_with_the_weights_of_now(
@@ -78,6 +84,11 @@ def test_a_copy_of_the_module_is_a_plain_module_with_the_weights_of_now(
     run_threads(on_a_rank, size, late_rank=0)
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "`AveragedModel(engine.module)`",
+    "as in plain PyTorch; at stage 3 inside `with torch.no_grad(), engine.forward_scope()`",
+)
 @EVERYWHERE
 def test_an_average_of_the_weights_is_that_of_plain_pytorch(stage: int, size: int, precision: str) -> None:
     """What AveragedModel does, of a model in the compute precision."""
@@ -106,6 +117,11 @@ def test_an_average_of_the_weights_is_that_of_plain_pytorch(stage: int, size: in
     run_threads(on_a_rank, size, late_rank=0)
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "`functional_call(engine.module, weights, ...)` inside `engine.forward_scope()`",
+    "uses the weights of the call",
+)
 @EVERYWHERE
 def test_weights_given_to_functional_call_are_used_and_get_the_gradients(stage: int, size: int, precision: str) -> None:
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -131,6 +147,12 @@ def test_weights_given_to_functional_call_are_used_and_get_the_gradients(stage: 
         assert all(torch.equal(gradients[key], value) for key, value in expected_gradients.items())
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "keep a list of parameters from before the build, or attributes on them",
+    "they are the model's own, with the weights of now; at stage 3 read them inside "
+    "`engine.forward_scope()`, outside it refused",
+)
 @EVERYWHERE
 def test_a_list_of_parameters_from_before_the_build_stays_what_the_model_has(
     stage: int, size: int, precision: str
@@ -157,6 +179,12 @@ def test_a_list_of_parameters_from_before_the_build_stays_what_the_model_has(
     run_threads(on_a_rank, size, late_rank=0)
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "read or set `p.grad`, `clip_grad_norm_`, `module.zero_grad()` between backward and step",
+    'refused: "the gradient of ... is in the engine", with the calls to make; before the backward '
+    "and after the step as in plain PyTorch",
+)
 @EVERYWHERE
 def test_gradients_that_are_in_the_engine_are_answered_with_the_call_to_make(
     stage: int, size: int, precision: str
@@ -182,6 +210,11 @@ def test_gradients_that_are_in_the_engine_are_answered_with_the_call_to_make(
     run_threads(on_a_rank, size, late_rank=0)
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "`parameter.register_hook`, `register_post_accumulate_grad_hook`, before or after the build",
+    "as in plain PyTorch; `p.grad` is that of this backward",
+)
 @EVERYWHERE
 def test_hooks_on_gradients_see_this_ranks_own_whenever_they_were_registered(
     stage: int, size: int, precision: str
@@ -236,6 +269,11 @@ def normalise(module: nn.Module) -> None:
     nn.utils.weight_norm(module.first)
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "replace a parameter, add or replace a layer, `load_state_dict(assign=True)`, `weight_norm` after the build",
+    'refused at the next forward: "... came into the model after build_engine"',
+)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(
     ("change", "name"),
@@ -261,6 +299,9 @@ def test_what_comes_into_the_model_after_the_build_is_found_at_the_next_forward(
     run_threads(on_a_rank, 2)
 
 
+@pytest.mark.case(
+    "around_a_step", "add dropout, a frozen module, a parametrization after the build", "as in plain PyTorch"
+)
 @pytest.mark.parametrize("stage", range(4))
 def test_parts_without_parameters_frozen_ones_and_ties_may_come(stage: int) -> None:
     def on_a_rank(world: zerotrain.World) -> None:
@@ -284,6 +325,11 @@ TRANSFORMS: dict[str, Callable[[Callable[..., torch.Tensor], torch.Tensor], torc
 }
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "`jacrev`, `grad`, `vmap` of `engine.module` inside `engine.forward_scope()`",
+    "as in plain PyTorch",
+)
 @EVERYWHERE
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_what_torch_func_makes_of_the_model_is_trained(name: str, stage: int, size: int, precision: str) -> None:
@@ -311,6 +357,11 @@ def test_what_torch_func_makes_of_the_model_is_trained(name: str, stage: int, si
         assert torch.equal(got[key], weight.add((total / size).to(dtype).float(), alpha=-0.1)), key
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "`torch.compile` of the whole model, before or after the build",
+    "trains as it is, with a graph for each unit; `compile=True` compiles units by themselves",
+)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("place", ["before", "in place before", "in place after", "within forward_scope"])
 def test_a_model_that_is_compiled_as_a_whole_trains_as_it_is(place: str, stage: int) -> None:
@@ -357,6 +408,9 @@ def test_an_engine_that_is_gone_watches_nothing() -> None:
     assert len(Watch._all) == before
 
 
+@pytest.mark.case(
+    "around_a_step", "copy or pickle the engine itself", 'refused: "an engine can be neither copied nor pickled"'
+)
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
 def test_an_engine_itself_is_neither_copied_nor_pickled(copied: Callable[[Any], Any]) -> None:
     world = zerotrain.World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))

@@ -237,6 +237,11 @@ def test_an_optimizer_may_replace_its_tensors_and_make_more_of_them(where: str, 
     assert [each[1] for each in found] == [0, 0]
 
 
+@pytest.mark.case(
+    "offload: Offload",
+    "weights written by me in place, between steps",
+    "kept, also where 16-bit shards lie off the device",
+)
 @pytest.mark.parametrize("where", TIERS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_users_write_into_parameters_is_kept(
@@ -317,6 +322,9 @@ def test_a_disk_that_fails_is_named_and_the_checkpoint_is_as_it_was(
     assert again.weights_sha256() == wanted_sha256
 
 
+@pytest.mark.case(
+    "offload: Offload", "the disk fails while a save reads it", "the save fails by name, and the training goes on"
+)
 def test_a_disk_that_fails_a_save_is_named_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,11 @@ def moved_by(engine: zerotrain.ZeroEngine, does: Callable[[], Any]) -> tuple[int
     return (tier.stored_nbytes - before[0]) // PAGE, (tier.fetched_nbytes - before[1]) // PAGE
 
 
+@pytest.mark.case(
+    "offload: Activations off the device",
+    "Wherever they lie: stages 0 to 3, fp32 and bf16, all that is saved or block inputs, micro-batches",
+    "same bits as plain PyTorch; nothing of it is left after a step",
+)
 @pytest.mark.parametrize(
     ("precision", "where", "checkpointing"),
     [("fp32", "cpu", False), ("fp32", "disk", True), ("bf16", "cpu", True), ("bf16", "disk", False)],
@@ -151,6 +156,14 @@ def test_wherever_it_lies_the_weights_keep_their_bits(
         assert_same({name: found[0][name] for name in wanted}, wanted)
 
 
+@pytest.mark.case(
+    "offload: Activations off the device", "A graph that is dropped; an exception in forward or backward; `no_grad`"
+)
+@pytest.mark.case(
+    "offload: Activations off the device",
+    "Views of one memory, without contiguous memory, masks, integers, an autograd function of your own",
+    "stored once for each memory, bits as above; weights and buffers never",
+)
 @pytest.mark.parametrize("stage", range(4))
 def test_each_memory_is_stored_once_and_weights_never(stage: int, tmp_path: Path) -> None:
     """A linear block saves its input and, at each stage, its weight, which the engine moves itself."""
@@ -168,6 +181,12 @@ def test_each_memory_is_stored_once_and_weights_never(stage: int, tmp_path: Path
     assert moved_by(several, lambda: train(several, 0)) == (3, 2)
 
 
+@pytest.mark.case(
+    "offload: Activations off the device",
+    "Depth",
+    "the device holds the saved tensors of one unit, in a backward of two; resident memory with "
+    "all of the engine's state on a disk too",
+)
 @pytest.mark.parametrize("where", TIERS)
 def test_the_device_holds_what_one_unit_has_saved_and_in_a_backward_two(where: str, tmp_path: Path) -> None:
     most: dict[tuple[int, str], int] = {}
@@ -192,6 +211,11 @@ def test_the_device_holds_what_one_unit_has_saved_and_in_a_backward_two(where: s
     assert most[9, "backward"] == most[3, "backward"] <= 2 * most[3, "forward"]
 
 
+@pytest.mark.case(
+    "offload: Activations off the device",
+    "A graph that is dropped; an exception in forward or backward; `no_grad`",
+    "its places are given back; without gradients nothing is stored",
+)
 @pytest.mark.parametrize("where", TIERS)
 def test_places_are_given_back_however_a_graph_ends(where: str, tmp_path: Path) -> None:
     engine = engine_on(alone(), Net, zero={"stage": 3}, offload=to(where, tmp_path))
@@ -221,6 +245,7 @@ def test_places_are_given_back_however_a_graph_ends(where: str, tmp_path: Path) 
     assert_same({name: state[name] for name in wanted}, wanted)
 
 
+@pytest.mark.case("offload: Activations off the device", "`retain_graph=True`, `create_graph=True`", "same bits")
 @pytest.mark.parametrize("where", TIERS)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_graph_may_be_retained_or_differentiated_twice(stage: int, where: str, tmp_path: Path) -> None:
@@ -242,6 +267,11 @@ def test_a_graph_may_be_retained_or_differentiated_twice(stage: int, where: str,
     assert hashed(to(where, tmp_path)) == hashed(None)
 
 
+@pytest.mark.case(
+    "offload: Activations off the device",
+    "A checkpoint around several units, reentrant or not",
+    "same bits; the non-reentrant one still drops its tensors",
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_units_stays_what_it_is(reentrant: bool, tmp_path: Path) -> None:
     class Checkpointed(Net):
@@ -277,6 +307,11 @@ class Writing(nn.Module):
         return self.blocks[1](self.blocks[0](x)).mean()
 
 
+@pytest.mark.case(
+    "offload: Activations off the device",
+    "A write into a saved tensor",
+    "PyTorch's own error; a memory that is saved, written and saved again is stored twice",
+)
 @pytest.mark.parametrize("min_nbytes", [1, 2**20], ids=["offloaded", "left where it is"])
 def test_what_is_written_into_a_saved_tensor_is_found_as_in_plain_pytorch(
     min_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -301,6 +336,7 @@ class Rewriting(Writing):
             return y.add_(1).square()
 
 
+@pytest.mark.case("offload: Activations off the device", "A write into a saved tensor")
 @pytest.mark.parametrize("where", TIERS)
 def test_a_memory_that_was_written_to_is_saved_anew(where: str, tmp_path: Path) -> None:
     engine = engine_on(alone(), Rewriting, offload=to(where, tmp_path))
@@ -308,6 +344,11 @@ def test_a_memory_that_was_written_to_is_saved_anew(where: str, tmp_path: Path) 
     assert_same(engine.full_state_dict(), in_plain_pytorch(1, 2, Rewriting))
 
 
+@pytest.mark.case(
+    "offload: Activations off the device",
+    "The engine is deleted; the model is copied",
+    "the units have their forwards back; a copy keeps its saved tensors",
+)
 def test_the_model_is_its_own_again_when_the_engine_is_gone_and_its_copies_always_are(tmp_path: Path) -> None:
     engine = engine_on(alone(), Net, offload=to("cpu", tmp_path))
     train(engine, 0)
@@ -317,6 +358,11 @@ def test_the_model_is_its_own_again_when_the_engine_is_gone_and_its_copies_alway
     assert not any("forward" in block.__dict__ for block in model.blocks)
 
 
+@pytest.mark.case(
+    "offload: Activations off the device",
+    "`set_stage`, `freeze` in mid-run; the optimizer and parameters on the same disk",
+    "same bits",
+)
 def test_what_changes_in_mid_run_changes_no_bits(tmp_path: Path) -> None:
     """The weights lie in other memory afterwards, which is to stay where it is as the first was."""
 
@@ -343,6 +389,11 @@ def test_what_changes_in_mid_run_changes_no_bits(tmp_path: Path) -> None:
     assert_same({name: state[name] for name in in_plain_pytorch(1, 2)}, in_plain_pytorch(1, 2))
 
 
+@pytest.mark.case(
+    "offload: Activations off the device",
+    "A disk that becomes full or fails in a step",
+    "one sentence that names `offload.path`",
+)
 @pytest.mark.parametrize(
     ("call", "code", "told"),
     [
@@ -365,6 +416,7 @@ def test_a_disk_that_is_full_or_fails_in_a_step_is_named(
         train(engine, 0)
 
 
+@pytest.mark.case("offload: Activations off the device", "A model without units", "refused before ranks start")
 def test_a_model_without_units_and_a_disk_without_a_folder_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^offload\.activations=cpu: works unit by unit, and Linear has no repeated"):
         engine_on(alone(), lambda: nn.Linear(3, 3), offload=to("cpu", tmp_path))

@@ -59,12 +59,22 @@ def trained(
 # ---- what the optimizer was given
 
 
+@pytest.mark.case(
+    "optimizers",
+    "`build_engine(optimizer=partial(AdamW, weight_decay=0.1))`",
+    "every parameter decays, as in plain PyTorch: same bits",
+)
 @EVERYWHERE
 def test_weight_decay_of_the_optimizer_is_for_every_parameter(stage: int, size: int, precision: str) -> None:
     expected = Reference(size, precision, DECAYING).train(0, 1, 2)
     assert_same(trained(stage, size, precision, DECAYING), expected)
 
 
+@pytest.mark.case(
+    "optimizers",
+    '`engine.param_groups[0]["lr"] = ...`',
+    "reaches every parameter: without `param_groups` there is one group",
+)
 def test_one_group_holds_all_so_that_a_rate_set_on_the_first_is_set_for_all() -> None:
     engine = engine_on(alone(), optimizer=DECAYING)
     (group,) = engine.param_groups
@@ -75,6 +85,7 @@ def with_a_tensor_rate(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=torch.tensor(0.1), weight_decay=0.1)
 
 
+@pytest.mark.case("optimizers", "a tensor as `lr`, also changed in place", "same bits")
 @EVERYWHERE
 def test_a_learning_rate_may_be_a_tensor_that_is_changed_in_place(stage: int, size: int, precision: str) -> None:
     def halve(having_groups: Any) -> None:
@@ -97,6 +108,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.case("optimizers", "`foreach`, `maximize`, `amsgrad`, tensors as betas (`fused`: see above)", "same bits")
 @STAGES
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_torchs_optimizers_do_what_they_do_in_plain_pytorch(name: str, stage: int) -> None:
@@ -104,6 +116,9 @@ def test_options_of_torchs_optimizers_do_what_they_do_in_plain_pytorch(name: str
     assert_same(trained(stage, 2, "fp32", optimizer), Plain(2, optimizer=optimizer).train(0, 1, 2))
 
 
+@pytest.mark.case(
+    "optimizers", "`differentiable`; `capturable` on a CPU; a tensor as `lr` with `foreach`", "refused at the build"
+)
 @pytest.mark.parametrize(
     ("options", "answer"),
     [
@@ -155,11 +170,19 @@ def differs(name: str, stage: int = 2, size: int = 2, precision: str = "fp32") -
     run_threads(on_a_rank, size, late_rank=0)
 
 
+@pytest.mark.case(
+    "optimizers",
+    "a weight decay, betas, momentum, flag or tensor `lr` that differs on one rank in mid-run",
+    "all ranks end in that step, and say which",
+)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_a_hyperparameter_that_differs_on_one_rank_is_told_at_the_step(name: str) -> None:
     differs(name)
 
 
+@pytest.mark.case(
+    "optimizers", "a weight decay, betas, momentum, flag or tensor `lr` that differs on one rank in mid-run"
+)
 @EVERYWHERE
 def test_weight_decay_that_differs_is_told_everywhere(stage: int, size: int, precision: str) -> None:
     differs("weight decay", stage, size, precision)
@@ -198,6 +221,11 @@ def no_warnings() -> Iterator[None]:
         yield
 
 
+@pytest.mark.case(
+    "optimizers",
+    "torch's learning rate schedulers on `engine.optimizer`",
+    "the rates and the bits of plain PyTorch, and no warning",
+)
 @pytest.mark.usefixtures("no_warnings")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_scheduler_of_torch_schedules_the_engine_as_it_does_an_optimizer(name: str) -> None:
@@ -213,6 +241,11 @@ def test_a_scheduler_of_torch_schedules_the_engine_as_it_does_an_optimizer(name:
     assert_same(engine.full_state_dict(), expected)
 
 
+@pytest.mark.case(
+    "optimizers",
+    "`optimizer.zero_grad()` before the forward, before the backward or after the step, and `optimizer.step()`",
+    "same bits",
+)
 @EVERYWHERE
 def test_a_loop_written_for_torch_trains_as_in_plain_pytorch(stage: int, size: int, precision: str) -> None:
     """With zero_grad in each of its three places."""
@@ -250,6 +283,11 @@ def test_the_groups_of_the_optimizer_are_the_engines_and_a_schedule_begins_with_
     assert engine.param_groups[0]["initial_lr"] == 0.4
 
 
+@pytest.mark.case(
+    "optimizers",
+    '`engine.optimizer.state_dict()`, `step(closure)`, `group["params"]`',
+    "refused, with the call to use instead",
+)
 @pytest.mark.parametrize(
     ("call", "answer"),
     [

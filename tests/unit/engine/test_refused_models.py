@@ -9,6 +9,44 @@ from torch import nn
 import zerotrain
 from tests.unit.engine.habits import SGD
 
+pytestmark = [
+    pytest.mark.case(
+        "calls: Calls",
+        "`build_engine`, `set_stage`, `freeze`, `load` and the other calls between steps, `step` too, "
+        "within `inference_mode` or `no_grad`",
+        "same bits as outside; a model that was itself made in `inference_mode` is refused",
+        of=("parameters made for inference",),
+    ),
+    pytest.mark.case(
+        "models: What is built into a model",
+        "`nn.Parameter(other.weight)`; a buffer or attribute that views a weight (`.data`, `.detach().T`, `[0]`)",
+        "refused at the build, both named: assign the parameter itself to tie, or `clone()`",
+        of=(
+            "two parameters that share memory",
+            "a buffer over a weight",
+            "an attribute over a weight",
+        ),
+    ),
+    pytest.mark.case(
+        "models: What is built into a model",
+        "`Embedding(max_norm=...)`, `EmbeddingBag` too",
+        "refused at the build",
+        of=(
+            "embedding that renormalises",
+            "bag of such",
+        ),
+    ),
+    pytest.mark.case(
+        "precision",
+        "A model, or one parameter, in fp64",
+        "refused at the build: call `model.float()`",
+        of=(
+            "a whole model in fp64",
+            "one parameter in fp64, frozen",
+        ),
+    ),
+]
+
 
 def of_one_memory(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
@@ -105,6 +143,12 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.utils.weight_norm(nn.Linear(4, 4)))
 
 
+@pytest.mark.case(
+    "models: What is built into a model",
+    "Parameters that are disjoint parts of one memory (a flat checkpoint, cuDNN's weights), "
+    "torch's old `spectral_norm` and `weight_norm`",
+    "taken",
+)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 def test_parts_of_one_memory_and_tied_parameters_are_taken() -> None:
     makers = [flat_parts, tied, normalised, lambda: nn.LSTM(4, 4, num_layers=2)]

@@ -36,6 +36,12 @@ PLACES = [(kind, size) for index, kind in enumerate(KINDS) for size in ((1, 2), 
 """The other numbers of ranks are in tests/bits."""
 
 
+@pytest.mark.case(
+    "stages",
+    "from each stage to each other; tied, frozen, odd parameters, AdamW, momentum, Muon, adapters "
+    "on a frozen base; fp32, bf16, fp16 with a skipped step, clipping",
+    "the bits of a fixed stage, after each step; bytes held as at that stage",
+)
 @pytest.mark.parametrize(("kind", "size"), PLACES)
 def test_the_stage_changes_in_mid_run_and_the_bits_do_not(kind: str, size: int) -> None:
     def fixed(world: zerotrain.World, stage: int) -> tuple[list[str], Any, Any, Any]:
@@ -70,6 +76,9 @@ def test_the_stage_changes_in_mid_run_and_the_bits_do_not(kind: str, size: int) 
     assert_same_state(joined([each[1] for each in changed]), joined([each[1] for each in wanted]))
 
 
+@pytest.mark.case(
+    "stages", "bytes it sends", "those of state that was sharded and becomes full; none without such state"
+)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ["hard parameters, AdamW", "hard parameters, bf16, momentum"])
 def test_a_change_sends_what_was_shared_and_is_held_whole_and_nothing_else(kind: str, size: int) -> None:
@@ -121,6 +130,7 @@ def test_a_rank_gives_back_the_memory_of_what_it_holds_no_more(kind: str, stage:
     assert changed == run_threads(lambda world: on_a_rank(world, stage), 2)[0]
 
 
+@pytest.mark.case("stages", "parameters, hooks on them and torch's schedulers from before", "go on")
 def test_what_users_hold_stays_theirs() -> None:
     """References to parameters, hooks and torch's schedulers from before the change."""
 
@@ -141,6 +151,12 @@ def test_what_users_hold_stays_theirs() -> None:
     assert changing == fixed
 
 
+@pytest.mark.case(
+    "stages",
+    "in a forward, a `forward_scope` or a hook on a gradient, between micro-batches (in "
+    "`no_sync`, or each reduced), virtual ranks, or a backward and its step",
+    "refused; the step goes on, or the next works",
+)
 def test_it_comes_between_steps_and_all_ranks_ask_for_the_same_stage() -> None:
     def on_a_rank(world: zerotrain.World) -> list[str]:
         engine = build(world, Kind(), 2)
@@ -163,6 +179,7 @@ def test_it_comes_between_steps_and_all_ranks_ask_for_the_same_stage() -> None:
         assert said[2].startswith("engine.set_stage: differs between the ranks: 0 on rank 0, 1 on rank 1")
 
 
+@pytest.mark.case("stages", "weights written in place before it", "stay written")
 def test_weights_written_in_place_before_it_stay_written() -> None:
     def on_a_rank(world: zerotrain.World, stages: tuple[int, ...]) -> str:
         engine = build(world, Kind(), stages[0])
@@ -179,6 +196,7 @@ def test_weights_written_in_place_before_it_stay_written() -> None:
     assert changing == fixed
 
 
+@pytest.mark.case("checkpoints", "the stage changes to 3 after a save or a load", "no memory is pinned down")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_parameters_of_a_model_that_was_saved_or_loaded_can_be_sharded(stage: int, tmp_path: Path) -> None:
     """Torch pins memory down that numpy has seen, and a save reads by numpy: "Trying to resize storage that is not

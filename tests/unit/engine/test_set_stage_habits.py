@@ -98,6 +98,13 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.case(
+    "stages",
+    "hooks on modules and gradients from before or behind the build, `p.grad` in and between "
+    "steps, weak references, attributes on parameters, a parametrization, an optimizer of your "
+    "own, `AveragedModel`, `module.state_dict()`; accumulation, checkpointed activations",
+    "all of it as at a fixed stage, bit for bit",
+)
 @pytest.mark.filterwarnings("error::UserWarning:zerotrain")
 @pytest.mark.parametrize(("size", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32")])
 def test_what_users_hook_hold_and_follow_is_what_it_is_at_a_fixed_stage(size: int, precision: str) -> None:
@@ -111,6 +118,12 @@ def test_what_users_hook_hold_and_follow_is_what_it_is_at_a_fixed_stage(size: in
             assert same(got, wanted), name
 
 
+@pytest.mark.case(
+    "stages",
+    "`p.data`, `p.detach()` or a state dict from before",
+    "at stages 0 to 2 the parameter's own memory goes on; a change to 3 leaves such a tensor the "
+    "values of then, and its memory to it, which a warning says",
+)
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_tensor_taken_from_a_parameter_goes_on_until_the_parameters_are_sharded_and_then_stays(
@@ -213,6 +226,11 @@ WITHIN_A_STEP: dict[Callable[[zerotrain.ZeroEngine], str], str] = {
 }
 
 
+@pytest.mark.case(
+    "stages",
+    "in a forward, a `forward_scope` or a hook on a gradient, between micro-batches (in "
+    "`no_sync`, or each reduced), virtual ranks, or a backward and its step",
+)
 @pytest.mark.parametrize(
     ("attempt", "size", "accumulate"),
     [(each, size, "local") for each in WITHIN_A_STEP for size in (1, 2)] + [(while_it_accumulates, 2, "reduced")],
@@ -250,6 +268,7 @@ def test_within_a_step_it_is_refused_and_the_next_step_works(
     assert trying == wanted
 
 
+@pytest.mark.case("stages", "a backward of a loss from before", "refused")
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (2, 0), (2, 3), (3, 1)])
 def test_a_loss_from_before_it_is_refused(before: int, after: int) -> None:
     def on_a_rank(world: zerotrain.World) -> str:
@@ -265,6 +284,7 @@ def test_a_loss_from_before_it_is_refused(before: int, after: int) -> None:
         assert "or before a change of what trains or of the stage" in said
 
 
+@pytest.mark.case("stages", '`True`, `1.0`, `"3"`, 4, a tensor', "refused; nothing has changed")
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_is_no_stage_is_refused(size: int) -> None:
     """True was taken for 1, torch.tensor(3) for itself; 1.0 was a TypeError (2026-11-22)."""
@@ -281,6 +301,11 @@ def test_what_is_no_stage_is_refused(size: int) -> None:
     run_threads(on_a_rank, size)
 
 
+@pytest.mark.case(
+    "stages",
+    "another stage on another rank, though it be none",
+    "an error on all ranks names both; nothing has changed",
+)
 @pytest.mark.parametrize("of_rank_1", [0, 4, None])
 def test_ranks_that_ask_for_different_stages_are_told_also_where_one_of_them_is_none(of_rank_1: Any) -> None:
     """One rank alone refused a 4, and the other waited for it (2026-11-22)."""
@@ -298,6 +323,7 @@ def test_ranks_that_ask_for_different_stages_are_told_also_where_one_of_them_is_
         )
 
 
+@pytest.mark.case("stages", "the stage it has", "nothing is moved or sent")
 def test_the_stage_it_has_already_is_no_change() -> None:
     """At stage 3 all weights were gathered for it (2026-11-22)."""
 
@@ -313,6 +339,7 @@ def test_the_stage_it_has_already_is_no_change() -> None:
     assert run_threads(on_a_rank, 2)[0] == [zerotrain.StageSwitch(3, sent_nbytes=0, theory_sent_nbytes=0)] * 2
 
 
+@pytest.mark.case("stages", "a save is under way", "it is waited for; the checkpoint has the state at its begin")
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize(("before", "after"), [(0, 3), (2, 0), (3, 0)])
 def test_a_save_under_way_has_the_state_at_its_begin(before: int, after: int, tmp_path: Path) -> None:

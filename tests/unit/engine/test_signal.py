@@ -11,6 +11,7 @@ from zerotrain.testing.fake_wire import run_threads
 LARGEST = 2**31
 
 
+@pytest.mark.case("stopping", "SIGTERM, SIGINT or SIGUSR1 to the launcher, to one rank, to all processes")
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_one_rank_has_in_a_step_all_are_told_in_that_step_and_only_then(stage: int, size: int) -> None:

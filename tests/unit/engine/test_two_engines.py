@@ -86,6 +86,7 @@ def plain(size: int) -> list[dict[str, torch.Tensor]]:
     return [dict(model.state_dict()) for model in (generator, critic)]
 
 
+@pytest.mark.case("optimizers", "two engines against each other (GAN)", "same bits, see below")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_generator_and_its_critic_train_as_in_plain_pytorch(size: int, precision: str) -> None:
@@ -102,6 +103,7 @@ def test_a_generator_and_its_critic_train_as_in_plain_pytorch(size: int, precisi
                 assert torch.allclose(got[name], value, atol=1e-5 if precision == "fp32" else 0.01), name
 
 
+@pytest.mark.case("optimizers", "a backward through another engine's model", "refused")
 @pytest.mark.parametrize("stage", range(4))
 def test_a_backward_through_another_engines_model_is_refused_and_the_next_step_works(stage: int) -> None:
     def on_a_rank(world: World) -> None:

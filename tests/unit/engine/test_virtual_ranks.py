@@ -40,6 +40,11 @@ def train(engine: zerotrain.ZeroEngine) -> None:
         engine.step()
 
 
+@pytest.mark.case(
+    "ranks",
+    "N of 1, 2, 4, 8 with V = 8; 3, 6 with V = 6; every stage, fp32, bf16, fp16; dropout, "
+    "accumulation, clipping, Muon, overlap on and off, a late rank",
+)
 @pytest.mark.parametrize(
     ("virtual_ranks", "precision", "stage", "muon"),
     [
@@ -66,6 +71,7 @@ def test_any_number_of_ranks_comes_to_the_bits_of_plain_pytorch(
         assert_same(training, Setup(num_ranks, stage, is_late=True))
 
 
+@pytest.mark.case("ranks", "a step dropped between two virtual ranks", "same bits as without it")
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_given_up_between_two_leaves_leaves_nothing_behind(precision: str, stage: int) -> None:
@@ -88,6 +94,9 @@ def test_a_step_given_up_between_two_leaves_leaves_nothing_behind(precision: str
         assert torch.equal(given_up[name], weight)
 
 
+@pytest.mark.case(
+    "ranks", "V = N", "no buffer, byte or collective more than without; fewer ranks: 1 + log2(V/N) buffers of fp32"
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_one_virtual_rank_for_each_rank_takes_no_buffer_and_sends_no_byte_more(precision: str) -> None:
     def on_a_rank(world: World, virtual_ranks: int | None) -> tuple[Any, ...]:
@@ -109,6 +118,11 @@ def test_one_virtual_rank_for_each_rank_takes_no_buffer_and_sends_no_byte_more(p
         assert many[2] <= 4 * many[3] * buffers
 
 
+@pytest.mark.case(
+    "ranks",
+    "V that the ranks cannot share; a batch norm with running statistics; micro-batches that they cannot share",
+    "refused",
+)
 def test_ranks_that_cannot_share_the_virtual_ranks_are_refused() -> None:
     def on_a_rank(world: World) -> None:
         for virtual_ranks in (3, 6, 1, 10):
@@ -123,6 +137,9 @@ def test_ranks_that_cannot_share_the_virtual_ranks_are_refused() -> None:
     run_threads(on_a_rank, 2)
 
 
+@pytest.mark.case(
+    "ranks", "V that the ranks cannot share; a batch norm with running statistics; micro-batches that they cannot share"
+)
 def test_a_batch_norm_is_refused_where_a_rank_runs_several_virtual_ranks() -> None:
     def on_a_rank(world: World) -> None:
         def make() -> torch.nn.Module:
@@ -137,6 +154,7 @@ def test_a_batch_norm_is_refused_where_a_rank_runs_several_virtual_ranks() -> No
     run_threads(on_a_rank, 2)
 
 
+@pytest.mark.case("ranks", "16 bits, fewer ranks than V", "gradients are sent in fp32, which the start of a run says")
 @pytest.mark.parametrize("stage", range(4))
 def test_in_16_bits_a_rank_with_several_leaves_sends_their_sum_in_fp32(stage: int) -> None:
     def on_a_rank(world: World, virtual_ranks: int) -> tuple[int, int, int]:

@@ -139,6 +139,11 @@ def require_equal(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
         assert torch.equal(got[name], value), name
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "write weights between steps: `load_state_dict`, `clamp_`, `p.data.clamp_`, `p.data = ...`, `vector_to_parameters`",
+    "kept, also in 16 bits, where elements that are not written keep their master weight",
+)
 @EVERYWHERE
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_weights_written_between_steps_are_trained_on(
@@ -155,18 +160,30 @@ def require_trained_on(
     require_equal(got[0], plainly(size, precision, Net, write))
 
 
+@pytest.mark.case("around_a_step", "write weights in the forward (normalised weights)", "kept")
 @EVERYWHERE
 def test_weights_written_in_the_forward_are_trained_on(stage: int, size: int, precision: str) -> None:
     got, _ = run_threads(lambda world: train(world, stage, precision, Normalised, nothing, False), size, late_rank=1)
     require_equal(got[0], plainly(size, precision, Normalised, nothing))
 
 
+@pytest.mark.case("around_a_step", "let a frozen teacher or target network in the same module follow", "kept")
 @EVERYWHERE
 def test_a_frozen_teacher_in_the_same_module_follows(stage: int, size: int, precision: str) -> None:
     got, _ = run_threads(lambda world: train(world, stage, precision, Student, follow, True), size, late_rank=1)
     require_equal(got[0], plainly(size, precision, Student, follow))
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "at stage 3",
+    'the same inside `with torch.no_grad(), engine.forward_scope()`; outside it refused: "... '
+    'write them with engine.load_state_dict(...)"',
+    under=(
+        "write weights between steps: `load_state_dict`, `clamp_`, `p.data.clamp_`, `p.data = ...`, "
+        "`vector_to_parameters`"
+    ),
+)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_where_a_rank_has_its_part_alone_a_write_between_engine_calls_is_refused(
     write: Callable[[nn.Module], None],
@@ -179,6 +196,12 @@ def test_where_a_rank_has_its_part_alone_a_write_between_engine_calls_is_refused
     run_threads(on_a_rank, 2)
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "write other weights on each rank",
+    'all ranks end: "weights written in place, as a hash: ... on rank 0, ..."; a write through '
+    "`p.data` at stages 0 to 2 is not compared",
+)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_ranks_that_write_other_weights_are_told(stage: int, precision: str) -> None:
@@ -201,6 +224,11 @@ def test_what_all_ranks_have_written_is_compared_in_one_step() -> None:
     assert not any(bucket.weights.writes.digest for bucket in engine.schedule.buckets)
 
 
+@pytest.mark.case(
+    "around_a_step",
+    '`.double()`, `.to("meta")`, `p.data = ` something of another shape',
+    'refused: "... lies in memory of the engine"; `.to` the same device and `.to(memory_format=...)` change nothing',
+)
 def test_what_cannot_lie_in_the_engines_memory_is_refused_where_it_is_said() -> None:
     engine = build(alone(), 2, "fp32")
     with pytest.raises(zerotrain.EngineStateError, match=r"first\.weight lies in memory of the engine"):

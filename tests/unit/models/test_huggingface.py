@@ -54,6 +54,7 @@ def test_named_inputs_of_transformers_reach_the_model() -> None:
         model(labels=labels)
 
 
+@pytest.mark.case("models: What is built into a model", "Balancing losses of transformers (`output_router_logits`)")
 @pytest.mark.parametrize(
     ("fields", "adds"),
     [

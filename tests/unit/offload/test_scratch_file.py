@@ -47,6 +47,7 @@ def test_a_folder_is_made_and_nothing_is_seen_in_it(tmp_path: Path) -> None:
     assert list((tmp_path / "a/b").iterdir()) == []
 
 
+@pytest.mark.case("offload: Offload", "two runs, or ranks, with one folder", "do not meet: files have no names")
 def test_two_with_one_folder_do_not_meet(tmp_path: Path) -> None:
     files = [ScratchFile(tmp_path, f"rank {rank}") for rank in range(2)]
     written, found = [random_bytes() for _ in files], mapped_bytes(NBYTES)
@@ -57,6 +58,11 @@ def test_two_with_one_folder_do_not_meet(tmp_path: Path) -> None:
         assert torch.equal(found, values)
 
 
+@pytest.mark.case(
+    "offload: Offload",
+    "the file system refuses direct access, at once or when it is used",
+    "through the page cache; the start says so and why",
+)
 def test_where_direct_access_is_refused_when_opened_it_goes_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +72,7 @@ def test_where_direct_access_is_refused_when_opened_it_goes_through_the_cache(
     assert gone_through(file)
 
 
+@pytest.mark.case("offload: Offload", "the file system refuses direct access, at once or when it is used")
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_where_it_is_refused_when_used_too(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by a file system that wants larger blocks."""

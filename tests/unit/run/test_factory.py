@@ -52,6 +52,11 @@ def test_mfu_counts_no_operation_that_is_made_twice_to_save_memory(
     assert plain["mfu"] / plain["tokens_per_s"] == pytest.approx(recomputed["mfu"] / recomputed["tokens_per_s"])
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "and it goes on at step 600 of `{0: 0, 500: 3}`",
+    under="`zero.schedule` changes the stage in mid-run",
+)
 def test_an_engine_is_built_at_the_stage_that_it_goes_on_at(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """It was built at the first stage of the schedule and then changed (2026-11-22)."""
     settings = config(
@@ -84,6 +89,11 @@ def test_what_the_engine_refuses_is_said_in_words_of_the_config(tmp_path: Path) 
         run(tmp_path, model=GPT | {"compile": True})
 
 
+@pytest.mark.case(
+    "optimizers",
+    "with `decay_all=False`; the launcher's config",
+    under="`build_engine(optimizer=partial(AdamW, weight_decay=0.1))`",
+)
 def test_the_config_decays_matrices_alone_and_the_start_of_a_run_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

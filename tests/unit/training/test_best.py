@@ -71,6 +71,11 @@ def named(trainer: Any) -> str:
     return os.readlink(folder_of(trainer) / "best")
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+    "its checkpoint stays beside the newest; the link names it, and every command takes the link",
+)
 @pytest.mark.parametrize("every", [None, 1, 5])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_the_best_stays_beside_the_newest_and_the_link_names_it(start, screen, every, asynchronous):
@@ -101,6 +106,12 @@ class KilledError(Exception):
     pass
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "the run dies before any step, or stops before an evaluation that was due",
+    "who goes on ends with the same best checkpoint as a run that never stopped",
+    under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+)
 @pytest.mark.parametrize("step", range(3, NUM_STEPS + 1))
 def test_a_run_that_dies_goes_on_with_what_was_the_best(start, step):
     whole = start("whole", checkpoint=policy(every_steps=1))
@@ -133,6 +144,11 @@ def test_the_link_of_a_run_that_was_killed_before_it_was_made_is_made_by_who_goe
     assert named(again) == best
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "the run dies before any step, or stops before an evaluation that was due",
+    under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+)
 @pytest.mark.parametrize("step", [4, 6])
 def test_an_evaluation_that_a_stop_left_to_who_goes_on_counts(start, step):
     whole = start("whole", checkpoint=policy(), max_steps=6)
@@ -174,6 +190,12 @@ def best_of(start: Any, name: str = "alone") -> BestCheckpoint:
     return BestCheckpoint("val_loss", folder_of(trainer), trainer.engine, trainer.world, trainer.console)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a loss of nan, a save that fails",
+    "never the best; the best is that of before",
+    under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+)
 @pytest.mark.parametrize(
     ("losses", "due"),
     [
@@ -191,6 +213,11 @@ def test_lower_is_better_and_nan_and_infinity_never_are(start, losses, due):
     assert [step for step in range(len(losses)) if best.is_due(step)] == due
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a loss of nan, a save that fails",
+    under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
+)
 def test_where_its_save_fails_the_best_is_that_of_before(start):
     best = best_of(start)
     for step, loss in ((2, 3.0), (4, 2.0)):

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 import zerotrain
@@ -22,6 +23,7 @@ def test_named_items_train_to_the_bits_of_pairs(make_trainer, dataset, model):
     assert make_trainer(dataset=dataset, collate_fn=named).run()["weights_sha256"] == pairs
 
 
+@pytest.mark.case("losses", "Validation of a mix")
 def test_a_mix_is_trained_on_and_each_source_has_its_loss(make_trainer, dataset, tmp_path, screen):
     other = SyntheticTokens(seq_len=16, vocab_size=32, num_sequences=3)
     mix = Mix({"counting": {"data": dataset, "weight": 1}, "few": {"data": other, "weight": 3}})
@@ -35,6 +37,7 @@ def test_a_mix_is_trained_on_and_each_source_has_its_loss(make_trainer, dataset,
     assert "the run reads each row of few 4.0 times" in screen.getvalue()
 
 
+@pytest.mark.case("losses", "Items without labels", "a micro-batch weighs its rows")
 def test_a_model_without_labels_is_trained_and_its_losses_are_weighed_by_rows(make_trainer, tmp_path):
     class Distance(torch.nn.Linear):
         def forward(self, pixels):

@@ -57,6 +57,9 @@ def train(make_trainer, dataset, **changes) -> str:
     return make_trainer(engine=fresh_engine(), dataset=dataset, **changes).run()["weights_sha256"]
 
 
+@pytest.mark.case(
+    "data: Order, position and loading", "Read by a thread, by processes or between steps", "the same weights"
+)
 def test_a_run_has_the_same_weights_whoever_reads_its_rows(make_trainer, dataset):
     plain = dataset.train
     dataset.train = Recorded(plain)
@@ -78,6 +81,7 @@ def rows_trained(make_trainer, dataset, *, num_rows: int, **changes) -> list[int
     return recorded.read[4:]  # behind those that tell the data apart
 
 
+@pytest.mark.case("data: Order, position and loading", "A run goes on with other ranks, batch size or accumulation")
 def test_a_run_goes_on_at_its_row_with_another_batch_size(make_trainer, dataset):
     """200 rows; the second run reads over the end of the epoch."""
     small = {"micro_batch_size": 3, "gradient_accumulation_steps": 5}
@@ -95,6 +99,11 @@ def test_without_a_state_of_the_data_a_run_goes_on_behind_its_first_steps(make_t
     assert rows_trained(make_trainer, dataset, num_rows=16, first_step=2) == in_one_go[8:]
 
 
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "with another seed, order or data",
+    under="A run goes on with other ranks, batch size or accumulation",
+)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -187,6 +196,11 @@ def compared(by_rank: list[dict[str, Any]], checked: dict[str, Any] | None = Non
     return run_threads(on_a_rank, len(by_rank))[0]
 
 
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "Ranks whose data differs, or data that has changed since it was checked",
+    "refused on all ranks, with what differs and both values",
+)
 def test_ranks_with_other_data_are_told_what_differs_with_both_values():
     """Seen: one machine's copy had 110 rows and the other's 100; of an epoch 33 rows were never read, and 27 twice."""
     mine, other = {"rows": 100, "tokens": 5, "files": "ab"}, {"rows": 110, "tokens": 5, "files": "cd"}
@@ -206,6 +220,9 @@ def test_ranks_with_other_kinds_of_data_are_told():
     )
 
 
+@pytest.mark.case(
+    "data: Order, position and loading", "Ranks whose data differs, or data that has changed since it was checked"
+)
 def test_data_that_has_changed_since_it_was_checked_is_told():
     """Seen: the run's own config.yaml came into the corpus between the check and the ranks."""
     assert compared([{"rows": 7}, {"rows": 7}], checked={"rows": 7}) == ["", ""]
@@ -226,6 +243,9 @@ def test_a_trainer_compares_its_data_with_what_was_checked(make_trainer, dataset
 # ---- validation
 
 
+@pytest.mark.case(
+    "data: Order, position and loading", "Validation at another batch size or number of ranks", "the same rows"
+)
 @pytest.mark.parametrize("shape", [(4, 1), (7, 1), (2, 5)], ids=str)
 def test_validation_reads_the_same_rows_at_any_batch_size(make_trainer, dataset, shape):
     """Seen: 128 rows on one rank, and 256 others on two, with the settings as they come."""

@@ -78,6 +78,12 @@ def run(world, folder, model):
     return trainer.run()
 
 
+@pytest.mark.case(
+    "losses",
+    "through the Trainer, in training and in validation, on 1, 2 and 3 ranks",
+    "the same losses and norms",
+    under=("A micro-batch without any label, its loss or its gradient nan; `weight=0` in `backward` and `train_step`"),
+)
 @pytest.mark.parametrize("loss", [F.cross_entropy, masked_mean], ids=["torch's mean", "masked mean"])
 def test_any_number_of_ranks_trains_and_validates_alike_where_many_micro_batches_have_no_label(
     loss, tmp_path, monkeypatch

@@ -364,6 +364,7 @@ def test_a_run_told_to_stop_in_its_first_evaluation_ends_after_its_first_step(ma
     assert (read_result(tmp_path)["status"], read_result(tmp_path)["steps"]) == ("stopped", 1)
 
 
+@pytest.mark.case("stopping", "in the last step", "the run completes")
 def test_a_run_told_to_stop_in_its_last_step_completes(make_trainer, dataset, tmp_path):
     trainer = make_trainer(dataset=dataset)
     trainer.begin = lambda step: step == trainer.max_steps and os.kill(os.getpid(), signal.SIGTERM)
@@ -371,6 +372,7 @@ def test_a_run_told_to_stop_in_its_last_step_completes(make_trainer, dataset, tm
     assert (read_result(tmp_path)["status"], read_result(tmp_path)["stopped_by"]) == ("completed", None)
 
 
+@pytest.mark.case("stopping", "a second signal")
 @pytest.mark.usefixtures("ctrl_c")
 def test_a_second_signal_stops_at_once(make_trainer, dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(stop, "SAME_REQUEST_S", 0.0)
@@ -404,6 +406,7 @@ def test_a_stop_at_once_that_surfaces_as_a_broken_connection_is_still_a_stop(
     assert read_result(tmp_path)["status"] == "stopped"
 
 
+@pytest.mark.case("stopping", "a rank dies, or fails, while all stop")
 def test_what_fails_after_a_signal_has_failed(make_trainer, dataset, tmp_path):
     """The disk may be full when the run saves."""
 

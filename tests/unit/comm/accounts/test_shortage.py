@@ -48,6 +48,11 @@ def test_a_file_that_cannot_be_opened_is_told_with_the_limit() -> None:
     assert shortage(raised.value).endswith("files; raise it: ulimit -n 1024")
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "a rank gets no more files, threads or memory",
+    "that is the cause, with the limit to raise, and no loss of another",
+)
 @pytest.mark.parametrize(
     ("error", "says"),
     [

@@ -118,6 +118,10 @@ def test_where_nobody_keeps_the_store_the_wait_ends_and_a_port_that_is_taken_is_
             meeting.open_store(RankEnvironment(0, 2, 0, 2, "127.0.0.1", taken), 0.5)
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "a loop of your own whose rank is killed, at any moment after all have come",
+)
 def test_a_keeper_that_was_there_and_is_gone_is_told_of_and_not_waited_for(monkeypatch):
     """It was waited for as one that is late, for twice the timeout (2026-11-23)."""
     monkeypatch.setattr(meeting, "_STORE_LIMIT_S", 1.0)
@@ -171,6 +175,9 @@ def test_who_came_and_does_not_join_is_named_by_all_others(ranks):
     assert not any(error.is_own for error in errors.values())
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory", "a rank gets no more files, threads or memory"
+)
 def test_who_lacks_something_says_so_and_the_others_do_not_take_it_for_gone(ranks):
     over = threading.Event()
 

@@ -57,6 +57,12 @@ def hard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torc
     return path, run_threads(save, 4)[0][0]
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+    "integers, buffers; one file or several",
+    "opened by safetensors, the same bits; the first name of a tied one",
+)
 @pytest.mark.parametrize("megabytes", ["5000", "0.002"], ids=["one file", "parts"])
 def test_the_weights_of_four_ranks_are_opened_by_safetensors(hard, megabytes: str, tmp_path: Path) -> None:
     path, weights = hard
@@ -74,6 +80,11 @@ def test_the_weights_of_four_ranks_are_opened_by_safetensors(hard, megabytes: st
         assert {path.name for path in out.glob("*.safetensors")} == set(told["weight_map"].values())
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+    "integers, buffers; one file or several",
+)
 def test_a_dtype_is_rounded_to_and_integers_stay(hard, tmp_path: Path) -> None:
     path, weights = hard
     found = tensors_in(exported(path, tmp_path / "out", "--dtype", "bf16"))
@@ -97,6 +108,15 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return engine.save(tmp_path_factory.mktemp("large") / "checkpoint")
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "memory",
+    "one tensor at a time",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
 @pytest.mark.parametrize("options", [(), ("--optimizer",), ("--dcp",)], ids=["weights", "optimizer", "dcp"])
 def test_one_tensor_at_a_time_is_held(hard, large: Path, options: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     resident = []
@@ -115,6 +135,15 @@ def test_one_tensor_at_a_time_is_held(hard, large: Path, options: tuple[str, ...
     assert max(resident) - resident[0] < 48 * 2**20  # of 144 MiB, and as many of the optimizer
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "`--optimizer`",
+    "torch's AdamW makes the engine's next step, bit for bit",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_optimizers_state_in_adamw_of_torch_makes_the_next_step_of_the_engine(stage: int, tmp_path: Path) -> None:
     groups = [{"params": ["*weight"], "lr": 0.03}, {"params": ["*bias"], "weight_decay": 0.0}]
@@ -166,6 +195,14 @@ def seeded() -> torch.nn.Module:
         return make_model()
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "`--dcp`",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
 def test_plain_torch_loads_the_folder_of_dcp(hard, tmp_path: Path) -> None:
     path, weights = hard
@@ -186,6 +223,7 @@ def test_plain_torch_loads_the_folder_of_dcp(hard, tmp_path: Path) -> None:
         assert [key for key in each if not torch.equal(kept[name][key], each[key])] == []
 
 
+@pytest.mark.case("checkpoints", "an export loaded again; a Llama of transformers loaded and exported", "the same bits")
 @pytest.mark.parametrize("options", [(), ("--dcp",)], ids=["safetensors", "dcp"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_went_out_comes_in_unchanged(hard, stage: int, options: tuple[str, ...], tmp_path: Path) -> None:
@@ -201,6 +239,15 @@ def test_what_went_out_comes_in_unchanged(hard, stage: int, options: tuple[str, 
     run_threads(on_a_rank, 3)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "onto something that is there; damaged; cut off; no such dtype",
+    "one line, exit code 2; nothing replaced, nothing left",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
 def test_nothing_is_replaced_unless_asked_and_then_an_export_alone(hard, tmp_path: Path, capsys) -> None:
     path, _ = hard
     out = exported(path, tmp_path / "out")
@@ -239,6 +286,14 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "onto something that is there; damaged; cut off; no such dtype",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
 @pytest.mark.parametrize(
     ("path", "options", "said"),
     [
@@ -259,6 +314,14 @@ def test_what_cannot_be_is_one_line(hard, path, options, said, capsys, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "onto something that is there; damaged; cut off; no such dtype",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
 def test_damage_is_told_with_file_and_tensor_and_leaves_nothing(tmp_path: Path, capsys) -> None:
     def save(world: zerotrain.World) -> None:
         build(world, KINDS["hard parameters, AdamW"], 3).save(tmp_path / "checkpoint")

@@ -95,6 +95,15 @@ def trained(arguments: dict[str, Any], weights: dict[str, torch.Tensor]) -> Any:
     return model.model
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "of a model of Hugging Face, with or without adapters, merged or not",
+    "opened by transformers and peft, equal logits; in again unchanged",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
 def test_transformers_opens_what_was_exported_and_gives_equal_logits(llama, tmp_path: Path) -> None:
     run, arguments, weights = llama
     out = exported(run, tmp_path / "out", "--shard-mb", "0.03")
@@ -118,6 +127,14 @@ def test_a_dtype_is_what_transformers_opens_it_in(llama, tmp_path: Path) -> None
     assert all(torch.equal(value, opened.state_dict()[name]) for name, value in rounded.state_dict().items())
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "of a model of Hugging Face, with or without adapters, merged or not",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
 def test_out_and_in_again_is_unchanged(llama, tmp_path: Path) -> None:
     run, arguments, weights = llama
     out = exported(run, tmp_path / "out")
@@ -128,6 +145,7 @@ def test_out_and_in_again_is_unchanged(llama, tmp_path: Path) -> None:
     assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
+@pytest.mark.case("checkpoints", "an export loaded again; a Llama of transformers loaded and exported")
 @pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])
 def test_a_llama_of_others_goes_in_and_out_unchanged(form: str, tmp_path: Path) -> None:
     torch.manual_seed(11)
@@ -156,6 +174,14 @@ def test_a_llama_of_others_goes_in_and_out_unchanged(form: str, tmp_path: Path) 
     assert torch.equal(logits_of(opened), logits_of(theirs))
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "of a model of Hugging Face, with or without adapters, merged or not",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
 def test_adapters_are_opened_by_peft(adapters, tmp_path: Path) -> None:
     run, arguments, weights = adapters
     out = exported(run, tmp_path / "out")
@@ -166,6 +192,14 @@ def test_adapters_are_opened_by_peft(adapters, tmp_path: Path) -> None:
     assert torch.equal(logits_of(peft.AutoPeftModelForCausalLM.from_pretrained(out)), wanted)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "of a model of Hugging Face, with or without adapters, merged or not",
+    under=(
+        "`python -m zerotrain export` of four ranks at stage 3: tied, transposed, frozen, empty, odd, "
+        "integers, buffers; one file or several"
+    ),
+)
 def test_adapters_are_merged_as_by_peft(adapters, tmp_path: Path) -> None:
     run, arguments, weights = adapters
     opened = transformers.AutoModelForCausalLM.from_pretrained(exported(run, tmp_path / "out", "--merge"))
@@ -188,6 +222,11 @@ def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "`python -m zerotrain generate`, of bytes or a tokenizer, of a run, an interrupted one, an "
+    "exported folder of any form, adapters merged or not",
+)
 def test_text_is_the_same_from_a_run_and_from_what_was_exported(llama, tmp_path: Path, capsys) -> None:
     run, _, _ = llama
     options = ("--prompt", "def main", "--max-tokens", "12", "--seed", "3")
@@ -206,6 +245,11 @@ def test_text_is_the_same_from_a_run_and_from_what_was_exported(llama, tmp_path:
         (tmp_path / "tokenizer").rename(run.parent / "tokenizer")
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "`python -m zerotrain generate`, of bytes or a tokenizer, of a run, an interrupted one, an "
+    "exported folder of any form, adapters merged or not",
+)
 def test_adapters_and_what_they_were_merged_to_go_on_as_the_run(adapters, tmp_path: Path, capsys) -> None:
     run, _, _ = adapters
     options = ("--prompt", "def", "--max-tokens", "8", "--temperature", "0")
@@ -214,6 +258,13 @@ def test_adapters_and_what_they_were_merged_to_go_on_as_the_run(adapters, tmp_pa
     assert text(capsys, str(alone), *options) == text(capsys, str(merged), *options) == wanted
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "of an exported folder, plain, in parts, of DCP, of a Llama; of merged adapters",
+    under=(
+        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+    ),
+)
 def test_an_exported_folder_has_the_loss_of_the_run(llama, adapters, tmp_path: Path, capsys) -> None:
     (tmp_path / "text.txt").write_text("def main(): return 1\n" * 200)
     settings = [f"data.path={tmp_path}/text.txt", "data.seq_len=16", "train.eval_batches=1"]
@@ -227,6 +278,14 @@ def test_an_exported_folder_has_the_loss_of_the_run(llama, adapters, tmp_path: P
     assert line.endswith("alone has only adapters; give the run, or an export that was written with --merge")
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "half-written, damaged, cut, of another model or of no run, adapters alone, removed by its "
+    "run meanwhile, no tokenizer, no such setting or one without an effect",
+    under=(
+        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+    ),
+)
 def test_a_folder_without_a_tokenizer_is_refused(adapters, capsys) -> None:
     _, arguments, _ = adapters
     assert generate.main([arguments["name_or_path"], "--prompt", "a"]) == 2

@@ -58,6 +58,11 @@ def tokens_of(request):
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.case(
+    "data: Text",
+    "a long line or document, with byte-level BPE, Metaspace, Llama 2's, Unigram and WordPiece tokenizers",
+    "tokenised in pieces of at most 64 kB, with the tokens of one piece",
+)
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_pieces_of_a_document_have_the_tokens_of_the_whole(text: str, tokens_of, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_NBYTES", SMALL_NBYTES)

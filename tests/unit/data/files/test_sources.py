@@ -85,10 +85,16 @@ def test_an_empty_file_or_folder_is_refused(folder):
             find_sources(str(path))
 
 
+@pytest.mark.case(
+    "data: Text",
+    "a glob beside a folder; links to a file that is read",
+    "the glob skips the files that the folder skips; a file is read once; one line says what was read and skipped",
+)
 def test_a_pattern_takes_what_a_folder_takes(folder):
     assert names(find_sources(f"{folder}/*"), folder) == ["a.md", "b.txt"]
 
 
+@pytest.mark.case("data: Text", "a glob beside a folder; links to a file that is read")
 def test_what_was_taken_and_left_is_told_in_one_line(folder):
     (folder / "link.txt").symlink_to(folder / "b.txt")
     (folder / "again.txt").hardlink_to(folder / "b.txt")
@@ -99,6 +105,7 @@ def test_what_was_taken_and_left_is_told_in_one_line(folder):
     )
 
 
+@pytest.mark.case("data: Text", "a glob beside a folder; links to a file that is read")
 @pytest.mark.parametrize("path", ["", "*", "**/*"])
 def test_a_file_is_read_once_whatever_links_lead_to_it(folder, path: str):
     before = names(find_sources(str(folder / path)), folder)
@@ -116,6 +123,7 @@ def run_in(folder: Path, *, lock: bool) -> None:
         (folder / ".lock").write_text(json.dumps({"pid": 1, "host": "here", "started": "now"}) + "\n")
 
 
+@pytest.mark.case("data: Text", "`data.path=.` with the outputs of this run and others, or the cache, in it")
 @pytest.mark.parametrize("path", ["", "**/*"])
 def test_the_folders_of_runs_and_of_the_cache_are_left_out(folder, path: str):
     before = names(find_sources(str(folder / path)), folder)
@@ -130,6 +138,11 @@ def test_the_folders_of_runs_and_of_the_cache_are_left_out(folder, path: str):
     assert sum(count for reason, count in sources.left.items() if "of runs and caches" in reason) >= 4
 
 
+@pytest.mark.case(
+    "data: Text",
+    "`data.path=.` with the outputs of this run and others, or the cache, in it",
+    "skipped; the check sees the files that the ranks read",
+)
 def test_at_the_moment_a_run_is_checked_its_folder_is_known_too(folder):
     """It holds nothing yet but its lock: what is read then is what the ranks read later."""
     own = folder / "outputs/now"

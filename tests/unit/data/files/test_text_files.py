@@ -84,6 +84,7 @@ def documents_of(path: Path, start: int = 0) -> list[str]:
     return [document.decode() for document in documents]
 
 
+@pytest.mark.case("data: Text", "documents in plain files, lines of .jsonl, rows of .parquet, of .gz and .zst too")
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_line_of_jsonl_and_a_row_of_parquet_is_a_document(tmp_path: Path, name: str):
     path = tmp_path / name
@@ -163,6 +164,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.case(
+    "data: Text",
+    "a broken file, a field that is not there, a package that is not installed",
+    "refused before any rank starts, by name",
+)
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_file_is_told_by_name_in_one_line(tmp_path: Path, what: str):
     write, said = BROKEN[what]
@@ -174,6 +180,7 @@ def test_a_broken_file_is_told_by_name_in_one_line(tmp_path: Path, what: str):
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.case("data: Text", "a broken file, a field that is not there, a package that is not installed")
 @pytest.mark.parametrize(
     ("name", "module", "extra"), [("a.parquet", "pyarrow", "parquet"), ("a.zst", "zstandard", "zstd")]
 )

@@ -71,6 +71,7 @@ HARMS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 }
 
 
+@pytest.mark.case("data: Text", "a store or its text is written to", "made anew, with a line that says why")
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_store_that_does_not_fit_is_made_anew_with_a_line_that_says_why(source, cache, capfd, harm: str):
     kept = store(source, cache)
@@ -138,6 +139,7 @@ def begun(cache: Path, name: str, *, days_old: float) -> Path:
     return folder
 
 
+@pytest.mark.case("data: Text", "unfinished work of killed processes", "continued, or removed once it is of no use")
 def test_what_was_begun_and_is_of_no_use_any_more_is_removed(source, cache):
     kept = store(source, cache)
     paths, recipe = kept.name.split("-")[1:3]

@@ -58,6 +58,11 @@ def whole_documents(folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.case(
+    "data: Text",
+    "documents in plain files, lines of .jsonl, rows of .parquet, of .gz and .zst too",
+    "each has the tokens of a document tokenised alone, and the separator of `data.document_end`; CR LF stays",
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_document_has_the_tokens_it_has_alone_and_the_end_of_text(kind: str, texts, tmp_path, monkeypatch):
     """Documents were glued, cut every 2**20 characters where some tokenizers begin a word, and CR LF became LF."""
@@ -71,6 +76,7 @@ def test_every_document_has_the_tokens_it_has_alone_and_the_end_of_text(kind: st
     assert documents_of(store) == [each + end for each in tokens]
 
 
+@pytest.mark.case("data: Text", "documents in plain files, lines of .jsonl, rows of .parquet, of .gz and .zst too")
 @pytest.mark.parametrize(
     ("end", "before", "after"),
     [("eos", [], [0]), ("bos", [1], []), ("none", [], []), (None, [], [0]), ("newline", [], ["\n"])],
@@ -100,6 +106,7 @@ def test_what_a_tokenizer_does_not_have_is_refused(texts, tmp_path):
     assert Recipe(sources, word_piece).ending.name == "none"
 
 
+@pytest.mark.case("data: Text", "a tokenizer that was saved with truncation or padding", "nothing is lost or filled up")
 def test_a_tokenizer_that_was_saved_with_a_limit_loses_and_fills_up_nothing(tmp_path):
     transformers = pytest.importorskip("transformers")
     backend = made("bytes, GPT-2")
@@ -126,6 +133,9 @@ def test_a_text_longer_than_the_model_reads_is_tokenised_without_an_alarm(tmp_pa
     assert "indexing errors" in caplog.text
 
 
+@pytest.mark.case(
+    "data: Text", "a long line or document, with byte-level BPE, Metaspace, Llama 2's, Unigram and WordPiece tokenizers"
+)
 def test_no_piece_that_is_tokenised_is_longer_than_64_kb(tmp_path):
     """150 bytes of memory for each byte of a line: a line of 200 MB would have taken 30 GB."""
     (tmp_path / "line.txt").write_text(sample().replace("\n", " ") * 8)
@@ -138,6 +148,9 @@ def test_no_piece_that_is_tokenised_is_longer_than_64_kb(tmp_path):
     assert max(lengths) <= 1 << 16
 
 
+@pytest.mark.case(
+    "data: Text", "a stretch in which no cut is exact", "tokenised at once, after a line about the memory it takes"
+)
 def test_a_stretch_that_cannot_be_cut_is_told_before_it_takes_memory(tmp_path, capsys, monkeypatch):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.txt").write_text("a" * 70_000)
@@ -160,6 +173,7 @@ class Killed(BaseException):
     """What no code catches."""
 
 
+@pytest.mark.case("data: Text", "killed anywhere while preparing")
 @pytest.mark.parametrize("tokenizer", [None, "Llama 2"])
 def test_what_was_ended_anywhere_goes_on_and_comes_to_the_same_bits(tokenizer, texts, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pieces, "PIECE_NBYTES", 900)
@@ -212,6 +226,7 @@ def test_what_was_begun_of_other_text_is_begun_anew(texts, tmp_path, monkeypatch
     assert store.read(0, 20).tobytes() == (texts / "a.txt").read_bytes()[:20]
 
 
+@pytest.mark.case("data: Text", "several prepare the same")
 def test_who_waits_says_for_whom_and_a_dead_holder_frees_the_lock(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(prepare_lock, "REMINDER_S", 0.2)
     program = (

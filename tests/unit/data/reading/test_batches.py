@@ -121,6 +121,11 @@ def read_by_all(num_steps: int, position: int, **shape: int) -> list[int]:
     return rows
 
 
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "1, 2, 3 or 5 ranks, virtual ranks, accumulation, batches larger than the data, several epochs",
+    "each row once in an epoch; the same rows in each global batch",
+)
 @pytest.mark.parametrize("num_sequences", [1, 2, 7, 24, 100], ids="{} sequences".format)
 @pytest.mark.parametrize("shape", PROMISED, ids=lambda shape: "-".join(map(str, shape.values())))
 def test_every_row_is_read_as_often_as_promised_at_any_number_of_ranks_and_batch_size(shape, num_sequences):
@@ -142,6 +147,11 @@ def test_epochs_are_counted_by_row_also_within_a_batch():
 # ---- the position
 
 
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "A run goes on with other ranks, batch size or accumulation",
+    "the same rows follow",
+)
 def test_a_run_goes_on_at_the_same_row_whatever_ranks_and_batch_size_it_has_then():
     saved = make_sampler(micro_batch_size=4, seed=7)
     saved.rows_consumed = 30 * saved.global_batch_size
@@ -163,6 +173,12 @@ def test_reading_ahead_is_no_training():
     assert next(iter(sampler)) == sampler.micro_batches(7)[0].rows
 
 
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "with another seed, order or data",
+    "refused, with what differs and both values",
+    under="A run goes on with other ranks, batch size or accumulation",
+)
 @pytest.mark.parametrize(
     ("here", "said"),
     [

@@ -47,6 +47,11 @@ def drawn_by(rows: list[int], *, seed: int = 3, epoch: int = 0) -> dict[int, lis
     return dict(zip(numbers.tolist(), values.tolist(), strict=True))
 
 
+@pytest.mark.case(
+    "losses",
+    "Random augmentation in `__getitem__` or in collate",
+    "a function of seed, epoch and rows; the generators of the process stay as they are",
+)
 def test_what_a_row_draws_depends_on_seed_epoch_and_row_alone() -> None:
     together = drawn_by([4, 8, 15, 16])
     torch.manual_seed(99)
@@ -56,6 +61,7 @@ def test_what_a_row_draws_depends_on_seed_epoch_and_row_alone() -> None:
     assert len({number for values in drawn for number in values}) == 6 * 4
 
 
+@pytest.mark.case("losses", "Random augmentation in `__getitem__` or in collate")
 def test_the_generators_are_as_before_also_after_an_exception() -> None:
     torch.manual_seed(1)
     random.seed(1)
@@ -83,6 +89,9 @@ def test_what_collate_draws_depends_on_the_rows_of_its_batch() -> None:
     assert not torch.equal(first, fetch_rows([0] * 9, [1, 2], seed=0, epochs=[1, 0], step=1, collate=masked))
 
 
+@pytest.mark.case(
+    "losses", "An exception in `__getitem__` or in collate", "named by row, epoch and step; the user's own is its cause"
+)
 @pytest.mark.parametrize(
     ("dataset", "rows", "collate", "message", "cause"),
     [

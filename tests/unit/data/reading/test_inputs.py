@@ -24,6 +24,7 @@ class Fields:
     ids: torch.Tensor
 
 
+@pytest.mark.case("losses", "Items that are dicts, named tuples, single tensors; a batch that is a dataclass")
 @pytest.mark.parametrize(
     "batch",
     [

@@ -38,6 +38,13 @@ class Drawing(Told):
         return super().__getitem__(index)
 
 
+@pytest.mark.case("losses", "`tokens_per_sequence` or `draws = False` that is not so", "refused before any rank starts")
+@pytest.mark.case(
+    "losses",
+    "An `IterableDataset`, no `len()`, an empty dataset, strings, lists of numbers, items of "
+    "several shapes without a collate function",
+    "refused before any rank starts, by the first 8 items, in one line",
+)
 @pytest.mark.parametrize(
     ("train", "message"),
     [
@@ -76,6 +83,11 @@ class ModelOfImages(torch.nn.Module):
     def forward(self, pixels: Any, **more: Any) -> Any: ...
 
 
+@pytest.mark.case(
+    "losses",
+    "Items that are dicts, named tuples, single tensors; a batch that is a dataclass",
+    "named or positional arguments of the model; labels are found by name, or second",
+)
 @pytest.mark.parametrize(
     ("item", "model"),
     [
@@ -89,6 +101,11 @@ def test_items_of_any_structure_are_taken_by_a_model_with_such_arguments(item: A
     require_taken(first_batches([item], "data.train"), "data.train", model)
 
 
+@pytest.mark.case(
+    "losses",
+    "Items the model's `forward` does not take, without the labels it needs, or with tokens it does not know",
+    "likewise",
+)
 @pytest.mark.parametrize(
     ("item", "message"),
     [
@@ -135,6 +152,9 @@ def test_labels_that_are_the_next_tokens_pass_masked_or_of_one_token_alone() -> 
     check((TOKENS, TOKENS), (TOKENS, TOKENS.roll(-1)))  # one row says that they are shifted
 
 
+@pytest.mark.case(
+    "losses", "Items the model's `forward` does not take, without the labels it needs, or with tokens it does not know"
+)
 @pytest.mark.parametrize(
     ("items", "message"),
     [

@@ -87,6 +87,7 @@ def sha256_of_steps(dataset: Any, **how: Any) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.case("data: Order, position and loading", "Read by a thread, by processes or between steps")
 def test_each_way_to_read_gives_the_same_bits() -> None:
     one_by_one = sha256_of_steps(Items(), num_steps_ahead=0)
     ways: list[dict[str, Any]] = [{}, {"num_steps_ahead": 1}, {"num_workers": 1}, {"num_workers": 3}]
@@ -157,6 +158,11 @@ def fail_at(wanted: int) -> Callable[[int], None]:
     return prepare
 
 
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "An exception in a dataset, in a thread or a process",
+    "comes in its step, with row, epoch, step and traceback",
+)
 @pytest.mark.parametrize(
     "how", [{"num_steps_ahead": 0}, {}, {"num_workers": 2}], ids=["main thread", "thread", "workers"]
 )
@@ -176,6 +182,7 @@ def test_an_exception_comes_in_its_step_with_row_epoch_and_step_and_its_tracebac
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.case("data: Order, position and loading", "A process that reads is killed", "the run ends and says so")
 def test_a_worker_that_is_killed_is_told() -> None:
     items = Items(lambda row: os.kill(os.getpid(), signal.SIGKILL) if row == 7 else None)
     with pytest.raises(RuntimeError, match=r"worker.*(killed by signal|exited unexpectedly)"):
@@ -241,6 +248,11 @@ def sleep_for_ever(wanted: int) -> int:
     return wanted
 
 
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "a signal to stop to all processes, once or twice, `kill -9` of a rank or of the launcher, an "
+    "item that takes for ever",
+)
 def test_workers_in_the_middle_of_an_item_are_gone_in_bounded_time() -> None:
     started_s = time.monotonic()
     with read_in_workers(sleep_for_ever, iter(range(20)), num_workers=3, num_ahead=6) as values:
@@ -274,6 +286,11 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "a signal to stop to all processes, once or twice, `kill -9` of a rank or of the launcher, an "
+    "item that takes for ever",
+)
 def test_workers_ignore_the_signals_that_stop_a_group_and_none_outlives_a_rank_killed_by_minus_9(
     tmp_path: Path,
 ) -> None:

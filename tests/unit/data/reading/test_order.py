@@ -12,6 +12,11 @@ LARGE = [3318324856596078911, 356875721363326969, 2509936224929994490]
 SIZES = (*range(1, 40), 63, 64, 65, 100, 255, 256, 257, 4096, 4097, 65536, 1_000_003)
 
 
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "1 to 2**62 rows",
+    "a permutation for each seed and epoch, unbiased, at once and without memory",
+)
 @pytest.mark.parametrize("num_rows", SIZES)
 def test_each_row_comes_once_in_an_epoch(num_rows: int) -> None:
     rows = permuted(np.arange(num_rows), seed=3, epoch=num_rows % 5, num_rows=num_rows)
@@ -26,6 +31,11 @@ def test_a_row_is_a_function_of_its_place_alone() -> None:
     assert permuted([], seed=1, epoch=2, num_rows=1000).shape == (0,)
 
 
+@pytest.mark.case(
+    "data: Order, position and loading",
+    "Another numpy, another release with the same `order_version`",
+    "the same order",
+)
 def test_the_order_is_the_one_of_every_numpy_version_and_every_release() -> None:
     """A change of it changes every run, and must come with another ORDER_VERSION."""
     assert permuted(np.arange(10), seed=3, epoch=0, num_rows=10).tolist() == SMALL
@@ -39,6 +49,7 @@ def far_from(expected: float, counts: np.ndarray) -> float:
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
 
 
+@pytest.mark.case("data: Order, position and loading", "1 to 2**62 rows")
 @pytest.mark.parametrize("num_rows", [2, 3, 4, 5])
 def test_of_few_rows_all_orders_come_equally_often(num_rows: int) -> None:
     """Seen with 8 rounds: of 5 rows 17 standard deviations too much."""
@@ -51,6 +62,7 @@ def test_of_few_rows_all_orders_come_equally_often(num_rows: int) -> None:
     assert abs(far_from(10, counts)) < 3
 
 
+@pytest.mark.case("data: Order, position and loading", "1 to 2**62 rows")
 @pytest.mark.parametrize("by", ["epochs", "seeds"])
 def test_every_row_comes_equally_often_at_every_place_and_behind_every_other(by: str) -> None:
     num_rows, num_draws = 50, 1000
@@ -75,6 +87,7 @@ def test_every_row_comes_equally_often_at_every_place_and_behind_every_other(by:
     assert abs(far_from(expected, others)) < 3
 
 
+@pytest.mark.case("data: Order, position and loading", "1 to 2**62 rows")
 @pytest.mark.parametrize("other", [{"seed": 8, "epoch": 3}, {"seed": 7, "epoch": 4}, {"seed": 4, "epoch": 7}], ids=str)
 def test_orders_of_neighbouring_epochs_and_seeds_have_nothing_in_common(other: dict[str, int]) -> None:
     num_rows = 20_000

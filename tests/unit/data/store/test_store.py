@@ -94,6 +94,7 @@ def test_an_index_is_only_written_of_shards_that_are_there(tmp_path):
         write_index(tmp_path, dtype="uint8", shards=[("000000.bin", 3)], vocab_size=300, documents=np.array([0, 2, 1]))
 
 
+@pytest.mark.case("data: Files of tokens", "A header, an array or an index that does not fit its file")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -201,6 +202,11 @@ def overwrite(file):
     os.utime(file, ns=(0, 1_700_000_000_000_000_000))
 
 
+@pytest.mark.case(
+    "data: Files of tokens",
+    "A file is rewritten, cut short or grows during a run",
+    "the run ends with its name, its size then and now, and the token that was to be read",
+)
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path):
     """A changed file was read on in silence, a cut one ended the process with SIGBUS (A8, B4)."""
     write_store(tmp_path, [50, 50])
@@ -226,6 +232,11 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path):
                 store.read(80, 90)
 
 
+@pytest.mark.case(
+    "data: Files of tokens",
+    "A file is replaced or removed during a run",
+    "the one that is open is read on; one that is not open is named",
+)
 def test_a_file_that_is_put_in_the_place_of_another_is_not_read(tmp_path):
     write_store(tmp_path, [50, 50])
     store = TokenStore.open(tmp_path)
@@ -254,6 +265,11 @@ def nbytes_read() -> int:
     return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
 
 
+@pytest.mark.case(
+    "data: Files of tokens",
+    "Rows at random places of a file that is not in memory",
+    "little more is read than the rows",
+)
 def test_rows_at_random_places_bring_little_else_from_the_disk(tmp_path):
     """By a memory map 100 rows of 2 kB brought 64 MB of 64 MB (D2)."""
     if not Path("/proc/self/io").exists():

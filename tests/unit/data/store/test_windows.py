@@ -96,6 +96,11 @@ CASES = [
 ]
 
 
+@pytest.mark.case(
+    "data: Files of tokens",
+    "Any number of tokens, `seq_len` and validation fraction",
+    "each token is an input once and a label once but for less than a row; training and validation share none",
+)
 @pytest.mark.parametrize(("num_tokens", "seq_len", "fraction"), CASES)
 def test_a_text_is_read_once_but_for_its_last_row_and_no_token_is_on_both_sides(num_tokens, seq_len, fraction):
     """Of chunks of 65,536 tokens half was lost at 32,768 a window (A7)."""
@@ -116,6 +121,9 @@ def test_a_text_is_read_once_but_for_its_last_row_and_no_token_is_on_both_sides(
     assert num_used == sum(side.layout.num_used for side in sides)
 
 
+@pytest.mark.case(
+    "data: Files of tokens", "Documents, empty ones too", "each complete on one side, which depends on its number alone"
+)
 @pytest.mark.parametrize("mean_length", [1.5, 6, 40, 900])
 @pytest.mark.parametrize("seq_len", [1, 3, 10, 128])
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.8])
@@ -135,6 +143,7 @@ def test_documents_go_to_one_side_whole_and_are_joined_there(mean_length, seq_le
         assert side.layout.num_used == len(rows) * seq_len + 1
 
 
+@pytest.mark.case("data: Files of tokens", "Documents, empty ones too")
 def test_where_a_document_goes_depends_on_its_number_alone():
     all_at_once = are_validation(0, 10_000, 0.1)
     assert np.concatenate([are_validation(0, 77, 0.1), are_validation(77, 9923, 0.1)]).tolist() == all_at_once.tolist()
@@ -145,6 +154,7 @@ def test_where_a_document_goes_depends_on_its_number_alone():
     assert neighbours == pytest.approx(0.01, abs=0.004)
 
 
+@pytest.mark.case("data: Files of tokens", "Few documents, or very unequal ones", "split by chunk")
 @pytest.mark.parametrize("documents", [[0], [0, 10], [0, 9_000], list(range(0, 10_000, 2500))])
 def test_too_few_or_unequal_documents_are_split_by_chunk(documents):
     train, validation = split_numbered(10_000, 0.1, documents=np.array(documents))
@@ -162,6 +172,7 @@ def test_a_hundred_million_documents_take_a_few_bytes_each():
     assert sum(len(side) for side in sides) * 1024 > 10**10 - 4 * 1024
 
 
+@pytest.mark.case("data: Files of tokens", "Any number of tokens, `seq_len` and validation fraction")
 @pytest.mark.parametrize("seq_len", [1024, 8192, 16_384, 32_768, 40_000, 131_072])
 def test_hardly_any_token_is_lost_at_any_length(seq_len):
     """It was 12.5 % at 8,192 and 50 % at 32,768 (A7); 131,072 was refused for want of data (B3)."""

@@ -76,6 +76,14 @@ def optimizer_of(update: Any, *, whole: bool = False) -> type[Habit]:
     return type(update.__name__, (Habit,), {"update": update, "whole_tensor": whole})
 
 
+@pytest.mark.case(
+    "optimizers",
+    "that puts other memory under a weight (`p.data = ...`, `p.set_`, "
+    "`torch.utils.swap_tensors`), replaces `p.grad`, or keeps the gradient or the weight of a "
+    "call",
+    "same bits; another shape or dtype is refused",
+    under="an optimizer of your own, element by element",
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("whole", [False, True], ids=["in parts", "whole"])
 @pytest.mark.parametrize(("update", "stage", "size"), CASES)
@@ -183,6 +191,13 @@ def narrowed_late(weight: torch.Tensor, change: torch.Tensor, state: dict[str, A
     narrowed(weight, change, state)
 
 
+@pytest.mark.case(
+    "optimizers",
+    "that puts other memory under a weight (`p.data = ...`, `p.set_`, "
+    "`torch.utils.swap_tensors`), replaces `p.grad`, or keeps the gradient or the weight of a "
+    "call",
+    under="an optimizer of your own, element by element",
+)
 def test_a_step_that_makes_a_weight_one_of_another_dtype_is_refused_at_the_build_or_in_that_step() -> None:
     with pytest.raises(ConfigError, match=r"optimizer=narrowed: .*changes the shape or dtype of a weight"):
         engine_on(alone(), optimizer=optimizer_of(narrowed))

@@ -32,6 +32,12 @@ REFUSED: dict[Any, str] = {
 }
 
 
+@pytest.mark.case(
+    "optimizers",
+    "that keeps it elsewhere: a dict or list of its own, a counter, an optimizer inside it, copies of weights",
+    "refused at the build, which names it",
+    under="an optimizer of your own, element by element",
+)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_later_steps_need_and_no_change_of_stage_would_take_along_is_refused(kind: Any) -> None:
     with pytest.raises(ConfigError, match=f"optimizer={kind.__name__}: .*{REFUSED[kind]}"):
@@ -84,6 +90,12 @@ def changing(world: World, optimizer: Any, folder: Path) -> dict[str, torch.Tens
     return engine.full_state_dict()
 
 
+@pytest.mark.case(
+    "optimizers",
+    "that keeps its state in `state`, or as numbers in its groups",
+    "moves along with `set_stage`, `freeze` and checkpoints: same bits",
+    under="an optimizer of your own, element by element",
+)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("optimizer", TAKEN)
 def test_what_is_kept_in_state_and_groups_goes_on_over_every_change_as_in_plain_pytorch(

@@ -28,6 +28,12 @@ def plain_step(groups: list[dict], optimizer: functools.partial, plain: nn.Modul
     return plain.state_dict()
 
 
+@pytest.mark.case(
+    "optimizers",
+    "with `decay_all=False`; the launcher's config",
+    "matrices alone decay; the start of a run says so",
+    under="`build_engine(optimizer=partial(AdamW, weight_decay=0.1))`",
+)
 @pytest.mark.parametrize("decay_all", [False, True])
 def test_weight_decay_is_on_all_as_the_optimizer_has_it_or_on_matrices_alone(decay_all: bool) -> None:
     optimizer = functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
@@ -81,6 +87,9 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused_unless_it_is_declared_
     assert all(torch.equal(value, expected[name]) for name, value in one_step(engine).items())
 
 
+@pytest.mark.case(
+    "optimizers", "that calls a closure (LBFGS, SAM)", under="an optimizer of your own, element by element"
+)
 def test_an_optimizer_that_needs_more_than_whole_tensors_is_refused() -> None:
     with pytest.raises(ConfigError, match="optimizer=LBFGS: needs all parameters at once, which no rank has"):
         zerotrain.build_engine(model(), optimizer=lambda groups: torch.optim.LBFGS([groups[0]["params"][0]]))

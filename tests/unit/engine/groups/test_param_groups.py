@@ -13,6 +13,17 @@ from torch import nn
 import zerotrain
 from zerotrain.errors import ConfigError, EngineStateError
 
+pytestmark = [
+    pytest.mark.case("parameters", "a complex parameter that is to train", "refused", of=("complex",)),
+    pytest.mark.case(
+        "parameters",
+        "groups of your own, or a change of what trains, with Muon",
+        "refused; frozen before `build_engine` works",
+        of=("freeze with Muon",),
+    ),
+]
+
+
 MUON = zerotrain.MuonWithAdamW(lr=0.1, adamw_lr=0.01)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
 
@@ -134,6 +145,7 @@ def test_a_refused_change_leaves_the_engine_as_it_was() -> None:
     assert moved == {"1.weight", "1.bias", "2.weight", "2.bias"}
 
 
+@pytest.mark.case("parameters", "a change between a backward and its step, or a forward and its backward", "refused")
 def test_what_trains_cannot_change_while_a_gradient_waits() -> None:
     engine = build()
     engine.backward(engine(torch.ones(5, 3)).square().mean())
@@ -172,6 +184,11 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.case(
+    "parameters",
+    "any of torch's element-wise optimizers over such changes",
+    "parameters that go on training keep their state",
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_goes_on_training_keeps_its_state_and_what_is_unfrozen_starts_anew(name: str) -> None:
     optimizer, plain = OPTIMIZERS[name], model()

@@ -36,6 +36,7 @@ def declared(kind: type[Own]) -> type[Own]:
     return type(kind.__name__, (kind,), {"whole_tensor": True})
 
 
+@pytest.mark.case("optimizers", "an optimizer of your own, element by element", "same bits")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", FITTING)
 def test_what_fits_trains_at_every_stage_as_in_plain_pytorch(kind: type[Own], size: int) -> None:
@@ -50,12 +51,36 @@ def test_what_fits_trains_at_every_stage_as_in_plain_pytorch(kind: type[Own], si
         assert_same(run_threads(functools.partial(on_a_rank, stage=stage), size, late_rank=0)[0][0], expected)
 
 
+@pytest.mark.case(
+    "optimizers",
+    "that calls a closure (LBFGS, SAM)",
+    "refused at the build",
+    under="an optimizer of your own, element by element",
+)
+@pytest.mark.case(
+    "optimizers",
+    "that takes a number over all tensors (clipping within, Prodigy, D-Adaptation), draws noise "
+    "(SGLD), or changes its arguments in its `param_groups`",
+    "refused at the build, declared or not",
+    under="an optimizer of your own, element by element",
+)
+@pytest.mark.case(
+    "optimizers",
+    "that takes a norm, a mean or the shape of a tensor (LARS, LAMB, Shampoo, gradient centralisation)",
+    "refused at the build; with `whole_tensor = True` in its class same bits",
+    under="an optimizer of your own, element by element",
+)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_does_not_fit_is_refused_with_what_to_do(kind: type[Own]) -> None:
     with pytest.raises(ConfigError, match=f"optimizer={kind.__name__}: .*{REFUSED[kind]}"):
         engine_on(alone(), optimizer=kind)
 
 
+@pytest.mark.case(
+    "optimizers",
+    "that takes a norm, a mean or the shape of a tensor (LARS, LAMB, Shampoo, gradient centralisation)",
+    under="an optimizer of your own, element by element",
+)
 @pytest.mark.parametrize("kind", [own.LayerwiseRate, own.LayerwiseAdam, own.Centred])
 @pytest.mark.parametrize("stage", range(4))
 def test_what_is_declared_to_update_whole_tensors_trains_as_in_plain_pytorch(kind: type[Own], stage: int) -> None:
@@ -67,6 +92,12 @@ def test_what_is_declared_to_update_whole_tensors_trains_as_in_plain_pytorch(kin
     assert_same(run_threads(on_a_rank, 2, late_rank=1)[0][0], Plain(2, optimizer=kind).train(0, 1))
 
 
+@pytest.mark.case(
+    "optimizers",
+    "that takes a number over all tensors (clipping within, Prodigy, D-Adaptation), draws noise "
+    "(SGLD), or changes its arguments in its `param_groups`",
+    under="an optimizer of your own, element by element",
+)
 @pytest.mark.parametrize("kind", [own.ClipsAll, own.GuessesItsRate, own.Langevin, own.Sharpness])
 def test_what_whole_tensors_are_not_enough_for_is_refused_though_declared(kind: type[Own]) -> None:
     with pytest.raises(ConfigError, match=REFUSED[kind]):

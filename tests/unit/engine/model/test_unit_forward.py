@@ -89,6 +89,12 @@ class CheckpointsItself(Energies):
     checkpoints = True
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "`torch.autograd.grad` within a block's forward, once or more, also where the block is "
+    "computed again in the backward",
+    "same bits",
+)
 @pytest.mark.parametrize("zero", [{}, {"prefetch": 0}, {"prefetch": 2}, {"overlap": False}, {"stage": 2}], ids=str)
 @pytest.mark.parametrize(("model", "by_engine"), [(Energies, True), (CheckpointsItself, False), (Energies, False)])
 def test_gradients_taken_in_a_forward_that_is_computed_again_are_those_of_plain_pytorch(

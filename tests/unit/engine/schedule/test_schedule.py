@@ -221,6 +221,7 @@ def test_one_rank_alone_runs_the_stage_it_was_asked_for_with_the_bits_of_stage_0
     assert engines[3].ledger.last_step.calls == {}
 
 
+@pytest.mark.case("parameters", "complete blocks skipped on one rank, as layer drop does *")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("prefetch", "skipped"), [(1, (2,)), (1, (0,)), (1, (1, 3)), (2, (1, 2)), (2, (2, 3))])
 def test_a_rank_that_skips_blocks_issues_what_the_others_do_in_the_same_order(

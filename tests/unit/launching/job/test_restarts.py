@@ -48,6 +48,7 @@ def test_each_restart_is_told_with_the_first_cause_and_where_it_goes_on(attempts
     assert tried.job.restarts == 2
 
 
+@pytest.mark.case("stopping", "ranks fail again and again")
 @pytest.mark.parametrize("saved", [False, True])
 def test_two_restarts_in_a_row_without_a_newer_checkpoint_are_the_last(attempts, tmp_path: Path, saved: bool):
     if saved:

@@ -54,6 +54,7 @@ def test_one_rank_of_each_other_machine_prepares_and_all_wait_for_longer_than_a_
     assert all(line.startswith("rank 0 waits for the machine of rank 2 to prepare its data (") for line in lines)
 
 
+@pytest.mark.case("data: Text", "machines without a common folder")
 def test_a_machine_that_cannot_is_told_on_all_ranks(tmp_path):
     def prepare(rank: int) -> None:
         raise ConfigError("data.cache_dir=x has no room", "and more")
@@ -65,6 +66,7 @@ def test_a_machine_that_cannot_is_told_on_all_ranks(tmp_path):
     assert all(isinstance(error, ConfigError) for error in came)
 
 
+@pytest.mark.case("data: Text", "machines without a common folder")
 def test_a_machine_of_which_nothing_is_heard_any_more_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "_BEAT_S", 60.0)  # nothing after the first
 

@@ -147,6 +147,7 @@ def test_a_rank_of_another_machine_prepares_its_data_and_rank_0_waits_for_it(exc
     assert (store / "seal.json").exists()
 
 
+@pytest.mark.case("stopping", "`torchrun --max-restarts`")
 def test_ranks_that_torchrun_starts_again_go_on_in_the_folder_of_the_first_and_see_nothing_else_of_them(
     exchange, tmp_path: Path, monkeypatch
 ):

@@ -144,6 +144,7 @@ def test_what_works_unit_by_unit_is_refused_for_a_model_without_units(switch: st
         preflight.check(config(model=GPT | {switch: True}))  # one block repeats nothing
 
 
+@pytest.mark.case("offload: Activations off the device", "A model without units")
 def test_offloaded_activations_are_refused_for_a_model_without_units() -> None:
     with pytest.raises(ConfigError, match=r"offload\.activations=cpu: works unit by unit, and GPT has no repeated"):
         preflight.check(config(offload=OffloadConfig(activations="cpu")))
@@ -210,6 +211,9 @@ class Shifting(GPT_CLASS):
     next_token_labels = False
 
 
+@pytest.mark.case(
+    "losses", "Labels that equal the ids", "refused before any rank starts, for models that do not shift them"
+)
 def test_labels_that_are_not_shifted_are_refused_for_models_that_do_not_shift_them_and_taken_for_others() -> None:
     data = SYNTHETIC | {"_target_": f"{__name__}.Unshifted"}
     with pytest.raises(ConfigError, match=r"^data: the labels of the first items of data\.train equal their ids; GPT "):
@@ -217,6 +221,11 @@ def test_labels_that_are_not_shifted_are_refused_for_models_that_do_not_shift_th
     preflight.check(config(data=data, model=GPT | {"_target_": f"{__name__}.Shifting"}))
 
 
+@pytest.mark.case(
+    "losses",
+    "`model.vocab_size=null`, as with `data=tokenized`",
+    "as many tokens as the data has; your own value stays, if it is large enough",
+)
 def test_a_vocabulary_that_is_left_open_is_that_of_the_data_and_one_that_is_given_stays() -> None:
     def checked(vocab_size: int | None) -> Any:
         tried = config(model=GPT | {"vocab_size": vocab_size})
@@ -259,6 +268,15 @@ def saved_by(model: torch.nn.Module) -> Manifest:
     return Manifest({"files": [], "parameters": shapes, "buffers": {}, "step": 0, "extra": {}})
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "of a run from a config",
+    "refused before any rank starts",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 def test_weights_to_start_from_that_do_not_fit_are_refused_before_any_rank_starts(tmp_path: Path) -> None:
     model = factory.build("model", config().model_target)
     state = model.state_dict()

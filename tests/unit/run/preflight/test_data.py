@@ -74,6 +74,11 @@ def check(kind: str, **settings: Any) -> None:
     preflight.check(Config(model=GPT, data=data, optimizer=ADAMW, scheduler=CONSTANT))
 
 
+@pytest.mark.case(
+    "losses",
+    "An `IterableDataset`, no `len()`, an empty dataset, strings, lists of numbers, items of "
+    "several shapes without a collate function",
+)
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
@@ -100,6 +105,7 @@ def test_items_that_cannot_be_trained_on_are_refused_in_one_line(kind: str, prob
     assert "\n" not in line
 
 
+@pytest.mark.case("losses", "Items of several lengths with `data.collate_fn`")
 def test_items_that_are_named_or_that_a_collate_function_pads_are_taken() -> None:
     check("dicts")
     check("ragged", collate_fn={"_target_": f"{__name__}.padded", "_partial_": True})

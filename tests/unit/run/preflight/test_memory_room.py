@@ -30,6 +30,11 @@ def require(wanted: Config, room: Room, ranks: Ranks, model: nn.Module | None = 
     require_memory(wanted, model, factory, row, ranks, room, wanted.zero.stages.values())
 
 
+@pytest.mark.case(
+    "offload: Offload",
+    "More memory than there is: weights, gradients, optimizer state, rows, saved tensors of a forward",
+    "refused before any rank starts, with the bytes",
+)
 @pytest.mark.parametrize(
     ("groups", "each", "shared"),
     [
@@ -104,6 +109,10 @@ class Saving(nn.Module):
         return (rows * self.weight).sum()
 
 
+@pytest.mark.case(
+    "offload: Offload",
+    "More memory than there is: weights, gradients, optimizer state, rows, saved tensors of a forward",
+)
 @pytest.mark.parametrize(("precision", "nbytes"), [("fp32", 4), ("bf16", 2)])
 def test_what_is_saved_is_counted_to_the_byte(precision: str, nbytes: int) -> None:
     wanted = config(train=TrainConfig(micro_batch_size=2**18), precision=PrecisionConfig(precision), optimizer=ADAMW)

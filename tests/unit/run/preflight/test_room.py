@@ -25,6 +25,7 @@ def to_disk(path: Path | None, **groups: Any) -> Config:
     return config(offload=offload, precision=PrecisionConfig("bf16"), **groups)
 
 
+@pytest.mark.case("offload: Offload", "`offload.path` is a file, cannot be written, or has too little room")
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("num_local", [1, 2])
 def test_a_disk_is_large_enough_from_what_the_ranks_of_a_machine_place_there_on(
@@ -68,6 +69,11 @@ def test_nothing_is_made_and_nothing_asked_of_a_disk_that_is_not_used(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.case(
+    "offload: Offload",
+    "`offload.path` is a file, cannot be written, or has too little room",
+    "refused before any rank starts",
+)
 @pytest.mark.parametrize("what", ["file", "link"])
 def test_what_is_no_folder_is_told(what: str, tmp_path: Path) -> None:
     path = tmp_path / what
@@ -79,6 +85,7 @@ def test_what_is_no_folder_is_told(what: str, tmp_path: Path) -> None:
         require_room(to_disk(path), None, tmp_path, Ranks(1, 1))
 
 
+@pytest.mark.case("offload: Offload", "it lies in memory, as /dev/shm", "a warning")
 def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_room, "file_system_of", lambda _: "tmpfs")
     monkeypatch.setattr(offload_room, "lies_in_memory", lambda folder: folder == tmp_path)

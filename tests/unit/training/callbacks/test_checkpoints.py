@@ -94,6 +94,19 @@ def lines_of(trainer: Any) -> list[dict[str, Any]]:
 EVERY_THREE = CheckpointPolicy(every_steps=3, keep=None)
 
 
+@pytest.mark.case(
+    "stopping",
+    "a module that draws from a generator of its own, from Python's or numpy's",
+    "the same numbers as in one go",
+)
+@pytest.mark.case(
+    "stopping",
+    "in its own folder, or in another",
+    under=(
+        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
+        "that differ, accumulation, AdamW, Muon, fp16"
+    ),
+)
 @pytest.mark.parametrize("step", [3, 6, 12])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(start, asynchronous, step):
@@ -113,6 +126,15 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(start, asynchronous, s
     assert again.data_state == whole.data_state
 
 
+@pytest.mark.case(
+    "stopping",
+    "in its own folder, or in another",
+    "no line of metrics.jsonl doubled or lost; no checkpoint replaced",
+    under=(
+        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
+        "that differ, accumulation, AdamW, Muon, fp16"
+    ),
+)
 def test_a_run_in_its_own_folder_doubles_no_line_and_replaces_no_checkpoint(start, screen):
     first = start("run", checkpoint=EVERY_THREE)
     wanted, lines = first.run(), lines_of(first)
@@ -141,6 +163,15 @@ def test_of_its_own_folder_a_run_that_begins_with_anothers_keeps_what_comes_befo
     assert [name for name in kept if "aside" not in name] == [f"step-{each:08d}" for each in (3, 9, 12)]
 
 
+@pytest.mark.case(
+    "stopping",
+    "the newest checkpoint is damaged",
+    "the newest intact one is taken; lines say which were skipped, and why",
+    under=(
+        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
+        "that differ, accumulation, AdamW, Muon, fp16"
+    ),
+)
 def test_the_newest_that_is_what_was_written_is_taken(start, screen):
     first = start("run", checkpoint=EVERY_THREE)
     first.run()
@@ -156,6 +187,14 @@ def test_the_newest_that_is_what_was_written_is_taken(start, screen):
     assert "step-00000009/rank-00000.safetensors" in said
 
 
+@pytest.mark.case(
+    "stopping",
+    "the newest checkpoint is damaged",
+    under=(
+        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
+        "that differ, accumulation, AdamW, Muon, fp16"
+    ),
+)
 def test_where_none_can_be_taken_up_nothing_is_trained(start):
     first = start("run", checkpoint=EVERY_THREE)
     first.run()
@@ -203,6 +242,15 @@ def test_each_interval_is_counted_from_the_save_before(start, monkeypatch, step_
     assert names_in(trainer) == [f"step-{step:08d}" for step in saved]
 
 
+@pytest.mark.case(
+    "stopping",
+    "stopped before an evaluation that was due",
+    "it is made up for",
+    under=(
+        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
+        "that differ, accumulation, AdamW, Muon, fp16"
+    ),
+)
 @pytest.mark.parametrize("step", [4, 6])
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_had_not(start, step):
     """After step 4 an evaluation is due, which the stop leaves to who goes on."""
@@ -218,6 +266,15 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_as_if_it_had_not(start, st
     assert lines_of(second) == lines_of(start("whole"))
 
 
+@pytest.mark.case(
+    "stopping",
+    "with a setting or hyperparameter changed",
+    "the new value holds, with a line that says so",
+    under=(
+        "a run that goes on, at another stage, number of ranks and size of buckets; dropout, labels "
+        "that differ, accumulation, AdamW, Muon, fp16"
+    ),
+)
 def test_a_hyperparameter_that_was_changed_since_is_that_of_now(start, screen):
     first = start("run", checkpoint=EVERY_THREE)
     first.run()
@@ -236,6 +293,9 @@ def test_a_hyperparameter_that_was_changed_since_is_that_of_now(start, screen):
     assert fourth.engine.param_groups[0]["initial_lr"] == 1e-2
 
 
+@pytest.mark.case(
+    "stopping", "a save fails beside the training", "reported at once, training goes on; exit code 1 at the end"
+)
 def test_a_save_that_fails_costs_no_training_and_is_told_at_once_and_in_the_end(start, screen):
     wanted = start("whole").run()
     trainer = start("run", checkpoint=EVERY_THREE)

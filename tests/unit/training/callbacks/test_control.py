@@ -55,6 +55,11 @@ def run(make_trainer: Callable[..., Any], tmp_path: Path, screen: Any) -> Callab
     return begin
 
 
+@pytest.mark.case(
+    "stopping",
+    "`control.yaml` asks for a stage, a save or a stop",
+    "done after the step, to the same bits; answered in the file and the log; a run that goes on keeps the stage",
+)
 def test_a_stage_that_is_asked_for_is_that_of_the_next_step_and_the_bits_are_those_of_any(run, screen):
     _, wanted, _ = run({}, "whole")
     trainer, body, answer = run({3: "stage: 3\n", 7: "stage: 0\n"})
@@ -70,12 +75,14 @@ def test_what_is_asked_for_holds_until_the_next_entry_of_the_schedule_and_over_o
     assert [(each["stage"], each["from_step"]) for each in body["stages"]] == [(2, 0), (3, 4), (0, 6), (2, 9)]
 
 
+@pytest.mark.case("stopping", "`control.yaml` asks for a stage, a save or a stop")
 def test_a_save_is_made_once(run):
     trainer, _, answer = run({5: "save: now"})
     assert [path.name for path in (trainer.run_dir / "checkpoints").iterdir()] == ["step-00000005"]
     assert yaml.safe_load(answer) == {"answer": ["save: step-00000005 is written beside the training"]}
 
 
+@pytest.mark.case("stopping", "`control.yaml` asks for a stage, a save or a stop")
 def test_a_stop_saves_and_the_run_goes_on_at_the_stage_that_was_asked_for(run, make_trainer):
     _, wanted, _ = run({}, "whole")
     trainer, body, answer = run({4: "stop: true\nstage: 1\n"})
@@ -87,6 +94,12 @@ def test_a_stop_saves_and_the_run_goes_on_at_the_stage_that_was_asked_for(run, m
     assert again.engine.options.zero.stage == 1
 
 
+@pytest.mark.case(
+    "stopping",
+    "what cannot be, or no yaml",
+    "answered; the run goes on",
+    under="`control.yaml` asks for a stage, a save or a stop",
+)
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -104,6 +117,7 @@ def test_what_cannot_be_is_answered_and_the_run_goes_on(run, asked, said):
     assert yaml.safe_load(answer) == {"answer": [said]}
 
 
+@pytest.mark.case("stopping", "what cannot be, or no yaml", under="`control.yaml` asks for a stage, a save or a stop")
 def test_no_yaml_is_answered_and_what_is_right_beside_what_is_wrong_is_done(run):
     _, body, answer = run({2: "stage: [3", 6: "stage: 3\nsave: later\n"})
     assert body["stages"][-1]["stage"] == 3

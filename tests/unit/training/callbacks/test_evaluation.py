@@ -68,6 +68,7 @@ def test_the_sequences_read_are_spread_over_the_validation_set():
     assert validation_rows(5, 3) == [0, 1, 3]
 
 
+@pytest.mark.case("losses", "A validation without any label", "nan, and a warning")
 def test_a_validation_without_any_label_that_counts_is_nan_and_the_run_says_so(make_trainer, dataset, screen):
     dataset.validation = [
         (ids, torch.full_like(labels, -100)) for ids, labels in map(dataset.validation.__getitem__, (0, 1))
@@ -112,6 +113,12 @@ class OwnPretrained(torch.nn.Module):
         return logits if labels is None else torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.case(
+    "losses",
+    "`train.eval_every` 0, 1 or 3, with dropout, a model that comes in evaluation mode, or random "
+    "numbers in evaluation",
+    "same weights",
+)
 @pytest.mark.parametrize("make", [lambda _: DrawsEverywhere().eval(), from_a_folder_without_safetensors, OwnPretrained])
 def test_how_often_one_evaluates_changes_no_weight_of_a_model_that_draws_random_numbers(make, make_trainer, tmp_path):
     def weights(eval_every, dropout=True):
@@ -139,6 +146,7 @@ class OnFrozenBackbone(torch.nn.Module):
         return (self.head(self.backbone(pixels)).squeeze(-1) - labels).square().mean()
 
 
+@pytest.mark.case("losses", "Modules that the user left in evaluation mode", "stay there after an evaluation")
 def test_modules_that_the_user_put_into_evaluation_mode_stay_there(world):
     engine = zerotrain.build_engine(OnFrozenBackbone(), optimizer=torch.optim.SGD, world=world)
     engine.train()
@@ -167,6 +175,11 @@ def test_what_validation_draws_depends_on_no_micro_batch_size_and_on_nothing_dra
     assert len(losses) == 1
 
 
+@pytest.mark.case(
+    "losses",
+    "Items of several lengths with `data.collate_fn`",
+    "each micro-batch put together apart; the loss equals that of items cut by hand",
+)
 def test_named_items_of_several_lengths_have_the_same_loss_as_pairs(engine, world):
     def padded(items):
         ids, labels = zip(*items, strict=True)
@@ -192,6 +205,7 @@ def test_a_source_that_weighs_next_to_nothing_is_evaluated_by_a_row(engine, worl
     assert loss == pytest.approx(by_source["one"], rel=1e-5)
 
 
+@pytest.mark.case("losses", "Validation of a mix", "a loss of each source; `val_loss` is their mean by weights")
 def test_each_source_of_a_mix_has_its_loss_and_their_mean_by_weights_is_that_of_the_mix(engine, world, dataset):
     other = SyntheticTokens(seq_len=16, vocab_size=32, num_sequences=40)
     mix = Mix(
@@ -230,6 +244,14 @@ class OfAllSizes(Dataset):
         return values, torch.where(torch.arange(4) < index % 5, 1, -100)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "of losses of all sizes, on 1 to 5 ranks at stages 0 and 3",
+    "added up in the order of the micro-batches",
+    under=(
+        "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1"
+    ),
+)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
 def test_the_loss_is_the_same_bits_at_any_number_of_ranks(stage, micro_batch_size, monkeypatch):

@@ -126,6 +126,11 @@ def without_changes(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if "stage" not in line]
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "`zero.schedule` changes the stage in mid-run",
+    "the run at one stage: weights, losses, lines of metrics.jsonl",
+)
 @pytest.mark.parametrize(("kind", "size"), list(zip(KINDS, (2, 3, 2, 2), strict=True)))
 def test_a_run_that_changes_its_stage_every_two_steps_is_the_run_at_one_stage(kind, size, model, tmp_path):
     def run(world, folder, **changes):
@@ -162,6 +167,12 @@ def test_a_run_that_changes_its_stage_every_two_steps_is_the_run_at_one_stage(ki
     assert "stage 0 from step 0, 1 from step 2, 2 from step 4" in " ".join(shown.split())
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "and it was stopped before, at or behind a change",
+    "it goes on at the stage of its step, whatever stage saved",
+    under="`zero.schedule` changes the stage in mid-run",
+)
 @pytest.mark.parametrize("saved_at", [5, 6])
 def test_a_run_stopped_between_two_changes_or_at_one_goes_on_at_the_stage_of_its_step(saved_at, model, tmp_path):
     policy = CheckpointPolicy(every_steps=saved_at, at_end=False, keep=None)
@@ -181,6 +192,11 @@ def test_a_run_stopped_between_two_changes_or_at_one_goes_on_at_the_stage_of_its
         assert shape == [(step, stage, 2) for step, stage in ROUND.items()]
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "and it was stopped before, at or behind a change",
+    under="`zero.schedule` changes the stage in mid-run",
+)
 def test_a_run_goes_on_by_the_schedule_of_now_whatever_stage_has_saved(model, tmp_path, world):
     first = trainer_of(world, model, tmp_path / "first", stage=3, checkpoint=CheckpointPolicy(every_steps=5, keep=None))
     wanted = first.run()
@@ -204,6 +220,12 @@ def test_a_stage_that_no_step_was_trained_at_is_none_of_the_run(model, tmp_path,
         assert [(each["from_step"], each["stage"]) for each in body["stages"]] == stages
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "where control.yaml has asked for another stage, or the newest manifest is damaged",
+    "built at that stage; or at the stage of the newest readable manifest",
+    under="`zero.schedule` changes the stage in mid-run",
+)
 def test_the_stage_of_the_step_that_a_run_goes_on_at_is_known_from_its_checkpoint(model, tmp_path, world):
     """Before its ranks build an engine: with `zero.schedule={0: 0, 500: 3}` they built one at stage 0 to go on at step
     600, and a model that fits at stage 3 alone could not go on (2026-11-22)."""

@@ -31,6 +31,7 @@ class Draws(nn.Module):
         ]
 
 
+@pytest.mark.case("stopping", "a module that draws from a generator of its own, from Python's or numpy's")
 def test_generators_of_modules_go_on_from_where_they_were():
     model = nn.Sequential(Draws(), Draws())
     model[1].draw()

@@ -23,6 +23,11 @@ def test_the_ranks_of_a_host_read_each_others_memory(names: str, expected: list[
     assert got == [block for block in expected for _ in block]
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "hosts of 1, of 3, of different numbers or of scattered ranks",
+    "all send by sockets, to the same bits, and say how the ranks lie",
+)
 @pytest.mark.parametrize(
     ("names", "why"),
     [

@@ -77,6 +77,9 @@ def test_all_ranks_of_a_host_read_each_other_and_nothing_is_open_afterwards(size
     assert set(threading.enumerate()) <= threads
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory", "a stranger finds the address", "kept out"
+)
 def test_strangers_who_find_the_address_are_kept_out() -> None:
     """Also more than there are ranks: as many as those took the room in which ranks connect (2026-11-22)."""
     strangers = []
@@ -151,6 +154,10 @@ def too_many_files(number: int, said: list[str]) -> list[str]:
     return ["too many open files"] if number == 3 else said
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "one rank is limited, on another host, or has shared memory off",
+)
 @pytest.mark.parametrize(
     ("change", "why"),
     [

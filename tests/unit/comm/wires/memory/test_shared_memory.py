@@ -42,6 +42,10 @@ def test_other_memory_is_known_as_such() -> None:
     assert memory.zeros(0, torch.float32).numel() == 0
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "an engine is deleted with reductions or gathers under way; two at once",
+)
 def test_pages_are_given_back_with_the_last_tensor_that_lies_in_them_and_the_file_with_all() -> None:
     memory = SharedMemory()
     file = memory.file
@@ -58,6 +62,11 @@ def test_pages_are_given_back_with_the_last_tensor_that_lies_in_them_and_the_fil
         os.fstat(file)
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory",
+    "/dev/shm is small or not there",
+    "does not matter: nothing lies in it",
+)
 def test_it_lies_in_no_folder_whatever_room_dev_shm_has() -> None:
     before = os.listdir("/dev/shm")
     memory = SharedMemory()
@@ -79,6 +88,9 @@ def in_child(do: Callable[[], bool]) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.case(
+    "hosts: Ranks of one host, which read each other's memory", "a rank forks, and the child writes to the weights"
+)
 def test_what_a_forked_process_writes_or_gives_back_is_its_own() -> None:
     memory = SharedMemory()
     held = [memory.zeros(PAGE_NBYTES, torch.float32).fill_(1)]

@@ -31,6 +31,12 @@ from zerotrain.errors import CheckpointError
 from zerotrain.testing.fake_wire import run_threads
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+    "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16",
+    "equal to plain PyTorch's `load_state_dict` of them, bit for bit",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_file_is_loaded_at_any_placement_as_plain_pytorch_loads_it(
@@ -84,6 +90,15 @@ def test_a_model_whose_parameters_were_never_whole_is_filled(tmp_path: Path) -> 
     run_threads(on_a_rank, 2)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "after training",
+    "the optimizer keeps its state",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.parametrize("stage", range(4))
 def test_the_optimizer_goes_on_with_what_it_has_kept(stage: int, tmp_path: Path) -> None:
     kind = KINDS["Muon and AdamW, bf16"]
@@ -103,6 +118,14 @@ def test_the_optimizer_goes_on_with_what_it_has_kept(stage: int, tmp_path: Path)
     run_threads(on_a_rank, 2)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a folder of Hugging Face in one file or several, a checkpoint, a run",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.parametrize(("name", "number"), [("tied, frozen, odd, turned", 0), ("the same in bf16", 1), ("Muon", 2)])
 def test_weights_alone_are_taken_from_a_checkpoint_of_any_placement(name: str, number: int, tmp_path: Path) -> None:
     kind = MODELS[name]
@@ -161,6 +184,15 @@ FORMS = ["any name.st", "one", "one/model.safetensors", "two", "two/model.safete
 FORMS += ["run/checkpoints", f"run/checkpoints/{step_name(10)}"]
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a folder of Hugging Face in one file or several, a checkpoint, a run",
+    "the same weights",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_weights_lie_in_many_forms(form: str, source: Path) -> None:
     engine = build(alone(), HARD, 2, seed=1)
@@ -179,6 +211,15 @@ class Around(nn.Module):
         return self.model["inner"](tokens)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "of a wrapped model (`module.`, `_orig_mod.`), or for a class around it",
+    "loaded, with a line that says so",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.parametrize(
     ("before", "made", "said"),
     [

@@ -49,6 +49,15 @@ MISFITS = {
 }
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "that do not fit",
+    "all misfits at once, on every rank, before anything changes; `strict=False` loads the rest",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 def test_all_that_does_not_fit_is_told_at_once_on_every_rank_and_nothing_has_changed(tmp_path: Path) -> None:
     path = saved(changed(tensors_of(plain(HARD, 7)), MISFITS), tmp_path / "weights.safetensors")
 
@@ -71,6 +80,14 @@ def test_all_that_does_not_fit_is_told_at_once_on_every_rank_and_nothing_has_cha
     ]
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "that do not fit",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.parametrize("stage", range(4))
 def test_not_strict_it_takes_what_fits_and_tells_what_did_not(stage: int, tmp_path: Path) -> None:
     tensors = changed(tensors_of(plain(HARD, 7)), MISFITS)
@@ -217,6 +234,15 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "cut, damaged, missing, of another kind",
+    "one sentence on every rank",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.parametrize("case", UNREADABLE)
 def test_what_cannot_be_read_is_one_sentence_on_every_rank(case: str, source: Path, tmp_path: Path) -> None:
     make, said = UNREADABLE[case]
@@ -290,6 +316,7 @@ def test_ranks_that_see_different_files_refuse_them(tmp_path: Path, monkeypatch:
     run_threads(on_a_rank, 2)
 
 
+@pytest.mark.case("checkpoints", "a file that changes, or a disk that fails, in the midst of a load")
 def test_a_disk_that_fails_in_the_midst_leaves_an_engine_that_trains_when_it_is_whole_again(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,15 @@ def in_a_file(tensors: Tensors, path: Path) -> Path:
 WRITERS = {"torch.save": in_a_file, "DCP of one process": in_one_piece, "DCP of four ranks": in_shards}
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a file of `torch.save`, a folder of DCP of one process or of four, cut in rows, columns or both",
+    "the same",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("name", MODELS)
@@ -99,6 +108,14 @@ def test_it_is_loaded_at_any_placement_as_plain_pytorch_loads_it(name: str, writ
         assert len({*results}) == 1
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a file of `torch.save`, a folder of DCP of one process or of four, cut in rows, columns or both",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("writer", list(WRITERS)[:2])
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
@@ -114,6 +131,14 @@ def test_of_another_dtype_it_is_rounded_as_plain_pytorch_does(writer: str, dtype
     run_threads(on_a_rank, 2)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a file of `torch.save`, a folder of DCP of one process or of four, cut in rows, columns or both",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.parametrize("num_elements", [1, 50])
 def test_pieces_that_have_a_part_of_each_row_are_read_some_rows_at_a_time(
     num_elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -132,6 +157,14 @@ def save_dtensor(path: str) -> None:
     torch.distributed.barrier()
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "views with gaps, sparse tensors, the DTensor of one rank",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 def test_the_shard_of_a_rank_that_torch_save_has_written_is_told(tmp_path: Path) -> None:
     run_ranks(save_dtensor, 2, str(tmp_path / "weights.pt"))
     engine = build(alone(), MATRICES, 2)
@@ -145,6 +178,14 @@ def turned(value: torch.Tensor) -> torch.Tensor:
     return value.permute(dims).contiguous().permute(dims)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "that share one memory in the file, or lie there in another order",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
 @pytest.mark.parametrize("writer", list(WRITERS)[:2])
 def test_the_order_in_which_elements_lie_in_memory_may_be_any(writer: str, tmp_path: Path) -> None:
@@ -153,6 +194,15 @@ def test_the_order_in_which_elements_lie_in_memory_may_be_any(writer: str, tmp_p
     assert_loaded_whole(path, HARD, state)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "that share one memory in the file, or lie there in another order",
+    "the same",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 def test_tensors_of_a_file_that_share_one_memory_are_told_apart(tmp_path: Path) -> None:
     tensors = tensors_of(plain(MATRICES, 7))
     flat = torch.cat([value.reshape(-1) for value in tensors.values()])
@@ -201,6 +251,15 @@ FORMS: dict[str, tuple[Callable[[Tensors], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "beside an optimizer, an epoch, random numbers, or deeper",
+    "loaded, with a line that says so; a file with two models is refused",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
 @pytest.mark.parametrize("writer", list(WRITERS)[:2])
 @pytest.mark.parametrize("form", FORMS)
@@ -223,6 +282,14 @@ def save_wrapped(path: str) -> None:
         torch.save({"model": model.state_dict()}, path)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "of a wrapped model (`module.`, `_orig_mod.`), or for a class around it",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 def test_what_a_training_with_ddp_and_compile_has_saved_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     run_ranks(save_wrapped, 2, str(path))
@@ -232,6 +299,14 @@ def test_what_a_training_with_ddp_and_compile_has_saved_is_taken(tmp_path: Path)
     assert_holds(engine, MATRICES, tensors_of(plain(MATRICES, 7)))
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "a folder of Hugging Face in one file or several, a checkpoint, a run",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.parametrize("index", [True, False], ids=["several", "one"])
 def test_a_folder_of_hugging_face_may_have_the_files_of_torch(index: bool, tmp_path: Path) -> None:
     tensors = tensors_of(plain(MATRICES, 7))
@@ -267,6 +342,14 @@ def misfitting(tensors: Tensors) -> Tensors:
     return changed
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "that do not fit",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_does_not_fit_is_told_at_once_and_not_strict_the_rest_is_taken(writer: str, tmp_path: Path) -> None:
@@ -295,6 +378,15 @@ def test_what_does_not_fit_is_told_at_once_and_not_strict_the_rest_is_taken(writ
     ]
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "views with gaps, sparse tensors, the DTensor of one rank",
+    "likewise",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 def test_kinds_of_tensors_that_cannot_be_read_are_told_with_the_rest(tmp_path: Path) -> None:
     tensors = tensors_of(plain(MATRICES, 7))
     odd = {
@@ -316,6 +408,14 @@ def test_kinds_of_tensors_that_cannot_be_read_are_told_with_the_rest(tmp_path: P
     assert loaded.num_loaded == len(tensors) - len(odd)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "beside an optimizer, an epoch, random numbers, or deeper",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 def test_two_parts_that_hold_the_model_are_refused_by_name(tmp_path: Path) -> None:
     tensors = tensors_of(plain(MATRICES, 7))
     path = in_a_file({"model": tensors, "ema": tensors, "step": 4}, tmp_path / "weights.pt")
@@ -468,6 +568,15 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "pickles with code in them",
+    "one sentence on every rank; none of it runs",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
 @pytest.mark.parametrize("case", UNREADABLE)
 def test_what_cannot_be_read_is_one_sentence_on_every_rank_and_runs_no_code(
@@ -499,6 +608,14 @@ def unpickled(path: Path) -> Any:
     return pickle.loads(path.read_bytes())
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "cut, damaged, missing, of another kind",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
 @pytest.mark.parametrize("form", ["weights.pt", ".metadata", "__0_0.distcp"])
 def test_whatever_byte_is_changed_it_is_weights_or_one_sentence(form: str, tmp_path: Path) -> None:
@@ -527,6 +644,14 @@ def test_whatever_byte_is_changed_it_is_weights_or_one_sentence(form: str, tmp_p
     assert not any("\n" in each for each in said)
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "cut, damaged, missing, of another kind",
+    under=(
+        "weights to start from, out of a safetensors file in fp32, bf16 or fp64, at any stage on 1, "
+        "2, 3 ranks; tied, frozen, transposed, adapters, Muon, fp16, bf16"
+    ),
+)
 @pytest.mark.parametrize("offsets", [(0, 0), (0, 1), (30, 0)], ids=["twice", "over another", "beyond the end"])
 def test_pieces_that_do_not_make_up_their_tensor_are_refused(offsets: tuple[int, int], tmp_path: Path) -> None:
     path = in_shards({"blocks.0.bias": torch.ones(24), "blocks.0.weight": torch.ones(24, 24)}, tmp_path / "dcp")

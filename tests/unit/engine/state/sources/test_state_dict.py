@@ -39,6 +39,11 @@ EVERYWHERE = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.case(
+    "around_a_step",
+    "`engine.load_state_dict(full)`",
+    "loads rank 0's dict at every stage; names and shapes are checked before anything changes",
+)
 @EVERYWHERE
 def test_what_was_taken_out_trains_on_to_the_same_bits_in_another_engine(stage: int, size: int, precision: str) -> None:
     def on_a_rank(world: World) -> list[str]:
@@ -87,6 +92,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.case("around_a_step", "`engine.load_state_dict(full)`")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_fit_is_refused_on_every_rank_before_anything_has_changed(case: str) -> None:
     change, answer = REFUSED[case]

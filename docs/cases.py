@@ -1,0 +1,121 @@
+"""Writes the tables of reference/cases/ from the markers of the tests: `python docs/cases.py`.
+
+    @pytest.mark.case("calls: Calls", "A step dropped with `engine.zero_grad()`", "same bits as without")
+    def test_a_dropped_step_leaves_nothing() -> None: ...
+
+The first argument is the page, and the section where it has several; then the case and its promise. Another test of the
+same case leaves out the promise. `under="CASE"` puts a row below that of another case. `of=("NAME", ...)` on a module
+names cases of the module's table, or parameters of its tests. A test says when a page is out of date.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGES = REPOSITORY / "docs/reference/cases"
+TABLE = re.compile(r"(?P<head>\| [^\n]*\n\|---[^\n]*\n)(?:\|[^\n]*\n)*")
+
+
+@dataclass
+class Case:
+    """A row of a page."""
+
+    topic: str
+    case: str
+    under: str | None
+    place: tuple[str, int]
+    """File and line of the marker that has the promise."""
+    promise: str = ""
+    tests: list[str] = field(default_factory=list)
+    """Such as test_calls.py::test_a_dropped_step; those of the marker with the promise come first."""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """One `pytest.mark.case`."""
+
+    place: tuple[str, int]
+    tests: list[str]
+    topic: str
+    case: str
+    promise: str | None = None
+    under: str | None = None
+
+
+def markers_in(path: Path) -> Iterator[Marker]:
+    """The markers on the tests of a file, and on the file itself."""
+    text = path.read_text()
+    if "mark.case(" not in text:
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            marks, name = node.decorator_list, node.name
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            marks, name = node.value.elts if isinstance(node.value, ast.List) else [node.value], ""
+        else:
+            continue
+        for mark in marks:
+            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.case":
+                named = {each.arg: ast.literal_eval(each.value) for each in mark.keywords if each.arg}
+                of = named.pop("of", (name,))
+                tests = [f"{path.name}::{each}" for each in of]
+                yield Marker((path.name, mark.lineno), tests, *map(ast.literal_eval, mark.args), **named)
+
+
+def all_cases() -> list[Case]:
+    """All rows: by the places of their tests, each below the case that it is under.
+
+    Raises:
+        ValueError: a case has no promise, or two, or is under one that is not there.
+    """
+    markers = sorted(
+        (marker for path in (REPOSITORY / "tests").rglob("test_*.py") for marker in markers_in(path)),
+        key=lambda marker: (marker.promise is None, marker.place),
+    )
+    found: dict[tuple[str, str | None, str], Case] = {}
+    for marker in markers:
+        key = (marker.topic, marker.under, marker.case)
+        if (marker.promise is None) == (key not in found):
+            raise ValueError(f"{marker.place}: {marker.case!r} needs one marker with a promise, of the same page")
+        case = found.setdefault(key, Case(marker.topic, marker.case, marker.under, marker.place, marker.promise or ""))
+        case.tests += marker.tests
+    places = {(case.topic, case.case): case.place for case in found.values() if case.under is None}
+    if strays := [case.place for case in found.values() if case.under and (case.topic, case.under) not in places]:
+        raise ValueError(f"under a case that is not there: {strays}")
+
+    def order(case: Case) -> tuple[tuple[str, int], bool, tuple[str, int]]:
+        return places[case.topic, case.under or case.case], case.under is not None, case.place
+
+    return sorted(found.values(), key=order)
+
+
+def page(path: Path, cases: list[Case]) -> str:
+    """A page as it should be: the text around its tables is written by hand."""
+    rows: dict[str, str] = {}
+    for each in cases:
+        shown = ", ".join(f"`{test}`" for test in dict.fromkeys(each.tests))
+        row = f"| {'... ' if each.under else ''}{each.case} | {each.promise} | {shown} |\n"
+        rows[each.topic] = rows.get(each.topic, "") + row
+    parts = re.split(r"(?m)^## (.*)\n", path.read_text())
+    text = parts[0]
+    for title, body in zip(["", *parts[1::2]], [parts[0], *parts[2::2]], strict=True):
+        topic = f"{path.stem}: {title}" if title else path.stem
+        made = TABLE.sub(lambda table, topic=topic: table["head"] + rows.pop(topic, ""), body)
+        text = made if not title else f"{text}## {title}\n{made}"
+    if left := [topic for topic in rows if topic.partition(":")[0] == path.stem]:
+        raise ValueError(f"{path.name} has no table for {left}")
+    return text
+
+
+def pages() -> dict[Path, str]:
+    """Each page as it should be."""
+    cases = all_cases()
+    return {path: page(path, cases) for path in sorted(PAGES.glob("*.md")) if path.stem != "README"}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)
