@@ -1,5 +1,5 @@
-"""The tables of docs/reference/cases are those of the markers. Their rows and those of bits.md name tests that exist, and
-each case of a table of tests has a row."""
+"""The tables of docs/reference/cases are those of the markers. Rows name tests that exist, and each case of a table of
+tests has a row."""
 
 import ast
 import re
