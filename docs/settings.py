@@ -22,9 +22,9 @@ HEAD = """# Which settings are there, and what does each mean?
 `python docs/settings.py` writes this page from `zerotrain/settings.py`, `zerotrain/config/schema.py` and `conf/`. Do
 not edit it. `python launch.py --cfg job` prints all settings of a run with their values. A setting goes on the command
 line (`zero.stage=3`) or into a yaml. `null` is no value. A setting without an effect in a run gets a warning.
-Models, data, optimizers, schedules, callbacks and loggers are [choices](choices.md).
+Models, data, optimizers, schedules, callbacks, metrics and loggers are [choices](choices.md).
 """
-HEAD_OF_CHOICES = """# Which models, data, optimizers, schedules, callbacks and loggers can I choose?
+HEAD_OF_CHOICES = """# Which models, data, optimizers, schedules, callbacks, metrics and loggers can I choose?
 
 `python docs/settings.py` writes this page from `conf/`. Do not edit it. A choice (`data=tokens`) names a class with
 `_target_`; its other keys are the arguments, such as `data.path`. All else are [settings](settings.md).

@@ -62,6 +62,7 @@ CHOICES_OTHERS_RELY_ON = {
     "scheduler": {"cosine", "constant"},
     "experiment": {"gpt2_bf16"},
     "debug": {"fast"},
+    "metrics": {"accuracy", "perplexity"},
     "logger": {"tensorboard", "wandb", "mlflow", "trackio"},
 }
 

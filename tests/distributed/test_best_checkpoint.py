@@ -50,3 +50,31 @@ def test_the_best_checkpoint_is_that_of_the_lowest_loss_and_every_command_takes_
     command("export", "--out", "exported")
     assert json.loads((tmp_path / "exported/zerotrain_export.json").read_text())["step"] == best
     assert f"step {best}, saved by 2 ranks" in command("inspect")
+
+
+def test_by_a_metric_the_best_and_the_stop_are_the_same_after_a_resume(zygote: Zygote, tmp_path: Path) -> None:
+    """Accuracy, of which higher is better, on 4, 2 and 1 ranks at other stages; killed in the middle, and resumed."""
+    following = ["metrics=[accuracy,perplexity]", "checkpoint.best=val_accuracy", "callbacks=early_stopping"]
+    following += ["callbacks.early_stopping.metric=val_accuracy", "callbacks.early_stopping.patience=3"]
+    common = ["train.virtual_ranks=4", "train.micro_batch_size=1", "train.eval_every=1", "checkpoint.every=2"]
+    common += ["checkpoint.resume=auto", "optimizer.lr=0.01", "train.max_steps=40", *following]
+
+    def run(folder: str, ranks: int, stage: int, *settings: str) -> Ending:
+        placement = [f"hydra.run.dir={folder}", f"launch.nproc_per_node={ranks}", f"zero.stage={stage}"]
+        return zygote.run([*SETTINGS, *common, *placement, *settings], tmp_path)
+
+    def told(folder: str) -> list[tuple[float, float]]:
+        lines = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
+        return [(line["val_accuracy"], line["val_perplexity"]) for line in lines if "val_accuracy" in line]
+
+    once = run("once", 4, 3)
+    assert once.code == 0, once.err
+    stopped_at = result_of(tmp_path / "once")["steps"]
+    assert (result_of(tmp_path / "once")["stopped_by"], stopped_at < 40) == ("callbacks.early_stopping", True)
+    killing = "+callbacks.killing={_target_: killing.Killing, steps: [3]}"
+    assert run("twice", 2, 1, killing).code == 1
+    again = run("twice", 1, 0)
+    assert again.code == 0, again.err
+    assert told("twice") == told("once")
+    assert result_of(tmp_path / "twice")["steps"] == stopped_at
+    assert os.readlink(tmp_path / "twice/checkpoints/best") == os.readlink(tmp_path / "once/checkpoints/best")

@@ -164,8 +164,8 @@ def _is_rhythm(value: Any) -> bool:
 
 EVERY = Rule("a number of steps such as 100, a time such as 600s, 15m or 2h, or null for never", _is_rhythm)
 BEST_OF = Rule(
-    "val_loss, or val_loss/NAME of a source of data=mix",
-    lambda value: re.fullmatch(r"val_loss(/.+)?", value) is not None,
+    "val_loss, val_NAME of a metric, or with /SOURCE that of a source of data=mix",
+    lambda value: re.fullmatch(r"val_\w+(/.+)?", value) is not None,
 )
 SAVING = Effect(
     lambda run, _: run.checkpoint.every is not None or run.checkpoint.best is not None, "with checkpoint.every=null"
@@ -188,8 +188,8 @@ class CheckpointConfig:
     keep_every: int | None = setting(None, or_null(STEPS), SAVING)
     """Those of each so many steps stay for good, whatever `keep` says."""
     best: str | None = setting(None, or_null(BEST_OF))
-    """The loss whose best checkpoint stays too, whatever `keep` says: saved where an evaluation after the first step is
-    better than all before it, with a link `best` in checkpoints/ that names it."""
+    """The loss or metric whose best checkpoint stays too, whatever `keep` says: saved where an evaluation after the
+    first step is better than all before it, with a link `best` in checkpoints/ that names it."""
     asynchronous: bool = setting(True, TRUE_OR_FALSE, SAVING)
     """Write beside the training; false: it waits. The checkpoint at a run's end is always waited for."""
     resume: str | None = setting(None, or_null(Rule("auto, a checkpoint, a run's folder", bool)))

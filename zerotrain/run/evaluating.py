@@ -13,7 +13,7 @@ from zerotrain.config.words import words_of_config
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.run.factory import build_collate, build_data, build_engine_of, join_ranks
-from zerotrain.training.callbacks.evaluation import RunEvaluation
+from zerotrain.training.callbacks.evaluation import RunEvaluation, sources_in
 from zerotrain.training.sameness.deterministic import make_deterministic
 
 LOSS_NAME = "loss.json"
@@ -66,8 +66,8 @@ def run(
             seed=config.seed,
             collate=build_collate(config),
         )
-        loss, by_source = evaluation.after(step)
-    result = {"loss": loss, "by_source": by_source}
+        metrics = evaluation.after(step)
+    result = {"loss": metrics["val_loss"], "by_source": sources_in(metrics)}
     if folder is not None and world.rank == 0:
         (folder / LOSS_NAME).write_text(json.dumps(result))
     return result

@@ -3,6 +3,7 @@
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.figures.sinks import MetricSink
+from zerotrain.training.metrics import Accuracy, Metric, Perplexity, TorchMetric
 from zerotrain.training.request import Request
 from zerotrain.training.schedule import (
     constant,
@@ -15,11 +16,15 @@ from zerotrain.training.schedule import (
 from zerotrain.training.trainer import Trainer
 
 __all__ = [
+    "Accuracy",
     "Callback",
+    "Metric",
     "MetricSink",
+    "Perplexity",
     "Request",
     "Run",
     "RunResult",
+    "TorchMetric",
     "Trainer",
     "constant",
     "warmup_cosine",

@@ -31,8 +31,8 @@ class BestCheckpoint(Callback):
     `RunCheckpoints` saves and tells it what came of that.
 
     Args:
-        metric: of an evaluation, such as val_loss, or val_loss/NAME of a source of a mix. Lower is better; nan is never
-            better. None: nothing is followed.
+        metric: of an evaluation, such as val_loss, val_accuracy, or val_loss/NAME of a source of a mix. Lower is
+            better, if the metric does not say otherwise; nan is never better. None: nothing is followed.
         folder: of the run's checkpoints.
     """
 
@@ -52,7 +52,8 @@ class BestCheckpoint(Callback):
         if self._metric not in metrics:
             raise ConfigError(f"checkpoint.best: got {self._metric}; an evaluation has {', '.join(metrics)}")
         value, best = metrics[self._metric], self._best
-        if math.isfinite(value) and (best is None or value < best.value):
+        is_better = best is None or run.badness(self._metric, value) < run.badness(self._metric, best.value)
+        if math.isfinite(value) and is_better:
             self._unsaved.append(Evaluated(self._metric, value, run.step))
 
     def is_due(self, step: int) -> bool:

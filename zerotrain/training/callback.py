@@ -100,6 +100,8 @@ class Run:
     """The run's place in the training, for a checkpoint."""
     settings: Mapping[str, Any] | None = None
     """Those of the run, as its checkpoints note them: nested dicts of values that JSON can hold."""
+    rising: frozenset[str] = frozenset()
+    """Metrics of an evaluation of which higher is better."""
     asked: Request = field(default_factory=Request)
     """The wishes of all ranks after the last step."""
     failed_saves: Exception | None = None
@@ -123,6 +125,10 @@ class Run:
     def is_due(self, every: int) -> bool:
         """Whether something to be done every so many steps comes now; 0: only after the last."""
         return self.is_last or (every > 0 and self.step % every == 0)
+
+    def badness(self, metric: str, value: float) -> float:
+        """The value of a metric of an evaluation, negative where higher is better: lower is better of all of them."""
+        return -value if metric.partition("/")[0] in self.rising else value
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Send metrics to metrics.jsonl and to all callbacks, as those of the last step that is done."""

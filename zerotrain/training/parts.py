@@ -15,6 +15,7 @@ from zerotrain.training.figures.metrics import StepClock
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.loggers.sinks import Sinks
 from zerotrain.training.measuring import Measuring
+from zerotrain.training.metrics import metrics_in
 from zerotrain.training.settings import TrainerSettings
 from zerotrain.training.start import ShowStart
 
@@ -56,6 +57,7 @@ def callbacks_of(
             micro_batch_size=given.micro_batch_size,
             seed=given.seed,
             collate=given.collate_fn,
+            metrics=metrics_in(given.callbacks),
         ),
         checkpoints.best,
         checkpoints,

@@ -16,6 +16,7 @@ from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.figures.metrics import StepClock
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.figures.sinks import METRICS_NAME, keep_lines
+from zerotrain.training.metrics import rising
 from zerotrain.training.parts import callbacks_of
 from zerotrain.training.request import Request, decoded
 from zerotrain.training.sameness.seeds import seed_leaf
@@ -81,6 +82,7 @@ class Trainer(TrainerSettings):
             callbacks=self._callbacks,
             state=self._state,
             settings=self.settings,
+            rising=rising(self.callbacks),
         )
         with stop_requests(partial(setattr, self.engine, "signal")) as stop:
             try:

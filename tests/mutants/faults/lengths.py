@@ -40,8 +40,8 @@ FAULTS = {
     ),
     "lengths-nan-is-best": Fault(
         BEST,
-        "math.isfinite(value) and (best is None or value < best.value)",
-        "best is None or not value >= best.value",
+        "if math.isfinite(value) and is_better:",
+        "if is_better or not math.isfinite(value):",
         "the best checkpoint of a run is one whose loss is nan",
         OF_BEST,
     ),

@@ -210,10 +210,10 @@ STOPPING = {"early": {"_target_": "zerotrain.training.callbacks.early_stopping.E
 @pytest.mark.parametrize(
     ("groups", "problem"),
     [
-        ({"callbacks": STOPPING}, "callbacks.early: stops by the validation loss, and data.validation is empty; give"),
+        ({"callbacks": STOPPING}, "callbacks.early.metric: needs evaluations, and data.validation is empty; give"),
         (
             {"checkpoint": CheckpointConfig(best="val_loss")},
-            "checkpoint.best: got val_loss, and data.validation is empty; give data.validation_fraction=0.1, or leave",
+            "checkpoint.best: needs evaluations, and data.validation is empty; give data.validation_fraction=0.1",
         ),
     ],
 )

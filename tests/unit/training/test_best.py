@@ -209,7 +209,9 @@ def test_lower_is_better_and_nan_and_infinity_never_are(start, losses, due):
     """The first evaluation is before the first step."""
     best = best_of(start)
     for step, loss in enumerate(losses):
-        best.after_evaluation(SimpleNamespace(step=step), {"val_loss": float(loss)})
+        best.after_evaluation(
+            SimpleNamespace(step=step, badness=lambda metric, value: value), {"val_loss": float(loss)}
+        )
     assert [step for step in range(len(losses)) if best.is_due(step)] == due
 
 
@@ -221,10 +223,10 @@ def test_lower_is_better_and_nan_and_infinity_never_are(start, losses, due):
 def test_where_its_save_fails_the_best_is_that_of_before(start):
     best = best_of(start)
     for step, loss in ((2, 3.0), (4, 2.0)):
-        best.after_evaluation(SimpleNamespace(step=step), {"val_loss": loss})
+        best.after_evaluation(SimpleNamespace(step=step, badness=lambda metric, value: value), {"val_loss": loss})
     best.failed(Path(step_name(4)))
     assert best.state_dict()["best"] == {"metric": "val_loss", "value": 3.0, "step": 2}
-    best.after_evaluation(SimpleNamespace(step=6), {"val_loss": 2.5})
+    best.after_evaluation(SimpleNamespace(step=6, badness=lambda metric, value: value), {"val_loss": 2.5})
     assert best.is_due(6)
 
 

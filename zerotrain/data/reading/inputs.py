@@ -61,6 +61,14 @@ def labels_of(batch: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
+def without_labels(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
+    """The model's arguments but for the labels, which come from what `labels_of` gives."""
+    inputs, labels = as_inputs(batch), labels_of(batch)
+    if isinstance(inputs, Mapping):
+        return {name: value for name, value in inputs.items() if name != LABELS}
+    return [each for each in inputs if labels is None or each is not labels]
+
+
 def num_labels(batch: Any, num_rows: int) -> int:
     """The weight of a micro-batch in the loss of a step: its labels that count, or its rows if there are no labels.
     Call it before the batch is copied to a GPU: there it would wait for the device.

@@ -41,10 +41,9 @@ from zerotrain.run.factory import (
 from zerotrain.run.preflight.data import (
     dataset_of,
     first_batches_of,
+    require_callbacks_fit,
     require_enough,
     require_fit,
-    require_metric,
-    require_validation,
 )
 from zerotrain.run.preflight.length import take_max_steps
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
@@ -95,7 +94,6 @@ def check(
     if model is not None and can_train and batches is not None:
         attempt("data", lambda _: require_fit(model, data, batches))
     if batches is not None:
-        attempt("checkpoint", lambda config: require_metric(data, config))
         attempt("train", lambda config: require_enough(data, config))
         attempt("train", lambda config: take_max_steps(config, data, num_ranks, goes_on_from))
     num_problems = len(problems)
@@ -108,7 +106,7 @@ def check(
         stages = _stages_to_come(goes_on_from, config)
         attempt("model", lambda config: require_memory(config, sized, factory, batches[0][0], ranks, room, stages))
     attempt("scheduler", _naming_the_argument("scheduler", try_schedule))
-    attempt("callbacks", lambda config: require_validation(data, config))
+    attempt("callbacks", lambda config: require_callbacks_fit(data, config))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
     return fingerprint or {}

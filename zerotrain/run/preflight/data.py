@@ -12,6 +12,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.run.factory import build_callbacks, build_collate, build_data
 from zerotrain.training import Callback
 from zerotrain.training.callbacks.early_stopping import EarlyStopping
+from zerotrain.training.metrics import metrics_in
 
 SETS = ("train", "validation")
 NO_VALIDATION = "data.validation is empty; give data.validation_fraction=0.1, or leave this out"
@@ -46,12 +47,28 @@ def has_validation(data: Any) -> bool:
     return not hasattr(data.validation, "__len__") or len(data.validation) > 0
 
 
-def require_validation(data: Any, config: Config) -> dict[str, Callback]:
-    """The callbacks; ConfigError where one of them needs an evaluation, and there is no validation."""
+def require_callbacks_fit(data: Any, config: Config) -> dict[str, Callback]:
+    """The callbacks; ConfigError where one needs an evaluation that there is not, or a metric that an evaluation has
+    not."""
     callbacks = build_callbacks(config)
-    for name, each in callbacks.items():
-        if isinstance(each, EarlyStopping) and data is not None and not has_validation(data):
-            raise ConfigError(f"callbacks.{name}: stops by the validation loss, and {NO_VALIDATION}")
+    metrics = metrics_in(callbacks)
+    if "loss" in metrics:
+        raise ConfigError("callbacks.loss: an evaluation has val_loss already; give the metric another name")
+    if data is None:
+        return callbacks
+    followed = {
+        f"callbacks.{name}.metric": each.metric for name, each in callbacks.items() if isinstance(each, EarlyStopping)
+    }
+    if config.checkpoint.best is not None:
+        followed["checkpoint.best"] = config.checkpoint.best
+    if not has_validation(data) and (needing := [*followed, *(f"callbacks.{name}" for name in metrics)]):
+        raise ConfigError(f"{needing[0]}: needs evaluations, and {NO_VALIDATION}")
+    sources = getattr(data.validation, "sources", ())
+    known = [f"val_{name}" for name in ("loss", *metrics)]
+    known += [f"{metric}/{source}" for metric in known for source in sources]
+    for name, metric in followed.items():
+        if metric not in known:
+            raise ConfigError(f"{name}: got {metric}; an evaluation has {', '.join(known)}")
     return callbacks
 
 
@@ -86,15 +103,6 @@ def require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -
         require_taken(each, f"data.{name}", model)
         if getattr(model, "next_token_labels", False):
             require_next_tokens(each, f"data.{name}", model=kind, vocab_size=getattr(model, "vocab_size", None))
-
-
-def require_metric(data: Any, config: Config) -> None:
-    """Check that an evaluation has the loss whose best checkpoint is to be kept."""
-    if config.checkpoint.best is not None and not has_validation(data):
-        raise ConfigError(f"checkpoint.best: got {config.checkpoint.best}, and {NO_VALIDATION}")
-    metrics = ["val_loss", *(f"val_loss/{name}" for name in getattr(data.validation, "sources", ()))]
-    if config.checkpoint.best not in (None, *metrics):
-        raise ConfigError(f"checkpoint.best: got {config.checkpoint.best}; an evaluation has {', '.join(metrics)}")
 
 
 def require_enough(data: Any, config: Config) -> None:

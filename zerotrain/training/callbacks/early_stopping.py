@@ -13,9 +13,9 @@ class EarlyStopping(Callback):
 
     Args:
         patience: evaluations.
-        metric: of an evaluation, such as val_loss, or val_loss/NAME of a source of a mix. Lower is better; nan is
-            never better.
-        min_delta: what a better one is lower by, at least.
+        metric: of an evaluation, such as val_loss, val_accuracy, or val_loss/NAME of a source of a mix. Lower is
+            better, if the metric does not say otherwise; nan is never better.
+        min_delta: what a better one is better by, at least.
     """
 
     def __init__(self, *, patience: int, metric: str = "val_loss", min_delta: float = 0.0) -> None:
@@ -23,18 +23,20 @@ class EarlyStopping(Callback):
             raise ValueError(f"patience={patience}; it must be at least 1")
         if min_delta < 0:
             raise ValueError(f"min_delta={min_delta}; it must be at least 0")
-        self._patience, self._metric, self._min_delta = patience, metric, min_delta
+        self.metric, self._patience, self._min_delta = metric, patience, min_delta
         self._best: float | None = None
         self._num_worse = 0
 
     def after_evaluation(self, run: Run, metrics: dict[str, Any]) -> None:
         """See `Callback.after_evaluation`."""
-        if self._metric not in metrics:
-            raise LookupError(f"metric={self._metric}: an evaluation has {', '.join(metrics)}")
-        value = metrics[self._metric]
-        is_better = self._best is None or (value < self._best and value <= self._best - self._min_delta)
+        if self.metric not in metrics:
+            raise LookupError(f"metric={self.metric}: an evaluation has {', '.join(metrics)}")
+        found = metrics[self.metric]
+        value, best = run.badness(self.metric, found), self._best
+        best = best if best is None else run.badness(self.metric, best)
+        is_better = best is None or (value < best and value <= best - self._min_delta)
         if is_better and math.isfinite(value):
-            self._best, self._num_worse = value, 0
+            self._best, self._num_worse = found, 0
         else:
             self._num_worse += 1
 

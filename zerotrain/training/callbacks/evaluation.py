@@ -1,7 +1,7 @@
 """The validation loss."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,13 +11,14 @@ from rich.console import Console
 
 from zerotrain.comm.ranks.world import World
 from zerotrain.data.reading.fetch import Collate, fetch_rows
-from zerotrain.data.reading.inputs import as_inputs, num_labels, to_device, tokens_known
+from zerotrain.data.reading.inputs import as_inputs, labels_of, num_labels, to_device, tokens_known, without_labels
 from zerotrain.data.reading.items import source_name
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.engine.update.leaves import call_model
 from zerotrain.training.callback import Callback, Run
+from zerotrain.training.metrics import Metric, MetricStates
 
 ROWS_PER_EVAL_BATCH = 8
 """Rows of one of `train.eval_batches`. It is fixed: the validation rows must not depend on ranks."""
@@ -72,27 +73,33 @@ class RunEvaluation(Callback):
     def _evaluate_in(self, run: Run) -> None:
         if self._is_empty:
             return
-        loss, by_source = self.after(run.step)
-        run.result.final_val_loss, run.result.val_loss_by_source = loss, by_source or None
+        metrics = self.after(run.step)
+        run.result.final_val_loss, run.result.val_loss_by_source = metrics["val_loss"], sources_in(metrics) or None
+        others = {name: value for name, value in metrics.items() if not name.startswith("val_loss")}
+        run.result.val_metrics = others or None
         self._evaluated_at = run.step
-        metrics = {"val_loss": loss} | {f"val_loss/{name}": value for name, value in by_source.items()}
         run.log(metrics)
         run.callbacks.call("after_evaluation", run, metrics)
 
-    def after(self, step: int) -> tuple[float, dict[str, float]]:
-        """(loss, loss of each source) after so many steps, as of `evaluate_sources`. Collective."""
-        loss, by_source = self._evaluate(step=step)
-        if math.isnan(loss) and not self._warned:
+    def after(self, step: int) -> dict[str, float]:
+        """The metrics after so many steps, as of `evaluate_sources`. Collective."""
+        metrics = self._evaluate(step=step)
+        if math.isnan(metrics["val_loss"]) and not self._warned:
             self._warned = True
             self._console.print(
                 "warning: the validation loss is nan: all validation labels are ignored, or the model's loss is nan",
                 highlight=False,
             )
-        return loss, by_source
+        return metrics
 
 
-def evaluate_sources(*, dataset: Any, num_sequences: int, **arguments: Any) -> tuple[float, dict[str, float]]:
-    """Mean loss over a validation set, and over each source of one that has several. Collective.
+def sources_in(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The loss of each source, by its name."""
+    return {name.removeprefix("val_loss/"): value for name, value in metrics.items() if name.startswith("val_loss/")}
+
+
+def evaluate_sources(*, dataset: Any, num_sequences: int, **arguments: Any) -> dict[str, float]:
+    """Mean loss and metrics over a validation set, and over each source of one that has several. Collective.
 
     Args:
         dataset: the validation set. One with `sources`, {name: dataset}, and `weights`, {name: weight}, is evaluated
@@ -101,24 +108,32 @@ def evaluate_sources(*, dataset: Any, num_sequences: int, **arguments: Any) -> t
         arguments: as for `evaluate`.
 
     Returns:
-        (loss, loss of each source). The loss is the mean of those of the sources by their weights: that of the mix
-        which is trained on, also where a source has fewer sequences than its share. Data without sources has none.
+        {"val_loss": loss}, "val_" and its name for each metric, and with "/NAME" the same of each source. Those of all
+        sources are the mean of theirs by the weights: that of the mix which is trained on, also where a source has
+        fewer sequences than its share.
     """
     sources: dict[str, Any] = getattr(dataset, "sources", {})
     if not sources:
-        return evaluate(dataset=dataset, num_sequences=num_sequences, **arguments), {}
+        return evaluate_all(dataset=dataset, num_sequences=num_sequences, **arguments)
     total = sum(dataset.weights.values())
     shares = {name: weight / total for name, weight in dataset.weights.items()}
-    losses = {}
+    found: dict[str, dict[str, float]] = {}
     for name, source in sources.items():
         share = max(1, round(num_sequences * shares[name]))
         called = source_name("data.validation", name)
-        losses[name] = evaluate(dataset=source, num_sequences=share, name=called, **arguments)
+        found[name] = evaluate_all(dataset=source, num_sequences=share, name=called, **arguments)
     # A source that weighs nothing may have any loss, nan too.
-    return sum(shares[name] * loss for name, loss in losses.items() if shares[name]), losses
+    metrics = next(iter(found.values()))
+    mean = {each: sum(shares[name] * of[each] for name, of in found.items() if shares[name]) for each in metrics}
+    return mean | {f"{each}/{name}": of[each] for each in metrics for name, of in found.items()}
 
 
-def evaluate(
+def evaluate(**arguments: Any) -> float:
+    """The mean loss of `evaluate_all`. Collective."""
+    return evaluate_all(**arguments)["val_loss"]
+
+
+def evaluate_all(
     *,
     engine: ZeroEngine,
     world: World,
@@ -129,9 +144,10 @@ def evaluate(
     step: int = 0,
     collate: Collate | None = None,
     name: str = "data.validation",
-) -> float:
-    """Mean loss in nats over all labels of the same validation sequences, the same bits at any number of ranks.
-    Collective.
+    metrics: Mapping[str, Metric] | None = None,
+) -> dict[str, float]:
+    """Mean loss in nats over all labels of the same validation sequences, and metrics, the same bits at any number of
+    ranks. Collective.
 
     Args:
         num_sequences: how many of the dataset's are read, over all ranks.
@@ -139,12 +155,15 @@ def evaluate(
         seed: of the run, which follows what a dataset draws for its items: in every evaluation the same.
         step, name: steps done and the dataset's name, for messages.
         collate: makes a batch of a list of items; None: torch's `default_collate`.
+        metrics: by name.
 
     Returns:
-        nan where no label counts. Each sequence counts as one if there are no labels at all.
+        {"val_loss": loss}, and "val_" with its name for each metric. nan where no label counts. Each sequence counts as
+        one if there are no labels at all.
 
     Raises:
         RowError: an item could not be read.
+        CallbackError: a metric has raised.
 
     Random numbers drawn in here (a dataset that augments, a model that samples) leave the generators of this process as
     they were: the number of evaluations must not change the training.
@@ -153,24 +172,24 @@ def evaluate(
     num_rounds = max(1, math.ceil(len(rows) / (world.size * micro_batch_size)))
     # By the number of the micro-batch: sum of losses, number of labels. Each is filled in by one rank.
     parts = torch.zeros(num_rounds * world.size, 2, dtype=torch.float64, device=world.device)
+    measured = MetricStates(metrics or {}, step)
+    known = tokens_known(engine.module)
+    fetch = partial(fetch_rows, dataset, seed=seed, step=step, collate=collate, name=name, vocab_size=known)
     with torch.no_grad(), device_of(world.device).keep_generators(), in_evaluation_mode(engine):
         for number in range(world.rank, len(parts), world.size):
             mine = rows[number * micro_batch_size : (number + 1) * micro_batch_size]
             # A rank that has no row left runs a forward all the same and counts nothing of it: where parameters are
             # sharded, the others need its part of them.
             read = mine or [0]
-            batch = fetch_rows(
-                dataset,
-                read,
-                seed=seed,
-                epochs=[0] * len(read),
-                step=step,
-                collate=collate,
-                name=name,
-                vocab_size=tokens_known(engine.module),
-            )
-            parts[number] = _loss_and_labels(engine, world, batch, num_labels(batch, len(mine)) if mine else 0)
-    return _mean(world.sum(parts))
+            batch = fetch(read, epochs=[0] * len(read))
+            num_counted = num_labels(batch, len(mine)) if mine else 0
+            batch = to_device(batch, world.device)
+            parts[number] = _loss_and_labels(engine, batch, num_counted)
+            outputs = call_model(engine, without_labels(batch)) if measured.needs_outputs else None
+            if num_counted:
+                measured.add(number, outputs, labels_of(batch))
+        loss = _mean(world.sum(parts))
+        return {"val_loss": loss} | measured.values(world, loss, len(parts))
 
 
 def _mean(parts: torch.Tensor) -> float:
@@ -201,10 +220,10 @@ def validation_rows(num_available: int, num_wanted: int) -> list[int]:
     return [row * num_available // num_rows for row in range(num_rows)]
 
 
-def _loss_and_labels(engine: ZeroEngine, world: World, batch: Any, count: int) -> torch.Tensor:
+def _loss_and_labels(engine: ZeroEngine, batch: Any, count: int) -> torch.Tensor:
     """(sum of losses, number of labels that count) of a micro-batch, (2,) fp64. A loss over no label counts nothing:
     its mean is nan in many models."""
-    loss = call_model(engine, as_inputs(to_device(batch, world.device))).double()
+    loss = call_model(engine, as_inputs(batch)).double()
     if count == 0:
         return loss.new_zeros(2)
     return torch.stack([loss * count, torch.full_like(loss, count)])

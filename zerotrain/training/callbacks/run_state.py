@@ -27,7 +27,7 @@ def _is_stage_from(pair: tuple[str, Any]) -> bool:
 
 _RESULT = {
     "skipped_steps": Optional(Natural()), "final_train_loss": _LOSS, "final_val_loss": _LOSS,
-    "val_loss_by_source": Optional((dict, None)), "stages": Optional([dict]),
+    "val_loss_by_source": Optional((dict, None)), "val_metrics": Optional((dict, None)), "stages": Optional([dict]),
 }  # fmt: skip
 _STATE = {
     "data": dict, "skipped_steps": Natural(), "evaluated_at": (int, None), "result": _RESULT,

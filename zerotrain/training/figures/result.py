@@ -13,7 +13,7 @@ from zerotrain.files.untrusted import Natural, OneOf, Optional, UntrustedFileErr
 from zerotrain.files.whole import whole
 
 RESULT_NAME = "result.json"
-KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source", "stages")
+KEPT = ("skipped_steps", "final_train_loss", "final_val_loss", "val_loss_by_source", "val_metrics", "stages")
 """Fields with which a resumed run begins."""
 MAX_NBYTES = 2**26
 """Largest result.json that is read: each stage tells of all ranks."""
@@ -83,6 +83,8 @@ class RunResult:
     """Mean loss over the tokens of the last evaluation, in nats."""
     val_loss_by_source: dict[str, float] | None = None
     """Likewise of each source of `data=mix`; null where there is one."""
+    val_metrics: dict[str, float] | None = None
+    """Other metrics of the last evaluation, by name; null where there are none."""
     tokens_per_s: float | None = None
     """Tokens of all ranks per second of training, the first steps and evaluations left out."""
     step_ms_median: float | None = None

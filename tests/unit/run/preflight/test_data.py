@@ -12,7 +12,7 @@ from tests.unit.run.test_factory import ADAMW, GPT
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.errors import ConfigError
 from zerotrain.run.preflight import check as preflight
-from zerotrain.run.preflight.data import require_metric
+from zerotrain.run.preflight.data import require_callbacks_fit
 
 CONSTANT = {"_target_": "zerotrain.training.constant", "_partial_": True}
 
@@ -116,14 +116,24 @@ def test_items_that_are_named_or_that_a_collate_function_pads_are_taken() -> Non
 @pytest.mark.parametrize(
     ("best", "problem"),
     [
+        ("val_accuracy/b", None),
+        ("val_accuracy", None),
+        (
+            "val_f1",
+            "checkpoint.best: got val_f1; an evaluation has val_loss, val_accuracy, val_loss/a, val_loss/b, val_a",
+        ),
         (None, None),
         ("val_loss", None),
         ("val_loss/a", None),
-        ("val_loss/c", "checkpoint.best: got val_loss/c; an evaluation has val_loss, val_loss/a, val_loss/b"),
+        (
+            "val_loss/c",
+            "checkpoint.best: got val_loss/c; an evaluation has val_loss, val_accuracy, val_loss/a, val_loss/b",
+        ),
     ],
 )
 def test_the_best_is_of_a_loss_that_an_evaluation_has(best: str | None, problem: str | None) -> None:
     data = SimpleNamespace(validation=SimpleNamespace(sources={"a": [], "b": []}))
-    settings = Config(checkpoint=CheckpointConfig(best=best))
+    accuracy = {"_target_": "zerotrain.training.Accuracy"}
+    settings = Config(checkpoint=CheckpointConfig(best=best), callbacks={"accuracy": accuracy})
     with nullcontext() if problem is None else pytest.raises(ConfigError, match=problem):
-        require_metric(data, settings)
+        require_callbacks_fit(data, settings)

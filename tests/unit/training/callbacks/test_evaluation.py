@@ -12,7 +12,7 @@ from zerotrain.data import Mix, SyntheticTokens
 from zerotrain.data.reading.fetch import RowError
 from zerotrain.models import GPT, HuggingFaceModel
 from zerotrain.testing.fake_wire import run_threads
-from zerotrain.training.callbacks.evaluation import evaluate, evaluate_sources, validation_rows
+from zerotrain.training.callbacks.evaluation import evaluate, evaluate_sources, sources_in, validation_rows
 
 
 @pytest.fixture
@@ -199,10 +199,10 @@ def test_a_source_that_weighs_next_to_nothing_is_evaluated_by_a_row(engine, worl
     sources = {"one": dataset.validation, "other": dataset.train}
     mix = SimpleNamespace(sources=sources, weights={"one": 1e6, "other": 1.0})
     arguments = {"engine": engine, "world": world, "micro_batch_size": 4}
-    loss, by_source = evaluate_sources(dataset=mix, num_sequences=16, **arguments)
+    metrics = evaluate_sources(dataset=mix, num_sequences=16, **arguments)
     alone = evaluate(dataset=dataset.train, num_sequences=1, **arguments)
-    assert by_source["other"] == alone
-    assert loss == pytest.approx(by_source["one"], rel=1e-5)
+    assert metrics["val_loss/other"] == alone
+    assert metrics["val_loss"] == pytest.approx(metrics["val_loss/one"], rel=1e-5)
 
 
 @pytest.mark.case("losses", "Validation of a mix", "a loss of each source; `val_loss` is their mean by weights")
@@ -212,12 +212,13 @@ def test_each_source_of_a_mix_has_its_loss_and_their_mean_by_weights_is_that_of_
         {"a": {"data": dataset, "weight": 3}, "b": {"data": other, "weight": 1}, "c": {"data": other, "weight": 0}}
     )
     arguments = {"engine": engine, "world": world, "micro_batch_size": 4}
-    loss, by_source = evaluate_sources(dataset=mix.validation, num_sequences=16, **arguments)
+    metrics = evaluate_sources(dataset=mix.validation, num_sequences=16, **arguments)
+    loss, by_source = metrics["val_loss"], sources_in(metrics)
     alone = evaluate(dataset=dataset.validation, num_sequences=12, **arguments)
     assert by_source["a"] == alone
     assert by_source["b"] == evaluate(dataset=other.validation, num_sequences=4, **arguments) != alone
     assert loss == pytest.approx((3 * by_source["a"] + by_source["b"]) / 4)
-    assert evaluate_sources(dataset=dataset.validation, num_sequences=12, **arguments) == (alone, {})
+    assert evaluate_sources(dataset=dataset.validation, num_sequences=12, **arguments) == {"val_loss": alone}
 
 
 class Scaled(torch.nn.Module):

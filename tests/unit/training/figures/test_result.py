@@ -23,6 +23,7 @@ KEYS = [
     "final_train_loss",
     "final_val_loss",
     "val_loss_by_source",
+    "val_metrics",
     "steps",
     "skipped_steps",
     "tokens_per_s",

@@ -1,0 +1,125 @@
+"""Metrics of evaluations: the digits of one process, whatever the ranks, and what cannot be so is refused."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import zerotrain
+from zerotrain.errors import CallbackError
+from zerotrain.training import Accuracy, Metric, Perplexity, TorchMetric
+from zerotrain.training.callbacks.evaluation import evaluate_all, evaluate_sources
+
+torchmetrics = pytest.importorskip("torchmetrics")
+CLASSES, ROWS = 32, 7
+
+
+class Ragged(Dataset):
+    """Sequence i counts its first i labels alone; the first one has none."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        tokens = torch.randint(CLASSES, (17,), generator=torch.Generator().manual_seed(index))
+        labels = tokens[1:].clone()
+        labels[index:] = -100
+        return tokens[:-1], labels
+
+
+def f1():
+    return torchmetrics.classification.MulticlassF1Score(CLASSES)
+
+
+def test_where_no_label_counts_a_metric_is_nan(model, world) -> None:
+    engine = zerotrain.build_engine(model, optimizer=torch.optim.SGD, world=world)
+    rows = [Ragged()[0]] * 3
+    metrics = {"accuracy": Accuracy(), "f1": TorchMetric(f1()), "perplexity": Perplexity()}
+    arguments = {"engine": engine, "world": world, "dataset": rows, "num_sequences": 3, "micro_batch_size": 2}
+    found = evaluate_all(**arguments, metrics=metrics)
+    assert len(found) == 4
+    assert all(map(math.isnan, found.values()))
+
+
+def test_a_mix_has_the_metric_of_each_source(model, world, dataset) -> None:
+    from zerotrain.data import Mix, SyntheticTokens
+
+    other = SyntheticTokens(seq_len=16, vocab_size=32, num_sequences=40)
+    mix = Mix({"a": {"data": dataset, "weight": 3}, "b": {"data": other, "weight": 1}})
+    engine = zerotrain.build_engine(model, optimizer=torch.optim.SGD, world=world)
+    arguments = {"engine": engine, "world": world, "micro_batch_size": 4, "metrics": {"accuracy": Accuracy()}}
+    found = evaluate_sources(dataset=mix.validation, num_sequences=16, **arguments)
+    alone = evaluate_all(dataset=dataset.validation, num_sequences=12, **arguments)
+    assert found["val_accuracy/a"] == alone["val_accuracy"]
+    assert found["val_accuracy"] == pytest.approx((3 * found["val_accuracy/a"] + found["val_accuracy/b"]) / 4)
+
+
+def test_a_run_logs_its_metrics_and_trains_to_the_same_weights(make_trainer, model, tmp_path) -> None:
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = make_trainer(eval_every=2).run()
+    model.load_state_dict(start)
+    callbacks = {"accuracy": Accuracy(), "perplexity": Perplexity(), "f1": TorchMetric(f1())}
+    result = make_trainer(eval_every=2, callbacks=callbacks).run()
+    assert result["weights_sha256"] == plain["weights_sha256"]
+    assert result["final_val_loss"] == plain["final_val_loss"]
+    lines = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+    told = [line for line in lines if "val_loss" in line][-1]
+    assert told["val_perplexity"] == math.exp(told["val_loss"])
+    assert 0 < told["val_accuracy"] <= 1
+    names = ("val_accuracy", "val_perplexity", "val_f1")
+    assert result["val_metrics"] == {name: told[name] for name in names}
+    assert plain["val_metrics"] is None
+
+
+class Raises(Metric):
+    def measure(self, outputs, labels):
+        raise RuntimeError("no such thing")
+
+
+class Unlabelled(torch.nn.Module):
+    """Gives a loss alone, whatever it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, ids, labels=None):
+        return self.weight * ids.float().mean()
+
+
+def test_a_metric_that_fails_is_named(make_trainer, world) -> None:
+    with pytest.raises(CallbackError, match=r"callbacks\.bad: evaluation after step 0: RuntimeError: no such thing"):
+        make_trainer(eval_every=2, callbacks={"bad": Raises()}).run()
+    engine = zerotrain.build_engine(Unlabelled(), optimizer=torch.optim.SGD, world=world)
+    with pytest.raises(CallbackError, match=r"callbacks\.accuracy: .* accuracy needs labels, and outputs with the cl"):
+        make_trainer(engine=engine, eval_every=2, callbacks={"accuracy": Accuracy()}).run()
+
+
+class Mean(torchmetrics.Metric):
+    higher_is_better = True
+
+    def __init__(self, default=0.0, reduction="mean"):
+        super().__init__()
+        self.add_state("mean", torch.tensor(default), dist_reduce_fx=reduction)
+
+    def update(self, preds, target): ...
+
+    def compute(self): ...
+
+
+@pytest.mark.parametrize(
+    ("metric", "problem"),
+    [
+        (object(), "object has not the interface of torchmetrics.Metric"),
+        (torchmetrics.MeanMetric(), "does not say whether higher is better; give higher_is_better"),
+        (Mean(), "Mean reduces its state mean by dim_zero_mean; it must be sum from 0, max, min or cat"),
+        (Mean(reduction=None), "by nothing; it must be"),
+        (Mean(1.0, "sum"), "by dim_zero_sum; it must be sum from 0"),
+    ],
+    ids=["no metric", "no direction", "a mean", "no reduction", "a sum from 1"],
+)
+def test_what_cannot_be_the_same_on_any_number_of_ranks_is_refused(metric, problem) -> None:
+    with pytest.raises(ValueError, match=problem):
+        TorchMetric(metric)
