@@ -44,9 +44,10 @@ from zerotrain.run.preflight.data import (
     require_enough,
     require_fit,
     require_metric,
+    require_prompts,
     require_validation,
 )
-from zerotrain.run.preflight.length import take_max_steps
+from zerotrain.run.preflight.length import require_rhythms, take_max_steps
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
 from zerotrain.run.preflight.room import Ranks, require_room
 from zerotrain.sharding.units import cut_units, model_parameters, walk
@@ -97,7 +98,9 @@ def check(
     if batches is not None:
         attempt("checkpoint", lambda config: require_metric(data, config))
         attempt("train", lambda config: require_enough(data, config))
+        attempt("train", lambda config: require_prompts(data, config))
         attempt("train", lambda config: take_max_steps(config, data, num_ranks, goes_on_from))
+        attempt("train", lambda config: require_rhythms(config, data.train, num_ranks))
     num_problems = len(problems)
     factory = attempt(
         "optimizer", _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device))

@@ -9,12 +9,16 @@ from zerotrain.config.schema import Config
 from zerotrain.data.reading.inputs import ids_of
 from zerotrain.data.reading.items import first_batches, require_next_tokens, require_taken
 from zerotrain.errors import ConfigError
+from zerotrain.files.printable import printable
 from zerotrain.run.factory import build_callbacks, build_collate, build_data
+from zerotrain.settings import problems_in
 from zerotrain.training import Callback
 from zerotrain.training.callbacks.early_stopping import EarlyStopping
+from zerotrain.training.callbacks.sample import prompts_of
 
 SETS = ("train", "validation")
 NO_VALIDATION = "data.validation is empty; give data.validation_fraction=0.1, or leave this out"
+NONE = "give null, or data of text"
 MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
 
@@ -95,6 +99,21 @@ def require_metric(data: Any, config: Config) -> None:
     metrics = ["val_loss", *(f"val_loss/{name}" for name in getattr(data.validation, "sources", ()))]
     if config.checkpoint.best not in (None, *metrics):
         raise ConfigError(f"checkpoint.best: got {config.checkpoint.best}; an evaluation has {', '.join(metrics)}")
+
+
+def require_prompts(data: Any, config: Config) -> None:
+    """Check that the data can encode what samples of text are to begin with."""
+    prompts = config.train.sample_prompts
+    if not prompts or not config.train.sample_tokens or problems_in(config.train):
+        return
+    for name in ("encode", "decode"):
+        if not callable(getattr(data, name, None)):
+            raise ConfigError(f"train.sample_prompts: the data cannot {name} text; {NONE}")
+    try:
+        prompts_of(data, prompts)
+    except Exception as error:  # of the user's encode
+        why = printable(f"{error}", keep="") or type(error).__name__
+        raise ConfigError(f"train.sample_prompts: {why}; give other texts, or null") from error
 
 
 def require_enough(data: Any, config: Config) -> None:
