@@ -54,7 +54,7 @@ def rhythms_in_steps(config: Config, train: Sized, num_ranks: int) -> dict[str, 
         ConfigError: the data does not tell, with a line for each.
     """
     steps: dict[str, int | None] = {}
-    problems = []
+    problems: list[str] = []
     for name in RHYTHMS:
         group, _, field = name.partition(".")
         given = getattr(getattr(config, group), field)
