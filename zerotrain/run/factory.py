@@ -23,7 +23,7 @@ from zerotrain.data.reading.fetch import fetch_rows, seeded
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
-from zerotrain.run.preflight.length import rhythms_in_steps
+from zerotrain.run.rhythms import rhythms_in_steps
 from zerotrain.settings import EngineConfig, OffloadConfig
 from zerotrain.training import Callback, Trainer
 from zerotrain.training.callback import require_callbacks

@@ -2,25 +2,25 @@
 
 from tests.mutants.fault import Fault
 
-LENGTH = "run/preflight/length.py"
-OF_LENGTH = ("unit/run/preflight/test_length.py",)
+STEPS = "run/rhythms.py"
+OF_STEPS = ("unit/run/test_rhythms.py",)
 SAMPLE = "training/callbacks/sample.py"
 OF_SAMPLE = ("unit/training/callbacks/test_sample.py",)
 
 FAULTS = {
     "rhythms-never": Fault(
-        LENGTH,
+        STEPS,
         "max(1, round(num_sequences / batch_size))",
         "round(num_sequences / batch_size)",
         "a rhythm of less than a step is none: nothing is ever evaluated",
-        OF_LENGTH,
+        OF_STEPS,
     ),
     "rhythms-of-one-rank": Fault(
-        LENGTH,
+        STEPS,
         "(train.virtual_ranks or num_ranks) * train.gradient_accumulation_steps",
         "(train.virtual_ranks or 1) * train.gradient_accumulation_steps",
         "with four ranks, an epoch is evaluated a quarter as often as was asked for",
-        OF_LENGTH,
+        OF_STEPS,
     ),
     "rhythms-hours-of-minutes": Fault(
         "config/rhythm.py",

@@ -15,7 +15,7 @@ from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
 from zerotrain.errors import ConfigError, TrainingError
 from zerotrain.run import factory
 from zerotrain.run.preflight import check as preflight
-from zerotrain.run.preflight.length import rhythms_in_steps
+from zerotrain.run.rhythms import rhythms_in_steps
 
 GPT = {
     "_target_": "zerotrain.models.GPT",

@@ -92,6 +92,18 @@ def require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -
             require_next_tokens(each, f"data.{name}", model=kind, vocab_size=getattr(model, "vocab_size", None))
 
 
+def require_asked_for(data: Any, config: Config) -> None:
+    """Check that the data can do what the settings ask of it; ConfigError with every problem found."""
+    problems: list[str] = []
+    for require in (require_metric, require_enough, require_prompts):
+        try:
+            require(data, config)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+
+
 def require_metric(data: Any, config: Config) -> None:
     """Check that an evaluation has the loss whose best checkpoint is to be kept."""
     if config.checkpoint.best is not None and not has_validation(data):
