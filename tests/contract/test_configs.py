@@ -9,11 +9,13 @@ from pathlib import Path
 
 import hydra
 import pytest
+from omegaconf import OmegaConf
 
 from zerotrain import settings
 from zerotrain.config import schema
 from zerotrain.config.checks import checked_config
 from zerotrain.config.compose import known_keys, register_schema
+from zerotrain.config.suggest import OURS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
@@ -97,6 +99,16 @@ def test_the_choices_that_others_rely_on_are_there():
     assert {
         group: CHOICES_OTHERS_RELY_ON[group] <= choices[group] for group in CHOICES_OTHERS_RELY_ON
     } == dict.fromkeys(CHOICES_OTHERS_RELY_ON, True)
+
+
+@pytest.mark.parametrize("ours", sorted(set(OURS.values())))
+def test_what_a_word_of_others_is_answered_with_is_there(ours: str):
+    *choices, last = ours.split()
+    choices += [last] if "=" in last else []
+    composed = hydra.compose("train", choices, return_hydra_config=True)
+    is_setting = last in known_keys(composed) or OmegaConf.select(composed, last) is not None
+    assert "=" in last or is_setting or (CONF / last).is_dir()
+    assert checked_config(hydra.compose("train", choices))[1] == []
 
 
 @pytest.mark.parametrize("path", [path for path in GROUP_FILES if str(path.parent) in ("experiment", "debug")], ids=str)

@@ -78,6 +78,7 @@ OPTIONS = """
     train.eval_batches
     train.log_every
     train.sample_tokens
+    train.sample_prompts
     train.deterministic
     train.profile
     train.memory_snapshot

@@ -13,6 +13,7 @@ import pytest
 
 from tests.zygote.client import Zygote
 from zerotrain.checkpoint.folder import PartialFolder
+from zerotrain.checkpoint.kept import set_best, step_name
 from zerotrain.commands import evaluate, generate
 from zerotrain.commands.export.command import main as export
 from zerotrain.commands.generate import characters
@@ -202,6 +203,20 @@ def test_text_goes_on_from_a_prompt_and_from_each_line_of_the_input(run: Path, c
     greedy = capsys.readouterr().out
     assert generate.main([str(run), "--prompt", "def main", *options, "--top-k", "1"]) == 0
     assert capsys.readouterr().out == greedy
+
+
+def test_the_best_checkpoint_is_continued_by_its_link(run: Path, capsys) -> None:
+    text = ["--prompt", "def main", "--max-tokens", "12", "--temperature", "0"]
+    folder = run / "checkpoints"
+    assert generate.main([str(folder / step_name(2)), *text]) == 0
+    wanted = capsys.readouterr().out
+    set_best(folder / step_name(2), folder)
+    try:
+        command = [sys.executable, "-m", "zerotrain", "generate", str(folder / "best"), *text]
+        ended = subprocess.run(command, capture_output=True, text=True)
+    finally:
+        set_best(None, folder)
+    assert (ended.returncode, ended.stdout) == (0, wanted), ended.stderr
 
 
 def test_a_reader_who_goes_away_ends_the_text_without_a_word(run: Path) -> None:

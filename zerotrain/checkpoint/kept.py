@@ -38,6 +38,7 @@ _NUM_LOOKS_AT_NONE = 5
 _STEP = re.compile(r"step-([0-9]{8,})")
 _REMOVED = re.compile(r"\.step-[0-9]{8,}\.removed-[0-9a-f]{16}")
 _ASIDE = re.compile(r"step-[0-9]{8,}\.aside-[0-9a-f]{16}")
+_HALF_LINK = re.compile(rf"{BEST}\.[0-9a-f]{{16}}\.tmp")
 
 Taken = TypeVar("Taken")
 
@@ -265,6 +266,7 @@ def remove_all(folder: Path) -> None:
                 path.unlink()
             else:
                 shutil.rmtree(path, ignore_errors=True)
+    remove_half_links(folder)
     if best_in(folder) is not None:
         (folder / BEST).unlink(missing_ok=True)
 
@@ -316,6 +318,20 @@ def set_best(path: Path | None, folder: Path) -> None:
         sync_folder(folder)
     except OSError as error:
         raise CheckpointError(f"{_sentence(error, folder / BEST)}: it cannot name the best checkpoint") from error
+
+
+def remove_half_links(folder: Path) -> None:
+    """Remove what a `set_best` that was killed has left in a folder of checkpoints: a link whose name is not `best`.
+
+    Raises:
+        CheckpointError: it cannot be removed.
+    """
+    for path in entries(folder):
+        if _HALF_LINK.fullmatch(path.name) and path.is_symlink():
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"{_sentence(error, path)}: it cannot be removed; do it by hand") from error
 
 
 def _not_kept(found: Sequence[Path], keep: int | None, keep_every: int | None) -> list[Path]:

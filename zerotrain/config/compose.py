@@ -13,11 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from zerotrain.config.interpolation import interpolation_problems
 from zerotrain.config.schema import Config
-from zerotrain.config.suggest import did_you_mean
+from zerotrain.config.suggest import did_you_mean, we_call_it
 from zerotrain.errors import ConfigError
 from zerotrain.files.regular import only_regular
 
-LATER = (("train", "num_epochs"), ("train", "max_tokens"), ("checkpoint", "best"))
+LATER = (("train", "num_epochs"), ("train", "max_tokens"), ("train", "sample_prompts"), ("checkpoint", "best"))
 """Settings that an earlier zerotrain does not know."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """With the backslashes before it, each of which would be taken for an escape."""
@@ -46,7 +46,7 @@ def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
     known = known_keys(composed)
     unknown = [key for key in _keys(values) if not _is_known(key)]
     problems = [f"{key}: has no value and needs one; give {key}=..." for key in missing]
-    problems += [f"+{key}: there is no such setting{did_you_mean(key, known)}" for key in unknown]
+    problems += [f"+{key}: there is no such setting{we_call_it(key) or did_you_mean(key, known)}" for key in unknown]
     for key in unknown:
         _remove(values, key)
     return from_values(values), problems

@@ -15,7 +15,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseE
 from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config, must_be
 from zerotrain.config.compose import first_line, known_keys
 from zerotrain.config.places import find_yaml, holds_no_settings, place_of, syntax_problem
-from zerotrain.config.suggest import did_you_mean
+from zerotrain.config.suggest import did_you_mean, we_call_it
 from zerotrain.config.targets import without_arguments
 from zerotrain.errors import ConfigError
 
@@ -104,7 +104,8 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
             )
         may_be_added = key.startswith((*OPEN_GROUPS, CALLBACKS)) and (is_inner or key.count(".") > 1)
         adding = f"; +{key}=... adds it" if may_be_added else ""
-        meant = "" if key.startswith(f"{CALLBACKS}.") else did_you_mean(key, known)  # whose names are the user's own
+        is_own = key.startswith(f"{CALLBACKS}.")  # whose names are the user's
+        meant = "" if is_own else we_call_it(key, got) or did_you_mean(key, known)
         return f"{key}: there is no such setting{meant or adding}"
     if "An item is already at" in str(error) or "Multiple values for" in str(error):
         return f"{override}: {key} has a value already; leave out the +"
@@ -131,7 +132,7 @@ def _missing_choice(override: str, error: MissingConfigException, folders: Seque
         package = f"hydra-{got.partition('_')[0]}-{key.removeprefix('hydra/')}"
         return f"{override}: is not installed; pip install {package}{choices}"
     name = asked.rpartition("/")[2] or got
-    meant = did_you_mean(name, options) or _of_another_group(name, folders)
+    meant = we_call_it(key, got) or did_you_mean(name, options) or _of_another_group(name, folders)
     if asked in ("", f"{key}/{got}", got):
         return f"{override}: there is no such choice{meant}{choices}"
     return f"{override}: needs {asked}, which does not exist{meant}{choices}"
@@ -160,7 +161,7 @@ def _line_of_file(name: str, override: str | None, cause: Exception, known: list
     if not key:
         return f"{path or where}: {first_line(cause).lstrip(': ')}"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        return f"{where}: {key}: there is no such setting{did_you_mean(key, known)}"
+        return f"{where}: {key}: there is no such setting{we_call_it(key) or did_you_mean(key, known)}"
     return f"{where}: {must_be(key, place.value) if place and place.value else f'{key}: {first_line(cause)}'}"
 
 

@@ -8,6 +8,7 @@ import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from zerotrain.config.rhythm import rhythm_rule
 from zerotrain.settings import (
     CLIPPING,
     SENT,
@@ -33,8 +34,21 @@ COLLATE = Rule(
     "null, or a function such as {_target_: my_components.pad, _partial_: true}",
     lambda value: value is None or (isinstance(value, dict) and isinstance(value.get("_target_"), str)),
 )
-RHYTHM = re.compile(r"(?P<number>[1-9]\d{0,8})(?P<unit>[smh]?)")
+VALIDATION_OF_ITS_OWN = ("validation_path", "validation_split")
+"""Arguments of data that name what is validated on, in place of a part of the rest."""
+PROMPTS = Rule(
+    "a list of texts such as ['def main','class A'], or null",
+    lambda value: value is None or (isinstance(value, list) and bool(value) and all(map(_is_prompt, value))),
+)
+EVALUATES = Effect(
+    lambda run, _: run.data.get("validation_fraction") != 0 or any(map(run.data.get, VALIDATION_OF_ITS_OWN)),
+    "with data.validation_fraction=0, which leaves nothing to evaluate on",
+)
 SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.on_nonfinite=stop; it has one with skip")
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 def _is_schedule(value: Any) -> bool:
@@ -113,6 +127,9 @@ LENGTHS = ("max_steps", "num_epochs", "max_tokens")
 MODEL_SWITCHES = tuple(switch.name for switch in fields(ModelSwitches))
 DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
 
+EVAL_EVERY = rhythm_rule(others=", or 0 for only the last", allows=lambda value: type(value) is int and value == 0)
+SAMPLES = Effect(lambda run, _: run.train.sample_tokens > 0, "with train.sample_tokens=0")
+
 
 @dataclass
 class TrainConfig:
@@ -139,15 +156,20 @@ class TrainConfig:
     """When the gradient of a step is inf or nan anywhere on any rank: skip the step on all ranks, or stop the run."""
     max_skipped_steps: int = setting(20, STEPS, SKIPPING)
     """As many steps skipped in a row stop the run."""
-    eval_every: int = setting(100, at_least(0, "steps"))
-    """Optimizer steps between evaluations; there is one before the first step and after the last. 0: only the last."""
-    eval_batches: int = setting(16, at_least(1, "batches"))
+    eval_every: Any = setting(100, EVAL_EVERY, EVALUATES)
+    """Optimizer steps between evaluations, or tokens or epochs, which become whole steps; there is one before the first
+    step and after the last. 0: only the last."""
+    eval_batches: int = setting(16, at_least(1, "batches"), EVALUATES)
     """Batches of 8 sequences, or fewer if validation has no more, read in one evaluation: the same sequences at any
     batch size and number of ranks."""
-    log_every: int = setting(10, STEPS)
-    """Optimizer steps between lines of metrics.jsonl."""
+    log_every: Any = setting(10, rhythm_rule())
+    """Optimizer steps between lines of metrics.jsonl, or tokens or epochs, which become whole steps."""
     sample_tokens: int = setting(200, at_least(0, "tokens"))
-    """Tokens of text generated at the end of the run; 0 for none. Needs a dataset that can decode."""
+    """Tokens of text generated at the end of the run, fewer where the text ends; 0 for none. Needs a dataset that can
+    decode."""
+    sample_prompts: Any = setting(None, PROMPTS, SAMPLES)
+    """Texts that are continued at the end of the run; null: the beginning of the validation text. Needs a dataset that
+    can encode."""
     deterministic: bool = setting(False, TRUE_OR_FALSE)
     """Let torch use deterministic kernels only, without TF32; slower on GPUs. An operation without one stops the run,
     by name."""
@@ -158,11 +180,7 @@ class TrainConfig:
     the run folder."""
 
 
-def _is_rhythm(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and RHYTHM.fullmatch(value) is not None)
-
-
-EVERY = Rule("a number of steps such as 100, a time such as 600s, 15m or 2h, or null for never", _is_rhythm)
+EVERY = rhythm_rule(times=True, others=", or null for never", allows=lambda value: value is None)
 BEST_OF = Rule(
     "val_loss, val_NAME of a metric, or with /SOURCE that of a source of data=mix",
     lambda value: re.fullmatch(r"val_\w+(/.+)?", value) is not None,
@@ -182,7 +200,8 @@ class CheckpointConfig:
     """The checkpoints that a run saves in checkpoints/ of its folder, and the one that it resumes from."""
 
     every: str | None = setting("15m", EVERY)
-    """How often to save while training: after each so many steps, or after the first step that ends so much later."""
+    """How often to save while training: after each so many steps, or tokens or epochs, which become whole steps, or
+    after the first step that ends so much later."""
     keep: int | None = setting(2, or_null(at_least(1, "checkpoints"), " for all"))
     """As many of the newest stay; older ones are removed when a newer one is on the disk."""
     keep_every: int | None = setting(None, or_null(STEPS), SAVING)

@@ -1,7 +1,72 @@
-"""Did you mean: the nearest of the names that exist."""
+"""Did you mean: our name for a word that others use, or else the nearest of the names that exist."""
 
 import difflib
 from collections.abc import Iterable
+
+_WORDS = {
+    "accelerator": "launch.device",
+    "no_cuda use_cpu": "launch.device=cpu",
+    "devices gpus n_gpu ngpus num_devices num_gpus num_processes world_size": "launch.nproc_per_node",
+    "epochs max_epochs n_epochs num_train_epochs train_epochs": "train.num_epochs",
+    "iterations max_iters max_iterations max_train_steps num_steps num_train_steps total_steps": "train.max_steps",
+    "total_tokens train_tokens": "train.max_tokens",
+    "batch_size micro_batch per_device_batch_size per_device_train_batch_size per_gpu_train_batch_size "
+    "train_batch_size train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "accumulate_grad_batches accumulation_steps grad_accum grad_accum_steps gradient_accumulation": (
+        "train.gradient_accumulation_steps"
+    ),
+    "clip_grad clip_grad_norm grad_clip grad_norm_clip gradient_clip gradient_clip_val gradient_clipping max_norm": (
+        "train.max_grad_norm"
+    ),
+    "eval_freq eval_interval eval_steps val_check_interval val_every": "train.eval_every",
+    "eval_iters limit_val_batches": "train.eval_batches",
+    "log_every_n_steps log_freq log_interval log_steps logging_steps": "train.log_every",
+    "base_lr learning_rate lr max_lr peak_lr": "optimizer.lr",
+    "optim optimizer_name optimizer_type": "optimizer",
+    "wd": "optimizer.weight_decay",
+    "lr_schedule lr_scheduler lr_scheduler_type": "scheduler",
+    "num_warmup_steps warmup warmup_fraction warmup_iters warmup_ratio": "scheduler.warmup_steps",
+    "min_lr_rate min_lr_ratio": "scheduler.final_fraction",
+    "data_seed global_seed manual_seed random_seed seed_everything": "seed",
+    "amp dtype mixed_precision torch_dtype": "precision",
+    "fp16 precision=16 precision=16-mixed precision=float16": "precision=fp16",
+    "bf16 precision=bf16-mixed precision=bf16-true precision=bfloat16": "precision=bf16",
+    "precision=32 precision=32-true precision=float32": "precision=fp32",
+    "deepspeed fsdp sharding_strategy strategy zero_optimization zero_stage": "zero.stage",
+    "strategy=ddp": "zero.stage=0",
+    "strategy=fsdp strategy=fsdp2 sharding_strategy=FULL_SHARD": "zero.stage=3",
+    "sharding_strategy=SHARD_GRAD_OP": "zero.stage=2",
+    "cpu_offload offload_optimizer offload_optimizer_device": "offload.optimizer",
+    "offload_param offload_param_device offload_params": "offload.parameters",
+    "activation_checkpoint grad_checkpointing gradient_checkpointing": "model.activation_checkpointing",
+    "compile_model torch_compile use_compile": "model.compile",
+    "model_name_or_path pretrained_model_name_or_path": "model=huggingface model.name_or_path",
+    "lora.r lora_r lora_rank peft use_lora": "model=huggingface model.lora.rank",
+    "lora.lora_alpha lora_alpha": "model=huggingface model.lora.alpha",
+    "lora.lora_dropout lora_dropout": "model=huggingface model.lora.dropout",
+    "lora.target_modules lora_target_modules target_modules": "model=huggingface model.lora.targets",
+    "block_size context_length ctx_len max_length max_seq_length sequence_length": "data.seq_len",
+    "data_dir data_path dataset_path train_file": "data.path",
+    "dataloader_num_workers": "data.num_workers",
+    "val_fraction val_split validation_split_percentage": "data.validation_fraction",
+    "early_stopping": "callbacks=early_stopping",
+    "early_stopping_patience patience": "callbacks=early_stopping callbacks.early_stopping.patience",
+    "early_stopping_threshold min_delta": "callbacks=early_stopping callbacks.early_stopping.min_delta",
+    "report_to tracker": "logger",
+    "report_to=tensorboard": "logger=tensorboard",
+    "report_to=wandb": "logger=wandb",
+    "report_to=mlflow": "logger=mlflow",
+    "checkpoint_every checkpoint_interval every_n_train_steps save_every save_every_n save_every_n_steps save_freq "
+    "save_interval save_steps callbacks=checkpoint callbacks=model_checkpoint": "checkpoint.every",
+    "keep_last max_checkpoints save_total_limit": "checkpoint.keep",
+    "load_best_model_at_end metric_for_best_model monitor save_best": "checkpoint.best",
+    "ckpt_path resume_from resume_from_checkpoint resume_path": "checkpoint.resume",
+    "init_checkpoint load_weights": "checkpoint.init_from",
+    "default_root_dir out_dir output_dir run_dir save_dir": "hydra.run.dir",
+}
+OURS = {word: ours for words, ours in _WORDS.items() for word in words.split()}
+"""Words of other trainers: a name, one with its group, or with the value that it is given, and what a command line here
+has for it: choices and the name of a setting."""
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
@@ -18,4 +83,13 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
         near = difflib.get_close_matches(last, names, n=1, cutoff=cutoff)
         if near:
             return f"; did you mean {names[near[0]]}?"
+    return ""
+
+
+def we_call_it(name: str, value: str = "") -> str:
+    """`"; zerotrain calls it X"` where others use this word, whatever group they have it in, else nothing."""
+    *_, last = parts = name.split(".")
+    for word in (f"{last}={value}", ".".join(parts[-2:]), last):
+        if word in OURS:
+            return f"; zerotrain calls it {OURS[word]}"
     return ""

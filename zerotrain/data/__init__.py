@@ -6,7 +6,8 @@ two attributes. Three more make it better served:
 
 * `tokens_per_sequence` on `train` and `validation`: the number of labels that count in each of their items, where it
   is the same in all. Without it the ranks must tell each other what they read in every step.
-* `decode(ids) -> text`: with it a run ends with a sample of generated text.
+* `decode(ids) -> text`: with it a run ends with a sample of generated text. `encode(text) -> ids` lets a user choose
+  how it begins, and `end_of_text`, a token, where it stops.
 """
 
 from zerotrain.data.huggingface import HuggingFaceDataset

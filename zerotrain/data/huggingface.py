@@ -86,6 +86,7 @@ class HuggingFaceDataset:
             )
         if self.tokenizer is not None:  # what has none must not seem to have one
             self.encode, self.decode = self.tokenizer.encode, self._decode
+            self.end_of_text = self.tokenizer.end_of_text
         named = {name: splits[name] for name in _names_of(splits, split, validation_split, path)}
         for name in filter(None, (column, labels_column)):
             if name not in (columns := named[split].column_names):

@@ -58,7 +58,7 @@ class Mix:
             for each, names in zip(SETS, (trained, list(self.sources)), strict=True)
         )
         first = self.sources[trained[0]]
-        for name in ("encode", "decode"):  # what has none must not seem to have one
+        for name in ("encode", "decode", "end_of_text"):  # what has none must not seem to have one
             if hasattr(first, name):
                 setattr(self, name, getattr(first, name))
 

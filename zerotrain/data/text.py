@@ -90,6 +90,11 @@ class TextDataset:
         """
         return facts.fingerprint(*self._parts) | {"tokenizer": self.store.tokenizer or "bytes"}
 
+    @property
+    def end_of_text(self) -> int | None:
+        """The token that ends a text; None of bytes, and where the tokenizer has none."""
+        return None if self.tokenizer is None else self.tokenizer.end_of_text
+
     def encode(self, text: str) -> torch.Tensor:
         """Text to tokens: (num_tokens,) int64."""
         if self.tokenizer is not None:

@@ -16,12 +16,14 @@ from zerotrain.api import assemble_engine
 from zerotrain.comm.ranks.world import World
 from zerotrain.config.compose import noted
 from zerotrain.config.interpolation import unresolved
-from zerotrain.config.schema import RHYTHM, Config, TrainConfig
+from zerotrain.config.rhythm import Rhythm
+from zerotrain.config.schema import Config, TrainConfig
 from zerotrain.config.words import words_of_config
 from zerotrain.data.reading.fetch import fetch_rows, seeded
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
+from zerotrain.run.rhythms import rhythms_in_steps
 from zerotrain.settings import EngineConfig, OffloadConfig
 from zerotrain.training import Callback, Trainer
 from zerotrain.training.callback import require_callbacks
@@ -32,7 +34,6 @@ from zerotrain.training.sameness.deterministic import make_deterministic
 
 ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
 """The `train` settings that the engine gets."""
-SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _OF_NEITHER = ("num_epochs", "max_tokens", "deterministic")
 LOOP_SETTINGS = tuple(each.name for each in fields(TrainConfig) if each.name not in (*ENGINE_SETTINGS, *_OF_NEITHER))
 """Those that the Trainer gets."""
@@ -72,9 +73,8 @@ def run(
     facts = {"stage": stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
     with words_of_config(), join_ranks(config) as world:
         enter(f"building {config.model.get('_target_')}")
-        policy = _policy(config, resume_from)
-        told = {"run_facts": facts, "begin": begin, "data_checked": data_checked, "checkpoint": policy}
-        trainer = _trainer(config, world, run_dir, stage, **told)
+        told = {"run_facts": facts, "begin": begin, "data_checked": data_checked}
+        trainer = _trainer(config, world, run_dir, stage, resume_from, **told)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()
 
@@ -85,13 +85,16 @@ def join_ranks(config: Config) -> World:
     return World.from_environment(launch.device, launch.timeout_s, shared_memory=launch.shared_memory == "auto")
 
 
-def _trainer(config: Config, world: World, run_dir: Path, stage: int, **told: Any) -> Trainer:
+def _trainer(
+    config: Config, world: World, run_dir: Path, stage: int, resume_from: Sequence[str], **told: Any
+) -> Trainer:
     torch.manual_seed(config.seed)
     engine = build_engine_of(config, world, stage, run_dir)
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
     torch.manual_seed(config.seed + 1 + world.rank)
     dataset = build_data(config)
-    loop = {name: getattr(config.train, name) for name in LOOP_SETTINGS}
+    steps = rhythms_in_steps(config, dataset.train, world.size)
+    loop = {name: steps.get(f"train.{name}", getattr(config.train, name)) for name in LOOP_SETTINGS}
     return Trainer(
         engine=engine,
         world=world,
@@ -105,6 +108,7 @@ def _trainer(config: Config, world: World, run_dir: Path, stage: int, **told: An
         collate_fn=build_collate(config),
         settings=_settings(config, world.size * len(engine.virtual_ranks)),
         callbacks=build_callbacks(config),
+        checkpoint=_policy(config, resume_from, steps["checkpoint.every"]),
         **told,
         **loop,
     )
@@ -143,14 +147,12 @@ def build_engine_of(config: Config, world: World, stage: int | None = None, run_
     )
 
 
-def _policy(config: Config, resume_from: Sequence[str]) -> CheckpointPolicy:
-    given = config.checkpoint
-    rhythm = None if given.every is None else RHYTHM.fullmatch(given.every)
-    seconds = None if rhythm is None else SECONDS.get(rhythm["unit"])
-    number = None if rhythm is None else int(rhythm["number"])
+def _policy(config: Config, resume_from: Sequence[str], every_steps: int | None) -> CheckpointPolicy:
+    """When a run saves; every so many steps, where that is not given as a time."""
+    given, every = config.checkpoint, Rhythm.read(config.checkpoint.every)
     return CheckpointPolicy(
-        every_steps=number if seconds is None else None,
-        every_s=None if seconds is None or number is None else number * seconds,
+        every_steps=every_steps,
+        every_s=float(every.number) if every is not None and every.unit == "seconds" else None,
         keep=given.keep,
         keep_every=given.keep_every,
         best=given.best,

@@ -17,6 +17,7 @@ from zerotrain.files.untrusted import read_json
 from zerotrain.run.exported import exported_run, opened_or_exported
 from zerotrain.run.factory import build_data
 from zerotrain.run.saved import OfRun, has_tokenizer
+from zerotrain.training.callbacks.generate import stop_token_of
 
 NO_LIMIT = sys.maxsize
 
@@ -128,6 +129,7 @@ def _tokens_of(run: OfRun) -> _Tokens:
             return _Tokens(
                 lambda text: torch.as_tensor(dataset.encode(text)).tolist(),
                 lambda ids: str(dataset.decode(torch.tensor(ids, dtype=torch.int64))),
+                stop_token_of(dataset),
             )
     raise ConfigError(
         f"{run.path}: data._target_ was {config.data.get('_target_')}, which has no tokenizer, so there is no text to "
@@ -156,4 +158,4 @@ def _of_tokenizer(name: str, of: str) -> _Tokens:
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(token for token in ids if token < tokenizer.vocab_size)
 
-    return _Tokens(tokenizer.tokens_of, decode, tokenizer.end_of_text)
+    return _Tokens(tokenizer.tokens_of, decode, stop_token_of(tokenizer))

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from zerotrain.checkpoint.kept import BEST, CHECKPOINTS, best_in, set_best, step_name
+from zerotrain.checkpoint.kept import BEST, CHECKPOINTS, best_in, remove_half_links, set_best, step_name
 from zerotrain.checkpoint.manifest import MANIFEST
 from zerotrain.comm.ranks.world import World
 from zerotrain.engine.engine import ZeroEngine
@@ -76,6 +76,10 @@ class BestCheckpoint(Callback):
 
     def agreed(self) -> None:
         """The run goes on: let the link name the best checkpoint before. For rank 0 alone."""
+        try:
+            remove_half_links(self._folder)
+        except CheckpointError as error:
+            say(self._console, f"warning: {error}")
         if self._saved is not None:
             self._link(self._folder / step_name(self._saved.step))
         elif (named := best_in(self._folder)) is not None and not named.exists():  # it was set aside

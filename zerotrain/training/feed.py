@@ -10,7 +10,7 @@ from zerotrain.data.reading.batches import GlobalBatchSampler
 from zerotrain.data.reading.device_copies import DeviceCopies
 from zerotrain.data.reading.fetch import Collate, may_be_read_beside
 from zerotrain.data.reading.fingerprint import fingerprint_of
-from zerotrain.data.reading.inputs import as_inputs, tokens_known
+from zerotrain.data.reading.inputs import as_inputs, num_tokens_of, tokens_known
 from zerotrain.data.reading.loader import StepLoader, reader_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError
@@ -37,6 +37,8 @@ class TrainingFeed:
         self._num_workers, self._collate, self._vocab_size = num_workers, collate, tokens_known(engine.module)
         self.first_step = first_step
         """Steps done before."""
+        self.reads_tokens = False
+        """Whether the rows of the last step were of tokens."""
         self.tokens_per_sequence: int | None = getattr(dataset.train, "tokens_per_sequence", None)
         """Labels that count in each sequence, where all have the same number."""
         self.sampler = GlobalBatchSampler(
@@ -98,12 +100,13 @@ class TrainingFeed:
             vocab_size=self._vocab_size,
         )
 
-    def next_step(
-        self, loader: StepLoader
-    ) -> tuple[list[Any], Sequence[float | torch.Tensor] | None, float | torch.Tensor]:
-        """(inputs of each micro-batch, weight of each, labels that count over all ranks) of the next step."""
+    def next_step(self, loader: StepLoader) -> tuple[list[Any], Sequence[float | torch.Tensor] | None, torch.Tensor]:
+        """(inputs of each micro-batch, weight of each, [labels that count, tokens] over all ranks) of the next step.
+        Tokens count with their padding; there are 0 in rows of something else."""
         micro_batches, num_labels = loader.next_step()
-        return [as_inputs(batch) for batch in micro_batches], *self._loss_weights(num_labels)
+        num_tokens = sum(map(num_tokens_of, micro_batches))
+        self.reads_tokens = num_tokens > 0
+        return [as_inputs(batch) for batch in micro_batches], *self._loss_weights(num_labels, num_tokens)
 
     def leaf(self, virtual_rank: int) -> tuple[list[Any], list[float | torch.Tensor] | None]:
         """(inputs of each micro-batch, weight of each) of one virtual rank in the next step, read here and alone. If
@@ -142,8 +145,10 @@ class TrainingFeed:
             "and is read by a thread"
         )
 
-    def _loss_weights(self, num_labels: list[int]) -> tuple[list[float | torch.Tensor] | None, float | torch.Tensor]:
-        """The weight of each micro-batch's mean loss in the mean over all tokens, and the number of those tokens.
+    def _loss_weights(
+        self, num_labels: list[int], num_tokens: int
+    ) -> tuple[list[float | torch.Tensor] | None, torch.Tensor]:
+        """The weight of each micro-batch's mean loss in the mean over all labels, and [labels, tokens] of all ranks.
 
         The engine takes the mean over virtual ranks, so a micro-batch with n of the global batch's tokens weighs
         n * num_virtual_ranks / total. If all sequences have the same number of tokens, that is 1 / len, the engine's
@@ -154,10 +159,11 @@ class TrainingFeed:
         also where its loss is nan.
         """
         if self.tokens_per_sequence is not None:
-            return None, float(self.sampler.global_batch_size * self.tokens_per_sequence)
-        mine = torch.tensor(sum(num_labels), dtype=torch.float64).to(self._world.device, non_blocking=True)
-        total = self._world.sum(mine)
-        return self._weights(num_labels, total), total
+            of_all = (self.sampler.global_batch_size * self.tokens_per_sequence, num_tokens * self._world.size)
+            return None, torch.tensor(of_all, dtype=torch.float64)
+        mine = torch.tensor((sum(num_labels), num_tokens), dtype=torch.float64)
+        total = self._world.sum(mine.to(self._world.device, non_blocking=True))
+        return self._weights(num_labels, total[0]), total
 
     def _weights(self, num_labels: list[int], total: torch.Tensor) -> list[float | torch.Tensor]:
         per_label, size = total.clamp(min=1), self.sampler.num_virtual_ranks

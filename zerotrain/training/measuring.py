@@ -87,7 +87,7 @@ class Measuring(Callback):
             "grad_norm_clipped": outcome.grad_norm * outcome.clip_coefficient,
             "skipped_steps": self._result.skipped_steps,
             "loss_scale": outcome.loss_scale,
-            "tokens_per_s": self._clock.tokens_per_s(last_steps=self._log_every),
+            **self._speeds(self._log_every),
             "step_ms_median": self._clock.step_ms_median(last_steps=self._log_every),
             "mfu": self._utilization(last_steps=self._log_every),
             "data_wait_ms": wait_ms,
@@ -100,6 +100,15 @@ class Measuring(Callback):
             "wall_time_s": time.time(),
         }
 
+    def _speeds(self, last_steps: int | None = None) -> dict[str, float | None]:
+        """Tokens, labels that count in the loss and samples per second; None for tokens where the data has none."""
+        per_step = self._feed.sampler.global_batch_size
+        return {
+            "tokens_per_s": self._clock.tokens_per_s(last_steps) if self._feed.reads_tokens else None,
+            "labels_per_s": self._clock.labels_per_s(last_steps),
+            "samples_per_s": per_step * self._clock.steps_per_s(last_steps),
+        }
+
     def _rates(self) -> dict[str, float]:
         """The learning rate, and those of groups with one of their own."""
         first, *others = self._engine.param_groups
@@ -108,7 +117,8 @@ class Measuring(Callback):
 
     def _note_speed(self) -> None:
         """The speed of the run, however it has ended."""
-        self._result.tokens_per_s = self._clock.tokens_per_s()
+        for name, value in self._speeds().items():
+            setattr(self._result, name, value)
         self._result.step_ms_median = self._clock.step_ms_median()
         self._result.mfu = self._utilization()
         self._result.data_wait_ms = self._clock.data_wait_ms()

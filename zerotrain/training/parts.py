@@ -39,7 +39,7 @@ def callbacks_of(
     before: list[Callback] = [
         Sinks(given.sinks),
         Measuring(engine, world, feed, result, clock, stages, model_flops=given.model_flops, log_every=given.log_every),
-        Sample(num_tokens=given.sample_tokens, seed=given.seed),
+        Sample(num_tokens=given.sample_tokens, prompts=given.sample_prompts, seed=given.seed),
         stages,
         ShowStart(stages, feed.sampler),
         ShowProgress(),

@@ -43,6 +43,8 @@ class TrainerSettings:
     """Exists; rank 0 writes metrics.jsonl and result.json there."""
     run_facts: dict[str, Any]
     """Settings that result.json repeats: {stage, overrides, config_hash}."""
+    sample_prompts: Sequence[str] | None = None
+    """Texts to continue at the end; None: the beginning of the validation text."""
     profile: bool = False
     memory_snapshot: bool = False
     model_flops: ModelFlops | None = None

@@ -153,13 +153,14 @@ class Trainer(TrainerSettings):
                 set_rates(self.engine.param_groups, self.schedule(step - self.result.skipped_steps, self.max_steps))
                 self._callbacks.call("before_step", run)
                 with self.clock:
-                    micro_batches, weights, num_tokens = self.feed.next_step(loader)
+                    micro_batches, weights, counts = self.feed.next_step(loader)
                     seed_each = partial(seed_leaf, self.seed, step)
                     wishes = Request(signal=stop.signum) | self._callbacks.ask(run)
                     self.engine.signal = wishes.encoded(self._callbacks.names)
                     outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each)
                 # Read only now: the step has waited for the device anyway.
-                self.clock.count(float(num_tokens), loader.wait_s)
+                num_labels, num_tokens = counts.tolist()
+                self.clock.count(num_tokens, loader.wait_s, num_labels=num_labels)
                 self.feed.step_done()
                 self.data_state = self.feed.sampler.state_dict()
                 self.result.skipped_steps += outcome.skipped

@@ -25,6 +25,7 @@ from zerotrain.checkpoint.kept import (
     newest_first,
     partial_in,
     remove_all,
+    remove_half_links,
     remove_old,
     set_aside,
     set_best,
@@ -268,6 +269,25 @@ def test_killed_at_any_call_the_link_names_the_one_of_before_or_the_new_one(run:
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
         seen.append(link_of(folder))
     assert seen == [step_name(10), step_name(10), step_name(20)]
+
+
+def test_a_link_that_was_killed_before_it_got_its_name_goes_and_nothing_else(run: Callable[..., Path]) -> None:
+    folder = run(10) / "checkpoints"
+    set_best(folder / step_name(10), folder)
+    child = os.fork()
+    if child == 0:
+        os.replace = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        set_best(None, folder)
+        set_best(folder / step_name(10), folder)
+        os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    [left] = folder.glob("best.*")
+    (folder / f"best.{'0' * 16}.tmp").write_text("of a user's")
+    (folder / "best.tmp").symlink_to(step_name(10))
+    remove_half_links(folder)
+    assert not os.path.lexists(left)
+    assert sorted(path.name for path in folder.iterdir()) == [f"best.{'0' * 16}.tmp", "best.tmp", step_name(10)]
+    remove_half_links(folder / "nowhere")
 
 
 @pytest.fixture

@@ -194,6 +194,24 @@ def test_how_many_steps_are_skipped_has_no_effect_where_none_is():
     ]
 
 
+def test_how_often_to_evaluate_has_no_effect_where_there_is_nothing_to_evaluate_on():
+    train = TrainConfig(eval_every="0.1epoch", eval_batches=3)
+    why = "has no effect with data.validation_fraction=0, which leaves nothing to evaluate on"
+    config = Config(train=train, data={"validation_fraction": 0})
+    assert without_effect(config, world_size=2) == [f"train.eval_every=0.1epoch {why}", f"train.eval_batches=3 {why}"]
+    config.data["validation_path"] = "val.bin"
+    assert without_effect(config, world_size=2) == []
+    assert without_effect(Config(data={"validation_fraction": 0}), world_size=2) == []
+    assert without_effect(Config(train=train, data={"validation_fraction": 0.1}), world_size=2) == []
+
+
+def test_prompts_have_no_effect_without_a_sample():
+    train = TrainConfig(sample_tokens=0, sample_prompts=["a"])
+    assert "train.sample_prompts=['a'] has no effect with train.sample_tokens=0" in without_effect(
+        Config(train=train), world_size=2
+    )
+
+
 def test_fp16_cannot_stop_at_the_first_overflow(compose):
     assert problems_of(compose, "precision=fp16", "train.on_nonfinite=stop") == [
         "train.on_nonfinite: got stop; it must be skip with precision=fp16, which finds its loss scale by overflows"

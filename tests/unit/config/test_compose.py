@@ -41,6 +41,14 @@ def test_a_dataset_without_a_number_of_tokens_is_told_that_null_is_its_own(compo
         to_config(compose(["data=own", "data._target_=my.Data"]))
 
 
+def test_a_stray_word_of_others_is_answered_with_ours(compose):
+    _, problems = to_config(compose(["+trainer.max_epochs=3", "+early_stopping=true"]))
+    assert problems == [
+        "+trainer.max_epochs: there is no such setting; zerotrain calls it train.num_epochs",
+        "+early_stopping: there is no such setting; zerotrain calls it callbacks=early_stopping",
+    ]
+
+
 def test_a_stray_key_is_refused_with_a_suggestion_and_left_out(compose):
     config, problems = to_config(compose(["+train.max_stpes=3", "+max_steps=4"]))
     assert problems == [

@@ -12,17 +12,34 @@ from zerotrain.config.explain import composition_problems
     [
         ("zero.stge=3", "zero.stge: there is no such setting; did you mean zero.stage?"),
         ("max_steps=3", "max_steps: there is no such setting; did you mean train.max_steps?"),
-        ("train.epochs=3", "train.epochs: there is no such setting; did you mean train.num_epochs?"),
-        ("train.max_epochs=3", "train.max_epochs: there is no such setting; did you mean train.num_epochs?"),
+        ("train.epochs=3", "train.epochs: there is no such setting; zerotrain calls it train.num_epochs"),
+        ("epochs=3", "epochs: there is no such setting; zerotrain calls it train.num_epochs"),
+        ("trainer.max_epochs=3", "trainer.max_epochs: there is no such setting; zerotrain calls it train.num_epochs"),
+        ("train.batch_size=3", "train.batch_size: there is no such setting; zerotrain calls it train.micro_batch_size"),
+        ("lr=3", "lr: there is no such setting; zerotrain calls it optimizer.lr"),
+        ("train.lr=3", "train.lr: there is no such setting; zerotrain calls it optimizer.lr"),
+        ("strategy=fsdp", "strategy: there is no such setting; zerotrain calls it zero.stage=3"),
+        ("trainer.strategy=x", "trainer.strategy: there is no such setting; zerotrain calls it zero.stage"),
+        (
+            "peft.lora.r=8",
+            "peft.lora.r: there is no such setting; zerotrain calls it model=huggingface model.lora.rank",
+        ),
+        (
+            "precision=16-mixed",
+            "precision=16-mixed: there is no such choice; zerotrain calls it precision=fp16; there are bf16, fp16, "
+            "fp32",
+        ),
+        ("train.seed=3", "train.seed: there is no such setting; did you mean seed?"),
+        ("train.max_epochs=3", "train.max_epochs: there is no such setting; zerotrain calls it train.num_epochs"),
         (
             "train.num_train_epochs=3",
-            "train.num_train_epochs: there is no such setting; did you mean train.num_epochs?",
+            "train.num_train_epochs: there is no such setting; zerotrain calls it train.num_epochs",
         ),
-        ("num_train_epochs=3", "num_train_epochs: there is no such setting; did you mean train.num_epochs?"),
+        ("num_train_epochs=3", "num_train_epochs: there is no such setting; zerotrain calls it train.num_epochs"),
         ("max_tokens=3", "max_tokens: there is no such setting; did you mean train.max_tokens?"),
         (
             "scheduler.num_warmup_steps=3",
-            "scheduler.num_warmup_steps: there is no such setting; did you mean scheduler.warmup_steps?",
+            "scheduler.num_warmup_steps: there is no such setting; zerotrain calls it scheduler.warmup_steps",
         ),
         ("warmup_steps=3", "warmup_steps: there is no such setting; did you mean scheduler.warmup_steps?"),
         (
@@ -106,7 +123,10 @@ def test_the_inner_key_is_named_and_what_is_not_installed(compose, override: str
             "{top}train:\n  max_steps: 3\n  max_stps: 3\n",
             "{file}, line 4: train.max_stps: there is no such setting; did",
         ),
-        ("{top}train:\n  log_every: abc\n", "{file}, line 3: train.log_every: got abc; it must be 1 or more steps"),
+        (
+            "{top}train:\n  eval_batches: abc\n",
+            "{file}, line 3: train.eval_batches: got abc; it must be 1 or more batches",
+        ),
         ("{top}train: [\n", "{file}, line 3: expected the node content, but found '<stream end>'"),
         ("{top}seed: 1\nseed: 2\n", "{file}, line 3: found duplicate key seed"),
         ("{top}zero:\n\tstage: 1\n", "{file}, line 3: found character '\\t' that cannot start any token"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerotrain.config.suggest import did_you_mean
+from zerotrain.config.suggest import did_you_mean, we_call_it
 
 NAMES = ["seed", "zero.stage", "zero.bucket_mb", "train.max_steps"]
 
@@ -23,3 +23,15 @@ def test_the_nearest_name_is_suggested_even_from_another_place(name, nearest):
 
 def test_a_name_like_no_other_gets_no_suggestion():
     assert did_you_mean("zzz.qqq", NAMES) == ""
+
+
+@pytest.mark.parametrize("word", ["epochs", "max_epochs", "training.epochs", "a.b.num_train_epochs"])
+def test_a_word_of_others_is_answered_in_whatever_group_they_have_it(word):
+    assert we_call_it(word) == "; zerotrain calls it train.num_epochs"
+
+
+def test_a_word_may_be_one_with_its_group_or_with_its_value():
+    assert we_call_it("strategy", "fsdp") == "; zerotrain calls it zero.stage=3"
+    assert we_call_it("strategy", "another") == "; zerotrain calls it zero.stage"
+    assert we_call_it("model.lora.r") == "; zerotrain calls it model=huggingface model.lora.rank"
+    assert we_call_it("model.r") == we_call_it("seed") == ""

@@ -15,6 +15,7 @@ from zerotrain.config.schema import CheckpointConfig, Config, ZeroGroup
 from zerotrain.errors import ConfigError, TrainingError
 from zerotrain.run import factory
 from zerotrain.run.preflight import check as preflight
+from zerotrain.run.rhythms import rhythms_in_steps
 
 GPT = {
     "_target_": "zerotrain.models.GPT",
@@ -163,16 +164,25 @@ def test_what_has_no_deterministic_variant_stops_a_deterministic_run_by_its_name
 
 @pytest.mark.parametrize(
     ("every", "steps", "seconds"),
-    [("100", 100, None), ("600s", None, 600.0), ("15m", None, 900.0), ("2h", None, 7200.0), (None, None, None)],
+    [
+        ("100", 100, None),
+        ("600s", None, 600.0),
+        ("15m", None, 900.0),
+        ("2h", None, 7200.0),
+        ("0.5epoch", 6, None),
+        (None, None, None),
+    ],
 )
 def test_what_is_kept_of_a_run_is_as_the_config_says(every: str | None, steps: int | None, seconds: float | None):
     given = CheckpointConfig(every=every, keep=None, keep_every=7, asynchronous=False, init_from="llama", strict=False)
-    policy = factory._policy(Config(checkpoint=given), ["run/checkpoints/step-00000100"])
+    config = Config(checkpoint=given)
+    in_steps = rhythms_in_steps(config, range(100), num_ranks=1)["checkpoint.every"]
+    policy = factory._policy(config, ["run/checkpoints/step-00000100"], in_steps)
     assert (policy.every_steps, policy.every_s) == (steps, seconds)
     assert (policy.keep, policy.keep_every, policy.asynchronous, policy.strict) == (None, 7, False, False)
     assert (policy.resume, policy.init_from) == ([Path("run/checkpoints/step-00000100")], Path("llama"))
     assert policy.at_end
-    assert not factory._policy(Config(checkpoint=CheckpointConfig(save_at_end=False)), []).at_end
+    assert not factory._policy(Config(checkpoint=CheckpointConfig(save_at_end=False)), [], None).at_end
 
 
 def halving(step: int, max_steps: int, *, times: int = 1) -> float:

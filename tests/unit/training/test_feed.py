@@ -14,6 +14,7 @@ from zerotrain import ConfigError
 from zerotrain.comm.ranks.world import World
 from zerotrain.data.reading.fetch import RowError
 from zerotrain.data.reading.fingerprint import fingerprint_of
+from zerotrain.data.reading.inputs import num_tokens_of
 from zerotrain.models import GPT
 from zerotrain.testing.fake_wire import run_threads
 from zerotrain.training.sameness.same_data import require_same_data
@@ -285,3 +286,17 @@ def test_a_token_of_validation_that_is_not_known_is_told_with_its_row(make_train
     dataset.validation = Late(0)
     with pytest.raises(RowError, match=r"data.validation: row 0 \(.* the token 999 is not among the model's, 0 to 31"):
         make_trainer(engine=fresh_engine(), dataset=dataset).run()
+
+
+def test_tokens_labels_and_samples_are_told_apart(make_trainer, dataset):
+    """Rows of 16 tokens, of which 2 are labels that count on average."""
+    dataset.train = Ragged(dataset.train)
+    body = make_trainer(engine=fresh_engine(), dataset=dataset, micro_batch_size=100, max_steps=2).run()
+    assert body["tokens_per_s"] == pytest.approx(16 * body["samples_per_s"])
+    assert body["labels_per_s"] == pytest.approx(2 * body["samples_per_s"])
+
+
+def test_rows_of_numbers_have_no_tokens():
+    floats, ids = torch.zeros(4, 16), torch.zeros(4, 16, dtype=torch.int64)
+    assert [num_tokens_of(each) for each in (floats, (floats, ids), ids[:, 0], {"labels": ids}, "text")] == [0] * 5
+    assert [num_tokens_of(each) for each in (ids, (ids, floats), {"input_ids": ids.int()})] == [64] * 3

@@ -24,14 +24,15 @@ def measured() -> dict[str, Any]:
     """Each rank waits for its rows half a second longer than the one before it, but the last does not."""
     world = zerotrain.World.current(torch.device("cpu"))
     engine = zerotrain.build_engine(Line(2, 1), optimizer=torch.optim.SGD, world=world)
-    feed: Any = SimpleNamespace(epoch=0.5, num_samples=16, num_tokens=None)
+    sampler = SimpleNamespace(global_batch_size=4)
+    feed: Any = SimpleNamespace(epoch=0.5, num_samples=16, num_tokens=None, sampler=sampler, reads_tokens=False)
     stages: Any = None  # asked at the end alone
     clock, result = StepClock(), RunResult(world_size=world.size)
     measuring = Measuring(engine, world, feed, result, clock, stages, model_flops=None, log_every=2)
     for wait_s in (0.0, 0.5 * (world.rank % 2)):
         with clock:
             outcome = engine.train_step([(torch.full((1, 2), float(world.rank)),)])
-        clock.count(8.0, wait_s)
+        clock.count(0.0, wait_s, num_labels=8.0)
     return measuring._of_step(outcome) | {"loss": outcome.loss.item()}
 
 
@@ -42,6 +43,8 @@ def test_the_loss_is_the_mean_of_the_ranks_and_the_wait_that_of_the_longest() ->
     assert [each["train_loss"] for each in by_rank] == pytest.approx([mean] * 3)
     assert [each["data_wait_ms"] for each in by_rank] == pytest.approx([250.0] * 3)
     assert [(each["epoch"], each["samples"]) for each in by_rank] == [(0.5, 16)] * 3
+    assert [each["tokens_per_s"] for each in by_rank] == [None] * 3  # these rows are no text
+    assert [each["labels_per_s"] / each["samples_per_s"] for each in by_rank] == pytest.approx([2.0] * 3)
     assert all(each["sent_nbytes"] > 0 and each["peak_nbytes"] > 0 and each["train_s"] > 0 for each in by_rank)
 
 

@@ -31,6 +31,14 @@ def ids_of(batch: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
+def num_tokens_of(batch: Any) -> int:
+    """Tokens in the rows of a micro-batch, with their padding; 0 where they are of something else. It looks at shapes
+    alone, so it may be asked of a batch on any device."""
+    ids = ids_of(batch)
+    is_of_tokens = ids is not None and ids.ndim == 2 and ids.dtype in (torch.int32, torch.int64)
+    return ids.numel() if ids is not None and is_of_tokens else 0
+
+
 def tokens_known(model: Any) -> int | None:
     """How many tokens a language model knows; None of a model that is none, or does not say."""
     known = getattr(model, "vocab_size", None)

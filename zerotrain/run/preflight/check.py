@@ -41,13 +41,14 @@ from zerotrain.run.factory import (
 from zerotrain.run.preflight.data import (
     dataset_of,
     first_batches_of,
+    require_asked_for,
     require_callbacks_fit,
-    require_enough,
     require_fit,
 )
 from zerotrain.run.preflight.length import take_max_steps
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
 from zerotrain.run.preflight.room import Ranks, require_room
+from zerotrain.run.rhythms import require_rhythms
 from zerotrain.sharding.units import cut_units, model_parameters, walk
 from zerotrain.training.callbacks.stages import stage_at, stages_from
 
@@ -94,8 +95,9 @@ def check(
     if model is not None and can_train and batches is not None:
         attempt("data", lambda _: require_fit(model, data, batches))
     if batches is not None:
-        attempt("train", lambda config: require_enough(data, config))
+        attempt("train", lambda config: require_asked_for(data, config))
         attempt("train", lambda config: take_max_steps(config, data, num_ranks, goes_on_from))
+        attempt("train", lambda config: require_rhythms(config, data.train, num_ranks))
     num_problems = len(problems)
     factory = attempt(
         "optimizer", _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device))

@@ -9,13 +9,17 @@ from zerotrain.config.schema import Config
 from zerotrain.data.reading.inputs import ids_of
 from zerotrain.data.reading.items import first_batches, require_next_tokens, require_taken
 from zerotrain.errors import ConfigError
+from zerotrain.files.printable import printable
 from zerotrain.run.factory import build_callbacks, build_collate, build_data
+from zerotrain.settings import problems_in
 from zerotrain.training import Callback
 from zerotrain.training.callbacks.early_stopping import EarlyStopping
+from zerotrain.training.callbacks.sample import prompts_of
 from zerotrain.training.metrics import metrics_in
 
 SETS = ("train", "validation")
 NO_VALIDATION = "data.validation is empty; give data.validation_fraction=0.1, or leave this out"
+NONE = "give null, or data of text"
 MIN_SEQUENCES = 1024
 """As many a rank may read in a step though the data has fewer, to learn a few by heart."""
 
@@ -103,6 +107,33 @@ def require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -
         require_taken(each, f"data.{name}", model)
         if getattr(model, "next_token_labels", False):
             require_next_tokens(each, f"data.{name}", model=kind, vocab_size=getattr(model, "vocab_size", None))
+
+
+def require_asked_for(data: Any, config: Config) -> None:
+    """Check that the data can do what the settings ask of it; ConfigError with every problem found."""
+    problems: list[str] = []
+    for require in (require_enough, require_prompts):
+        try:
+            require(data, config)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+
+
+def require_prompts(data: Any, config: Config) -> None:
+    """Check that the data can encode what samples of text are to begin with."""
+    prompts = config.train.sample_prompts
+    if not prompts or not config.train.sample_tokens or problems_in(config.train):
+        return
+    for name in ("encode", "decode"):
+        if not callable(getattr(data, name, None)):
+            raise ConfigError(f"train.sample_prompts: the data cannot {name} text; {NONE}")
+    try:
+        prompts_of(data, prompts)
+    except Exception as error:  # of the user's encode
+        why = printable(f"{error}", keep="") or type(error).__name__
+        raise ConfigError(f"train.sample_prompts: {why}; give other texts, or null") from error
 
 
 def require_enough(data: Any, config: Config) -> None:

@@ -10,6 +10,7 @@ from zerotrain.config.schema import Config
 from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import Natural
+from zerotrain.run.rhythms import batch_size_of, tokens_per_sequence
 from zerotrain.settings import problems_in
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER
 
@@ -32,8 +33,7 @@ def take_max_steps(config: Config, data: Any, num_ranks: int, goes_on_from: Mani
     num_sequences = _num_sequences(config, data.train)
     if num_sequences is None:
         return
-    virtual_ranks = train.virtual_ranks or num_ranks
-    batch_size = virtual_ranks * train.gradient_accumulation_steps * train.micro_batch_size
+    batch_size = batch_size_of(config, num_ranks)
     step, num_read = (0, 0) if goes_on_from is None else (goes_on_from.step, _num_read(goes_on_from, batch_size))
     num_steps = math.ceil((num_sequences - num_read) / batch_size)
     if num_steps < 0:
@@ -57,12 +57,7 @@ def _num_sequences(config: Config, train: Sized) -> Fraction | None:
         return Fraction(str(config.train.num_epochs)) * len(train)
     if config.train.max_tokens is None:
         return None
-    num_tokens = getattr(train, "tokens_per_sequence", None)
-    if not isinstance(num_tokens, int) or num_tokens < 1:
-        raise ConfigError(
-            f"{length_given(config)}: the data does not tell how many tokens each of its sequences has; give "
-            "train.num_epochs or train.max_steps"
-        )
+    num_tokens = tokens_per_sequence(length_given(config), train, "train.num_epochs or train.max_steps")
     return Fraction(str(config.train.max_tokens)) / num_tokens
 
 

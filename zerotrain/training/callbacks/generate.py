@@ -1,5 +1,7 @@
 """Text from a model: one token after another."""
 
+from typing import Any
+
 import torch
 
 from zerotrain.engine.engine import ZeroEngine
@@ -59,3 +61,9 @@ def next_token(logits: torch.Tensor, *, temperature: float, top_k: int, generato
     top = (logits / temperature).topk(min(top_k, len(logits)))
     choice = torch.multinomial(top.values.softmax(dim=0), num_samples=1, generator=generator)
     return top.indices[choice]
+
+
+def stop_token_of(text: Any) -> int | None:
+    """The token that ends a text: `end_of_text` of a tokenizer or a dataset; None where it has none."""
+    found = getattr(text, "end_of_text", None)
+    return found if isinstance(found, int) else None

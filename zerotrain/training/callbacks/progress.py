@@ -12,6 +12,8 @@ from zerotrain.training.callback import Callback, Run
 
 MAX_PLAIN_LINES = 10
 BAR_WIDTH = 8
+SPEED_ESTIMATED_OVER_S = 3600.0
+"""Of at most a thousand steps. It is long, as two steps must lie in it for the time left to be told."""
 MIN_WIDTH_OF_BAR = 100
 """Columns of a terminal that has room for a bar beside the numbers."""
 
@@ -72,19 +74,45 @@ class Measured:
             parts.append(f"loss {self.training['train_loss']:.3f}{_at(self.trained_at, step)}")
         if self.val_loss is not None:
             parts.append(f"val {self.val_loss:.3f}{_at(self.evaluated_at, step)}")
-        return parts + self._speed_and_gradient() if self.training else parts
+        return parts + self._place() + self._speed_and_gradient() if self.training else parts
+
+    def _place(self) -> list[str]:
+        """How much of the data was read when it was measured last."""
+        parts = []
+        if (epoch := self.training.get("epoch")) is not None:
+            parts.append(f"epoch {epoch:.2f}")
+        if (tokens := self.training.get("tokens")) is not None:
+            parts.append(f"{short(tokens)} tokens")
+        return parts
 
     def _speed_and_gradient(self) -> list[str]:
         found = self.training
         parts = [f"{found['skipped_steps']} skipped"] if found["skipped_steps"] else []
-        parts.append(f"{found['tokens_per_s']:.0f} tok/s")
+        is_of_tokens = found["tokens_per_s"] is not None
+        parts.append(
+            f"{found['tokens_per_s']:.0f} tok/s" if is_of_tokens else f"{found['samples_per_s']:.0f} samples/s"
+        )
         if found["mfu"] is not None:
             parts.append(f"mfu {found['mfu']:.0%}")
         return [*parts, f"grad {found['grad_norm']:.2f}>{found['grad_norm_clipped']:.2f}"]
 
 
+def short(number: float) -> str:
+    """A number in at most three digits, such as 950, 1.2k or 34M."""
+    unit, size = next(
+        (unit for unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)) if number >= unit[1]), ("", 1)
+    )
+    return f"{number / size:.3g}{unit}"
+
+
 def _at(measured_at: int, step: int) -> str:
     return "" if measured_at == step else f"@{measured_at}"
+
+
+def _left(task: Task) -> list[str]:
+    """The time left, where there is any and it can be told."""
+    is_done = task.total is None or task.completed >= task.total
+    return [] if is_done or task.time_remaining is None else [f"{duration(task.time_remaining)} left"]
 
 
 class ProgressDisplay:
@@ -106,7 +134,9 @@ class ProgressDisplay:
         columns: list[ProgressColumn] = [_Line(console, self._measured, beside=BAR_WIDTH + 1 if has_bar else 0)]
         if has_bar:
             columns.append(BarColumn(bar_width=BAR_WIDTH))
-        self._line = Progress(*columns, console=console, disable=self._is_plain)
+        self._line = Progress(
+            *columns, console=console, disable=self._is_plain, speed_estimate_period=SPEED_ESTIMATED_OVER_S
+        )
         self._task = self._line.add_task("", total=max_steps, completed=first_step)
         self._line.start()
 
@@ -133,8 +163,9 @@ class ProgressDisplay:
     def _print_plain(self) -> None:
         if self._is_plain:
             self._shown_evaluation = self._measured.evaluated_at
-            numbers = " ".join(self._measured.parts(self._step))
-            self._console.print(f"step {self._step}/{self._max_steps}  {numbers}", soft_wrap=True, highlight=False)
+            parts = self._measured.parts(self._step) + _left(self._line.tasks[0])
+            line = f"step {self._step}/{self._max_steps}  {' '.join(parts)}"
+            self._console.print(line, soft_wrap=True, highlight=False)
 
 
 class _Line(ProgressColumn):
@@ -151,10 +182,7 @@ class _Line(ProgressColumn):
     def render(self, task: Task) -> Text:
         """See `ProgressColumn.render`."""
         step, max_steps = round(task.completed), round(task.total or 0)
-        parts = [f"{step}/{max_steps}"]
-        if step < max_steps and task.time_remaining is not None:
-            parts.append(f"{duration(task.time_remaining)} left")
-        parts += self._measured.parts(step)
+        parts = [f"{step}/{max_steps}", *_left(task), *self._measured.parts(step)]
         while len(parts) > 1 and len(" ".join(parts)) > self._console.width - self._beside:
             parts.pop()
         return Text(" ".join(parts), no_wrap=True)

@@ -29,9 +29,10 @@ _RESULT = {
     "skipped_steps": Optional(Natural()), "final_train_loss": _LOSS, "final_val_loss": _LOSS,
     "val_loss_by_source": Optional((dict, None)), "val_metrics": Optional((dict, None)), "stages": Optional([dict]),
 }  # fmt: skip
+_CLOCK = dict.fromkeys(EARLIER[:-1], float) | {EARLIER[-1]: Optional(float)}
 _STATE = {
     "data": dict, "skipped_steps": Natural(), "evaluated_at": (int, None), "result": _RESULT,
-    "clock": dict.fromkeys(EARLIER, float), "sinks": [(dict, None)], "asked_stages": AskedStages(),
+    "clock": _CLOCK, "sinks": [(dict, None)], "asked_stages": AskedStages(),
     "callbacks": Optional(Each(dict)), "best": Optional({"metric": str, "value": float, "step": Natural()}),
 }  # fmt: skip
 

@@ -13,8 +13,9 @@ from zerotrain.device.kinds import device_of
 NUM_WARMUP_STEPS = 3
 """First steps, which allocate and compile, left out of the run's speed where there are more."""
 
-EARLIER = ("train_s", "steps", "seconds", "tokens", "waits_s")
-"""Sums of earlier steps in a clock: the seconds of all, then sums over those that count."""
+EARLIER = ("train_s", "steps", "seconds", "tokens", "waits_s", "labels")
+"""Sums of earlier steps in a clock: the seconds of all, then sums over those that count. The last is not in what an
+earlier zerotrain has saved, which counted labels as tokens."""
 
 PEAK_TFLOPS = {
     # (16 bits with fp32 sums, fp32 without TF32) by a part of the device's name; the first part found counts, so
@@ -48,7 +49,7 @@ def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 class StepClock:
-    """Seconds and tokens of each training step. `with clock:` around a step, then `count` its tokens.
+    """Seconds, tokens and labels of each training step. `with clock:` around a step, then `count`.
 
     In a resumed run, earlier steps are there as sums alone: they count in means over the run, not in medians.
     """
@@ -56,6 +57,7 @@ class StepClock:
     def __init__(self) -> None:
         self._durations_s: list[float] = []
         self._num_tokens: list[float] = []
+        self._num_labels: list[float] = []
         self._waits_s: list[float] = []
         self._started_s = 0.0
         self._earlier = dict.fromkeys(EARLIER, 0.0)
@@ -70,14 +72,19 @@ class StepClock:
         if error is None:
             self._durations_s.append(time.perf_counter() - self._started_s)
 
-    def count(self, num_tokens: float, wait_s: float = 0.0) -> None:
-        """Note the tokens of the step just timed, of all ranks together, and how long of it was waiting for data."""
+    def count(self, num_tokens: float, wait_s: float = 0.0, *, num_labels: float | None = None) -> None:
+        """Note the tokens of the step just timed, of all ranks together, and how long of it was waiting for data.
+
+        Args:
+            num_labels: that count in the loss; None: as many as tokens.
+        """
         self._num_tokens.append(num_tokens)
+        self._num_labels.append(num_tokens if num_labels is None else num_labels)
         self._waits_s.append(wait_s)
 
     def state_dict(self) -> dict[str, float]:
         """The sums of the run's steps, for a run that resumes."""
-        sums = [sum(each) for each in self._of(None, self._durations_s, self._num_tokens, self._waits_s)]
+        sums = [sum(each) for each in self._of(None, *self._counted)]
         durations_s = self._of(None, self._durations_s)[0]
         values = (self.train_s, float(len(durations_s)), *sums)
         earlier = {"train_s": 0.0} | {name: self._earlier[name] for name in EARLIER[1:]}
@@ -85,7 +92,8 @@ class StepClock:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from what `state_dict` gave."""
-        self._earlier = {name: float(state[name]) for name in EARLIER}
+        self._earlier = {name: float(state[name]) for name in EARLIER[:-1]}
+        self._earlier["labels"] = float(state.get("labels", state["tokens"]))
 
     @property
     def last_s(self) -> float:
@@ -100,6 +108,10 @@ class StepClock:
     def tokens_per_s(self, last_steps: int | None = None) -> float:
         """Tokens per second over the last so many steps, or over the run without its first steps; nan before any."""
         return self._mean("tokens", self._num_tokens, "seconds", self._durations_s, last_steps)
+
+    def labels_per_s(self, last_steps: int | None = None) -> float:
+        """Labels that count in the loss per second, over the same steps as `tokens_per_s`; nan before any."""
+        return self._mean("labels", self._num_labels, "seconds", self._durations_s, last_steps)
 
     def steps_per_s(self, last_steps: int | None = None) -> float:
         """Steps per second, over the same steps as `tokens_per_s`; nan before any."""
@@ -117,6 +129,11 @@ class StepClock:
     def data_wait_share(self) -> float:
         """Part of the run's steps that was waiting for data, 0 to 1, over the same steps; nan before any."""
         return self._mean("waits_s", self._waits_s, "seconds", self._durations_s, None)
+
+    @property
+    def _counted(self) -> tuple[list[float], ...]:
+        """The values of each step in the order of `EARLIER`."""
+        return self._durations_s, self._num_tokens, self._waits_s, self._num_labels
 
     def _mean(self, amount: str, amounts: list[float], unit: str, units: list[float], last_steps: int | None) -> float:
         """Amounts per unit, of the last so many steps or of the run; their names are those of the earlier sums."""

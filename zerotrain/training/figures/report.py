@@ -123,6 +123,10 @@ def _summary(result: RunResult) -> str:
         parts.append(f"validation loss {result.final_val_loss:.4f}")
     if result.tokens_per_s is not None:
         parts.append(f"{result.tokens_per_s:,.0f} tokens/s")
+        if result.labels_per_s is not None and round(result.labels_per_s) != round(result.tokens_per_s):
+            parts.append(f"{result.labels_per_s:,.0f} labels/s")
+    elif result.samples_per_s is not None:
+        parts.append(f"{result.samples_per_s:,.0f} samples/s")
     if result.mfu is not None:
         parts.append(f"{result.mfu:.0%} MFU")
     return ", ".join(parts)

@@ -86,7 +86,12 @@ class RunResult:
     val_metrics: dict[str, float] | None = None
     """Other metrics of the last evaluation, by name; null where there are none."""
     tokens_per_s: float | None = None
-    """Tokens of all ranks per second of training, the first steps and evaluations left out."""
+    """Tokens of all ranks per second of training, padding too, the first steps and evaluations left out; null of data
+    that is none."""
+    labels_per_s: float | None = None
+    """Likewise labels that count in the loss."""
+    samples_per_s: float | None = None
+    """Likewise rows of the data."""
     step_ms_median: float | None = None
     """Milliseconds of one optimizer step, the first steps left out."""
     data_wait_ms: float | None = None

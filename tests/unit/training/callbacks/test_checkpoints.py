@@ -21,6 +21,8 @@ from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 
 TIMES = (
     "tokens_per_s",
+    "labels_per_s",
+    "samples_per_s",
     "step_ms_median",
     "data_wait_ms",
     "mfu",

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from zerotrain.training.callbacks.progress import MAX_PLAIN_LINES, ProgressDisplay
+from zerotrain.training.callbacks.progress import MAX_PLAIN_LINES, ProgressDisplay, short
 
 MEASURED: dict[str, Any] = {
     "train_loss": 2.345,
@@ -127,6 +127,32 @@ def test_skipped_steps_are_counted_beside_the_losses():
     progress.log(MEASURED | {"skipped_steps": 1, "mfu": None}, 1)
     progress.close()
     assert file.getvalue() == "step 1/2  loss 2.345 1 skipped 12345 tok/s grad 1.23>1.00\n"
+
+
+def test_a_line_says_epoch_tokens_and_outside_a_terminal_the_time_left_too():
+    file, seconds = io.StringIO(), iter(range(0, 10_000, 60))
+    console = Console(file=file, width=80, get_time=lambda: float(next(seconds)))
+    progress = ProgressDisplay(console=console, max_steps=10)
+    for _ in range(5):
+        progress.advance()
+    progress.log(MEASURED | {"epoch": 0.314, "tokens": 1_234_567}, 5)
+    line = file.getvalue()
+    assert line.startswith("step 5/10  loss 2.345 epoch 0.31 1.23M tokens 12345 tok/s mfu 41% grad 1.23>1.00 ")
+    assert re.search(r"\d+ min left\n$", line)
+
+
+def test_data_that_is_no_text_has_samples():
+    file = io.StringIO()
+    progress = ProgressDisplay(console=Console(file=file, width=80), max_steps=2)
+    progress.log(MEASURED | {"tokens_per_s": None, "samples_per_s": 84.2, "tokens": None, "epoch": 1.5}, 1)
+    assert file.getvalue() == "step 1/2  loss 2.345 epoch 1.50 84 samples/s mfu 41% grad 1.23>1.00\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "0"), (999, "999"), (1200, "1.2k"), (34e6, "34M"), (1.5e9, "1.5G"), (2e12, "2T")]
+)
+def test_a_number_of_tokens_is_short(number: float, said: str):
+    assert short(number) == said
 
 
 def test_a_quiet_console_shows_nothing():

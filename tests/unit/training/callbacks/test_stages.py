@@ -26,6 +26,8 @@ from zerotrain.training.callbacks.stages import stage_at, stages_from, stages_na
 
 TIMES = (
     "tokens_per_s",
+    "labels_per_s",
+    "samples_per_s",
     "step_ms_median",
     "data_wait_ms",
     "mfu",

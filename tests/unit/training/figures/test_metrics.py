@@ -50,6 +50,23 @@ def test_a_clock_goes_on_with_the_sums_of_one_before_it(monkeypatch):
     assert (third.tokens_per_s(), third.train_s) == (pytest.approx(300 / 12), pytest.approx(90 * NUM_WARMUP_STEPS + 12))
 
 
+def test_labels_are_told_apart_from_tokens_also_where_a_run_goes_on():
+    clock = StepClock()
+    for _ in range(NUM_WARMUP_STEPS + 2):
+        with clock:
+            time.sleep(0.001)
+        clock.count(100, num_labels=25)
+    assert clock.labels_per_s() == pytest.approx(clock.tokens_per_s() / 4)
+    state = clock.state_dict()
+    assert (state["tokens"], state["labels"]) == (200, 50)
+    again = StepClock()
+    again.load_state_dict(state)
+    assert again.labels_per_s() == pytest.approx(again.tokens_per_s() / 4)
+    del state["labels"]  # of an earlier zerotrain
+    again.load_state_dict(state)
+    assert again.labels_per_s() == again.tokens_per_s()
+
+
 def test_before_any_step_there_is_no_speed():
     assert math.isnan(StepClock().tokens_per_s())
     assert math.isnan(StepClock().step_ms_median())

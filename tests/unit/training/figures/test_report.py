@@ -58,6 +58,17 @@ def test_where_the_stage_has_changed_each_has_its_rows_and_80_columns_are_enough
     assert "stage 3 from step 0, 2 from step 150" in lines
 
 
+def test_the_summary_tells_labels_where_they_are_not_the_tokens_and_samples_of_what_is_no_text():
+    def summary(**speeds: float | None) -> str:
+        return " ".join(" ".join(printed([USAGE], replace(RESULT, **speeds))).split())
+
+    assert "10,800 tokens/s parameters" in summary(labels_per_s=10799.6, samples_per_s=84.0)
+    assert "10,800 tokens/s, 2,700 labels/s" in summary(labels_per_s=2700.0, samples_per_s=84.0)
+    no_text = summary(tokens_per_s=None, labels_per_s=84.0, samples_per_s=84.0)
+    assert "validation loss 2.2185, 84 samples/s" in no_text
+    assert "tokens/s" not in no_text
+
+
 def test_the_summary_tells_loss_and_speed():
     assert "200 steps, train loss 2.3000, validation loss 2.2185, 10,800 tokens/s" in " ".join(printed([USAGE]))
 

@@ -27,6 +27,8 @@ KEYS = [
     "steps",
     "skipped_steps",
     "tokens_per_s",
+    "labels_per_s",
+    "samples_per_s",
     "step_ms_median",
     "data_wait_ms",
     "mfu",
