@@ -20,15 +20,15 @@ from rich.text import Text
 DOCS = Path(__file__).resolve().parent
 STYLE = """<style>
 text { font: 13px ui-sans-serif, system-ui, sans-serif; fill: #24292f }
-.small { font-size: 11px } .bold { font-weight: 600 }
+.small { font-size: 12px } .bold { font-weight: 600 }
 .paper { fill: #ffffff; stroke: #d0d7de } .line { stroke: #8c959f } .ours { fill: #1f6feb } .peer { fill: #afb8c1 }
 .root { fill: #8c959f } .b0 { fill: #0969da } .b1 { fill: #1a7f37 } .b2 { fill: #bc4c00 } .b3 { fill: #8250df }
-.update { fill: #cf222e } .inside { fill: #ffffff; font-size: 11px }
+.update { fill: #cf222e } .inside { fill: #ffffff; font-size: 12px }
 @media (prefers-color-scheme: dark) {
-text { fill: #e6edf3 } .paper { fill: #0d1117; stroke: #30363d } .line { stroke: #6e7681 } .peer { fill: #484f58 }
+text { fill: #e6edf3 } .paper { fill: #0d1117; stroke: #30363d } .line { stroke: #8b949e } .peer { fill: #6e7681 }
 .ours { fill: #388bfd } .inside { fill: #ffffff } }
 </style>"""
-"""GitHub shows a picture on white or on black; these colours are seen on both."""
+"""GitHub shows a picture on white or on black; these colours and sizes are read on both."""
 
 
 def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:

@@ -181,3 +181,47 @@ def test_the_tree_names_what_is_there_and_every_part_of_the_package():
     assert [name for name in names if not (REPOSITORY / name).exists()] == []
     parts = {f"zerotrain/{path.parent.name}/" for path in (REPOSITORY / "zerotrain").glob("*/__init__.py")}
     assert parts <= set(names)
+
+
+# ---- the commands of guides/coming_from.md, in a column of its table
+
+COMING_FROM = Document("docs/guides/coming_from.md")
+COLUMN = re.findall(r"^\| [^|]+ \| `([^`]+)`", COMING_FROM.text, re.MULTILINE)
+OF_A_RUN = [line for line in COLUMN if "RUN" in line]
+OF_TRANSFORMERS = [line for line in COLUMN if "path/to/model" in line]
+SMALL = tuple(setting for setting in CHEAP if not setting.startswith("model."))
+
+
+def pretrained(folder: Path) -> None:
+    """A tiny GPT-2 with a tokenizer of words."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "the": 1}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="?").save_pretrained(folder)
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=8)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+def test_the_column_has_a_command_in_every_row():
+    rows = [line for line in COMING_FROM.text.splitlines() if line.startswith("| ")][1:]
+    assert len(COLUMN) == len(rows) > 14
+
+
+@pytest.mark.parametrize("line", [line for line in COLUMN if line not in OF_A_RUN])
+def test_a_line_of_coming_from_runs(line: str, checkout: Path, zygote: Zygote):
+    small = SMALL if line in OF_TRANSFORMERS else CHEAP
+    if line in OF_TRANSFORMERS and not (checkout / "path/to/model").exists():
+        pretrained(checkout / "path/to/model")
+    if "wandb" in line:
+        pytest.importorskip("wandb")
+    path = () if "data.path" in line else ("data.path=docs",)
+    arguments = ["launch.py", *shlex.split(line), *path, *small]
+    run(thinned(arguments) if is_sweep(arguments) else arguments, checkout, zygote)
+
+
+def test_a_run_is_evaluated_generates_and_is_exported_as_coming_from_shows(checkout: Path, zygote: Zygote):
+    run(["launch.py", "hydra.run.dir=outputs/small", "data.path=docs", *CHEAP], checkout, zygote)
+    for line in OF_A_RUN:
+        run(shlex.split(line.replace("RUN", "outputs/small"))[1:], checkout, zygote)
+    assert list((checkout / "DIR").iterdir())
