@@ -174,7 +174,7 @@ def lanes(trace: Path, top: float, title: str) -> tuple[list[str], float]:
 
 def timeline(stage_1: str, stage_3: str) -> str:
     """A step at stage 1 over one at stage 3."""
-    note = "Numbers and colours are blocks of the model, grey the root. A collective lasts from its issue to its use."
+    note = "Numbers and colours are blocks; grey is the root, red the update. A collective lasts from issue to use."
     first, y = lanes(Path(stage_1), 34, "stage 1: gathers follow the update, the forward takes them")
     second, y = lanes(Path(stage_3), y, "stage 3: each unit is gathered in the forward, and again in the backward")
     return svg(960, int(y), "A step at stages 1 and 3", [label(16, 24, note, "small"), *first, *second])

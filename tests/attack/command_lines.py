@@ -55,7 +55,7 @@ NAMES = [
     Attack("model={_target_:torch.nn.Linear,in_features:3}", "model.in_features: there is no such setting; +model.in_"),
     Attack("zero=3", "zero=3: zero is a group of settings: zero.accumulate, "),
     Attack("zero=[3]", "zero=[3]: "),
-    Attack("+trainer.max_epochs=1", "+trainer.max_epochs: there is no such setting; did you mean train.num_epochs?"),
+    Attack("+trainer.max_epochs=1", "+trainer.max_epochs: there is no such setting; zerotrain calls it train.num_epochs"),
     Attack(
         "+trainer.max_epochs=1 +trainer.x.y=2 +zero.foo.bar=1 ++other.x=1",
         ("+trainer.max_epochs: there", "+trainer.x.y: there", "+zero.foo.bar: there", "+other.x: there is no such"),
@@ -291,7 +291,12 @@ YAMLS = [
         "mine/experiment/bad.yaml, line 3: train.max_stps: there is no such setting; did",
     ),
     of_yaml(
-        TOP + "train:\\n  log_every: abc\\n", "mine/experiment/bad.yaml, line 3: train.log_every: got abc; it must be 1"
+        TOP + "train:\\n  eval_batches: abc\\n",
+        "mine/experiment/bad.yaml, line 3: train.eval_batches: got abc; it must be 1",
+    ),
+    of_yaml(
+        TOP + "train:\\n  log_every: abc\\n",
+        "train.log_every: got abc; it must be a number of steps such as 100, of tokens such as 5e6tokens or of epochs",
     ),
     of_yaml(
         TOP + "train:\\n  max_steps: -3\\n",
