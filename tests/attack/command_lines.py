@@ -55,7 +55,9 @@ NAMES = [
     Attack("model={_target_:torch.nn.Linear,in_features:3}", "model.in_features: there is no such setting; +model.in_"),
     Attack("zero=3", "zero=3: zero is a group of settings: zero.accumulate, "),
     Attack("zero=[3]", "zero=[3]: "),
-    Attack("+trainer.max_epochs=1", "+trainer.max_epochs: there is no such setting; zerotrain calls it train.num_epochs"),
+    Attack(
+        "+trainer.max_epochs=1", "+trainer.max_epochs: there is no such setting; zerotrain calls it train.num_epochs"
+    ),
     Attack(
         "+trainer.max_epochs=1 +trainer.x.y=2 +zero.foo.bar=1 ++other.x=1",
         ("+trainer.max_epochs: there", "+trainer.x.y: there", "+zero.foo.bar: there", "+other.x: there is no such"),
