@@ -56,7 +56,7 @@ def test_a_mix_has_the_metric_of_each_source(model, world, dataset) -> None:
     assert found["val_accuracy"] == pytest.approx((3 * found["val_accuracy/a"] + found["val_accuracy/b"]) / 4)
 
 
-def test_a_run_logs_its_metrics_and_trains_to_the_same_weights(make_trainer, model, tmp_path) -> None:
+def test_a_run_logs_its_metrics_and_trains_to_the_same_weights(make_trainer, model, screen, tmp_path) -> None:
     start = {name: value.clone() for name, value in model.state_dict().items()}
     plain = make_trainer(eval_every=2).run()
     model.load_state_dict(start)
@@ -71,6 +71,9 @@ def test_a_run_logs_its_metrics_and_trains_to_the_same_weights(make_trainer, mod
     names = ("val_accuracy", "val_perplexity", "val_f1")
     assert result["val_metrics"] == {name: told[name] for name in names}
     assert plain["val_metrics"] is None
+    assert f"accuracy {told['val_accuracy']:.4g}, perplexity {told['val_perplexity']:.4g}, f1" in " ".join(
+        screen.getvalue().split()
+    )
 
 
 class Raises(Metric):
