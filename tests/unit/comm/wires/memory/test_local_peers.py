@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -49,9 +50,14 @@ def meet(size: int, changes: dict[int, Change]) -> list[Any]:
     return got
 
 
-def open_files() -> int:
+def open_files() -> set[tuple[str, str]]:
+    """(descriptor, name) of each, but for the one that this reads. Threads of other tests may close some at any time."""
     gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found.add((descriptor, os.readlink(f"/proc/self/fd/{descriptor}")))
+    return found
 
 
 def require_they_read_each_other(ranks: list[LocalRanks]) -> None:
@@ -73,7 +79,7 @@ def test_all_ranks_of_a_host_read_each_other_and_nothing_is_open_afterwards(size
     require_they_read_each_other(got)
     assert len(set(threading.enumerate()) - threads) == size
     got.clear()
-    assert open_files() == before
+    assert open_files() <= before
     assert set(threading.enumerate()) <= threads
 
 
@@ -138,7 +144,7 @@ def test_where_such_memory_can_be_made_and_not_used_all_know_why(call: str, monk
     why = "rank 0: it cannot make memory that others can read: cannot "
     assert all(isinstance(error, NotLocalError) and str(error).startswith(why) for error in errors), errors
     errors.clear()
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def elsewhere(number: int, said: list[str]) -> list[str]:
@@ -172,7 +178,7 @@ def test_where_one_cannot_all_know_why_and_nothing_is_left(change: Change, why: 
     errors = meet(3, {0: change})
     assert all(isinstance(error, NotLocalError) and str(error).startswith(why) for error in errors), errors
     errors.clear()
-    assert open_files() == before
+    assert open_files() <= before
     assert set(threading.enumerate()) <= threads
 
 
