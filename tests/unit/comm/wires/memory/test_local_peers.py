@@ -51,7 +51,7 @@ def meet(size: int, changes: dict[int, Change]) -> list[Any]:
 
 
 def open_files() -> set[tuple[str, str]]:
-    """(descriptor, name) of each, but for the one that this reads. Threads of other tests may close some at any time."""
+    """(descriptor, name) of each but the one that reads this. Threads of other tests may close some at any time."""
     gc.collect()
     found = set()
     for descriptor in os.listdir("/proc/self/fd"):
