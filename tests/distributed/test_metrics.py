@@ -43,6 +43,7 @@ class Confidence(torchmetrics.Metric):
         self.add_state("largest", torch.full((2,), -math.inf), dist_reduce_fx="max")
         self.add_state("least", torch.tensor(math.inf), dist_reduce_fx="min")
         self.add_state("seen", [], dist_reduce_fx="cat")
+        self.add_state("small", torch.tensor(0, dtype=torch.uint8), dist_reduce_fx="max")
 
     def update(self, preds, target):
         values = preds.gather(1, target[:, None]).exp()[:, 0]
@@ -50,12 +51,14 @@ class Confidence(torchmetrics.Metric):
         self.count += len(target)
         self.largest = torch.maximum(self.largest, values.max())
         self.least = torch.minimum(self.least, values.min())
-        self.seen.append(values[0])
+        if len(target) % 2:  # else there is nothing of this micro-batch
+            self.seen.append(values[0])
+        self.small = self.small.maximum(target.max().to(torch.uint8))
 
     def compute(self):
         seen = torch.cat([torch.atleast_1d(each) for each in self.seen]) if isinstance(self.seen, list) else self.seen
         weights = torch.arange(1, len(seen) + 1)  # their order matters
-        return self.total / self.count + self.largest.sum() + self.least + (seen * weights).sum()
+        return self.total / self.count + self.largest.sum() + self.least + (seen * weights).sum() + self.small
 
 
 MADE = {

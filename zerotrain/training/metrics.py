@@ -18,7 +18,11 @@ States = Sequence[torch.Tensor]
 """The numbers that a metric keeps of one micro-batch."""
 NUM_DIMENSIONS = 8
 """Dimensions that a state may have."""
-DTYPES = (torch.int64, torch.int32, torch.bool, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+)
+"""Those that a state may have."""
 MERGED_BY = {
     "dim_zero_sum": lambda states: sum(states[1:], start=states[0]),
     "dim_zero_max": lambda states: torch.stack(states).amax(dim=0),
@@ -117,7 +121,7 @@ class TorchMetric(Metric):
         self._metric.reset()
         self._metric.update(outputs, labels)
         states = (getattr(self._metric, name) for name in self._metric._reductions)
-        return [torch.cat(list(map(torch.atleast_1d, each))) if isinstance(each, list) else each for each in states]
+        return [_joined(each) if isinstance(each, list) else each for each in states]
 
     def value(self, loss: float, kept: Sequence[States]) -> float:
         """See `Metric.value`."""
@@ -125,10 +129,17 @@ class TorchMetric(Metric):
             return math.nan
         self._metric.reset()
         for (name, reduction), states in zip(self._metric._reductions.items(), zip(*kept, strict=True), strict=True):
-            merged = MERGED_BY[reduction.__name__](list(states))
-            setattr(self._metric, name, [merged] if isinstance(self._metric._defaults[name], list) else merged)
+            if isinstance(self._metric._defaults[name], list):
+                setattr(self._metric, name, [each for each in states if each.numel()])
+            else:
+                setattr(self._metric, name, MERGED_BY[reduction.__name__](list(states)))
         self._metric._update_count = len(kept)
         return float(self._metric.compute())
+
+
+def _joined(values: list[torch.Tensor]) -> torch.Tensor:
+    """One tensor of all, as torchmetrics joins them; an empty one of none."""
+    return torch.cat([torch.atleast_1d(each) for each in values]) if values else torch.zeros(0)
 
 
 class MetricStates:
@@ -152,6 +163,7 @@ class MetricStates:
         for name, kept in self._kept.items():
             with self._named(name):
                 kept[number] = self._metrics[name].measure(outputs, labels)
+                require_states(kept[number])
 
     def values(self, world: World, loss: float, num_micro_batches: int) -> dict[str, float]:
         """All metrics, as {val_NAME: value}. Collective."""
@@ -199,37 +211,53 @@ def predictions(outputs: Any, labels: torch.Tensor | None) -> tuple[Any, torch.T
     return outputs, labels
 
 
+def require_states(states: States) -> None:
+    """Make sure that states can be sent to other ranks; ValueError where one cannot."""
+    for each in states:
+        if each.dtype not in DTYPES or each.dim() > NUM_DIMENSIONS:
+            raise ValueError(
+                f"it keeps a {each.dim()}-dimensional tensor of {each.dtype}; it must be of real numbers with at most "
+                f"{NUM_DIMENSIONS} dimensions"
+            )
+
+
 def gathered(world: World, mine: Mapping[int, States], num_micro_batches: int) -> list[States]:
     """The states of all micro-batches in their order, on every rank: of those that no rank measured none. Collective.
 
     Args:
         mine: by the number of the micro-batch, on this rank's device. Each has the same number of states.
     """
-    num_states = world.sum(_one_of(world, max(map(len, mine.values()), default=0))).max().item()
-    shapes = torch.zeros(num_micro_batches, int(num_states), 2 + NUM_DIMENSIONS, dtype=torch.int64, device=world.device)
+    counts = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    counts[world.rank] = max(map(len, mine.values()), default=0)
+    num_states = int(world.sum(counts).max())
+    shapes = torch.zeros(num_micro_batches, num_states, 2 + NUM_DIMENSIONS, dtype=torch.int64)
     for number, states in mine.items():
         for place, state in enumerate(states):
-            shapes[number, place, 0] = 1 + DTYPES.index(state.dtype)
-            shapes[number, place, 1] = state.dim()
-            shapes[number, place, 2 : 2 + state.dim()] = torch.tensor(state.shape)
-    told = world.sum(shapes).tolist()
-    found: list[States] = []
+            about = (1 + DTYPES.index(state.dtype), state.dim(), *state.shape)
+            shapes[number, place, : len(about)] = torch.tensor(about)
+    told: list[list[list[int]]] = world.sum(shapes.to(world.device)).tolist()
+    parts = []
     for number, of_states in enumerate(told):
-        if not of_states or of_states[0][0] == 0:
-            continue
-        states = []
-        for place, (dtype, num_dimensions, *shape) in enumerate(of_states):
-            kind = DTYPES[dtype - 1]
-            wide = torch.float64 if kind.is_floating_point else torch.int64
-            values = torch.zeros(shape[:num_dimensions], dtype=wide, device=world.device)
-            if number in mine:
-                values += mine[number][place]
-            states.append(world.sum(values).to(kind))
-        found.append(states)
+        for place, (_, num_dimensions, *shape) in enumerate(of_states):
+            own = _bits(mine[number][place]).flatten() if number in mine else None
+            size = math.prod(shape[:num_dimensions])
+            parts.append(torch.zeros(size, dtype=torch.int64, device=world.device) if own is None else own)
+    values = iter(world.sum(torch.cat(parts)).split([len(each) for each in parts]) if parts else ())
+    found: list[States] = []
+    for of_states in told:
+        states = [
+            _of_bits(next(values), DTYPES[dtype - 1]).view(shape[:num_dimensions])
+            for dtype, num_dimensions, *shape in of_states
+        ]
+        if of_states and of_states[0][0]:
+            found.append(states)
     return found
 
 
-def _one_of(world: World, value: int) -> torch.Tensor:
-    values = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    values[world.rank] = value
-    return values
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The same values as int64, those of floats by their bits in fp64: a sum with zeros changes none."""
+    return values.double().view(torch.int64) if values.is_floating_point() else values.to(torch.int64)
+
+
+def _of_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (values.view(torch.float64) if dtype.is_floating_point else values).to(dtype)

@@ -16,8 +16,8 @@ FAULTS = {
     ),
     "metrics-of-one-rank": Fault(
         METRICS,
-        "            states.append(world.sum(values).to(kind))\n",
-        "            states.append(values.to(kind))\n",
+        "iter(world.sum(torch.cat(parts))",
+        "iter(torch.cat(parts)",
         "each rank has the metric of its own micro-batches, and zeros",
         OF_METRICS,
     ),

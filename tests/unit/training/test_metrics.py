@@ -60,7 +60,7 @@ def test_a_run_logs_its_metrics_and_trains_to_the_same_weights(make_trainer, mod
     start = {name: value.clone() for name, value in model.state_dict().items()}
     plain = make_trainer(eval_every=2).run()
     model.load_state_dict(start)
-    callbacks = {"accuracy": Accuracy(), "perplexity": Perplexity(), "f1": TorchMetric(f1())}
+    callbacks = {"accuracy": Accuracy(), "perplexity": Perplexity(), "f1": TorchMetric(f1()), "loss_top": Accuracy()}
     result = make_trainer(eval_every=2, callbacks=callbacks).run()
     assert result["weights_sha256"] == plain["weights_sha256"]
     assert result["final_val_loss"] == plain["final_val_loss"]
@@ -68,7 +68,7 @@ def test_a_run_logs_its_metrics_and_trains_to_the_same_weights(make_trainer, mod
     told = [line for line in lines if "val_loss" in line][-1]
     assert told["val_perplexity"] == math.exp(told["val_loss"])
     assert 0 < told["val_accuracy"] <= 1
-    names = ("val_accuracy", "val_perplexity", "val_f1")
+    names = ("val_accuracy", "val_perplexity", "val_f1", "val_loss_top")
     assert result["val_metrics"] == {name: told[name] for name in names}
     assert plain["val_metrics"] is None
     assert f"accuracy {told['val_accuracy']:.4g}, perplexity {told['val_perplexity']:.4g}, f1" in " ".join(
@@ -79,6 +79,11 @@ def test_a_run_logs_its_metrics_and_trains_to_the_same_weights(make_trainer, mod
 class Raises(Metric):
     def measure(self, outputs, labels):
         raise RuntimeError("no such thing")
+
+
+class Complex(Metric):
+    def measure(self, outputs, labels):
+        return [torch.zeros(1, dtype=torch.complex64)]
 
 
 class Unlabelled(torch.nn.Module):
@@ -95,6 +100,8 @@ class Unlabelled(torch.nn.Module):
 def test_a_metric_that_fails_is_named(make_trainer, world) -> None:
     with pytest.raises(CallbackError, match=r"callbacks\.bad: evaluation after step 0: RuntimeError: no such thing"):
         make_trainer(eval_every=2, callbacks={"bad": Raises()}).run()
+    with pytest.raises(CallbackError, match=r"callbacks\.bad: .* it keeps a 1-dimensional tensor of torch.complex64"):
+        make_trainer(eval_every=2, callbacks={"bad": Complex()}).run()
     engine = zerotrain.build_engine(Unlabelled(), optimizer=torch.optim.SGD, world=world)
     with pytest.raises(CallbackError, match=r"callbacks\.accuracy: .* accuracy needs labels, and outputs with the cl"):
         make_trainer(engine=engine, eval_every=2, callbacks={"accuracy": Accuracy()}).run()

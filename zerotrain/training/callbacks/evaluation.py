@@ -75,7 +75,7 @@ class RunEvaluation(Callback):
             return
         metrics = self.after(run.step)
         run.result.final_val_loss, run.result.val_loss_by_source = metrics["val_loss"], sources_in(metrics) or None
-        others = {name: value for name, value in metrics.items() if not name.startswith("val_loss")}
+        others = {name: value for name, value in metrics.items() if name.partition("/")[0] != "val_loss"}
         run.result.val_metrics = others or None
         self._evaluated_at = run.step
         run.log(metrics)
