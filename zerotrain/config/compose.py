@@ -47,7 +47,9 @@ def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
     values = OmegaConf.to_container(OmegaConf.merge(composed, *nulls) if missing else composed, resolve=True)
     if unknown := [key for key in _keys(values) if not _is_known(key)]:
         known = known_keys(composed)
-        problems += [f"+{key}: there is no such setting{we_call_it(key) or did_you_mean(key, known)}" for key in unknown]
+        problems += [
+            f"+{key}: there is no such setting{we_call_it(key) or did_you_mean(key, known)}" for key in unknown
+        ]
     for key in unknown:
         _remove(values, key)
     return from_values(values), problems
