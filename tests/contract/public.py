@@ -93,6 +93,7 @@ def config_keys() -> Iterator[str]:
     yield from _keys(schema.Config(), "")
     yield from _keys(schema.ModelSwitches(), "model.")
     yield from _keys(schema.DataSwitches(), "data.")
+    yield from _keys(schema.OptimizerSwitches(), "optimizer.")
 
 
 def choices() -> Iterator[str]:

@@ -22,6 +22,8 @@ _WORDS = {
     "eval_iters limit_val_batches": "train.eval_batches",
     "log_every_n_steps log_freq log_interval log_steps logging_steps": "train.log_every",
     "base_lr learning_rate lr max_lr peak_lr": "optimizer.lr",
+    "lr_groups no_decay_params optimizer_groups optimizer_grouped_parameters param_groups": "optimizer.groups",
+    "freeze_layers freeze_modules frozen_layers frozen_modules trainable_layers": "model.freeze",
     "optim optimizer_name optimizer_type": "optimizer",
     "wd": "optimizer.weight_decay",
     "lr_schedule lr_scheduler lr_scheduler_type": "scheduler",

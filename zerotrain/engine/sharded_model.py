@@ -104,14 +104,19 @@ class ShardedModel:
         units = cut_units(walked, options.zero.unit_patterns, options.bucket_numel)
         dtypes = dtypes_of(walked.managed, self.precision)
         self.groups = ParamGroups(
-            walked.managed, optimizer, param_groups, decay_all=decay_all, device=world.device, warns=world.rank == 0
+            walked.managed,
+            units,
+            optimizer,
+            param_groups,
+            decay_all=decay_all,
+            device=world.device,
+            warns=world.rank == 0,
         )
         self.pools = ScratchPools(world.device, self.collectives.zeros)
         self.homes = Homes(options.offload, world, options.zero.prefetch)
         share_unmanaged(walked, self.collectives)
         self._builder = Builder(
             model,
-            units,
             dtypes,
             options=options,
             groups=self.groups,

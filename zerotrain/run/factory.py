@@ -24,6 +24,7 @@ from zerotrain.engine.engine import ZeroEngine
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
 from zerotrain.run.rhythms import rhythms_in_steps
+from zerotrain.run.trained import freeze, frozen_steps
 from zerotrain.settings import EngineConfig, OffloadConfig
 from zerotrain.training import Callback, Trainer
 from zerotrain.training.callback import require_callbacks
@@ -89,7 +90,8 @@ def _trainer(
     config: Config, world: World, run_dir: Path, stage: int, resume_from: Sequence[str], **told: Any
 ) -> Trainer:
     torch.manual_seed(config.seed)
-    engine = build_engine_of(config, world, stage, run_dir)
+    frozen: dict[str, Any] = {}
+    engine = build_engine_of(config, world, stage, run_dir, frozen)
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
     torch.manual_seed(config.seed + 1 + world.rank)
     dataset = build_data(config)
@@ -101,6 +103,7 @@ def _trainer(
         dataset=dataset,
         schedule=build("scheduler", config.scheduler),
         stages=config.zero.stages,
+        frozen=frozen_steps(config, frozen, dataset.train, world.size),
         seed=config.seed,
         run_dir=run_dir,
         model_flops=_model_flops(config, engine, dataset),
@@ -114,12 +117,19 @@ def _trainer(
     )
 
 
-def build_engine_of(config: Config, world: World, stage: int | None = None, run_dir: Path | None = None) -> ZeroEngine:
+def build_engine_of(
+    config: Config,
+    world: World,
+    stage: int | None = None,
+    run_dir: Path | None = None,
+    frozen: dict[str, Any] | None = None,
+) -> ZeroEngine:
     """The engine of a run around its model, with the model's first weights. Collective.
 
     Args:
         stage: None: the run's first.
         run_dir: None: of no run that trains; nothing is offloaded.
+        frozen: gets what `zerotrain.run.trained.freeze` returns.
 
     Raises:
         ConfigError: a class cannot be found or refuses its arguments, or the model cannot be trained so.
@@ -137,13 +147,22 @@ def build_engine_of(config: Config, world: World, stage: int | None = None, run_
         max_skipped_steps=1 if train.on_nonfinite == "stop" else train.max_skipped_steps,
         virtual_ranks=train.virtual_ranks,
     )
+
+    def model() -> nn.Module:
+        built: nn.Module = build("model", config.model_target)
+        found = freeze(config, built)
+        if frozen is not None:
+            frozen.update(found)
+        return built
+
     return assemble_engine(
-        lambda: build("model", config.model_target),
+        model,
         given,
-        optimizer=build("optimizer", config.optimizer),
+        optimizer=build("optimizer", config.optimizer_target),
         world=world,
         decay_all=False,
-        **config.model_switches,
+        param_groups=config.optimizer_groups,
+        **config.forward_switches,
     )
 
 

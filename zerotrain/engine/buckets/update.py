@@ -102,10 +102,10 @@ class BucketUpdate:
 
     def _planned_nbytes(self) -> int:
         """Bytes that the home will hold once the optimizer has made its state."""
-        groups, owned = self._groups, self.whole.targets.values() if self.whole is not None else ()
-        state = groups.state_nbytes([span.target.numel() for span in self.spans], is_whole=False)
+        samples, owned = self._groups.samples, self.whole.targets.values() if self.whole is not None else ()
+        state = samples.state_nbytes([span.target.numel() for span in self.spans], is_whole=False)
         return (
-            self.separate_master_nbytes + state + groups.state_nbytes([each.numel() for each in owned], is_whole=True)
+            self.separate_master_nbytes + state + samples.state_nbytes([each.numel() for each in owned], is_whole=True)
         )
 
     # ---- a step

@@ -103,7 +103,7 @@ def _folders(given: Path) -> tuple[Path, Path]:
 
 def _needed_nbytes(config: Config, model: nn.Module, ranks: Ranks) -> int:
     """Bytes of all ranks of this machine at the stage that takes most, with those that they measure its rates by."""
-    volume, optimizer_nbytes = model_sizes(config, model, build("optimizer", config.optimizer), ranks)
+    volume, optimizer_nbytes = model_sizes(config, model, build("optimizer", config.optimizer_target), ranks)
     needed = 0.0
     for plan in plans_of(config.zero.stages.values()):
         held, placed = volume.memory_nbytes(plan, optimizer_nbytes), 0.0
