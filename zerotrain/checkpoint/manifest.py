@@ -78,12 +78,9 @@ class Manifest:
             if "pieces" in state:
                 yield name, EXTRA_STATE, state
 
-    def weight_of(self, name: str, *, averaged: bool) -> dict[str, Any] | None:
-        """The weight of a parameter as a tensor in the manifest, or where there is one its average; None for a
-        parameter without elements."""
-        tensors = self.parameters[name]["tensors"]
-        found: dict[str, Any] | None = tensors.get(AVERAGE if averaged and AVERAGE in tensors else WEIGHT)
-        return found
+    def weight_role(self, name: str, *, averaged: bool) -> str:
+        """The role of a parameter's weight; or of its average, if that is asked for and there is one."""
+        return AVERAGE if averaged and AVERAGE in self.parameters[name]["tensors"] else WEIGHT
 
     def require_average(self, folder: Path) -> None:
         """Make sure that there is an average of weights.

@@ -31,7 +31,7 @@ class CheckpointTensors:
         """Dtype and shape of each parameter, under its first name if tied, and of each buffer."""
         found = {}
         for name, parameter in self.manifest.parameters.items():
-            weight = self.manifest.weight_of(name, averaged=self.averaged)
+            weight = parameter["tensors"].get(self.manifest.weight_role(name, averaged=self.averaged))
             found[name] = torch.float32 if weight is None else dtype_of(weight), tuple(parameter["shape"])
         return found | {name: (dtype_of(each), tuple(each["shape"])) for name, each in self.manifest.buffers.items()}
 
@@ -44,15 +44,13 @@ class CheckpointTensors:
         if name in self.manifest.buffers:
             buffer = self.manifest.buffers[name]
             return self._flat(of_rank_0(buffer), prod(buffer["shape"]), room).view(buffer["shape"])
-        return self._whole(name, self.manifest.weight_of(name, averaged=self.averaged), room)
+        return self.of_role(name, self.manifest.weight_role(name, averaged=self.averaged), room)
 
     def of_role(self, name: str, role: str, room: mmap | None = None) -> torch.Tensor:
         """A parameter's tensor in a role, such as exp_avg: contiguous, in the parameter's shape; if the optimizer
         updates the tensor whole, in the shape of that state."""
-        return self._whole(name, self.manifest.parameters[name]["tensors"].get(role), room)
-
-    def _whole(self, name: str, tensor: Mapping[str, Any] | None, room: mmap | None) -> torch.Tensor:
         parameter = self.manifest.parameters[name]
+        tensor = parameter["tensors"].get(role)
         if tensor is None:  # of a parameter without elements nothing was written
             return torch.empty(parameter["shape"])
         if "shape" in tensor:

@@ -144,7 +144,7 @@ class CheckpointWeights(Weights):
         self.fingerprint = hash_of(self._manifest.text().encode())
         self.tensors = []
         for name, parameter in self._manifest.parameters.items():
-            tensor = self._manifest.weight_of(name, averaged=averaged)
+            tensor = parameter["tensors"].get(self._manifest.weight_role(name, averaged=averaged))
             self._add(parameter["names"], tensor, parameter["shape"], parameter["stride"])
         for name, buffer in self._manifest.buffers.items():
             self._add([name], of_rank_0(buffer), buffer["shape"], row_by_row(buffer["shape"]))

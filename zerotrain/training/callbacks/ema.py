@@ -33,7 +33,11 @@ class EMA(Callback):
         lines = [f"decay {self._decay}" + " after a warm-up" * self._warmup]
         lines += [f"every {self._every} steps"] if self._every > 1 else []
         if run.step > 0:
-            so_far = f"{average.num_updates} updates so far" if average.num_updates else "begins with the next step, since the checkpoint has none"
+            so_far = (
+                f"{average.num_updates} updates so far"
+                if average.num_updates
+                else "begins with the next step, since the checkpoint has none"
+            )
             lines.append(so_far)
         lines += ["evaluations use it"] if self._evaluate else []
         say(run.console, f"average of the weights: {', '.join(lines)}")
