@@ -222,7 +222,8 @@ class ShardedModel:
     def _require_between_steps(self, what: str) -> None:
         if self.schedule.phase is not Phase.IDLE:
             raise EngineStateError(f"{what} during a {self.schedule.phase.value}; call it between two steps")
-        self.require_own_weights(what)
+        if self.average is not None:
+            self.average.require_out_of_use(what)
         self.require_no_gradient(what)
 
     def between_steps(
@@ -312,17 +313,6 @@ class ShardedModel:
             raise EngineStateError(
                 f"loading {self.half_loaded.path} failed halfway, and the engine holds a part of it: first load one "
                 "that can be read"
-            )
-
-    def require_own_weights(self, what: str) -> None:
-        """Make sure that the average has not taken the place of the weights.
-
-        Raises:
-            EngineStateError: it has.
-        """
-        if self.average is not None and self.average.is_in_use:
-            raise EngineStateError(
-                f"{what} inside `with engine.averaged()`, where the average is in use; leave it first"
             )
 
     def wait_until_saved(self) -> None:

@@ -303,6 +303,11 @@ def test_what_a_user_writes_into_the_weights_stays_there() -> None:
     assert run_threads(lambda world: on_a_rank(world, True, 3), 2)[0] == expected
 
 
+@pytest.mark.case(
+    "checkpoints",
+    "`engine.keep_average()`, `with engine.averaged():`",
+    "inside the model computes with the average, afterwards with the weights, to the bit, after an exception too",
+)
 @pytest.mark.parametrize("stage", range(4))
 def test_the_model_computes_with_it_and_after_an_exception_with_the_weights(stage: int) -> None:
     tokens = torch.arange(9)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, EngineStateError
 
 
 @dataclass(kw_only=True)
@@ -38,6 +38,17 @@ class Average:
             return None
         grown = (1 + self.num_updates) / (10 + self.num_updates) if self.warmup else 1.0
         return 1 - min(self.decay, grown)
+
+    def require_out_of_use(self, what: str) -> None:
+        """Make sure that it has not taken the place of the weights.
+
+        Raises:
+            EngineStateError: it has.
+        """
+        if self.is_in_use:
+            raise EngineStateError(
+                f"{what} inside `with engine.averaged()`, where the average is in use; leave it first"
+            )
 
 
 def average_problems(*, decay: object, every: object, warmup: object) -> list[str]:
