@@ -54,6 +54,8 @@ _WORDS = {
     "early_stopping": "callbacks=early_stopping",
     "early_stopping_patience patience": "callbacks=early_stopping callbacks.early_stopping.patience",
     "early_stopping_threshold min_delta": "callbacks=early_stopping callbacks.early_stopping.min_delta",
+    "ema_decay": "callbacks=ema callbacks.ema.decay",
+    "ema model_ema use_ema callbacks=weight_averaging": "callbacks=ema",
     "report_to tracker": "logger",
     "report_to=tensorboard": "logger=tensorboard",
     "report_to=wandb": "logger=wandb",

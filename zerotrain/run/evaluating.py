@@ -24,6 +24,7 @@ def run(
     *,
     weights: str,
     step: int,
+    averaged: bool = False,
     folder: Path | None = None,
     enter: Callable[[str], None] = lambda phase: None,
 ) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def run(
         config: its values checked; the engine is at its first stage.
         weights: a checkpoint, or a folder of weights that `engine.load_weights` takes.
         step: steps done, for messages.
+        averaged: take the averages of the weights in a checkpoint.
         folder: rank 0 writes what is returned to `LOSS_NAME` in it; None: nowhere.
         enter: told what is done from then on.
 
@@ -52,7 +54,7 @@ def run(
         engine = build_engine_of(config, world)
         enter(f"loading {weights}")
         try:
-            engine.load_weights(weights)
+            engine.load_weights(weights, averaged=averaged)
         except CheckpointError as error:
             raise ConfigError(*str(error).splitlines()) from error
         enter(f"evaluating {config.model.get('_target_')}")

@@ -29,6 +29,7 @@ from zerotrain.settings import EngineConfig, OffloadConfig
 from zerotrain.training import Callback, Trainer
 from zerotrain.training.callback import require_callbacks
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
+from zerotrain.training.callbacks.ema import EMA
 from zerotrain.training.figures.flops import ModelFlops, count_flops
 from zerotrain.training.figures.metrics import device_peak_flops
 from zerotrain.training.sameness.deterministic import make_deterministic
@@ -208,7 +209,16 @@ def build_callbacks(config: Config) -> dict[str, Callback]:
     """The user's callbacks by name. Raises as `build`, and where one is none."""
     built = {name: build(f"callbacks.{name}", values) for name, values in config.callback_targets.items()}
     require_callbacks(built)
+    if len(averages := [name for name, each in built.items() if isinstance(each, EMA)]) > 1:
+        named = " and ".join(f"callbacks.{name}" for name in averages)
+        raise ConfigError(f"{named}: a run keeps one average of weights; leave out all but one")
     return built
+
+
+def averages_in(config: Config) -> list[dict[str, Any]]:
+    """The settings of callbacks that keep an average of weights: one or none, where they were checked."""
+    targets = (each for each in config.callback_targets.values() if isinstance(each, dict))
+    return [each for each in targets if each.get("_target_") == f"{EMA.__module__}.{EMA.__name__}"]
 
 
 def build(group: str, values: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from tests.mutants.fault import Fault
 from tests.mutants.faults import (
+    averages,
     checkpoints,
     comm,
     datasets,
@@ -68,6 +69,7 @@ FAULTS: dict[str, Fault] = {
         saves,
         ends,
         feeds,
+        averages,
     )
     for name, fault in room.FAULTS.items()
 }
