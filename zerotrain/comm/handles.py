@@ -80,7 +80,13 @@ class Handle(ABC):
 
         False also where that is not known: gloo's sends and receives do not tell before they were waited for.
         """
-        return self._waited or self._done()
+        if self._waited:
+            return True
+        started_s = time.monotonic()
+        try:
+            return self._done()
+        except RuntimeError as error:
+            self._fail(error, started_s)
 
     def finish(self) -> None:
         """Wait, and leave the result where it belongs."""

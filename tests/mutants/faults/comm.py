@@ -317,4 +317,18 @@ FAULTS = {
             "distributed/test_shared_memory.py::test_a_rank_that_is_stopped_is_told_of_after_the_timeout_and_fails_when_it_goes_on",
         ),
     ),
+    "words-before-classes": Fault(
+        "comm/accounts/blame.py",
+        "    if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):\n        return False\n",
+        "    if any(word in str(error).lower() for word in _WORDS_OF_GLOO):\n        return True\n",
+        "a device assert or a lack of GPU memory is told as the loss of other ranks",
+        ("unit/comm/accounts/test_blame.py",),
+    ),
+    "metrics-blame-others": Fault(
+        "comm/ranks/world.py",
+        "            if not is_of_others(error):\n                raise\n",
+        "",
+        "an own error that surfaces in the sum of metrics or a barrier is told as the loss of other ranks",
+        ("unit/comm/accounts/test_blame.py",),
+    ),
 }

@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NoReturn
 
-import torch.distributed as dist
-
+from zerotrain.comm.accounts.blame import is_of_others
 from zerotrain.comm.accounts.whereabouts import Whereabouts
 
-_WORDS_OF_BACKENDS = ("gloo", "connection", "timed out", "timeout", "socket", "peer")
-"""Gloo raises plain RuntimeErrors; their messages have at least one of these words."""
 ORDER_BITS = 52
 """Bits of the hash of the order of collectives: fp64 holds such an integer exactly."""
 _INVERSE = pow(1_000_003, -1, 2**ORDER_BITS)
@@ -103,14 +100,9 @@ class Journal:
             CommError: other ranks are gone, or did not come.
             RuntimeError: the error itself, of which no other rank is to blame: no memory, a fault of the device.
         """
-        if not _is_of_backend(error):
+        if not is_of_others(error):
             raise error
         raise self._whereabouts.lost_others(error, f"{kind} of {name}", waited_s) from error
-
-
-def _is_of_backend(error: RuntimeError) -> bool:
-    """Whether an error tells of other ranks, and not of this one's memory, device or arguments."""
-    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _WORDS_OF_BACKENDS)
 
 
 @cache

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from zerotrain.comm.accounts.blame import is_of_others
 from zerotrain.comm.accounts.shortage import files_problem, num_open_files
 from zerotrain.comm.accounts.whereabouts import Whereabouts
 from zerotrain.comm.ranks.environment import RankEnvironment
@@ -153,6 +154,8 @@ class World:
         try:
             call()
         except RuntimeError as error:
+            if not is_of_others(error):
+                raise
             raise self.whereabouts.lost_others(error, collective, time.monotonic() - started_s) from error
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from zerotrain.comm.accounts.blame import is_of_others
 from zerotrain.comm.accounts.shortage import shortage
 from zerotrain.errors import CallbackError, CommError, ConfigError, DisagreementError, ZeroTrainError
 from zerotrain.files.printable import printable
@@ -234,6 +235,6 @@ def _comes_from_peers(error: BaseException) -> bool:
     if isinstance(error, CallbackError) and error.__cause__ is not None:
         return _comes_from_peers(error.__cause__)
     if isinstance(error, dist.DistError):
-        return True
+        return is_of_others(error)
     # Gloo has no class of its own for what it raises.
     return type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_LOST_PEERS)
