@@ -88,6 +88,11 @@ class Device(ABC):
     def peak_nbytes(self) -> int:
         """Most bytes held at once."""
 
+    @property
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether this is the device that torch takes where none is named, in this thread."""
+
     @abstractmethod
     def use(self) -> None:
         """Make this the device that torch takes where none is named."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from zerotrain.comm.accounts.blame import is_of_others
 from zerotrain.comm.accounts.shortage import files_problem, num_open_files
 from zerotrain.comm.accounts.whereabouts import Whereabouts
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.ranks.environment import STORE_VARIABLE, RankEnvironment
 from zerotrain.comm.ranks.meeting import make_together, meet, meet_at_rank_0
 from zerotrain.device.kinds import device_of, num_gpus
 from zerotrain.errors import ConfigError
@@ -24,6 +24,8 @@ from zerotrain.errors import ConfigError
 if TYPE_CHECKING:
     from zerotrain.comm.wire import Wire
 
+_SHARED_STARTS = ("TORCHELASTIC_RUN_ID", STORE_VARIABLE)
+"""Variables of ranks that one process has started."""
 _JOIN_S = {"gloo": 20.0, "nccl": 60.0}
 """How long ranks that have all come may take to make their groups: gloo a fraction of a second, NCCL, which starts the
 GPUs, several; then one of them is gone."""
@@ -118,7 +120,8 @@ class World:
         """The world of the process group the caller has initialised, or one process where there is none.
 
         Raises:
-            ConfigError: the group is NCCL's and `device` the CPU.
+            ConfigError: the group is NCCL's and `device` the CPU, or gloo's and `device` a GPU; the GPU is not the one
+                that torch takes where none is named.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(rank=0, size=1, local_rank=0, device=device)
@@ -126,6 +129,16 @@ class World:
             raise ConfigError(
                 f"the process group is {dist.get_backend()} and the model is on the CPU; move the model to this rank's "
                 "GPU before build_engine, or initialise the group with gloo"
+            )
+        if not device_of(device).is_host and backend_of(dist.group.WORLD, device) == "gloo":
+            raise ConfigError(
+                f"the process group is {dist.get_backend()} and the model is on {device}, whose memory gloo would take "
+                "for the host's; initialise the group with nccl, or move the model to the CPU"
+            )
+        if not device_of(device).is_current:
+            raise ConfigError(
+                f"the model is on {device}, which is not the device of this rank's collectives; call "
+                f"torch.cuda.set_device({device.index}) before init_process_group"
             )
         return cls._around(device, int(os.environ.get("LOCAL_RANK", dist.get_rank())), started_here=False)
 
@@ -185,9 +198,10 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     return getattr(options, "_timeout", None)
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """The backend of a group for tensors of `device`: gloo, nccl, ...; for torch's fake group, in which benchmarks
     measure one rank of many alone, the device's real one."""
+    assert group is not None
     name = group._get_backend(device).name().lower()
     return device_of(device).backend if name == "fake" else name
 
@@ -210,9 +224,16 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
             "World.from_environment(device='cuda'), but torch sees no GPU here; use "
             "World.from_environment(device='cpu') or auto"
         )
-    if local_rank >= num_gpus():
+    if local_rank >= num_gpus_for(local_rank + 1):
         raise ConfigError(
             f"local rank {local_rank} has no GPU: this machine has {num_gpus()}; use "
             f"torchrun --nproc-per-node={num_gpus()} or less, or World.from_environment(device='cpu')"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank if local_rank < num_gpus() else 0)
+
+
+def num_gpus_for(num_local_ranks: int) -> int:
+    """GPUs for the ranks of this machine. A task of its own (`srun --gpus-per-task=1`) sees one, which no other has;
+    ranks that one process starts, torchrun's and the launcher's, all see the same."""
+    is_own_task = "LOCAL_RANK" in os.environ and not set(_SHARED_STARTS).intersection(os.environ)
+    return num_local_ranks if num_gpus() == 1 and is_own_task else num_gpus()
