@@ -76,6 +76,9 @@ class _Recorded(Event):
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self.of_torch)
 
+    def is_done(self) -> bool:
+        return self.of_torch.query()
+
     def settle(self) -> None:
         self.of_torch.synchronize()
 

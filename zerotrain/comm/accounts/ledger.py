@@ -7,6 +7,7 @@ from functools import cache
 from typing import NoReturn
 
 from zerotrain.comm.accounts.blame import is_of_others
+from zerotrain.comm.accounts.overdue import Overdue
 from zerotrain.comm.accounts.whereabouts import Whereabouts
 
 ORDER_BITS = 52
@@ -65,11 +66,15 @@ class Journal:
 
     Args:
         overlap: False lets each collective be waited for as soon as it is issued.
+        overdue: watches them; None where the host waits for each.
     """
 
-    def __init__(self, ledger: Ledger, whereabouts: Whereabouts, *, overlap: bool) -> None:
+    def __init__(
+        self, ledger: Ledger, whereabouts: Whereabouts, *, overlap: bool, overdue: Overdue | None = None
+    ) -> None:
         self.ledger = ledger
         self.overlap = overlap
+        self.overdue = overdue
         self._whereabouts = whereabouts
         self._orders: Counter[str] = Counter()
 

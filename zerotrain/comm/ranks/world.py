@@ -4,7 +4,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerotrain.comm.accounts.blame import is_of_others
+from zerotrain.comm.accounts.overdue import Overdue, Tell, tell_log
 from zerotrain.comm.accounts.shortage import files_problem, num_open_files
 from zerotrain.comm.accounts.whereabouts import Whereabouts
 from zerotrain.comm.ranks.environment import STORE_VARIABLE, RankEnvironment
@@ -68,19 +69,31 @@ class World:
     """Whether `close` ends torch.distributed as a whole."""
     whereabouts: Whereabouts = field(init=False, compare=False)
     """This rank's place in the training, for the error of a failed collective."""
+    tell: Tell = field(default=tell_log, compare=False)
+    """Is told of a collective that does not end, where the host does not wait for them."""
+    overdue: Overdue | None = field(init=False, compare=False)
+    """Watches collectives there."""
 
     def __post_init__(self) -> None:
         group_name = "" if self.group is None else self.group.group_name
-        object.__setattr__(self, "whereabouts", Whereabouts(self.rank, self.size, group_name))
+        whereabouts, overdue = Whereabouts(self.rank, self.size, group_name), None
+        if self.group is not None and not device_of(self.device).is_host:
+            timeout = timeout_of(self.group, self.device)
+            overdue = None if timeout is None else Overdue(whereabouts, timeout.total_seconds(), self.tell)
+        object.__setattr__(self, "whereabouts", whereabouts)
+        object.__setattr__(self, "overdue", overdue)
 
     @classmethod
-    def from_environment(cls, device: str = "auto", timeout_s: float = 300.0, *, shared_memory: bool = True) -> "World":
+    def from_environment(
+        cls, device: str = "auto", timeout_s: float = 300.0, *, shared_memory: bool = True, tell: Tell = tell_log
+    ) -> "World":
         """Join the ranks that RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT describe; without them, be alone.
 
         Args:
             device: cpu, cuda, or auto (cuda where there is one).
             timeout_s: seconds to wait for the other ranks, when they meet and in each collective.
             shared_memory: CPU ranks of one host read each other's memory; False: they send through sockets.
+            tell: told on a thread of a collective that does not end, some seconds before NCCL ends the process.
 
         Raises:
             ConfigError: cuda was asked for and is not there; the variables are incomplete or contradict each other; the
@@ -110,7 +123,7 @@ class World:
                 timeout=timedelta(seconds=timeout_s),
                 device_id=None if kind.is_host else chosen,
             )
-            return cls._around(chosen, local_rank, started_here=True, shared_memory=shared_memory)
+            return cls._around(chosen, local_rank, started_here=True, shared_memory=shared_memory, tell=tell)
 
         limit_s = _JOIN_S[kind.backend] + ranks.world_size * _JOIN_S_OF_A_RANK
         return make_together(ranks, join, min(timeout_s, limit_s))
@@ -143,12 +156,19 @@ class World:
         return cls._around(device, int(os.environ.get("LOCAL_RANK", dist.get_rank())), started_here=False)
 
     @classmethod
-    def _around(cls, device: torch.device, local_rank: int, started_here: bool, shared_memory: bool = True) -> "World":
+    def _around(
+        cls,
+        device: torch.device,
+        local_rank: int,
+        started_here: bool,
+        shared_memory: bool = True,
+        tell: Tell = tell_log,
+    ) -> "World":
         rank, size, everyone = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
         # Without a timeout of its own the new group would wait by torch's default, half an hour on gloo.
         reductions = dist.new_group(timeout=timeout_of(everyone, device))
         shards = Shards(rank, size, everyone, reductions, shared_memory=shared_memory)
-        return cls(rank, size, local_rank, device, shards=shards, group=everyone, started_here=started_here)
+        return cls(rank, size, local_rank, device, shards=shards, group=everyone, started_here=started_here, tell=tell)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The element-wise sum of a small tensor over all ranks, in place; CommError if they do not come. For metrics,
@@ -165,11 +185,18 @@ class World:
     def _together(self, collective: str, call: Callable[[], object]) -> None:
         started_s = time.monotonic()
         try:
-            call()
+            with self.watching(collective):
+                call()
         except RuntimeError as error:
             if not is_of_others(error):
                 raise
             raise self.whereabouts.lost_others(error, collective, time.monotonic() - started_s) from error
+
+    def watching(self, collective: str) -> AbstractContextManager[None]:
+        """In here a collective is issued, and is told of if it does not end."""
+        if self.overdue is None:
+            return nullcontext()
+        return self.overdue.watching(collective, device_of(self.device).event)
 
     def close(self) -> None:
         """Leave the groups. Safe to call twice; a group the caller made is left to the caller."""

@@ -87,9 +87,13 @@ class Failure:
             **({name: getattr(error, name) for name in _OF_WAITS} if isinstance(error, CommError) else {}),
         )
 
-    def write(self, ranks_dir: Path) -> None:
-        """Leave it in the folder of the ranks' logs, for `first_failure`, which another rank may call meanwhile."""
-        with whole(ranks_dir / f"{self.rank}.error.json") as file:
+    def write(self, ranks_dir: Path, kind: str = "error") -> None:
+        """Leave it in the folder of the ranks' logs, for `first_failure`, which another rank may call meanwhile.
+
+        Args:
+            kind: error, or overdue.error of one that may end well: each has a file of its own.
+        """
+        with whole(ranks_dir / f"{self.rank}.{kind}.json") as file:
             time_s = self.time_s + clock_error(Path(file.name))
             file.write(json.dumps(asdict(replace(self, time_s=time_s))).encode())
 
