@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.ranks.world import num_gpus_for
 from zerotrain.commands.frame import RUN, TRUST, WEIGHTS, exit_code, is_averaged, parser_of
 from zerotrain.config.checks import OPEN_GROUPS as CHECKED_GROUPS
 from zerotrain.config.checks import class_problems, value_problems
@@ -24,7 +25,6 @@ from zerotrain.config.compose import first_line, from_values, known_keys, litera
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.suggest import did_you_mean
 from zerotrain.config.words import in_words_of_config, words_of_config
-from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.state.sources.files import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
@@ -152,7 +152,7 @@ def evaluate(
         if problems := class_problems(config):
             raise ConfigError(*problems)
         num_local, num_ranks = _num_ranks(config, ranks)
-        config.launch.device, why = device_for(config.launch.device, num_local, num_gpus())
+        config.launch.device, why = device_for(config.launch.device, num_local, num_gpus_for(num_local))
         try:
             with _known_in_one_line(config, run.path):
                 data = _checked(config, told["weights"], averaged, num_local, num_ranks)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from zerotrain.comm.accounts.overdue import Tell, tell_log
 from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import CheckpointError, ConfigError
@@ -27,6 +28,7 @@ def run(
     averaged: bool = False,
     folder: Path | None = None,
     enter: Callable[[str], None] = lambda phase: None,
+    tell: Tell = tell_log,
 ) -> dict[str, Any]:
     """The validation loss as a run of this config computes it, on as many ranks as the environment tells.
 
@@ -37,6 +39,7 @@ def run(
         averaged: take the averages of the weights in a checkpoint.
         folder: rank 0 writes what is returned to `LOSS_NAME` in it; None: nowhere.
         enter: told what is done from then on.
+        tell: see `World.from_environment`.
 
     Returns:
         `loss` in nats, and `by_source`: {source of a mix: its loss}.
@@ -48,7 +51,7 @@ def run(
     if config.train.deterministic:
         make_deterministic()
     enter("joining the other ranks")
-    with words_of_config(), nothing_imported_from(weights), join_ranks(config) as world:
+    with words_of_config(), nothing_imported_from(weights), join_ranks(config, tell) as world:
         enter(f"building {config.model.get('_target_')}")
         torch.manual_seed(config.seed)  # for what the model draws and no checkpoint has: buffers that are not saved
         engine = build_engine_of(config, world)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zerotrain.api import assemble_engine
+from zerotrain.comm.accounts.overdue import Tell, tell_log
 from zerotrain.comm.ranks.world import World
 from zerotrain.config.compose import noted
 from zerotrain.config.interpolation import unresolved
@@ -54,6 +55,7 @@ def run(
     resume_from: Sequence[str] = (),
     restarts: int = 0,
     stage: int | None = None,
+    tell: Tell = tell_log,
 ) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
@@ -67,13 +69,14 @@ def run(
         resume_from: checkpoints to go on from, the best first.
         restarts: repeated in result.json too.
         stage: to build the engine at, which the first of `resume_from` is due to go on at; None: the run's first.
+        tell: see `World.from_environment`.
     """
     if config.train.deterministic:
         make_deterministic()
     enter("joining the other ranks")
     stage = config.zero.stages[0] if stage is None else stage
     facts = {"stage": stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
-    with words_of_config(), join_ranks(config) as world:
+    with words_of_config(), join_ranks(config, tell) as world:
         enter(f"building {config.model.get('_target_')}")
         told = {"run_facts": facts, "begin": begin, "data_checked": data_checked}
         trainer = _trainer(config, world, run_dir, stage, resume_from, **told)
@@ -81,10 +84,11 @@ def run(
         return trainer.run()
 
 
-def join_ranks(config: Config) -> World:
+def join_ranks(config: Config, tell: Tell = tell_log) -> World:
     """See `World.from_environment`."""
     launch = config.launch
-    return World.from_environment(launch.device, launch.timeout_s, shared_memory=launch.shared_memory == "auto")
+    shared_memory = launch.shared_memory == "auto"
+    return World.from_environment(launch.device, launch.timeout_s, shared_memory=shared_memory, tell=tell)
 
 
 def _trainer(

@@ -67,8 +67,9 @@ class OptimizerStep:
         squares = schedule.reductions.squares
         norm_value, coefficient_value, signals, coefficient, stamps = self._norm(squares, param_groups)
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
-        if not math.isfinite(norm_value) and self._max_grad_norm is None:
-            # Taken in fp32, since it is only shown. A gradient of 1e20 is finite, and its square is not.
+        is_exact = all(bucket.gradient.reduction.has_exact_norm for bucket in schedule.trained)
+        if not math.isfinite(norm_value) and not is_exact:
+            # Taken in fp32. A gradient of 1e20 is finite, and its square is not.
             squares = StepSquares()
             for bucket in schedule.trained:
                 squares.add(bucket.gradient.reduction.take_squares(loss_scale, exact=True))
