@@ -39,6 +39,8 @@ class TrainingFeed:
         """Steps done before."""
         self.reads_tokens = False
         """Whether the rows of the last step were of tokens."""
+        self.num_labels: list[int] = []
+        """Labels that count in each micro-batch of the last step."""
         self.tokens_per_sequence: int | None = getattr(dataset.train, "tokens_per_sequence", None)
         """Labels that count in each sequence, where all have the same number."""
         self.sampler = GlobalBatchSampler(
@@ -103,10 +105,10 @@ class TrainingFeed:
     def next_step(self, loader: StepLoader) -> tuple[list[Any], Sequence[float | torch.Tensor] | None, torch.Tensor]:
         """(inputs of each micro-batch, weight of each, [labels that count, tokens] over all ranks) of the next step.
         Tokens count with their padding; there are 0 in rows of something else."""
-        micro_batches, num_labels = loader.next_step()
+        micro_batches, self.num_labels = loader.next_step()
         num_tokens = sum(map(num_tokens_of, micro_batches))
         self.reads_tokens = num_tokens > 0
-        return [as_inputs(batch) for batch in micro_batches], *self._loss_weights(num_labels, num_tokens)
+        return [as_inputs(batch) for batch in micro_batches], *self._loss_weights(self.num_labels, num_tokens)
 
     def leaf(self, virtual_rank: int) -> tuple[list[Any], list[float | torch.Tensor] | None]:
         """(inputs of each micro-batch, weight of each) of one virtual rank in the next step, read here and alone. If

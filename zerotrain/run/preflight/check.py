@@ -44,6 +44,7 @@ from zerotrain.run.preflight.data import (
     require_asked_for,
     require_callbacks_fit,
     require_fit,
+    require_outputs,
 )
 from zerotrain.run.preflight.length import take_max_steps
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
@@ -108,7 +109,9 @@ def check(
         stages = _stages_to_come(goes_on_from, config)
         attempt("model", lambda config: require_memory(config, sized, factory, batches[0][0], ranks, room, stages))
     attempt("scheduler", _naming_the_argument("scheduler", try_schedule))
-    attempt("callbacks", lambda config: require_callbacks_fit(data, config))
+    callbacks = attempt("callbacks", lambda config: require_callbacks_fit(data, config))
+    if model is not None and callbacks:
+        attempt("callbacks", lambda _: require_outputs(model, callbacks))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
     return fingerprint or {}

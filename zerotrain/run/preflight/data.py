@@ -1,12 +1,13 @@
 """Checks of the data before any rank starts."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from zerotrain.config.schema import Config
-from zerotrain.data.reading.inputs import ids_of
+from zerotrain.data.reading.inputs import WITH_OUTPUTS, ids_of
 from zerotrain.data.reading.items import first_batches, require_next_tokens, require_taken
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
@@ -15,7 +16,7 @@ from zerotrain.settings import problems_in
 from zerotrain.training import Callback
 from zerotrain.training.callbacks.early_stopping import EarlyStopping
 from zerotrain.training.callbacks.sample import prompts_of
-from zerotrain.training.metrics import metrics_in
+from zerotrain.training.metrics.metric import OF_TRAINING, OF_VALIDATION, metrics_in
 
 SETS = ("train", "validation")
 NO_VALIDATION = "data.validation is empty; give data.validation_fraction=0.1, or leave this out"
@@ -55,9 +56,12 @@ def require_callbacks_fit(data: Any, config: Config) -> dict[str, Callback]:
     """The callbacks; ConfigError where one needs an evaluation that there is not, or a metric that an evaluation has
     not."""
     callbacks = build_callbacks(config)
-    metrics = metrics_in(callbacks)
+    metrics, of_training = metrics_in(callbacks, OF_VALIDATION), metrics_in(callbacks, OF_TRAINING)
     if "loss" in metrics:
         raise ConfigError("callbacks.loss: an evaluation has val_loss already; give the metric another name")
+    for name in ("loss", "s"):
+        if name in of_training:
+            raise ConfigError(f"callbacks.{name}: metrics.jsonl has train_{name} already; give the metric another name")
     if data is None:
         return callbacks
     followed = {
@@ -74,6 +78,17 @@ def require_callbacks_fit(data: Any, config: Config) -> dict[str, Callback]:
         if metric not in known:
             raise ConfigError(f"{name}: got {metric}; an evaluation has {', '.join(known)}")
     return callbacks
+
+
+def require_outputs(model: nn.Module, callbacks: Mapping[str, Callback]) -> None:
+    """Check that the model gives its outputs beside its loss where a metric of training looks at them."""
+    for name, metric in metrics_in(callbacks, OF_TRAINING).items():
+        if metric.needs_outputs and WITH_OUTPUTS not in inspect.signature(model.forward).parameters:
+            raise ConfigError(
+                f"callbacks.{name}.of: has {OF_TRAINING}, for which {type(model).__name__}.forward must take "
+                f"{WITH_OUTPUTS}=True and return (loss, outputs); it has no such argument: give it one, or leave "
+                f"{OF_TRAINING} out"
+            )
 
 
 def require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -> None:

@@ -18,7 +18,8 @@ from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.engine.update.leaves import call_model
 from zerotrain.training.callback import Callback, Run
-from zerotrain.training.metrics import Metric, MetricStates
+from zerotrain.training.metrics import Metric
+from zerotrain.training.metrics.states import MetricStates
 
 ROWS_PER_EVAL_BATCH = 8
 """Rows of one of `train.eval_batches`. It is fixed: the validation rows must not depend on ranks."""
@@ -170,13 +171,11 @@ def evaluate_all(
     """
     rows = validation_rows(len(dataset), num_sequences)
     num_rounds = max(1, math.ceil(len(rows) / (world.size * micro_batch_size)))
-    # By the number of the micro-batch: sum of losses, number of labels. Each is filled in by one rank.
-    parts = torch.zeros(num_rounds * world.size, 2, dtype=torch.float64, device=world.device)
-    measured = MetricStates(metrics or {}, step)
+    measured = MetricStates(metrics or {}, "val_", f"evaluation after step {step}")
     known = tokens_known(engine.module)
     fetch = partial(fetch_rows, dataset, seed=seed, step=step, collate=collate, name=name, vocab_size=known)
     with torch.no_grad(), device_of(world.device).keep_generators(), in_evaluation_mode(engine):
-        for number in range(world.rank, len(parts), world.size):
+        for number in range(world.rank, num_rounds * world.size, world.size):
             mine = rows[number * micro_batch_size : (number + 1) * micro_batch_size]
             # A rank that has no row left runs a forward all the same and counts nothing of it: where parameters are
             # sharded, the others need its part of them.
@@ -184,21 +183,10 @@ def evaluate_all(
             batch = fetch(read, epochs=[0] * len(read))
             num_counted = num_labels(batch, len(mine)) if mine else 0
             batch = to_device(batch, world.device)
-            parts[number] = _loss_and_labels(engine, batch, num_counted)
+            loss = call_model(engine, as_inputs(batch))
             outputs = call_model(engine, without_labels(batch)) if measured.needs_outputs else None
-            if num_counted:
-                measured.add(number, outputs, labels_of(batch))
-        loss = _mean(world.sum(parts))
-        return {"val_loss": loss} | measured.values(world, loss, len(parts))
-
-
-def _mean(parts: torch.Tensor) -> float:
-    """The mean loss of (sum of losses, number of labels) of each micro-batch, (n, 2) fp64, added up in their order: the
-    sums of each rank, added up, would be other bits at another number of ranks."""
-    loss_sum, total = 0.0, 0.0
-    for loss, count in parts.tolist():
-        loss_sum, total = loss_sum + loss, total + count
-    return loss_sum / total if total else math.nan
+            measured.add(number, loss, num_counted, outputs, labels_of(batch))
+        return measured.values(world, num_rounds * world.size)
 
 
 @contextmanager
@@ -218,12 +206,3 @@ def validation_rows(num_available: int, num_wanted: int) -> list[int]:
     """Which sequences an evaluation reads: as many as wanted, or all, evenly spread over the validation set."""
     num_rows = min(num_available, num_wanted)
     return [row * num_available // num_rows for row in range(num_rows)]
-
-
-def _loss_and_labels(engine: ZeroEngine, batch: Any, count: int) -> torch.Tensor:
-    """(sum of losses, number of labels that count) of a micro-batch, (2,) fp64. A loss over no label counts nothing:
-    its mean is nan in many models."""
-    loss = call_model(engine, as_inputs(batch)).double()
-    if count == 0:
-        return loss.new_zeros(2)
-    return torch.stack([loss * count, torch.full_like(loss, count)])

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.errors import CheckpointError
-from zerotrain.files.untrusted import Each, Natural, Optional, UntrustedFileError, require_schema
+from zerotrain.files.untrusted import Check, Each, Natural, Optional, UntrustedFileError, require_schema
 from zerotrain.training.figures.metrics import EARLIER
+from zerotrain.training.metrics.states import are_told
 
 _LOSS = Optional((float, None))
 
@@ -34,6 +35,7 @@ _STATE = {
     "data": dict, "skipped_steps": Natural(), "evaluated_at": (int, None), "result": _RESULT,
     "clock": _CLOCK, "sinks": [(dict, None)], "asked_stages": AskedStages(),
     "callbacks": Optional(Each(dict)), "best": Optional({"metric": str, "value": float, "step": Natural()}),
+    "training_metrics": Optional(Check(are_told, "numbers that metrics have kept")),
 }  # fmt: skip
 
 
