@@ -1,4 +1,5 @@
-"""`python -m zerotrain evaluate RUN [SETTING=VALUE ...]`: the validation loss of a checkpoint, as the run had it."""
+"""`python -m zerotrain evaluate RUN [SETTING=VALUE ...]`: validation loss and metrics of a checkpoint, as the run had
+them."""
 
 import os
 import shutil
@@ -19,10 +20,11 @@ from yaml import YAMLError
 from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.commands.frame import RUN, TRUST, exit_code, parser_of
 from zerotrain.config.checks import OPEN_GROUPS as CHECKED_GROUPS
-from zerotrain.config.checks import class_problems, value_problems
+from zerotrain.config.checks import callback_problems, class_problems, value_problems
 from zerotrain.config.compose import first_line, from_values, known_keys, literal
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.suggest import did_you_mean
+from zerotrain.config.targets import makes
 from zerotrain.config.words import in_words_of_config, words_of_config
 from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.state.sources.files import weight_misfits
@@ -43,25 +45,28 @@ from zerotrain.run.exported import ADAPTERS, MERGED, opened_or_exported
 from zerotrain.run.factory import build_on_meta
 from zerotrain.run.preflight import check as preflight
 from zerotrain.run.saved import OfRun
-from zerotrain.run.trust import names_others, require_trusted
+from zerotrain.run.trust import TARGET, are_known, names_others, require_trusted
 from zerotrain.settings import OffloadConfig
 from zerotrain.training.callbacks.stages import stage_at
+from zerotrain.training.metrics import Metric
 
 EXAMPLES = """\
-RUN is a run (its newest checkpoint is read), a checkpoint or an export. Settings are those of the run; SETTING=VALUE
-changes one by its full name. On a CPU the loss equals that of the run at this step, to the bit, if you change only
-settings of zero and launch. One process starts, unless launch.nproc_per_node or torchrun asks for more. Nothing is
-written to the folder of the run, which may still train, nor to the paths in its settings: text is prepared in your own
-cache, unless you give data.cache_dir.
+RUN is a run (its newest checkpoint is read), a checkpoint or an export. Settings and metrics are those of the run;
+SETTING=VALUE changes one by its full name. On a CPU all numbers equal those of the run at this step, to the bit, if you
+change only settings of zero and launch. One process starts, unless launch.nproc_per_node or torchrun asks for more.
+Nothing is written to the folder of the run, which may still train, nor to the paths in its settings: text is prepared
+in your own cache, unless you give data.cache_dir.
 
   python -m zerotrain evaluate outputs/2026-11-22/10-00-00
   python -m zerotrain evaluate outputs/2026-11-22/10-00-00 zero.stage=3 launch.nproc_per_node=4
   python -m zerotrain evaluate exported data.path=other_texts train.eval_batches=100
+  python -m zerotrain evaluate exported --metrics accuracy,perplexity 'data.validation_sets={docs: {path: docs}}'
 
 Exit code 0; 1: a rank failed; 2: an argument is wrong or the weights are damaged, one line a problem.
 """
 
 
+BUILT = (*CHECKED_GROUPS, "callbacks")
 GROUPS = tuple(each.name for each in fields(Config) if each.name != "seed")
 OPEN_GROUPS = ("model", "data")
 """Those whose settings their classes decide."""
@@ -70,7 +75,11 @@ AT_WORK += ("train.micro_batch_size", "train.deterministic", "launch.device", "l
 AT_WORK += ("launch.threads_per_rank", "launch.timeout_s", "launch.shared_memory")
 """How names of settings begin that an evaluation has a use for, but for those of `IDLE`."""
 IDLE = ("zero.schedule", "data.num_workers")
-_LOSS = {"loss": float, "by_source": Each(float)}
+_LOSS = {"metrics": Each(float)}
+METRICS = {name: {TARGET: f"zerotrain.training.metrics.{name.capitalize()}"} for name in ("accuracy", "perplexity")}
+"""Those that no run need have."""
+NO_METRICS = ("zerotrain.training.callbacks.", "zerotrain.training.loggers.")
+"""How names of classes begin that are known to be none."""
 MAX_LOSS_NBYTES = 1 << 20
 OTHER_DATA = "the data differs from that of the run: its files or their split have changed, and the loss may differ too"
 
@@ -82,15 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("path", **RUN)
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="a setting to change")
     parser.add_argument("--trust-code", **TRUST)
+    parser.add_argument("--metrics", metavar="NAMES", help="such as accuracy,perplexity, in place of those of the run")
     given = parser.parse_intermixed_args(arguments)
-    return exit_code(lambda: _run(given.path, given.settings, given.trust_code), is_told=not _is_one_of_others())
+    names = None if given.metrics is None else [each for each in given.metrics.split(",") if each]
+    told = {"metrics": names, "trust_code": given.trust_code}
+    return exit_code(lambda: _run(given.path, given.settings, **told), is_told=not _is_one_of_others())
 
 
-def _run(path: Path, settings: Sequence[str], trust_code: bool) -> int:
+def _run(path: Path, settings: Sequence[str], **told: Any) -> int:
     ranks = RankEnvironment.read()
     try:
         with words_of_config():
-            step, loss, by_source = evaluate(path, settings, trust_code=trust_code)
+            step, metrics = evaluate(path, settings, **told)
     except (ConfigError, CheckpointError):
         raise
     except Exception as error:
@@ -99,9 +111,9 @@ def _run(path: Path, settings: Sequence[str], trust_code: bool) -> int:
             exit_now(exits.FAILED)
         return exits.FAILED
     if not _is_one_of_others():
-        print(f"step {step}: validation loss {loss!r}")
-        for name, of_source in by_source.items():
-            print(f"  {printable(name, keep='')}: {of_source!r}")
+        print(f"step {step}: validation loss {metrics.pop('val_loss', 'of each set')}")
+        for name, value in metrics.items():
+            print(f"  {printable(name.removeprefix('val_').removeprefix('loss/'), keep='')}: {value!r}")
     return exits.COMPLETED
 
 
@@ -120,14 +132,19 @@ def _tell(error: Exception, rank: int) -> None:
 
 
 def evaluate(
-    path: str | os.PathLike[str], settings: Sequence[str] = (), *, trust_code: bool = False
-) -> tuple[int, float, dict[str, float]]:
-    """(step, validation loss, loss of each source of a mix) of a checkpoint: in this process, as one of torchrun's
-    ranks, or by ranks that are started for it.
+    path: str | os.PathLike[str],
+    settings: Sequence[str] = (),
+    *,
+    metrics: Sequence[str] | None = None,
+    trust_code: bool = False,
+) -> tuple[int, dict[str, float]]:
+    """(step, the numbers of `RunEvaluation.after`) of a checkpoint: in this process, as one of torchrun's ranks, or by
+    ranks that are started for it.
 
     Args:
         path: of a checkpoint, of a run, of which the newest is taken, or of an exported folder.
         settings: such as train.eval_batches=100, in place of those of the run.
+        metrics: names of the run's or of `METRICS`; None: all of the run's.
         trust_code: see `OfRun.trusts_code`. A class that one of `settings` names is trusted.
 
     Raises:
@@ -139,18 +156,20 @@ def evaluate(
     ranks = RankEnvironment.read()
     with nothing_imported_from(path), opened_or_exported(path) as run:
         told: dict[str, Any] = {"weights": str(run.path), "step": run.step}
-        config = with_settings(_of_evaluation(run), settings)
+        config = _of_evaluation(run)
+        config.callbacks, left_out = _metrics_of(config, metrics, trust_code)
+        config = with_settings(config, settings)
         if not trust_code:
             given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
-            require_trusted(config, CHECKED_GROUPS, run.path, given=given)
-        if problems := class_problems(config):
+            require_trusted(config, BUILT, run.path, given=given)
+        if problems := class_problems(config) + callback_problems(config):
             raise ConfigError(*problems)
         num_local, num_ranks = _num_ranks(config, ranks)
         config.launch.device, why = device_for(config.launch.device, num_local, num_gpus())
         try:
             with _known_in_one_line(config, run.path):
                 data = _checked(config, told["weights"], num_local, num_ranks)
-            for warning in _warnings(why, run.data_fingerprint not in (None, data), settings):
+            for warning in _warnings(why, left_out, run.data_fingerprint not in (None, data), settings):
                 print(f"warning: {warning}", file=sys.stderr)
             if ranks is None and num_ranks > 1:
                 result = _by_ranks(config, told, num_ranks)
@@ -163,7 +182,35 @@ def evaluate(
             raise CheckpointError(
                 f"{run.path} was removed by its run while it was read; try again with a newer one"
             ) from error
-    return told["step"], result["loss"], result["by_source"]
+    return told["step"], result["metrics"]
+
+
+def _metrics_of(config: Config, wanted: Sequence[str] | None, trust_code: bool) -> tuple[dict[str, Any], list[str]]:
+    """The metrics among the callbacks of a run, or those that are wanted; and the names of callbacks that may be some
+    too, and whose classes are not trusted. Of those nothing is imported.
+
+    Raises:
+        ConfigError: one that is wanted is not there, or not trusted.
+    """
+    found, left_out = {}, []
+    for name, values in config.callback_targets.items():
+        if not (trust_code or are_known(values)):
+            is_none = isinstance(values, dict) and str(values.get(TARGET)).startswith(NO_METRICS)
+            left_out += [] if is_none else [name]
+        elif makes(values.get(TARGET), Metric):
+            found[name] = values
+    if wanted is None:
+        return found, left_out
+    problems = []
+    for name in wanted:
+        if name in left_out:
+            problems.append(f"--metrics: {name} is of a class that is not known; give --trust-code to run its code")
+        elif name not in found | METRICS:
+            problems.append(f"--metrics: there is no {printable(name)}; there are {', '.join(found | METRICS)}")
+    if problems:
+        raise ConfigError(*problems)
+    chosen = {name: (METRICS | found)[name] for name in wanted}
+    return {name: {key: each for key, each in values.items() if key != "of"} for name, values in chosen.items()}, []
 
 
 @contextmanager
@@ -186,17 +233,21 @@ def _known_in_one_line(config: Config, path: Path) -> Iterator[None]:
     except ZeroTrainError:
         raise
     except Exception as error:
-        if names_others(config, CHECKED_GROUPS):
+        if names_others(config, BUILT):
             raise
         raise ConfigError(f"{path} cannot be evaluated: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _warnings(why: str | None, is_other_data: bool, settings: Sequence[str]) -> list[str]:
+def _warnings(why: str | None, left_out: Sequence[str], is_other_data: bool, settings: Sequence[str]) -> list[str]:
     """The warnings that one rank prints before the loss is known."""
     if _is_one_of_others():
         return []
     is_meant = any(each.startswith(("data.", "seed=")) for each in settings)
-    return ([why] if why else []) + ([OTHER_DATA] if is_other_data and not is_meant else [])
+    lines = [why] if why else []
+    lines += [
+        f"callbacks.{printable(name)} is left out; if it is a metric, --trust-code computes it" for name in left_out
+    ]
+    return lines + ([OTHER_DATA] if is_other_data and not is_meant else [])
 
 
 def _of_evaluation(run: OfRun) -> Config:
@@ -208,7 +259,7 @@ def _of_evaluation(run: OfRun) -> Config:
         config.model["lora"] = None
     config.zero.stage, config.zero.schedule = stage_at(config.zero.stages, run.step), None
     config.train.virtual_ranks, config.train.gradient_accumulation_steps = None, 1
-    config.offload, config.checkpoint, config.callbacks = OffloadConfig(), CheckpointConfig(), {}
+    config.offload, config.checkpoint = OffloadConfig(), CheckpointConfig()
     config.data = _kept_in_own_cache(config.data)
     config.launch.nproc_per_node, config.launch.max_restarts = 1, 0
     return config
@@ -284,7 +335,7 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
 def _checked(config: Config, weights: str, num_local: int, num_ranks: int) -> dict[str, Any]:
     """The data as it is after all that can be checked without ranks. A ConfigError with every problem found."""
     data = preflight.check(config, num_local, num_ranks)
-    if not data["validation_rows"]:
+    if not data["validation_rows"] and not config.validation_set_targets:
         raise ConfigError("data.validation is empty, so that there is nothing to evaluate on; give other data")
     model = build_on_meta(config)
     if model is not None and (misfits := weight_misfits(weights, model)):
@@ -293,7 +344,7 @@ def _checked(config: Config, weights: str, num_local: int, num_ranks: int) -> di
 
 
 def _by_ranks(config: Config, told: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """The loss by ranks that are started here. A ConfigError or RunError with the first cause of a failure."""
+    """The numbers by ranks that are started here. A ConfigError or RunError with the first cause of a failure."""
     with _folder_of_ranks() as folder:
         job = Job(config=config, run_dir=folder, overrides=[], evaluates=told)
         job.ranks_dir.mkdir()

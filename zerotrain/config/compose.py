@@ -17,7 +17,10 @@ from zerotrain.config.suggest import did_you_mean, we_call_it
 from zerotrain.errors import ConfigError
 from zerotrain.files.regular import only_regular
 
-LATER = (("train", "num_epochs"), ("train", "max_tokens"), ("train", "sample_prompts"), ("checkpoint", "best"))
+LATER = (
+    *(("train", "num_epochs"), ("train", "max_tokens"), ("train", "sample_prompts"), ("checkpoint", "best")),
+    ("data", "validation_sets"),
+)
 """Settings that an earlier zerotrain does not know."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """With the backslashes before it, each of which would be taken for an escape."""
@@ -84,8 +87,8 @@ def noted(config: Config) -> dict[str, Any]:
     if not config.callbacks:
         del values["callbacks"]
     for group, name in LATER:
-        if values[group][name] is None:
-            del values[group][name]
+        if values[group].get(name) is None:
+            values[group].pop(name, None)
     return values
 
 

@@ -23,6 +23,7 @@ class TrainingFeed:
     def __init__(
         self,
         dataset: Any,
+        validation_sets: Mapping[str, Any],
         *,
         engine: ZeroEngine,
         world: World,
@@ -33,7 +34,8 @@ class TrainingFeed:
         num_workers: int,
         collate: Collate | None,
     ) -> None:
-        self._dataset, self._world, self._collectives = dataset, world, engine.collectives
+        self._dataset, self._validation_sets = dataset, validation_sets
+        self._world, self._collectives = world, engine.collectives
         self._num_workers, self._collate, self._vocab_size = num_workers, collate, tokens_known(engine.module)
         self.first_step = first_step
         """Steps done before."""
@@ -81,7 +83,9 @@ class TrainingFeed:
         Raises:
             ConfigError: on every rank, where it is another.
         """
-        self.sampler.fingerprint = fingerprint_of(self._dataset, seed=self.sampler.seed)
+        self.sampler.fingerprint = fingerprint_of(
+            self._dataset, seed=self.sampler.seed, validation_sets=self._validation_sets
+        )
         require_same_data(self._collectives, self.sampler.fingerprint, checked)
         if state is not None:
             try:

@@ -54,7 +54,7 @@ def callbacks_of(
         ),
         Sample(num_tokens=given.sample_tokens, prompts=given.sample_prompts, seed=given.seed),
         stages,
-        ShowStart(stages, feed.sampler),
+        ShowStart(stages, feed.sampler, given.validation_sets),
         ShowProgress(),
         Recording(trace=given.profile, memory=given.memory_snapshot),
     ]
@@ -67,6 +67,7 @@ def callbacks_of(
             engine=engine,
             world=world,
             dataset=given.dataset.validation,
+            validation_sets=given.validation_sets,
             micro_batch_size=given.micro_batch_size,
             seed=given.seed,
             collate=given.collate_fn,

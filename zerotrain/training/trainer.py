@@ -41,6 +41,7 @@ class Trainer(TrainerSettings):
             )
         self.feed = TrainingFeed(
             self.dataset,
+            self.validation_sets,
             engine=self.engine,
             world=self.world,
             seed=self.seed,

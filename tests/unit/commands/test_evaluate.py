@@ -87,7 +87,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]
 def test_what_the_model_draws_when_it_is_built_is_what_the_run_drew(run: tuple[Path, float]) -> None:
     """Buffers that are not saved were others, and so was the loss (2026-11-22)."""
     torch.manual_seed(99)
-    assert evaluate.evaluate(run[0], trust_code=True) == (2, run[1], {})
+    assert evaluate.evaluate(run[0], trust_code=True) == (2, {"val_loss": run[1]})
 
 
 def test_it_leaves_the_number_of_threads_as_it_was(run: tuple[Path, float]) -> None:
@@ -131,7 +131,7 @@ def test_text_is_prepared_where_the_user_says_and_never_where_a_file_does(tmp_pa
         monkeypatch.setenv("XDG_CACHE_HOME", str(mine))
         monkeypatch.chdir(tmp_path)
         for settings, used in (([], mine / "zerotrain"), (own, given)):
-            assert evaluate.evaluate(folder, settings, trust_code=True)[1] == loss
+            assert evaluate.evaluate(folder, settings, trust_code=True)[1]["val_loss"] == loss
             assert not of_file.exists()
             assert any(used.iterdir())
             shutil.rmtree(used)
@@ -151,8 +151,8 @@ def test_a_class_of_the_user_is_built_where_he_trusts_it_or_names_it(run: tuple[
     assert evaluate.main([str(run[0])]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"names model._target_={__name__}.Drawn; a file may only name " in line
-    assert evaluate.evaluate(run[0], [f"model._target_={__name__}.Drawn"]) == (2, run[1], {})
-    assert evaluate.evaluate(run[0], trust_code=True) == (2, run[1], {})
+    assert evaluate.evaluate(run[0], [f"model._target_={__name__}.Drawn"]) == (2, {"val_loss": run[1]})
+    assert evaluate.evaluate(run[0], trust_code=True) == (2, {"val_loss": run[1]})
 
 
 @pytest.mark.case(
@@ -223,7 +223,7 @@ def test_a_run_that_goes_on_does_not_remove_what_is_evaluated(run: tuple[Path, f
         return check(*given)
 
     monkeypatch.setattr(evaluate, "_checked", beside_saves)
-    assert evaluate.evaluate(tmp_path / "run", trust_code=True) == (2, run[1], {})
+    assert evaluate.evaluate(tmp_path / "run", trust_code=True) == (2, {"val_loss": run[1]})
     assert sorted(each.name for each in folder.iterdir()) == ["step-00000002", "step-00000045"]
 
 

@@ -65,6 +65,8 @@ def _of_sources(sources: Mapping[str, Any], name: str, seed: int, collate: Colla
 
 def source_name(name: str, source: str) -> str:
     """The name for a source of a mix: "data.sources.code.data.train" for "data.train"."""
+    if name.startswith("data.validation_sets."):
+        return f"{name}.sources.{source}.data"
     return name.replace("data.", f"data.sources.{source}.data.", 1)
 
 
