@@ -44,6 +44,8 @@ from zerotrain.run.preflight.data import (
     require_asked_for,
     require_callbacks_fit,
     require_fit,
+    require_outputs,
+    validation_sets_of,
 )
 from zerotrain.run.preflight.length import take_max_steps
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
@@ -88,8 +90,13 @@ def check(
     if _take_vocab_size(config, data):
         with refusing_too_large(config, ranks, room):
             model = attempt("model", _require_module)
-    batches = None if data is None else attempt("data", lambda config: _first_batches(data, config, ranks, room))
-    fingerprint = None if batches is None else attempt("data", lambda config: fingerprint_of(data, seed=config.seed))
+    batches = fingerprint = sets = None
+    if data is not None:
+        sets = attempt("data", lambda config: validation_sets_of(data, config))
+    if sets is not None:
+        batches = attempt("data", lambda config: _first_batches(data, sets, config, ranks, room))
+    if batches is not None:
+        fingerprint = attempt("data", lambda config: fingerprint_of(data, seed=config.seed, validation_sets=sets))
     frozen = None if model is None else attempt("model", lambda config: _try_model(model, config))
     if model is not None and frozen is not None:
         problems += _start_misfits(model, config.checkpoint, goes_on_from)
@@ -107,10 +114,12 @@ def check(
     sized = model if len(problems) == num_problems else None
     attempt("offload", lambda config: require_room(config, sized, run_dir, ranks))
     if sized is not None and batches is not None and not problems:
-        stages = _stages_to_come(goes_on_from, config)
-        attempt("model", lambda config: require_memory(config, sized, factory, batches[0][0], ranks, room, stages))
+        stages, first = _stages_to_come(goes_on_from, config), batches["data.train"][0]
+        attempt("model", lambda config: require_memory(config, sized, factory, first, ranks, room, stages))
     attempt("scheduler", _naming_the_argument("scheduler", try_schedule))
-    attempt("callbacks", lambda config: require_callbacks_fit(data, config))
+    callbacks = attempt("callbacks", lambda config: require_callbacks_fit(data, sets or {}, config))
+    if model is not None and callbacks:
+        attempt("callbacks", lambda _: require_outputs(model, callbacks))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
     return fingerprint or {}
@@ -143,10 +152,10 @@ class _Attempts:
             problems.append(ended_in(group, ending, getattr(config, group)))
 
 
-def _first_batches(data: Any, config: Config, ranks: Ranks, room: Room) -> list[list[Any]]:
+def _first_batches(data: Any, sets: dict[str, Any], config: Config, ranks: Ranks, room: Room) -> dict[str, list[Any]]:
     if isinstance(length := getattr(data.train, "tokens_per_sequence", None), int):
         require_rows(config, length * torch.int64.itemsize, len(data.train), ranks, room)
-    return first_batches_of(data, config)
+    return first_batches_of(data, sets, config)
 
 
 def _start_misfits(model: nn.Module, checkpoint: CheckpointConfig, goes_on_from: Manifest | None) -> list[str]:
@@ -169,7 +178,7 @@ def _stages_to_come(goes_on_from: Manifest | None, config: Config) -> list[int]:
 def prepare_data(config: Config) -> None:
     """Let the data be made that lies in a cache of this machine; ConfigError where it cannot be."""
     with words_of_config():
-        dataset_of(config)
+        validation_sets_of(dataset_of(config), config)
 
 
 def _take_vocab_size(config: Config, data: Any) -> bool:
