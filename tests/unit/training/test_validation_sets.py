@@ -208,7 +208,7 @@ def test_a_metric_of_training_is_refused_where_it_cannot_be() -> None:
         ConfigError, match=r"callbacks\.top\.of: has training, for which Linear\.forward must take with_"
     ):
         require_outputs(plain, {"top": Accuracy(of=["training"])})
-    require_outputs(plain, {"top": Accuracy(), "loss": Perplexity(of=["training"])})
+    require_outputs(plain, {"loss": Perplexity(of=["training"])})
 
 
 class OfItsOwn(Metric):

@@ -17,7 +17,7 @@ _NUM_ORDERED = 1000
 """First rows of an order of the dataset's own, such as that of a mix, which its weights change."""
 
 
-def fingerprint_of(data: Any, *, seed: int = 0, validation_sets: Mapping[str, Any] | None = None) -> Fingerprint:
+def fingerprint_of(data: Any, seed: int = 0, validation_sets: Mapping[str, Any] | None = None) -> Fingerprint:
     """Equal where the rows of `data.train` and `data.validation` are equal, as far as can be told without reading all.
 
     Args:

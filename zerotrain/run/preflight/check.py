@@ -44,7 +44,6 @@ from zerotrain.run.preflight.data import (
     require_asked_for,
     require_callbacks_fit,
     require_fit,
-    require_outputs,
     validation_sets_of,
 )
 from zerotrain.run.preflight.length import take_max_steps
@@ -90,13 +89,9 @@ def check(
     if _take_vocab_size(config, data):
         with refusing_too_large(config, ranks, room):
             model = attempt("model", _require_module)
-    batches = fingerprint = sets = None
-    if data is not None:
-        sets = attempt("data", lambda config: validation_sets_of(data, config))
-    if sets is not None:
-        batches = attempt("data", lambda config: _first_batches(data, sets, config, ranks, room))
-    if batches is not None:
-        fingerprint = attempt("data", lambda config: fingerprint_of(data, seed=config.seed, validation_sets=sets))
+    sets = None if data is None else attempt("data", lambda config: validation_sets_of(data, config))
+    batches = None if sets is None else attempt("data", lambda config: _first_batches(data, sets, config, ranks, room))
+    known = None if batches is None else attempt("data", lambda config: fingerprint_of(data, config.seed, sets))
     frozen = None if model is None else attempt("model", lambda config: _try_model(model, config))
     if model is not None and frozen is not None:
         problems += _start_misfits(model, config.checkpoint, goes_on_from)
@@ -117,12 +112,10 @@ def check(
         stages, first = _stages_to_come(goes_on_from, config), batches["data.train"][0]
         attempt("model", lambda config: require_memory(config, sized, factory, first, ranks, room, stages))
     attempt("scheduler", _naming_the_argument("scheduler", try_schedule))
-    callbacks = attempt("callbacks", lambda config: require_callbacks_fit(data, sets or {}, config))
-    if model is not None and callbacks:
-        attempt("callbacks", lambda _: require_outputs(model, callbacks))
+    attempt("callbacks", lambda config: require_callbacks_fit(data, sets or {}, config, model))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
-    return fingerprint or {}
+    return known or {}
 
 
 class _Attempts:

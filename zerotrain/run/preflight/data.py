@@ -18,7 +18,7 @@ from zerotrain.training import Callback
 from zerotrain.training.callbacks.early_stopping import EarlyStopping
 from zerotrain.training.callbacks.evaluation import in_set, rows_of_set
 from zerotrain.training.callbacks.sample import prompts_of
-from zerotrain.training.metrics.metric import OF_TRAINING, OF_VALIDATION, metrics_in
+from zerotrain.training.metrics.metric import OF_TRAINING, OF_VALIDATION, Metric, metrics_in
 
 SETS = ("train", "validation")
 NO_VALIDATION = "data.validation is empty; give data.validation_fraction=0.1, or leave this out"
@@ -72,9 +72,11 @@ def has_rows(dataset: Any) -> bool:
     return not hasattr(dataset, "__len__") or len(dataset) > 0
 
 
-def require_callbacks_fit(data: Any, sets: Mapping[str, Any], config: Config) -> dict[str, Callback]:
-    """The callbacks; ConfigError where one needs an evaluation that there is not, or a metric that an evaluation has
-    not."""
+def require_callbacks_fit(
+    data: Any, sets: Mapping[str, Any], config: Config, model: nn.Module | None = None
+) -> dict[str, Callback]:
+    """The callbacks; ConfigError where one needs an evaluation that there is not, a metric that an evaluation has not,
+    or outputs that the model does not give."""
     callbacks = build_callbacks(config)
     metrics, of_training = metrics_in(callbacks, OF_VALIDATION), metrics_in(callbacks, OF_TRAINING)
     if "loss" in metrics:
@@ -82,6 +84,8 @@ def require_callbacks_fit(data: Any, sets: Mapping[str, Any], config: Config) ->
     for name in ("loss", "s"):
         if name in of_training:
             raise ConfigError(f"callbacks.{name}: metrics.jsonl has train_{name} already; give the metric another name")
+    if model is not None:
+        require_outputs(model, of_training)
     if data is None:
         return callbacks
     followed = {
@@ -107,9 +111,9 @@ def _with_sources(metrics: Sequence[str], rows: Any) -> list[str]:
     return [*metrics, *(f"{metric}/{source}" for metric in metrics for source in getattr(rows, "sources", ()))]
 
 
-def require_outputs(model: nn.Module, callbacks: Mapping[str, Callback]) -> None:
+def require_outputs(model: nn.Module, of_training: Mapping[str, Metric]) -> None:
     """Check that the model gives its outputs beside its loss where a metric of training looks at them."""
-    for name, metric in metrics_in(callbacks, OF_TRAINING).items():
+    for name, metric in of_training.items():
         if metric.needs_outputs and WITH_OUTPUTS not in inspect.signature(model.forward).parameters:
             raise ConfigError(
                 f"callbacks.{name}.of: has {OF_TRAINING}, for which {type(model).__name__}.forward must take "
