@@ -39,10 +39,8 @@ NAMES = [
     Attack("hydra.foo=1", "hydra.foo: there is no such setting"),
     Attack("hydra.mode=foo", "hydra.mode=foo: "),
     Attack("hydra/job_logging=nope", "hydra/job_logging=nope: there is no such choice"),
-    Attack("hydra/launcher=joblib", "hydra/launcher=joblib: is not installed; pip install hydra-joblib-launcher"),
-    Attack(
-        "hydra/launcher=submitit_slurm", "hydra/launcher=submitit_slurm: is not installed; pip install hydra-submitit"
-    ),
+    Attack("hydra/launcher=rq", "hydra/launcher=rq: is not installed; pip install hydra-rq-launcher"),
+    Attack("hydra/launcher=ray", "hydra/launcher=ray: is not installed; pip install hydra-ray-launcher"),
     Attack(
         "-m hydra/sweeper=optuna seed=0,1", "hydra/sweeper=optuna: is not installed; pip install hydra-optuna-sweeper"
     ),

@@ -17,7 +17,7 @@ from zerotrain.launching.end.failures import Failure, first_failure
 from zerotrain.launching.end.presence import RankState, continue_stopped, read_states, seen_alive
 from zerotrain.launching.job import folder_lock
 from zerotrain.launching.job.job import Job, write_ending
-from zerotrain.launching.sweep.journal import JOURNAL_NAME, Event, Journal
+from zerotrain.launching.sweep.journal import JOURNAL_NAME, JobEvent, SweepJournal
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.launching.sweep.table import print_table, read_results
 from zerotrain.training.callbacks import control
@@ -32,8 +32,8 @@ def make_result(folder: Path) -> None:
     result.weights_sha256, result.tokens_per_s, result.step_ms_median = "a" * 64, 120.5, 3.2
     result.write(folder / "0")
     for event, status in (("begun", None), ("ended", "completed")):
-        said = Event(event=event, job=0, folder="0", hash="a", overrides=["zero.stage=1"], status=status)
-        Journal(folder).append(said)
+        said = JobEvent(event=event, job=0, folder="0", hash="a", overrides=["zero.stage=1"], status=status)
+        SweepJournal(folder).append(said)
 
 
 def read_result(folder: Path) -> Any:
@@ -53,10 +53,10 @@ def read_result(folder: Path) -> Any:
 def read_journal(folder: Path) -> Any:
     """By the next job of its sweep, which adds to it."""
 
-    journal = Journal(folder)
+    journal = SweepJournal(folder)
     before = journal.events()
-    journal.append(Event(event="begun", job=1, folder="1", hash="b", overrides=[]))
-    assert [event.job for event in Journal(folder).events()] == [*(event.job for event in before), 1]
+    journal.append(JobEvent(event="begun", job=1, folder="1", hash="b", overrides=[]))
+    assert [event.job for event in SweepJournal(folder).events()] == [*(event.job for event in before), 1]
     assert (folder / JOURNAL_NAME).read_bytes().endswith(b"\n")
     return read_results(Sweep(folder=folder, start=0))
 

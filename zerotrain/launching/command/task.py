@@ -155,7 +155,7 @@ def _given(hydra: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Read:
+class _ReadConfig:
     """A config as it was read, with a line for each of its values that cannot be."""
 
     config: Config | None
@@ -164,16 +164,20 @@ class _Read:
     """Why there is none."""
 
 
-def _read(composed: DictConfig) -> _Read:
+def _read(composed: DictConfig) -> _ReadConfig:
     try:
         with exits.exits_raised():
-            return _Read(*checked_config(composed))
+            return _ReadConfig(*checked_config(composed))
     except Exception as error:
-        return _Read(None, [], error)
+        return _ReadConfig(None, [], error)
 
 
 def _run(
-    composed: DictConfig, read: _Read, run_dir: Path, overrides: list[str], begin: Callable[[], None] = lambda: None
+    composed: DictConfig,
+    read: _ReadConfig,
+    run_dir: Path,
+    overrides: list[str],
+    begin: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any], int]:
     """The body of result.json, and the signal to stop that has come to this process; 0 for none.
 
@@ -224,15 +228,17 @@ def _run(
     _save_composition(composed, run_dir / ".hydra")
     shown = shown_from(Path.cwd(), run_dir)
     print(f"{stages_named(stages, step)}, ranks: {num_ranks}, run folder: {shown}", flush=True)
-    if ranks is None:
-        return _run_spawned(job, num_ranks)
+    return _run_spawned(job, num_ranks) if ranks is None else (_run_under_torchrun(job, ranks), 0)
+
+
+def _run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
     job_exchange(ranks).publish(job)
     try:
         job_exchange(ranks).prepare_data(job)
     except ZeroTrainError as error:
-        write_ending(job, num_ranks, status="failed", error=str(error))
+        write_ending(job, ranks.world_size, status="failed", error=str(error))
         raise
-    return run_here(job, ranks), 0
+    return run_here(job, ranks)
 
 
 def shown_from(here: Path, path: Path) -> Path:
@@ -283,7 +289,7 @@ def _run_spawned(job: Job, num_ranks: int) -> tuple[dict[str, Any], int]:
         raise RunError(f"{job.run_dir / RESULT_NAME}: {error}") from error
 
 
-def _settings(read: _Read, run_dir: Path, ranks: RankEnvironment | None) -> tuple[Config, list[str]]:
+def _settings(read: _ReadConfig, run_dir: Path, ranks: RankEnvironment | None) -> tuple[Config, list[str]]:
     """The config, and a line for each of its values that cannot be, and for what lies in the run's folder."""
     if read.config is None:
         raise read.error or AssertionError

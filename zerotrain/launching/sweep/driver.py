@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain.errors import ConfigError
-from zerotrain.launching.sweep.journal import JOURNAL_NAME, Journal, note_earlier_results
+from zerotrain.launching.sweep.journal import JOURNAL_NAME, SweepJournal, note_earlier_results
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.launching.sweep.telling import Teller
 
@@ -31,7 +31,7 @@ class SweepFolder(Callback):
         """The first job is about to start."""
         with suppress(OmegaConfBaseException):  # a ${...} that leads nowhere, which Hydra is about to say
             folder = Path(config.hydra.sweep.dir).absolute()
-            if not Journal(folder).nbytes:
+            if not SweepJournal(folder).nbytes:
                 note_earlier_results(folder)
             self.sweep = Sweep.of(config)
             _driven.append((self.sweep, Teller(self.sweep)))
@@ -45,7 +45,7 @@ class SweepFolder(Callback):
 def joined(folder: Path) -> Sweep:
     """The sweep whose job this process runs."""
     if not _joined:  # the user has left the callback out
-        _joined.append(Sweep(folder=folder, start=Journal(folder).nbytes))
+        _joined.append(Sweep(folder=folder, start=SweepJournal(folder).nbytes))
         _driven.append((_joined[-1], Teller(_joined[-1])))
     return _joined[-1]
 

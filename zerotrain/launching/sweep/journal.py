@@ -49,7 +49,7 @@ _OF_A_RESULT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class JobEvent:
     """One line."""
 
     event: str
@@ -104,14 +104,14 @@ class JournalError(ConfigError):
 class Book:
     """The journal while it is locked."""
 
-    def __init__(self, journal: "Journal", file: BinaryIO) -> None:
+    def __init__(self, journal: "SweepJournal", file: BinaryIO) -> None:
         self._journal, self._file = journal, file
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[JobEvent]:
         """All that it says by now."""
         return self._journal.events()
 
-    def append(self, event: Event) -> None:
+    def append(self, event: JobEvent) -> None:
         """Add a line. A disk that is full keeps no job from running: its result.json says the same."""
         line = json.dumps(asdict(event)).encode() + b"\n"
         try:
@@ -124,7 +124,7 @@ class Book:
             print(f"warning: {self._journal.path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
-class Journal:
+class SweepJournal:
     """The journal of a sweep.
 
     Args:
@@ -133,7 +133,7 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / JOURNAL_NAME
-        self._events: list[tuple[int, Event]] = []
+        self._events: list[tuple[int, JobEvent]] = []
         """With the place in the file behind each."""
         self._num_read = 0
 
@@ -164,12 +164,12 @@ class Journal:
             lock(file, wait=True)
             yield Book(self, file)
 
-    def append(self, event: Event) -> None:
+    def append(self, event: JobEvent) -> None:
         """Lock it and add a line."""
         with self.held() as book:
             book.append(event)
 
-    def events(self, start: int = 0) -> list[Event]:
+    def events(self, start: int = 0) -> list[JobEvent]:
         """What it says by now, in order; lines that are none of its own are left out.
 
         Args:
@@ -184,19 +184,19 @@ class Journal:
                 self._num_read += len(line) + 1
                 with suppress(UntrustedFileError, TypeError):
                     said = parse_json(line, _SCHEMA)
-                    self._events.append((self._num_read, Event(**{name: said[name] for name in _SCHEMA})))
+                    self._events.append((self._num_read, JobEvent(**{name: said[name] for name in _SCHEMA})))
         return [event for end, event in self._events if end > start]
 
 
 def note_earlier_results(folder: Path) -> None:
     """Begin the journal of a sweep that has none with what lies in its folder."""
-    found: list[Event] = []
+    found: list[JobEvent] = []
     for path in sorted(folder.rglob(RESULT_NAME)):
         with suppress(OSError, UntrustedFileError, TypeError):
             said: dict[str, Any] = read_json(path, _OF_A_RESULT, max_nbytes=_MAX_RESULT_NBYTES)
             name = path.parent.relative_to(folder).as_posix()
             found.append(
-                Event(
+                JobEvent(
                     event=ENDED,
                     job=int(name) if name.isdecimal() else len(found),
                     folder=name,
@@ -209,6 +209,6 @@ def note_earlier_results(folder: Path) -> None:
                 )
             )
     if found:
-        with Journal(folder).held() as book:
+        with SweepJournal(folder).held() as book:
             for event in found if not book.events() else ():
                 book.append(event)

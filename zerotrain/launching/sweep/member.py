@@ -21,9 +21,9 @@ from zerotrain.launching.sweep.journal import (
     RUNNING,
     STOPPED,
     TAKEN,
-    Event,
+    JobEvent,
 )
-from zerotrain.launching.sweep.places import Place, Wanted, outcome, take_place
+from zerotrain.launching.sweep.places import JobPlace, WantedPlace, outcome, take_place
 from zerotrain.launching.sweep.sweep import Sweep
 
 BY_NUMBER = "${hydra:job.num}"
@@ -58,7 +58,7 @@ class Member:
         if self.sweep.gives_up_after(self.sweep.events()):
             raise SystemExit(exits.FAILED)
 
-    def take_place(self, named: Path, may_move: bool, stack: ExitStack) -> Place:
+    def take_place(self, named: Path, may_move: bool, stack: ExitStack) -> JobPlace:
         """Find the job's folder and lock it.
 
         Args:
@@ -70,7 +70,7 @@ class Member:
             ConfigError: there is none for it.
         """
         identity = self.sweep.identity(self._hash, self._overrides)
-        wanted = Wanted(sweep=self.sweep, identity=identity, config=self._config, named=named, may_move=may_move)
+        wanted = WantedPlace(sweep=self.sweep, identity=identity, config=self._config, named=named, may_move=may_move)
         while True:
             with self.sweep.journal.held() as book:
                 place = take_place(wanted, book, stack)
@@ -79,7 +79,7 @@ class Member:
                 return place
             await_free(place.run_dir)
 
-    def leave(self, place: Place) -> float | None:
+    def leave(self, place: JobPlace) -> float | None:
         """The job is left as it is: it is done, or another process runs it. Return its loss."""
         if place.taken is None:
             self._say(TAKEN, place.run_dir, RUNNING)
@@ -121,7 +121,7 @@ class Member:
         self, event: str, run_dir: Path, status: str | None = None, error: str | None = None, loss: float | None = None
     ) -> None:
         self.sweep.journal.append(
-            Event(
+            JobEvent(
                 event=event,
                 job=self._number,
                 folder=Path(os.path.relpath(run_dir, self.sweep.folder)).as_posix(),

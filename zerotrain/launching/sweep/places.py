@@ -16,13 +16,13 @@ from zerotrain.files.untrusted import UntrustedFileError
 from zerotrain.launching.job.earlier import holds
 from zerotrain.launching.job.folder_lock import FolderInUseError, holding_job, locked
 from zerotrain.launching.job.job import CONFIG_NAME
-from zerotrain.launching.sweep.journal import COMPLETED, DIVERGED, FAILED, REFUSED, STOPPED, Book, Event, Identity
+from zerotrain.launching.sweep.journal import COMPLETED, DIVERGED, FAILED, REFUSED, STOPPED, Book, Identity, JobEvent
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.training.figures.result import RESULT_NAME, read_result
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class JobPlace:
     """A job's folder, locked by this process but where the job runs elsewhere."""
 
     run_dir: Path
@@ -35,7 +35,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class WantedPlace:
     """A job that looks for its place."""
 
     sweep: Sweep
@@ -61,7 +61,7 @@ def outcome(result: dict[str, Any], said: str | None = None) -> str:
     return DIVERGED if status == COMPLETED and no_number else status
 
 
-def take_place(wanted: Wanted, book: Book, stack: ExitStack) -> Place:
+def take_place(wanted: WantedPlace, book: Book, stack: ExitStack) -> JobPlace:
     """Find the folder of a job and lock it, while the journal is locked, so that no two jobs find the same.
 
     Args:
@@ -77,7 +77,7 @@ def take_place(wanted: Wanted, book: Book, stack: ExitStack) -> Place:
     return place
 
 
-def _found(wanted: Wanted, book: Book, stack: ExitStack) -> Place:
+def _found(wanted: WantedPlace, book: Book, stack: ExitStack) -> JobPlace:
     named, note = wanted.named, " ".join([wanted.identity.hash or "-", *wanted.identity.values])
     erases = wanted.config is not None and wanted.config.launch.overwrite
     if erases or not wanted.may_move:
@@ -87,11 +87,11 @@ def _found(wanted: Wanted, book: Book, stack: ExitStack) -> Place:
             stack.enter_context(locked(run_dir, job=note))
         except FolderInUseError:
             if last is not None or holding_job(run_dir) == note:
-                return Place(run_dir=run_dir, runs_elsewhere=True)
+                return JobPlace(run_dir=run_dir, runs_elsewhere=True)
             if not wanted.may_move:
                 raise
             continue
-        place = Place(run_dir=run_dir) if erases else _judged(wanted, run_dir, last)
+        place = JobPlace(run_dir=run_dir) if erases else _judged(wanted, run_dir, last)
         if place is not None:
             return place
         stack.close()
@@ -101,10 +101,10 @@ def _found(wanted: Wanted, book: Book, stack: ExitStack) -> Place:
             run_dir.mkdir()
             stack.enter_context(locked(run_dir, job=note))
             break
-    return Place(run_dir=run_dir)
+    return JobPlace(run_dir=run_dir)
 
 
-def _require_unclaimed(wanted: Wanted) -> None:
+def _require_unclaimed(wanted: WantedPlace) -> None:
     """With hydra.sweep.subdir=same the second job erased the first (2026-11-21)."""
     for event in wanted.sweep.events():
         if wanted.sweep.folder / event.folder == wanted.named and not event.is_of(wanted.identity):
@@ -114,10 +114,10 @@ def _require_unclaimed(wanted: Wanted) -> None:
             )
 
 
-def _candidates(wanted: Wanted, events: list[Event]) -> Iterator[tuple[Path, Event | None]]:
+def _candidates(wanted: WantedPlace, events: list[JobEvent]) -> Iterator[tuple[Path, JobEvent | None]]:
     """Folders that may hold the job, with the last that was said of it there; behind them its own, if that is free."""
     sweep, config = wanted.sweep, wanted.config
-    own: dict[Path, Event] = {}
+    own: dict[Path, JobEvent] = {}
     for event in reversed(sweep.events() if sweep.again == "all" else events):
         if event.is_within and event.is_of(wanted.identity):
             own.setdefault(sweep.folder / event.folder, event)
@@ -138,12 +138,12 @@ def _candidates(wanted: Wanted, events: list[Event]) -> Iterator[tuple[Path, Eve
         yield wanted.named, None
 
 
-def _judged(wanted: Wanted, run_dir: Path, last: Event | None) -> Place | None:
+def _judged(wanted: WantedPlace, run_dir: Path, last: JobEvent | None) -> JobPlace | None:
     """The place that a folder is to a job; None where it completed there and is to run again: that is never erased."""
     has_checkpoints = bool(named_as_steps(run_dir / CHECKPOINTS))
-    going_on = Place(run_dir=run_dir, goes_on=has_checkpoints)
+    going_on = JobPlace(run_dir=run_dir, goes_on=has_checkpoints)
     if wanted.config is None or (last is None and not holds(wanted.config, run_dir)):
-        return Place(run_dir=run_dir)
+        return JobPlace(run_dir=run_dir)
     try:
         result = read_result(run_dir / RESULT_NAME)
     except (OSError, UntrustedFileError):  # none yet, or one that the checks of the folder refuse
@@ -151,9 +151,9 @@ def _judged(wanted: Wanted, run_dir: Path, last: Event | None) -> Place | None:
     status = outcome(result, None if last is None else last.status)
     keeps_failed = wanted.sweep.again == "none" or not wanted.may_move
     if status == COMPLETED or (status == DIVERGED and result["status"] == COMPLETED and keeps_failed):
-        return Place(run_dir=run_dir, taken=result)
+        return JobPlace(run_dir=run_dir, taken=result)
     if status in (FAILED, DIVERGED) and wanted.sweep.again == "none":
-        return Place(run_dir=run_dir, taken=result)
+        return JobPlace(run_dir=run_dir, taken=result)
     if result["status"] == COMPLETED:
         return None
     assert status in (FAILED, DIVERGED, STOPPED)

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from zerotrain.config.schema import SweepConfig
-from zerotrain.launching.sweep.journal import ENDED, FAILED, Event, Identity, Journal
+from zerotrain.launching.sweep.journal import ENDED, FAILED, Identity, JobEvent, SweepJournal
 
 FEW = 4
 """Jobs of which all that they print is shown."""
@@ -64,7 +64,7 @@ class Sweep:
         num_jobs = OmegaConf.select(config, "sweep.jobs") or config.hydra.launcher.get("n_jobs") or 1
         return cls(
             folder=folder,
-            start=Journal(folder).nbytes,
+            start=SweepJournal(folder).nbytes,
             swept=(*swept, *more),
             total=total if is_basic[1] else config.hydra.sweeper.get("n_trials"),
             waits=not is_basic[1],
@@ -74,9 +74,9 @@ class Sweep:
         )
 
     @cached_property
-    def journal(self) -> Journal:
+    def journal(self) -> SweepJournal:
         """What becomes of its jobs."""
-        return Journal(self.folder)
+        return SweepJournal(self.folder)
 
     @property
     def is_driven_here(self) -> bool:
@@ -88,13 +88,13 @@ class Sweep:
         """Whether what its jobs print is shown."""
         return self.output == "full" or (self.output is None and self.total is not None and self.total <= FEW)
 
-    def gives_up_after(self, events: list[Event]) -> bool:
+    def gives_up_after(self, events: list[JobEvent]) -> bool:
         """Whether as many jobs have failed one after the other that it ends. One that was refused tells nothing of the
         machine."""
         last = [event.status for event in events if event.event == ENDED][-self.max_failures_in_a_row :]
         return 0 < self.max_failures_in_a_row == last.count(FAILED)
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[JobEvent]:
         """What has become of jobs since it was begun."""
         return self.journal.events(self.start)
 

@@ -15,7 +15,7 @@ from zerotrain.files.untrusted import UntrustedFileError
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.folder_lock import is_in_use
 from zerotrain.launching.sweep.driver import driven
-from zerotrain.launching.sweep.journal import COMPLETED, DIVERGED, FAILED, REFUSED, RUNNING, Event
+from zerotrain.launching.sweep.journal import COMPLETED, DIVERGED, FAILED, REFUSED, RUNNING, JobEvent
 from zerotrain.launching.sweep.sweep import Sweep
 
 _SHORT_HASH = 12
@@ -54,7 +54,7 @@ def read_results(sweep: Sweep) -> dict[str, dict[str, Any]]:
     return {label: _result_of(sweep, last[key]) for key, label in labels.items()}
 
 
-def _result_of(sweep: Sweep, event: Event) -> dict[str, Any]:
+def _result_of(sweep: Sweep, event: JobEvent) -> dict[str, Any]:
     from zerotrain.launching.sweep.places import outcome  # imports torch, as the jobs have by now
     from zerotrain.training.figures.result import RESULT_NAME, RunResult, read_result
 

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from zerotrain.files.printable import duration, printable
 from zerotrain.files.terminal import LastingStream
-from zerotrain.launching.sweep.journal import BEGUN, ENDED, FAILED, REFUSED, RUNNING, TAKEN, Event
+from zerotrain.launching.sweep.journal import BEGUN, ENDED, FAILED, REFUSED, RUNNING, TAKEN, JobEvent
 from zerotrain.launching.sweep.sweep import Sweep
 
 _LOOK_EVERY_S = 0.2
@@ -26,7 +26,7 @@ class Teller:
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
         self._out, self._err = (_copy_of(descriptor) for descriptor in (1, 2))
-        self._last: dict[tuple[int, str], Event] = {}
+        self._last: dict[tuple[int, str], JobEvent] = {}
         """What was said of each job last."""
         self._num_told = 0
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class Teller:
             time.sleep(_LOOK_EVERY_S)
             self.look()
 
-    def _line(self, event: Event) -> Iterator[str]:
+    def _line(self, event: JobEvent) -> Iterator[str]:
         given = [each for each in event.overrides if each.lstrip("+").partition("=")[0] in self._sweep.swept]
         yield f"job {event.job}"
         if event.event == BEGUN:

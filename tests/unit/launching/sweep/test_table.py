@@ -9,7 +9,7 @@ from rich.console import Console
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.folder_lock import locked
 from zerotrain.launching.sweep import driver, table
-from zerotrain.launching.sweep.journal import Event, Journal
+from zerotrain.launching.sweep.journal import JobEvent, SweepJournal
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.launching.sweep.table import print_table, read_results
 from zerotrain.launching.sweep.telling import Teller
@@ -21,7 +21,7 @@ def write(folder: Path, job: int, event: str = "ended", said: str | None = None,
     path = folder / str(job)
     path.mkdir()
     status = None if event == "begun" else said or fields.get("status", "completed")
-    Journal(folder).append(Event(event=event, job=job, folder=str(job), hash="a", overrides=[], status=status))
+    SweepJournal(folder).append(JobEvent(event=event, job=job, folder=str(job), hash="a", overrides=[], status=status))
     overrides = ["launch.nproc_per_node=2", f"zero.stage={job}"]
     result = {
         "status": "completed",
@@ -132,9 +132,9 @@ def test_a_process_that_drove_no_sweep_prints_no_table(monkeypatch, capsys):
 def test_of_an_earlier_sweep_no_job_is_shown_but_those_that_this_one_has_met(tmp_path: Path):
     for job in (0, 1):
         write(tmp_path, job)
-    sweep = Sweep(folder=tmp_path, start=Journal(tmp_path).nbytes)
+    sweep = Sweep(folder=tmp_path, start=SweepJournal(tmp_path).nbytes)
     assert read_results(sweep) == {}
-    sweep.journal.append(Event(event="taken", job=7, folder="1", hash="b", overrides=[], status="completed"))
+    sweep.journal.append(JobEvent(event="taken", job=7, folder="1", hash="b", overrides=[], status="completed"))
     write(tmp_path, 2)
     assert list(read_results(sweep)) == ["2", "7 in 1"]
 
@@ -153,8 +153,8 @@ def test_what_a_result_says_counts_more_than_the_journal(tmp_path: Path):
 def test_a_job_without_a_result_runs_or_its_process_is_gone(tmp_path: Path):
     for job in (0, 1):
         (tmp_path / str(job)).mkdir()
-        event = Event(event="begun", job=job, folder=str(job), hash="a", overrides=[f"seed={job}"])
-        Journal(tmp_path).append(event)
+        event = JobEvent(event="begun", job=job, folder=str(job), hash="a", overrides=[f"seed={job}"])
+        SweepJournal(tmp_path).append(event)
     with locked(tmp_path / "0"):
         results = read_results(sweep_in(tmp_path))
     assert [each["status"] for each in results.values()] == ["running", "failed"]
@@ -163,10 +163,10 @@ def test_a_job_without_a_result_runs_or_its_process_is_gone(tmp_path: Path):
 
 def test_a_refusal_is_not_hidden_by_the_result_of_the_job_that_has_the_folder(tmp_path: Path):
     write(tmp_path, 0)
-    refused = Event(
+    refused = JobEvent(
         event="refused", job=1, folder="0", hash="b", overrides=[], status="failed", error="which job 0 uses"
     )
-    Journal(tmp_path).append(refused)
+    SweepJournal(tmp_path).append(refused)
     results = read_results(sweep_in(tmp_path))
     assert [each["status"] for each in results.values()] == ["completed", "failed"]
 
@@ -174,8 +174,8 @@ def test_a_refusal_is_not_hidden_by_the_result_of_the_job_that_has_the_folder(tm
 def test_no_other_folder_is_looked_into(tmp_path: Path):
     (tmp_path / "sweep").mkdir()
     write(tmp_path, 0)
-    outside = Event(event="taken", job=1, folder="../0", hash="b", overrides=[], status="completed")
-    Journal(tmp_path / "sweep").append(outside)
+    outside = JobEvent(event="taken", job=1, folder="../0", hash="b", overrides=[], status="completed")
+    SweepJournal(tmp_path / "sweep").append(outside)
     [result] = read_results(sweep_in(tmp_path / "sweep")).values()
     assert result["weights_sha256"] is None
 
