@@ -39,6 +39,7 @@ NAMES = [
     Attack("hydra.foo=1", "hydra.foo: there is no such setting"),
     Attack("hydra.mode=foo", "hydra.mode=foo: "),
     Attack("hydra/job_logging=nope", "hydra/job_logging=nope: there is no such choice"),
+    Attack("hydra/launcher=rq", "hydra/launcher=rq: is not installed; pip install hydra-rq-launcher"),
     Attack("hydra/launcher=ray", "hydra/launcher=ray: is not installed; pip install hydra-ray-launcher"),
     Attack("-m hydra/sweeper=ax seed=0,1", "hydra/sweeper=ax: is not installed; pip install hydra-ax-sweeper"),
     Attack("model.num_layer=3", "model.num_layer: there is no such setting; did you mean model.num_layers?"),

@@ -256,6 +256,27 @@ class LaunchConfig:
 
 
 @dataclass
+class SweepConfig:
+    """The jobs of a sweep (`-m`) as a whole. None of these makes a run another one."""
+
+    again: str = setting("failed", one_of("failed", "all", "none"))
+    """When jobs run anew that lie in the sweep's folder already, with equal settings. failed: those that failed or
+    diverged; completed ones are taken as they are, stopped and killed ones go on. all: every one, each in a new folder.
+    none: no failed one either."""
+    diverged: str = setting("report", one_of("report", "fail"))
+    """fail: a job whose loss is no number lets the sweep end with exit code 1, as a failed one does."""
+    max_failures_in_a_row: int = setting(5, at_least(0, "jobs"))
+    """As many jobs that fail one after the other end the sweep: its machine is broken, or its code. Jobs that are
+    refused for a setting do not count. 0: the sweep never ends so."""
+    output: str | None = setting(None, or_null(one_of("full", "summary"), " for summary with more than 4 jobs"))
+    """summary: what jobs print goes to job.log in their folders, and a line here tells when one begins or ends. full:
+    all of it comes here too."""
+    jobs: int | None = setting(None, or_null(between(1, 1024, "jobs")))
+    """Jobs at a time on one machine, each with GPUs or CPU cores of its own; more wait. null: `n_jobs` of
+    hydra/launcher=joblib, else as many as the launcher starts, which then share all devices."""
+
+
+@dataclass
 class Config:
     """One run. The open groups (model, data, optimizer, scheduler) name a class or function with `_target_`;
     their other keys are its arguments. So does each entry of `callbacks`."""
@@ -281,6 +302,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
     @property
     def callback_targets(self) -> dict[str, Any]:

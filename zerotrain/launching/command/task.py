@@ -1,18 +1,18 @@
 """The function that Hydra calls for each job: check the config, run the ranks, return the objective."""
 
-import math
 import signal
 import sys
 import traceback
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
@@ -25,17 +25,21 @@ from zerotrain.device.kinds import num_gpus
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.printable import printable
 from zerotrain.files.regular import only_regular
+from zerotrain.files.terminal import printed_to
 from zerotrain.files.untrusted import UntrustedFileError
-from zerotrain.launching.command import sweep
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import RunError, name_full_disk
 from zerotrain.launching.job import earlier, resuming
-from zerotrain.launching.job.folder_lock import locked, note_kept
+from zerotrain.launching.job.folder_lock import locked
 from zerotrain.launching.job.job import Job, write_ending, write_refusal
 from zerotrain.launching.job.restarts import Attempts, going_on, place_of_restart
 from zerotrain.launching.start.fork_server import open_fork_server
 from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.torchrun import job_exchange, run_here
+from zerotrain.launching.sweep.driver import joined
+from zerotrain.launching.sweep.journal import JournalError
+from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member
+from zerotrain.launching.sweep.slots import devices_of_own
 from zerotrain.run.preflight import check as preflight
 from zerotrain.run.preflight.length import length_given
 from zerotrain.run.preflight.room import file_problems, in_memory, is_on_host
@@ -46,48 +50,95 @@ MAX_TRACEBACK = 20_000
 """Characters."""
 
 
-def run_job(composed: DictConfig) -> float:
-    """Run one job, alone or of a sweep. It prints errors to stderr when they happen.
+def run_job(composed: DictConfig) -> float | None:
+    """Run one job, alone or of a sweep.
 
     Returns:
-        The final validation loss in nats; nan where it is not a number.
+        The final validation loss in nats. None where it is no number, or the job of a sweep has failed: to a sweeper
+        that is a failed trial, after which it goes on. Optuna's ends with the first nan, and with an exception.
 
     Raises:
-        SystemExit: the job, alone, has failed; or a signal has ended it, and with it the sweep.
-        ZeroTrainError: the job, of a sweep, has failed: the launcher marks it so and goes on.
+        SystemExit: the job, alone, has failed; a signal has ended it, and with it the sweep; or too many have failed.
         KeyboardInterrupt: Ctrl-C, in a sweep or at once.
     """
     open_fork_server()
     hydra = HydraConfig.get()
-    is_sweep = hydra.mode == RunMode.MULTIRUN
     run_dir = _run_dir()
+    if hydra.mode == RunMode.MULTIRUN:
+        try:
+            return _run_in_sweep(composed, run_dir, hydra)
+        except JournalError as error:
+            print(error, file=sys.stderr)
+            raise SystemExit(exits.CONFIG_PROBLEM) from error
     try:
-        if is_sweep:
-            sweep.claim(run_dir, hydra.job.num)
         with locked(run_dir):
-            result, signum = _run(composed, run_dir, overrides=_given(hydra))
+            result, signum = _run(composed, _read(composed), run_dir, overrides=_given(hydra))
     except Exception as error:
-        is_full = name_full_disk(error, run_dir)
-        said = printable(f"{type(error).__name__}: {error}")
-        failure = error if isinstance(error, ZeroTrainError) else RunError(said)
-        # Of a user's class that was tried out, the user needs to see where; not of what the machine has too little of.
-        if failure is not error and not is_full and not isinstance(error, OSError | dist.DistError):
-            print(printable(traceback.format_exc(), MAX_TRACEBACK), file=sys.stderr)
-        print(f"job {hydra.job.num}: {failure}" if is_sweep else failure, file=sys.stderr)
-        if is_sweep:
-            raise failure from error
+        failure = _told(error, run_dir)
+        print(failure, file=sys.stderr)
         raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
+    print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
+    _end_as_stopped(result, signum)
+    return result["final_val_loss"]
+
+
+def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> float | None:
+    read, overrides = _read(composed), _given(hydra)
+    subdir = OmegaConf.to_container(hydra, resolve=False)["sweep"]["subdir"]  # type: ignore[index, call-overload]
+    member = Member(joined(Path(hydra.sweep.dir).absolute()), hydra.job.num, overrides, read.config)
+    member.require_hope()
+    with ExitStack() as stack:
+        try:
+            place = member.take_place(named, subdir == BY_NUMBER, stack)
+            if place.run_dir != named:
+                with read_write(hydra):
+                    hydra.runtime.output_dir = str(place.run_dir)
+                read = _read(composed)
+            if place.taken is not None or place.runs_elsewhere:
+                return member.leave(place)
+            if place.goes_on and read.config is not None:
+                read.config.checkpoint.resume = earlier.AUTO
+            if read.config is not None:
+                stack.enter_context(devices_of_own(member.sweep, read.config))
+            if not member.sweep.shows_all:
+                stack.enter_context(printed_to(place.run_dir / JOB_LOG))
+            result, signum = _run(composed, read, place.run_dir, overrides, member.begin)
+        except JournalError:
+            raise
+        except Exception as error:
+            member.end_failed(_told(error, member.run_dir or named), named)
+            result = None
+        except BaseException:
+            member.end_stopped()
+            raise
+    if result is not None:
+        member.end(result)
+        _end_as_stopped(result, signum)
+    member.require_hope()
+    return None if result is None else result["final_val_loss"]
+
+
+def _told(error: Exception, run_dir: Path) -> ZeroTrainError:
+    """An error as the user is told it."""
+    is_full = name_full_disk(error, run_dir)
+    said = printable(f"{type(error).__name__}: {error}")
+    failure = error if isinstance(error, ZeroTrainError) else RunError(said)
+    # Of a user's class that was tried out, the user needs to see where; not of what the machine has too little of.
+    if failure is not error and not is_full and not isinstance(error, OSError | dist.DistError):
+        print(printable("".join(traceback.format_exception(error)), MAX_TRACEBACK), file=sys.stderr)
+    return failure
+
+
+def _end_as_stopped(result: dict[str, Any], signum: int) -> None:
+    """End this process where a signal has stopped its job, and with it the sweep."""
+    is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if result["stopped_by"] is not None:
         signum = signum or getattr(signal.Signals, result["stopped_by"], 0)  # by control.yaml is by no signal
-    if result["stopped_by"] is not None or not is_sweep:
-        print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
     if is_sweep and signum == signal.SIGINT:
         raise KeyboardInterrupt
     if result["stopped_by"] is not None or (is_sweep and signum):
         is_ctrl_c = signum == signal.SIGINT and RankEnvironment.read() is None  # to torchrun a code is a failure
         raise SystemExit(exits.of_signal(signum) if is_ctrl_c else exits.COMPLETED)
-    loss = result["final_val_loss"]
-    return math.nan if loss is None else loss
 
 
 def _run_dir() -> Path:
@@ -104,13 +155,41 @@ def _given(hydra: Any) -> list[str]:
     return given
 
 
-def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dict[str, Any], int]:
-    """The body of result.json, and the signal to stop that has come to this process; 0 for none."""
+@dataclass(frozen=True)
+class _ReadConfig:
+    """A config as it was read, with a line for each of its values that cannot be."""
+
+    config: Config | None
+    problems: list[str]
+    error: Exception | None = None
+    """Why there is none."""
+
+
+def _read(composed: DictConfig) -> _ReadConfig:
+    try:
+        with exits.exits_raised():
+            return _ReadConfig(*checked_config(composed))
+    except Exception as error:
+        return _ReadConfig(None, [], error)
+
+
+def _run(
+    composed: DictConfig,
+    read: _ReadConfig,
+    run_dir: Path,
+    overrides: list[str],
+    begin: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, Any], int]:
+    """The body of result.json, and the signal to stop that has come to this process; 0 for none.
+
+    Args:
+        begin: called once all is checked, before the ranks start.
+    """
     ranks = RankEnvironment.read()
     restarts = 0 if ranks is None else num_restarts()
     try:
         with exits.exits_raised():
-            config, problems = _settings(composed, run_dir, ranks)
+            config, problems = _settings(read, run_dir, ranks)
             kept = None if problems or restarts else earlier.completed_already(config, run_dir)
             data_checked, resume_from = (None, []) if kept else _checked(config, problems, run_dir, ranks)
         if ranks is not None:
@@ -120,7 +199,6 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
             write_refusal(run_dir, overrides, str(error))
         raise
     if kept is not None:
-        note_kept(run_dir)
         print(
             f"{shown_from(Path.cwd(), run_dir)} holds this run already, and it is completed; nothing is changed",
             flush=True,
@@ -146,19 +224,22 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
         print(f"restart {restarts} from {place_of_restart(run_dir)}", file=sys.stderr)
     stages, step = resuming.stages_to_come(config, [Path(each) for each in job.resume_from])
     job = replace(job, stage=stage_at(stages, step))
+    begin()
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
     shown = shown_from(Path.cwd(), run_dir)
     print(f"{stages_named(stages, step)}, ranks: {num_ranks}, run folder: {shown}", flush=True)
-    if ranks is None:
-        return _run_spawned(job, num_ranks)
+    return _run_spawned(job, num_ranks) if ranks is None else (_run_under_torchrun(job, ranks), 0)
+
+
+def _run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
     job_exchange(ranks).publish(job)
     try:
         job_exchange(ranks).prepare_data(job)
     except ZeroTrainError as error:
-        write_ending(job, num_ranks, status="failed", error=str(error))
+        write_ending(job, ranks.world_size, status="failed", error=str(error))
         raise
-    return run_here(job, ranks), 0
+    return run_here(job, ranks)
 
 
 def shown_from(here: Path, path: Path) -> Path:
@@ -209,10 +290,11 @@ def _run_spawned(job: Job, num_ranks: int) -> tuple[dict[str, Any], int]:
         raise RunError(f"{job.run_dir / RESULT_NAME}: {error}") from error
 
 
-def _settings(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None) -> tuple[Config, list[str]]:
+def _settings(read: _ReadConfig, run_dir: Path, ranks: RankEnvironment | None) -> tuple[Config, list[str]]:
     """The config, and a line for each of its values that cannot be, and for what lies in the run's folder."""
-    config, problems = checked_config(composed)
-    problems = [_placed(problem) for problem in problems]
+    if read.config is None:
+        raise read.error or AssertionError
+    config, problems = read.config, [_placed(problem) for problem in read.problems]
     num_local = num_local_ranks(config) if ranks is None else ranks.local_world_size
     device, why = device_for(config.launch.device, num_local, num_gpus_for(num_local))
     if why:
