@@ -198,7 +198,7 @@ def evaluate(
 
 def _metrics_of(config: Config, wanted: Sequence[str] | None, trust_code: bool) -> tuple[dict[str, Any], list[str]]:
     """The metrics among the callbacks of a run, or those that are wanted; and the names of callbacks that may be some
-    too, and whose classes are not trusted. Of those nothing is imported.
+    too, and whose classes are not trusted: nothing of those is imported.
 
     Raises:
         ConfigError: one that is wanted is not there, or not trusted.

@@ -17,7 +17,7 @@ _NOBODY_READS = (errno.EPIPE, errno.EIO)
 
 
 _errors: list[int] = []
-"""Where the user reads errors while what is printed goes into a file."""
+"""Descriptors on which the user reads errors while a file takes what is printed."""
 
 
 class StandIn(io.TextIOBase):

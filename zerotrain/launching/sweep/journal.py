@@ -1,7 +1,7 @@
-"""sweep.jsonl: what became of each job of a sweep. A line is an event, which the process that runs the job appends
+"""sweep.jsonl: the fate of each job of a sweep. A line is an event, which the process that runs the job appends
 under the file's lock, so that all launchers, and several drivers of one folder, write one truth. Imports no torch.
 
-A process that is killed leaves a job that has begun and not ended. What a job's result.json says counts more.
+A process that is killed leaves a job that has begun and not ended. A job's result.json counts more.
 """
 
 import json
@@ -84,7 +84,7 @@ class JobEvent:
 
 @dataclass(frozen=True)
 class Identity:
-    """What one job of a sweep shares with none of its others, and with itself in the next sweep."""
+    """Tells a job of a sweep from its others, and finds the same job in the next sweep."""
 
     hash: str | None
     keys: tuple[str, ...]
@@ -170,7 +170,7 @@ class SweepJournal:
             book.append(event)
 
     def events(self, start: int = 0) -> list[JobEvent]:
-        """What it says by now, in order; lines that are none of its own are left out.
+        """The events by now, in order; lines that are none of its own are left out.
 
         Args:
             start: bytes of it to leave out.

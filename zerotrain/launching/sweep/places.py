@@ -1,5 +1,5 @@
-"""Where a job of a sweep runs: in the folder that holds it already, found by its settings and not by its number; or in
-one of its own, where nothing of another job lies."""
+"""The folder of a job of a sweep: the one that holds the job already, found by its settings and not by its number, or
+one of its own, which holds nothing of another job."""
 
 import itertools
 import os

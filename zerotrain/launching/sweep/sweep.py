@@ -75,7 +75,7 @@ class Sweep:
 
     @cached_property
     def journal(self) -> SweepJournal:
-        """What becomes of its jobs."""
+        """The file of its events."""
         return SweepJournal(self.folder)
 
     @property
@@ -95,11 +95,11 @@ class Sweep:
         return 0 < self.max_failures_in_a_row == last.count(FAILED)
 
     def events(self) -> list[JobEvent]:
-        """What has become of jobs since it was begun."""
+        """The events of its jobs since it was begun."""
         return self.journal.events(self.start)
 
     def identity(self, config_hash: str | None, overrides: list[str]) -> Identity:
-        """What tells one of its jobs from the others."""
+        """The settings that tell one of its jobs from the others."""
         keys = tuple(key for key in self.swept if key.startswith(_NOT_HASHED))
         return Identity.of(config_hash, overrides, keys)
 

@@ -1,4 +1,4 @@
-"""What the user of a sweep is told while it runs: a line when a job begins, one when it ends, and why, if it failed."""
+"""The lines that a running sweep prints: one when a job begins, one when it ends, and the cause if it failed."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ class Teller:
         self._sweep = sweep
         self._out, self._err = (_copy_of(descriptor) for descriptor in (1, 2))
         self._last: dict[tuple[int, str], JobEvent] = {}
-        """What was said of each job last."""
+        """The last line of each job."""
         self._num_told = 0
         self._lock = threading.Lock()
         if not sweep.in_driver:

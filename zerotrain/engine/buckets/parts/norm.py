@@ -49,7 +49,7 @@ class BlockSquares:
         self._on_host, self._exact = lies_on_host(shard), exact
         num_blocks = shard.numel() // ALIGN_NUMEL if exact or self._on_host else 1
         self._roots = torch.empty(num_blocks, dtype=torch.float64, device=shard.device)
-        """Of the sums of squares; a tree on a GPU gives those sums themselves."""
+        """Roots of the sums of squares; a tree on a GPU gives those sums themselves."""
         self._widened = None
         if exact and self._on_host:
             self._widened = torch.empty(min(CHUNK_NUMEL, shard.numel()), dtype=torch.float64, device=shard.device)
