@@ -162,11 +162,10 @@ def evaluate(
     ranks, averaged = RankEnvironment.read(), is_averaged(weights)
     with nothing_imported_from(path), opened_or_exported(path, averaged=averaged) as run:
         told: dict[str, Any] = {"weights": str(run.path), "step": run.step, "averaged": averaged}
+        is_other = not averaged and isinstance(run, SavedRun) and run.evaluates_average
         config = _of_evaluation(run)
         config.callbacks, left_out = _metrics_of(config, metrics, trust_code)
-        warnings = [f"callbacks.{printable(name)} {LEFT_OUT}" for name in left_out]
-        if not averaged and isinstance(run, SavedRun) and run.evaluates_average:
-            warnings.append(OTHER_WEIGHTS)
+        warnings = [OTHER_WEIGHTS] * is_other + [f"callbacks.{printable(name)} {LEFT_OUT}" for name in left_out]
         config = with_settings(config, settings)
         if not trust_code:
             given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)

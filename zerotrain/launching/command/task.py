@@ -113,6 +113,8 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> float | None
             raise
     if result is not None:
         member.end(result)
+        if result["stopped_by"] is not None:
+            _print_place(result, shown_from(Path.cwd(), place.run_dir))
         _end_as_stopped(result, signum)
     member.require_hope()
     return None if result is None else result["final_val_loss"]
@@ -249,10 +251,9 @@ def shown_from(here: Path, path: Path) -> Path:
 
 def print_ending(result: dict[str, Any], run_dir: Path, here: Path, ranks: RankEnvironment | None) -> None:
     """Say where a run lies that has completed or was stopped in order, and how to go on with it."""
-    shown, has_any = shown_from(here, run_dir), result["checkpoint"] is not None
-    files = f"result.json, metrics.jsonl, ranks/{', checkpoints/' if has_any else ''}"
-    print(f"{result['error'] or 'completed'}; in {shown}: {files}")
-    if has_any:
+    shown = shown_from(here, run_dir)
+    _print_place(result, shown)
+    if result["checkpoint"] is not None:
         more = [f"train.max_steps={2 * result['steps']}"] if result["status"] == "completed" else []
         print(f"to go on: {resuming.command_to_go_on(result['overrides'], shown, ranks, *more)}", flush=True)
     else:
@@ -260,6 +261,11 @@ def print_ending(result: dict[str, Any], run_dir: Path, here: Path, ranks: RankE
             "next: checkpoint.save_at_end=true lets a run train longer later; --cfg job shows every setting",
             flush=True,
         )
+
+
+def _print_place(result: dict[str, Any], shown: Path) -> None:
+    files = f"result.json, metrics.jsonl, ranks/{'' if result['checkpoint'] is None else ', checkpoints/'}"
+    print(f"{result['error'] or 'completed'}; in {shown}: {files}", flush=True)
 
 
 def _save_composition(composed: DictConfig, folder: Path) -> None:
