@@ -29,7 +29,8 @@ class SweepFolder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """The first job is about to start."""
-        with suppress(OmegaConfBaseException):  # a ${...} that leads nowhere, which Hydra is about to say
+        # A ${...} that leads nowhere, a range without a step, no launcher: Hydra is about to say so.
+        with suppress(OmegaConfBaseException, ValueError, AttributeError):
             folder = Path(config.hydra.sweep.dir).absolute()
             if not SweepJournal(folder).nbytes:
                 note_earlier_results(folder)
