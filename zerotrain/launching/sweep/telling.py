@@ -9,7 +9,7 @@ from typing import TextIO
 
 from zerotrain.files.printable import duration, printable
 from zerotrain.files.terminal import LastingStream
-from zerotrain.launching.sweep.journal import BEGUN, ENDED, FAILED, REFUSED, RUNNING, TAKEN, JobEvent
+from zerotrain.launching.sweep.journal import BEGUN, ENDED, FAILED, REFUSED, RUNNING, STOPPED, TAKEN, JobEvent
 from zerotrain.launching.sweep.sweep import Sweep
 
 _LOOK_EVERY_S = 0.2
@@ -40,7 +40,7 @@ class Teller:
             for event in events[self._num_told :]:
                 self._num_told += 1
                 self._last[event.job, event.folder] = event
-                if event.error and event.event in (ENDED, REFUSED):
+                if event.error and event.event in (ENDED, REFUSED) and event.status != STOPPED:
                     self._print(self._err, f"job {event.job}: {printable(event.error, _MAX_ERROR)}")
                 self._print(self._out, " ".join(self._line(event)))
                 if event.status == FAILED and self._sweep.gives_up_after(events[: self._num_told]):
