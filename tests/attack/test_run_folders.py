@@ -26,6 +26,7 @@ def asleep(folder: Path, start=by_hand, *more: str) -> Command:
     """A run whose rank 1 sleeps in its third forward."""
     command = start(*ASLEEP, *more, folder=folder)
     command.wait_for_text(folder / "run/ranks/1.log", "asleep")
+    command.wait_for_text(folder / "run/ranks/0.state", f"{'2':<16}{{")  # steps done: rank 0 writes nothing more
     return command
 
 
