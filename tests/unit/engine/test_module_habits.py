@@ -53,6 +53,7 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 )
 @EVERYWHERE
 @pytest.mark.parametrize("name", COPIES)
+@pytest.mark.thinned(2)
 def test_a_copy_of_the_module_is_a_plain_module_with_the_weights_of_now(
     name: str, stage: int, size: int, precision: str
 ) -> None:
