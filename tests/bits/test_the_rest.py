@@ -119,5 +119,6 @@ def test_calls_in_inference_mode(call: str, settings: int, mode: object, tmp_pat
     [each for each in EVERYWHERE.args[1] if each[0] < 3],  # at 3 always in a scope
 )
 @pytest.mark.parametrize("write", test_weight_habits.WRITES.values(), ids=test_weight_habits.WRITES)
+@pytest.mark.thinned(2)
 def test_weights_that_users_write(write: Callable[[nn.Module], None], stage: int, size: int, precision: str) -> None:
     test_weight_habits.require_trained_on(write, stage, size, precision, scoped=size == 3)
