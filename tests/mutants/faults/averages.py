@@ -51,7 +51,7 @@ FAULTS = {
     ),
     "average-not-offloaded": Fault(
         "engine/buckets/parts/kept.py",
-        "        if self.average is not None:\n            yield \"average\", self.average\n",
+        '        if self.average is not None:\n            yield "average", self.average\n',
         "",
         "the average of an offloaded state stays in the device's memory",
         OF_AVERAGE,
