@@ -331,7 +331,7 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
         return (num_ranks := num_local_ranks(config)), num_ranks
     if wanted not in (None, 1, ranks.local_world_size):
         raise ConfigError(
-            f"launch.nproc_per_node: got {wanted}; torchrun has started {ranks.local_world_size}; leave it out"
+            f"launch.nproc_per_node: got {wanted}; {ranks.starter} has started {ranks.local_world_size}; leave it out"
         )
     return ranks.local_world_size, ranks.world_size
 

@@ -309,7 +309,7 @@ def _settings(read: _ReadConfig, run_dir: Path, ranks: RankEnvironment | None) -
     wanted = config.launch.nproc_per_node
     if ranks is not None and wanted not in (None, ranks.local_world_size):
         started = ranks.local_world_size
-        problems.append(f"launch.nproc_per_node: got {wanted}; torchrun has started {started}; leave it out")
+        problems.append(f"launch.nproc_per_node: got {wanted}; {ranks.starter} has started {started}; leave it out")
     if not problems and is_on_host(config):  # a number of ranks that cannot be has no files to count
         problems += file_problems(num_local if ranks is None else ranks.world_size)
     return config, problems + _folder_problems(config, run_dir, ranks)
