@@ -176,6 +176,7 @@ def encoder() -> nn.Module:
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @EVERYWHERE
+@pytest.mark.thinned(3)
 def test_an_encoder_gives_zeros_at_padded_places_in_evaluation_as_in_plain_pytorch(
     stage: int, size: int, precision: str
 ) -> None:

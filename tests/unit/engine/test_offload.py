@@ -78,6 +78,7 @@ def trained(world: zerotrain.World, kind: Kind, stages: Sequence[int], offload: 
         for place, size in enumerate((1, 2 + index % 2))
     ],
 )
+@pytest.mark.thinned(3)
 def test_wherever_it_lies_and_whatever_the_stage_the_bits_are_the_same(
     kind: str, size: int, where: str, tmp_path: Path
 ) -> None:
