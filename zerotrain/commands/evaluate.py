@@ -7,7 +7,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,9 @@ def _run(path: Path, settings: Sequence[str], **told: Any) -> int:
 
 
 def _is_one_of_others() -> bool:
-    """Whether this is one of several ranks of torchrun, and another one tells what all know."""
+    """Whether this is one of several ranks of torchrun or srun, and another one tells what all know."""
+    with suppress(ConfigError):  # that is told later
+        RankEnvironment.read()
     return os.environ.get("RANK", "0") != "0"
 
 

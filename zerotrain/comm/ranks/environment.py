@@ -14,6 +14,7 @@ STORE_VARIABLE = "ZEROTRAIN_STORE"
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _REMEDY = "torchrun sets all of them for each of its ranks: start with torchrun, or unset those that another run left"
 
@@ -37,8 +38,10 @@ class RankEnvironment:
 
     @classmethod
     def read(cls, *, whole: bool = True) -> "RankEnvironment | None":
-        """The rank this process was started as; None where it was not started as one. A task of a Slurm step of several
-        tasks is one; the variables of torchrun come first.
+        """The rank this process was started as; None where it was not started as one.
+
+        A task of a Slurm step of several tasks is one. Those of torchrun's variables that are set come first; the
+        others are then set, as libraries look for them too.
 
         Args:
             whole: whether LOCAL_WORLD_SIZE is needed too; without it, it counts as WORLD_SIZE.
@@ -48,7 +51,8 @@ class RankEnvironment:
         """
         given = {name: os.environ[name] for name in {*_NUMBERS, *_NEEDED} if name in os.environ}
         of_step = {} if "RANK" in given else variables_of_step(os.environ)
-        given, remedy = of_step | given, REMEDY if of_step else _REMEDY
+        given, is_step = of_step | given, any(name in os.environ for name in STEP_VARIABLES)
+        remedy = REMEDY if of_step else _REMEDY
         if not given:
             return None
         missing = [name for name in (*_NEEDED, *(["LOCAL_WORLD_SIZE"] if whole else [])) if name not in given]
@@ -59,6 +63,7 @@ class RankEnvironment:
         numbers.setdefault("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"])
         _require_sense(numbers, remedy)
         _require_address(given["MASTER_ADDR"], remedy)
+        os.environ.update(of_step | given)
         return cls(
             rank=numbers["RANK"],
             world_size=numbers["WORLD_SIZE"],
@@ -67,7 +72,7 @@ class RankEnvironment:
             address=given["MASTER_ADDR"],
             port=numbers["MASTER_PORT"],
             store_file=os.environ.get(STORE_VARIABLE),
-            starter="srun" if of_step else "torchrun",
+            starter="srun" if is_step and not {_OF_TORCHRUN, STORE_VARIABLE} & os.environ.keys() else "torchrun",
         )
 
     @staticmethod

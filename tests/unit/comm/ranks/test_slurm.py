@@ -1,5 +1,8 @@
 """Which rank a task of a Slurm step is: the variables are those that Slurm 22.05 has set for `srun` and `sbatch`."""
 
+import os
+from collections.abc import Iterator
+
 import pytest
 
 from zerotrain.comm.ranks.environment import RankEnvironment
@@ -85,25 +88,30 @@ def test_variables_that_contradict_each_other_are_named_in_one_line(changes: dic
 
 
 @pytest.fixture
-def in_step(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def in_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     for name in OF_TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     for name, value in (STEP | {"SLURM_STEP_NODELIST": "localhost"}).items():
         monkeypatch.setenv(name, value)
-    return monkeypatch
+    yield monkeypatch
+    RankEnvironment.leave()
 
 
-def test_what_torchrun_has_set_comes_first_and_what_a_script_has_exported_counts(in_step: pytest.MonkeyPatch):
+def test_what_is_set_of_torchruns_variables_comes_first_and_the_others_are_set(in_step: pytest.MonkeyPatch):
     ranks = RankEnvironment.read()
     assert ranks == RankEnvironment(3, 5, 1, 2, address="localhost", port=39999, starter="srun")
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"]) == ("3", "1")
+    assert RankEnvironment.read() == ranks
+    for name in OF_TORCHRUN:
+        in_step.delenv(name, raising=False)
     in_step.setenv("MASTER_ADDR", "127.0.0.1")
     in_step.setenv("MASTER_PORT", "29500")
     ranks = RankEnvironment.read()
     assert ranks is not None
     assert (ranks.rank, ranks.address, ranks.port) == (3, "127.0.0.1", 29500)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-        in_step.setenv(name, value)
-    assert RankEnvironment.read() == RankEnvironment(0, 2, 0, 2, address="127.0.0.1", port=29500)
+    in_step.setenv("RANK", "4")
+    in_step.setenv("TORCHELASTIC_RUN_ID", "none")  # srun has started torchrun, and that a rank
+    assert RankEnvironment.read() == RankEnvironment(4, 5, 1, 2, address="127.0.0.1", port=29500)
 
 
 def test_a_world_size_of_another_run_is_refused_and_a_process_that_leaves_is_no_rank(in_step: pytest.MonkeyPatch):
