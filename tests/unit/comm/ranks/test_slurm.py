@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
@@ -22,7 +23,6 @@ STEP = {
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
 }
 """Of the second task on the second of three nodes."""
-OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZEROTRAIN_STORE")
 
 
 def test_a_task_of_a_step_of_several_is_the_rank_of_its_number():
@@ -88,34 +88,30 @@ def test_variables_that_contradict_each_other_are_named_in_one_line(changes: dic
 
 
 @pytest.fixture
-def in_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    for name in OF_TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in (STEP | {"SLURM_STEP_NODELIST": "localhost"}).items():
-        monkeypatch.setenv(name, value)
-    yield monkeypatch
-    RankEnvironment.leave()
+def environment() -> Iterator[dict[str, str]]:
+    """That of the task, of this process until the end of the test: what `read` sets goes with it."""
+    with patch.dict(os.environ, STEP | {"SLURM_STEP_NODELIST": "localhost"}):
+        RankEnvironment.leave()
+        os.environ.update(STEP | {"SLURM_STEP_NODELIST": "localhost"})
+        yield os.environ
 
 
-def test_what_is_set_of_torchruns_variables_comes_first_and_the_others_are_set(in_step: pytest.MonkeyPatch):
+def test_what_is_set_of_torchruns_variables_comes_first_and_the_others_are_set(environment: dict[str, str]):
     ranks = RankEnvironment.read()
     assert ranks == RankEnvironment(3, 5, 1, 2, address="localhost", port=39999, starter="srun")
-    assert (os.environ["RANK"], os.environ["LOCAL_RANK"]) == ("3", "1")
+    assert (environment["RANK"], environment["LOCAL_RANK"]) == ("3", "1")
     assert RankEnvironment.read() == ranks
-    for name in OF_TORCHRUN:
-        in_step.delenv(name, raising=False)
-    in_step.setenv("MASTER_ADDR", "127.0.0.1")
-    in_step.setenv("MASTER_PORT", "29500")
+    del environment["RANK"]
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     ranks = RankEnvironment.read()
     assert ranks is not None
     assert (ranks.rank, ranks.address, ranks.port) == (3, "127.0.0.1", 29500)
-    in_step.setenv("RANK", "4")
-    in_step.setenv("TORCHELASTIC_RUN_ID", "none")  # srun has started torchrun, and that a rank
+    environment |= {"RANK": "4", "TORCHELASTIC_RUN_ID": "none"}  # srun has started torchrun, and that a rank
     assert RankEnvironment.read() == RankEnvironment(4, 5, 1, 2, address="127.0.0.1", port=29500)
 
 
-def test_a_world_size_of_another_run_is_refused_and_a_process_that_leaves_is_no_rank(in_step: pytest.MonkeyPatch):
-    in_step.setenv("WORLD_SIZE", "2")
+def test_a_world_size_of_another_run_is_refused_and_a_process_that_leaves_is_no_rank(environment: dict[str, str]):
+    environment["WORLD_SIZE"] = "2"
     with pytest.raises(ConfigError, match=r"RANK: got 3; it must be below WORLD_SIZE=2; in a Slurm step srun tells"):
         RankEnvironment.read()
     RankEnvironment.leave()
