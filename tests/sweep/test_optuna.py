@@ -25,7 +25,20 @@ CASES = {
     "pauses": f"{MISBEHAVING.replace('ACTION', 'pause')}\ncheckpoint: {{every: 1, asynchronous: false}}",
     "worse": "optimizer: {lr: 30}",
 }
-TWELVE = ["well0", "raises", "well1", "no_number", "well2", "pauses", "well0", "refused", "well3", "well4", "well5", "worse"]
+TWELVE = [
+    "well0",
+    "raises",
+    "well1",
+    "no_number",
+    "well2",
+    "pauses",
+    "well0",
+    "refused",
+    "well3",
+    "well4",
+    "well5",
+    "worse",
+]
 ENDS_WORSE = "sweep.pruner={_target_:optuna.pruners.ThresholdPruner,upper:6.5}"
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,14 @@ def open_storage(url: str) -> Any:
         return optuna.storages.RDBStorage(url, engine_kwargs=waiting)
     except Exception as error:  # of SQLAlchemy, of a driver of a database, of Optuna for a study of another version
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ConfigError(f"hydra.sweeper.storage: got {url}, which Optuna cannot open: {said}") from error
+        raise ConfigError(
+            f"hydra.sweeper.storage: got {without_password(url)}, which Optuna cannot open: {said}"
+        ) from error
+
+
+def without_password(url: str) -> str:
+    """An address as it may be shown."""
+    return re.sub(r"://([^/@]*?):[^/@]*@", r"://\1:***@", url)
 
 
 def _require_sqlite(path: Path) -> None:

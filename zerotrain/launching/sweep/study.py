@@ -5,14 +5,16 @@ The sweeper knows trials and Hydra numbers jobs; neither tells the other. So the
 sees each trial as it is asked for, and turns what the sweeper makes of a pruned one into what Optuna calls it.
 """
 
+import copy
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, flag_override, open_dict, read_write
 
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.lock import can_lock, lock, open_lock
@@ -78,6 +80,7 @@ def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
 
     from zerotrain.training.pruning import SQLITE, open_storage  # imports torch, as the jobs are about to
 
+    logging.getLogger(_SWEEPER.rstrip(".")).setLevel(logging.CRITICAL)  # it tells of failed jobs, as we do
     sweeper, folder, journal = config.hydra.sweeper, sweep.folder, sweep.journal
     directions, objectives = list(sweep.directions), list(sweep.objectives)
     problems = list(_direction_problems(config, directions))
@@ -108,11 +111,16 @@ def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
         starts = int(study.user_attrs.get(_STARTS, 0))
         study.set_user_attr(_STARTS, starts + 1)
         num_waiting = len([each for each in study.get_trials(deepcopy=False) if each.state.name == "WAITING"])
+    given = copy.deepcopy(sweeper)
+
+    def restore() -> None:
+        with read_write(config.hydra):
+            config.hydra.sweeper = given
+
     total = sweep.total or 0
     begun = Study(url=url, name=name, num_trials=total)
-    _begun[:] = [(begun, journal, storage)]
-    with read_write(config), open_dict(config):
-        sweeper.storage = {"_target_": f"{__name__}.{StudyStorage.__name__}"}
+    with read_write(config.hydra), open_dict(config.hydra), flag_override(sweeper, "allow_objects", True):
+        sweeper.storage = StudyStorage(begun, journal, storage, restore)  # of a `_target_` Hydra 1.4 makes none
         sweeper.study_name = name
         sweeper.n_trials = max(0, total - len(trials) + num_waiting)
         sweeper.direction = directions if len(directions) > 1 else directions[0]
@@ -125,11 +133,25 @@ class StudyStorage:
     """The storage of the study that this process drives, as Optuna's sweeper gets it. All of it is Optuna's own but for
     what is here: `optuna.storages.BaseStorage` says what each method does."""
 
-    def __init__(self) -> None:
-        self._study, self._journal, self._storage = _begun[-1]
+    def __init__(
+        self, study: Study, journal: SweepJournal, storage: "BaseStorage", restore: Callable[[], None]
+    ) -> None:
+        self._study, self._journal, self._storage, self._restore = study, journal, storage, restore
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StudyStorage":
+        return self
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self._study.url,)  # all that a process needs to know that runs a job
+
+    def create_new_study(self, *arguments: Any) -> int:
+        """Called once the sweeper has read its settings. From 1.4 on Hydra wants them as they were given."""
+        self._restore()
+        study_id: int = self._storage.create_new_study(*arguments)
+        return study_id
 
     def create_new_trial(self, study_id: int, template_trial: "FrozenTrial | None" = None) -> int:
         """A trial, unless the study has all of them.
@@ -198,10 +220,8 @@ class StudyStorage:
                 _let_wait(self._storage, trial)
 
 
-_begun: list[tuple[Study, SweepJournal, "BaseStorage"]] = []
-"""The study that this process drives."""
 _held: list[BinaryIO] = []
-"""The lock that says so."""
+"""The lock that says which process drives a study."""
 
 
 def _direction_problems(config: DictConfig, directions: list[str]) -> Iterator[str]:
@@ -220,9 +240,11 @@ def _direction_problems(config: DictConfig, directions: list[str]) -> Iterator[s
 
 def _require_same(study: Any, url: str, directions: list[str], objectives: list[str]) -> None:
     """A ConfigError where a study is about something else: its trials would be compared with others."""
+    from zerotrain.training.pruning import without_password
+
     found = [each.name.lower() for each in study.directions]
     asked = study.user_attrs.get(_OBJECTIVES, objectives)
-    where = f"the study {study.study_name} in {url} is to"
+    where = f"the study {study.study_name} in {without_password(url)} is to"
     if found != directions or asked != objectives:
         wants, has = (
             " and ".join(f"{direction} {name}" for direction, name in zip(*each, strict=False))

@@ -1,5 +1,6 @@
 """The value by which the jobs of a sweep are compared: a number of result.json, or a metric of the last evaluation."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -54,18 +55,13 @@ def value_in(result: Mapping[str, Any], name: str) -> float | None:
 def _values(result: Mapping[str, Any]) -> dict[str, float | None]:
     found = {name: _number(result.get(name)) for name in _NUMBERS}
     for name in _OBJECTS:
-        found |= _flat(result.get(name), name)
+        for key, value in _items(result.get(name)):
+            inner = {f"{name}.{key}.{each}": _number(item) for each, item in _items(value)}
+            found |= inner if isinstance(value, dict) else {f"{name}.{key}": _number(value)}
     losses, metrics = result.get("val_loss_by_source"), result.get("val_metrics")
     found["val_loss"] = found[VAL_LOSS]
     found |= {f"val_loss/{name}": _number(value) for name, value in _items(losses)}
     return found | {str(name): _number(value) for name, value in _items(metrics)}
-
-
-def _flat(value: Any, name: str) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
-    for key, item in _items(value):
-        found |= _flat(item, f"{name}.{key}") if isinstance(item, dict) else {f"{name}.{key}": _number(item)}
-    return found
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
@@ -73,4 +69,9 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer of hundreds of digits
+        return None
