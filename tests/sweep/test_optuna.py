@@ -17,13 +17,15 @@ from tests.zygote.client import Zygote
 
 SETTINGS = (*TINY, "train.max_steps=4", "launch.nproc_per_node=1", "hydra/sweeper=optuna")
 MISBEHAVING = "model: {_target_: misbehaving.MisbehavingMLP, action: ACTION, rank: 0, at: 3}"
+STOPPING = "{_target_: zerotrain.training.callbacks.early_stopping.EarlyStopping, patience: 1, min_delta: 100.0}"
 CASES = {
-    **{f"well{number}": f"seed: {10 + number}" for number in range(6)},
+    **{f"well{number}": f"seed: {10 + number}" for number in range(5)},
     "raises": MISBEHAVING.replace("ACTION", "raise"),
     "no_number": MISBEHAVING.replace("ACTION", "poison"),
     "refused": "zero: {stage: 9}",
     "pauses": f"{MISBEHAVING.replace('ACTION', 'pause')}\ncheckpoint: {{every: 1, asynchronous: false}}",
     "worse": "optimizer: {lr: 30}",
+    "stops": f"train: {{eval_every: 1}}\ncallbacks: {{stop: {STOPPING}}}",
 }
 TWELVE = [
     "well0",
@@ -36,7 +38,7 @@ TWELVE = [
     "refused",
     "well3",
     "well4",
-    "well5",
+    "stops",
     "worse",
 ]
 ENDS_WORSE = "sweep.pruner={_target_:optuna.pruners.ThresholdPruner,upper:6.5}"
@@ -95,7 +97,7 @@ def test_a_study_goes_on_after_a_kill_and_has_its_trials_once(search: Callable[.
     told = yaml.safe_load((tmp_path / "sweep/optimization_results.yaml").read_text())
     assert told["best_value"] == min(value for value in values if value is not None)
     rows = rows_of(again, 12)
-    assert Counter(rows.values()) == Counter(completed=8, failed=2, diverged=1)  # two of well0
+    assert Counter(rows.values()) == Counter(completed=7, failed=2, diverged=1, stopped=1)  # two of well0
     assert "(12/12, 2 failed, best " in again.stdout
     assert "Traceback" not in again.stderr
 

@@ -10,11 +10,15 @@ from typing import Any
 
 from zerotrain.config.rules import (
     COLLATE,
+    DIRECTION,
     FREEZE,
     GROUPS,
+    OBJECTIVE,
     PROMPTS,
+    PRUNER,
     SCHEDULE,
     VALIDATION_SETS,
+    listed,
     rhythm_rule,
 )
 from zerotrain.settings import (
@@ -255,24 +259,6 @@ class LaunchConfig:
     """Run in a folder that holds a completed run, and erase that. One that did not complete needs no leave."""
 
 
-def _names(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-OBJECTIVE = Rule(
-    "a number of result.json or a metric of an evaluation, such as val_accuracy, or a list of them",
-    lambda value: bool(_names(value)) and all(isinstance(each, str) and each for each in _names(value)),
-)
-DIRECTION = Rule(
-    "minimize or maximize, or a list with one for each objective",
-    lambda value: bool(_names(value)) and all(each in ("minimize", "maximize") for each in _names(value)),
-)
-PRUNER = Rule(
-    "a class of optuna.pruners with its arguments, {_target_: ..., argument: ...}",
-    lambda value: isinstance(value, dict) and isinstance(value.get("_target_"), str),
-)
-
-
 @dataclass
 class SweepConfig:
     """The jobs of a sweep (`-m`) as a whole. None of these makes a run another one."""
@@ -305,12 +291,12 @@ class SweepConfig:
     @property
     def objectives(self) -> list[str]:
         """The objectives, the first one first."""
-        return _names(self.objective)
+        return listed(self.objective)
 
     @property
     def directions(self) -> list[str]:
         """The direction of each objective; one alone counts for all."""
-        given = _names(self.direction)
+        given = listed(self.direction)
         return given * len(self.objectives) if len(given) == 1 else given
 
 

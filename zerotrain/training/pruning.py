@@ -36,8 +36,8 @@ class Trial:
 
 
 class Pruning(Callback):
-    """Tells the study each evaluation, and asks for a stop where the pruner wants one. Not after the last step: that
-    job is done. A study that cannot be reached ends nothing: the job goes on unpruned.
+    """Tells the study each evaluation, and asks for a stop where the pruner wants one; after the last step nobody
+    asks. A study that cannot be reached ends nothing: the job goes on unpruned.
 
     Args:
         pruner: an object of `optuna.pruners`.
@@ -58,7 +58,7 @@ class Pruning(Callback):
         try:
             if self._trial.metric not in metrics:
                 raise LookupError(f"an evaluation has no {self._trial.metric}; it has {', '.join(metrics)}")
-            self._is_unwanted = self._told(run.step, value) and not run.is_last
+            self._is_unwanted = self._told(run.step, value)
         except Exception as error:  # of whatever database it is
             self._has_failed = True
             said = printable(f"{type(error).__name__}: {error}".partition("\n")[0], keep="")

@@ -30,6 +30,7 @@ from tests.mutants.faults import (
     starts,
     state,
     step,
+    studies,
     texts,
     tokens,
     trust,
@@ -72,6 +73,7 @@ FAULTS: dict[str, Fault] = {
         ends,
         feeds,
         averages,
+        studies,
     )
     for name, fault in room.FAULTS.items()
 }

@@ -60,7 +60,7 @@ def test_a_run_that_is_done_is_not_pruned(make_trainer, tmp_path: Path, study: o
 
 def test_a_value_that_is_no_number_is_not_told(tmp_path: Path, study: optuna.Study):
     class Run:
-        step, is_last = 3, False
+        step = 3
 
     callback = pruning(tmp_path, After(0))
     for value in (math.nan, math.inf):

@@ -38,9 +38,8 @@ from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.torchrun import job_exchange, run_here
 from zerotrain.launching.sweep.driver import joined
 from zerotrain.launching.sweep.journal import JournalError
-from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value
+from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, named_by_trial
 from zerotrain.launching.sweep.slots import devices_of_own
-from zerotrain.launching.sweep.study import Study
 from zerotrain.run.preflight import check as preflight
 from zerotrain.run.preflight.length import length_given
 from zerotrain.run.preflight.room import file_problems, in_memory, is_on_host
@@ -88,7 +87,7 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> Value:
     sweep = joined(Path(hydra.sweep.dir).absolute())
     subdir = OmegaConf.to_container(hydra, resolve=False)["sweep"]["subdir"]  # type: ignore[index, call-overload]
     if sweep.study is not None:
-        named = _named_by_trial(sweep.study, named, hydra, subdir == BY_NUMBER)
+        named = named_by_trial(sweep.study, named, hydra, subdir == BY_NUMBER)
     read, overrides = _read(composed), _given(hydra)
     member = Member(sweep, hydra.job.num, overrides, read.config)
     member.require_hope()
@@ -124,18 +123,6 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> Value:
         _end_as_stopped(result, signum)
     member.require_hope()
     return value
-
-
-def _named_by_trial(study: Study, named: Path, hydra: Any, by_number: bool) -> Path:
-    """The folder of a job that has the number of its trial: that counts on where Hydra begins again with 0."""
-    with read_write(hydra):
-        hydra.job.num = study.trials[hydra.job.num]
-        if by_number and named.name != str(hydra.job.num):
-            with suppress(OSError):  # Hydra has made it; it stays where it holds something
-                named.rmdir()
-            named = named.with_name(str(hydra.job.num))
-            hydra.runtime.output_dir = str(named)
-    return named
 
 
 def _told(error: Exception, run_dir: Path) -> ZeroTrainError:

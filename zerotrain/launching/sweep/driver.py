@@ -48,6 +48,8 @@ class SweepFolder(Callback):
                 note_earlier_results(folder)
             sweep = Sweep.of(config)
         if sweep is not None:
+            for _, teller in _driven:  # of a study that begins again
+                teller.end()
             self.sweep = _with_study(sweep, config)
             _driven.append((self.sweep, Teller(self.sweep)))
 

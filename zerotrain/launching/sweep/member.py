@@ -1,9 +1,11 @@
 """One job of a sweep, in the process that runs it: it takes its place, and says in the journal what becomes of it."""
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+
+from omegaconf import read_write
 
 from zerotrain.config.compose import config_hash
 from zerotrain.config.schema import EVALUATES, Config
@@ -25,6 +27,7 @@ from zerotrain.launching.sweep.journal import (
     JobEvent,
 )
 from zerotrain.launching.sweep.places import JobPlace, WantedPlace, outcome, take_place
+from zerotrain.launching.sweep.study import Study
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.training.figures.objective import in_evaluation, value_in
 
@@ -173,3 +176,15 @@ class Member:
         )
         if self.sweep.is_driven_here and (found := driven()) is not None:
             found[1].look()
+
+
+def named_by_trial(study: Study, named: Path, hydra: Any, by_number: bool) -> Path:
+    """The folder of a job that has the number of its trial: that counts on where Hydra begins again with 0."""
+    with read_write(hydra):
+        hydra.job.num = study.trials[hydra.job.num]
+        if by_number and named.name != str(hydra.job.num):
+            with suppress(OSError):  # Hydra has made it; it stays where it holds something
+                named.rmdir()
+            named = named.with_name(str(hydra.job.num))
+            hydra.runtime.output_dir = str(named)
+    return named

@@ -30,8 +30,10 @@ STUDY_NAME = "study.db"
 DRIVERS = ".drivers"
 """Folder of a lock for each driver, below that of the sweep: it tells whether a trial that runs has anybody left."""
 _SWEEPER = "hydra_plugins.hydra_optuna_sweeper."
-_DRIVER, _OBJECTIVES, _STARTS = "zerotrain.driver", "zerotrain.objective", "zerotrain.starts"
-"""Attributes: of a trial the file of its driver's lock; of the study its objectives and how often it was begun."""
+_DRIVER, _DROPPED = "zerotrain.driver", "zerotrain.dropped"
+"""Attributes of a trial: the file of its driver's lock; that it never was a job, and does not count."""
+_OBJECTIVES, _STARTS = "zerotrain.objective", "zerotrain.starts"
+"""Attributes of the study: its objectives, and how often it was begun."""
 _GRID_PLACE = ("search_space", "grid_id")
 
 
@@ -70,60 +72,49 @@ def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
     Trials that run in no process any more wait again: with the same values, so that their jobs are found and go on.
 
     Args:
-        config: as Hydra tells it to its callbacks; `hydra.sweeper` is filled.
+        config: as Hydra tells it to its callbacks; `hydra.sweeper` is filled until the sweeper has read it.
 
     Raises:
         ConfigError: the study cannot be opened, or is one of something else.
-        ImportError: Optuna is not installed.
     """
-    import optuna
-
     from zerotrain.training.pruning import SQLITE, open_storage  # imports torch, as the jobs are about to
 
     logging.getLogger(_SWEEPER.rstrip(".")).setLevel(logging.CRITICAL)  # it tells of failed jobs, as we do
-    sweeper, folder, journal = config.hydra.sweeper, sweep.folder, sweep.journal
-    directions, objectives = list(sweep.directions), list(sweep.objectives)
-    problems = list(_direction_problems(config, directions))
-    if OmegaConf.is_config(sweeper.storage):
-        problems.append("hydra.sweeper.storage: got an object; it must be a URL, or null for study.db")
-    if problems:
+    sweeper, folder, total = config.hydra.sweeper, sweep.folder, sweep.total or 0
+    if problems := list(_problems(config, list(sweep.directions))):
         raise ConfigError(*problems)
     url = sweeper.storage or f"{SQLITE}{folder / STUDY_NAME}"
-    name = sweeper.study_name or ("sweep" if sweeper.storage is None else str(folder))
-    with journal.held():  # two drivers would make two studies
+    begun = Study(
+        url=url,
+        name=sweeper.study_name or ("sweep" if sweeper.storage is None else str(folder)),
+        num_trials=total,
+    )
+    is_open = bool(sweeper.get("custom_search_space") or sweeper.get("search_space"))
+    names = None if is_open else {each.lstrip("+") for each in sweep.swept}
+    with sweep.journal.held():  # two drivers would make two studies
         storage = open_storage(url)
-        try:
-            study = optuna.load_study(study_name=name, storage=storage)
-        except KeyError:
-            study = optuna.create_study(study_name=name, storage=storage, directions=directions)
-            study.set_user_attr(_OBJECTIVES, objectives)
-        _require_same(study, url, directions, objectives)
-        trials = study.get_trials(deepcopy=False)
-        if trials and sweep.again == "all":
-            raise ConfigError(
-                f"sweep.again: got all, but the study {name} has {len(trials)} trials, which it keeps; give another "
-                "hydra.sweeper.study_name, or another hydra.sweep.dir"
-            )
+        study = _opened(storage, begun, sweep)
         _held[:] = [_own_lock(folder)]
-        for trial in trials:
+        for trial in study.get_trials(deepcopy=False):
             if trial.state.name == "RUNNING" and _is_left_alone(trial):
-                _let_wait(storage, trial)
+                _take_up(storage, trial, names)
         starts = int(study.user_attrs.get(_STARTS, 0))
         study.set_user_attr(_STARTS, starts + 1)
-        num_waiting = len([each for each in study.get_trials(deepcopy=False) if each.state.name == "WAITING"])
+        states = [each.state.name for each in _counted(storage, storage.get_study_id_from_name(begun.name))]
+    num_left = max(0, total - len(states) + states.count("WAITING"))
+    if not num_left:
+        print(f"the study has its {len(states)} trials; a larger hydra.sweeper.n_trials asks for more")
     given = copy.deepcopy(sweeper)
 
     def restore() -> None:
         with read_write(config.hydra):
             config.hydra.sweeper = given
 
-    total = sweep.total or 0
-    begun = Study(url=url, name=name, num_trials=total)
     with read_write(config.hydra), open_dict(config.hydra), flag_override(sweeper, "allow_objects", True):
-        sweeper.storage = StudyStorage(begun, journal, storage, restore)  # of a `_target_` Hydra 1.4 makes none
-        sweeper.study_name = name
-        sweeper.n_trials = max(0, total - len(trials) + num_waiting)
-        sweeper.direction = directions if len(directions) > 1 else directions[0]
+        # As an object: Hydra 1.4 makes none of a `_target_` here.
+        sweeper.storage = StudyStorage(begun, sweep.journal, storage, restore)
+        sweeper.study_name, sweeper.n_trials = begun.name, num_left
+        sweeper.direction = list(sweep.directions) if len(sweep.directions) > 1 else sweep.directions[0]
         if sweeper.sampler.get("seed") is not None:  # or it would choose the same values again
             sweeper.sampler.seed += starts
     return begun
@@ -160,7 +151,7 @@ class StudyStorage:
             StudyIsFullError: it has.
         """
         with self._journal.held():
-            if self._storage.get_n_trials(study_id) >= self._study.num_trials:
+            if len(_counted(self._storage, study_id)) >= self._study.num_trials:
                 self._give_back(study_id)
                 raise StudyIsFullError
             trial_id: int = self._storage.create_new_trial(study_id, template_trial)
@@ -173,6 +164,21 @@ class StudyStorage:
     def set_trial_state_values(self, trial_id: int, state: Any, values: Any = None) -> bool:
         """Optuna calls this from version 3 on."""
         return self._set_state(trial_id, state, values)
+
+    def set_trial_param(self, trial_id: int, param_name: str, *values: Any) -> None:
+        """A trial gets the value of a setting.
+
+        Raises:
+            ConfigError: the study has it with values of another kind.
+        """
+        try:
+            self._storage.set_trial_param(trial_id, param_name, *values)
+        except ValueError as error:
+            said = str(error).rstrip(".")
+            raise ConfigError(
+                f"{param_name}: the study has other values for it ({said}); give it those, another hydra.sweep.dir or "
+                "another hydra.sweeper.study_name"
+            ) from error
 
     def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
         """Optuna 2 gives a trial that has waited another place in its grid than the values that it has."""
@@ -217,49 +223,86 @@ class StudyStorage:
         """Let those wait that this driver has asked for in vain: their jobs would have begun with this one."""
         for trial in self._storage.get_all_trials(study_id, deepcopy=False):
             if trial.state.name == "RUNNING" and trial.user_attrs.get(_DRIVER) == str(_held[0].name):
-                _let_wait(self._storage, trial)
+                _set_state(self._storage, trial, "WAITING")
 
 
 _held: list[BinaryIO] = []
 """The lock that says which process drives a study."""
 
 
-def _direction_problems(config: DictConfig, directions: list[str]) -> Iterator[str]:
-    given = config.hydra.sweeper.direction
-    found = [getattr(each, "name", str(each)) for each in (given if OmegaConf.is_list(given) else [given])]
-    is_default = found == ["minimize"] and not any(
-        each.startswith("hydra.sweeper.direction=") for each in config.hydra.overrides.hydra
-    )
-    if found != directions and not is_default:
+def _problems(config: DictConfig, directions: list[str]) -> Iterator[str]:
+    sweeper = config.hydra.sweeper
+    given = sweeper.direction if OmegaConf.is_list(sweeper.direction) else [sweeper.direction]
+    found = [getattr(each, "name", str(each)) for each in given]
+    given_here = any(each.startswith("hydra.sweeper.direction=") for each in config.hydra.overrides.hydra)
+    if found != directions and (given_here or found != ["minimize"]):
         wanted, has = ("[" + ",".join(each) + "]" if len(each) > 1 else each[0] for each in (found, directions))
         yield (
             f"hydra.sweeper.direction: got {wanted}, but sweep.direction={has}; give sweep.direction={wanted} and "
             "leave this one out"
         )
+    if OmegaConf.is_config(sweeper.storage):
+        yield "hydra.sweeper.storage: got an object; it must be a URL, or null for study.db"
+    if "?" in config.hydra.sweep.dir and sweeper.storage is None:
+        yield f"hydra.sweep.dir: got {config.hydra.sweep.dir}; no URL of {STUDY_NAME} can have a ?; give another"
+    if sweeper.n_trials < 1:
+        yield f"hydra.sweeper.n_trials: got {sweeper.n_trials}; it must be 1 or more"
 
 
-def _require_same(study: Any, url: str, directions: list[str], objectives: list[str]) -> None:
-    """A ConfigError where a study is about something else: its trials would be compared with others."""
+def _opened(storage: Any, wanted: Study, sweep: "Sweep") -> Any:
+    """The study of this name, made where there is none. A ConfigError where it is about something else: its trials
+    would be compared with others."""
+    import optuna
+
     from zerotrain.training.pruning import without_password
 
+    directions, objectives = list(sweep.directions), list(sweep.objectives)
+    try:
+        study = optuna.load_study(study_name=wanted.name, storage=storage)
+    except KeyError:
+        study = optuna.create_study(study_name=wanted.name, storage=storage, directions=directions)
+        study.set_user_attr(_OBJECTIVES, objectives)
     found = [each.name.lower() for each in study.directions]
     asked = study.user_attrs.get(_OBJECTIVES, objectives)
-    where = f"the study {study.study_name} in {without_password(url)} is to"
     if found != directions or asked != objectives:
         wants, has = (
             " and ".join(f"{direction} {name}" for direction, name in zip(*each, strict=False))
             for each in ((directions, objectives), (found, asked))
         )
         raise ConfigError(
-            f"sweep.objective: got {wants}, but {where} {has}; give that, or another hydra.sweeper.study_name"
+            f"sweep.objective: got {wants}, but the study {wanted.name} in {without_password(wanted.url)} is to {has}; "
+            "give that, or another hydra.sweeper.study_name"
         )
+    if sweep.again == "all" and (num_trials := len(study.get_trials(deepcopy=False))):
+        raise ConfigError(
+            f"sweep.again: got all, but the study {wanted.name} has {num_trials} trials, which it keeps; give another "
+            "hydra.sweeper.study_name, or another hydra.sweep.dir"
+        )
+    return study
 
 
-def _let_wait(storage: Any, trial: Any) -> None:
-    if hasattr(storage, "set_trial_state_values"):
-        storage.set_trial_state_values(trial._trial_id, type(trial.state).WAITING)
+def _counted(storage: Any, study_id: int) -> list[Any]:
+    """The trials that are jobs."""
+    trials = storage.get_all_trials(study_id, deepcopy=False)
+    return [trial for trial in trials if _DROPPED not in trial.user_attrs]
+
+
+def _take_up(storage: Any, trial: Any, names: set[str] | None) -> None:
+    """Let a trial wait, or drop it where it has a setting that the sweep has no longer, as after a misspelt one.
+
+    Args:
+        names: of the settings that Optuna chooses; None: nobody knows them.
+    """
+    if names is None or {each.lstrip("+") for each in trial.params} <= names:
+        _set_state(storage, trial, "WAITING")
     else:
-        storage.set_trial_state(trial._trial_id, type(trial.state).WAITING)
+        storage.set_trial_user_attr(trial._trial_id, _DROPPED, True)
+        _set_state(storage, trial, "FAIL")
+
+
+def _set_state(storage: Any, trial: Any, name: str) -> None:
+    set_state = getattr(storage, "set_trial_state_values", None) or storage.set_trial_state
+    set_state(trial._trial_id, type(trial.state)[name])
 
 
 def _own_lock(folder: Path) -> BinaryIO:

@@ -33,13 +33,15 @@ class Teller:
         events = sweep.events_to_count()
         for event in events[: len(events) - len(sweep.events())]:  # of a study, before it went on
             self._last[event.job, event.folder] = event
-        self._lock = threading.Lock()
+        self._lock, self._is_done = threading.Lock(), False
         if not sweep.in_driver:
             threading.Thread(target=self._watch, name="sweep-teller", daemon=True).start()
 
     def look(self) -> None:
         """Tell what is new."""
         with self._lock:
+            if self._is_done:
+                return
             events = self._sweep.events()
             for event in events[self._num_told :]:
                 self._num_told += 1
@@ -56,8 +58,13 @@ class Teller:
                         "sweep.max_failures_in_a_row=0 goes on whatever fails",
                     )
 
+    def end(self) -> None:
+        """Tell what is new, and then no more: another one goes on."""
+        self.look()
+        self._is_done = True
+
     def _watch(self) -> None:
-        while True:
+        while not self._is_done:
             time.sleep(_LOOK_EVERY_S)
             self.look()
 

@@ -53,15 +53,16 @@ def value_in(result: Mapping[str, Any], name: str) -> float | None:
 
 
 def _values(result: Mapping[str, Any]) -> dict[str, float | None]:
-    found = {name: _number(result.get(name)) for name in _NUMBERS}
+    losses, metrics = result.get("val_loss_by_source"), result.get("val_metrics")
+    found = {"val_loss": _number(result.get(VAL_LOSS))}
+    found |= {f"val_loss/{name}": _number(value) for name, value in _items(losses)}
+    found |= {str(name): _number(value) for name, value in _items(metrics)}
+    found |= {name: _number(result.get(name)) for name in _NUMBERS}
     for name in _OBJECTS:
         for key, value in _items(result.get(name)):
             inner = {f"{name}.{key}.{each}": _number(item) for each, item in _items(value)}
             found |= inner if isinstance(value, dict) else {f"{name}.{key}": _number(value)}
-    losses, metrics = result.get("val_loss_by_source"), result.get("val_metrics")
-    found["val_loss"] = found[VAL_LOSS]
-    found |= {f"val_loss/{name}": _number(value) for name, value in _items(losses)}
-    return found | {str(name): _number(value) for name, value in _items(metrics)}
+    return found
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:

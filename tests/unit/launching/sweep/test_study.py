@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from zerotrain.commands import train  # makes the schema known to Hydra
+from zerotrain.errors import ConfigError
 from zerotrain.launching.sweep import driver, study
 from zerotrain.launching.sweep.driver import SweepFolder
 from zerotrain.launching.sweep.journal import JobEvent, SweepJournal
@@ -22,6 +23,7 @@ from zerotrain.launching.sweep.sweep import Sweep
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 Begin = Callable[..., DictConfig]
+SEARCHED = "hydra.sweeper.params={optimizer.lr:'interval(0,1)'}"
 
 
 @functools.cache
@@ -38,7 +40,9 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
         config = copy.deepcopy(composed(f"hydra/sweeper={sweeper}", *groups))
         OmegaConf.set_struct(config, False)
         OmegaConf.set_readonly(config.hydra, False)
-        for each in OverridesParser.create().parse_overrides([f"hydra.sweep.dir={tmp_path}/sweep", *overrides]):
+        for each in OverridesParser.create().parse_overrides(
+            [f"hydra.sweep.dir={tmp_path}/sweep", SEARCHED, *overrides]
+        ):
             OmegaConf.update(config, each.key_or_group, each.value(), merge=False)
         config.hydra.overrides.hydra = list(overrides)
         SweepFolder().on_multirun_start(config)
@@ -88,6 +92,7 @@ REFUSED = {
     "hydra.sweeper.direction=minimize sweep.direction=maximize": "hydra.sweeper.direction: got minimize, but ",
     "hydra.sweeper.storage={_target_:a.b}": "hydra.sweeper.storage: got an object; it must be a URL",
     "hydra.sweeper.storage=nonsense": "hydra.sweeper.storage: got nonsense, which Optuna cannot open: ",
+    "hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials: got 0; it must be 1 or more",
     "sweep.pruner=median": "sweep.pruner: got median; it must be a class of optuna.pruners",
     "sweep.pruner={_target_:optuna.pruners.Medium}": "sweep.pruner._target_: got optuna.pruners.Medium; ",
     "sweep.pruner={_target_:optuna.pruners.NopPruner,speed:1}": "sweep.pruner.speed: optuna.pruners.NopPruner takes no",
@@ -179,6 +184,22 @@ def test_trials_of_a_driver_that_is_gone_wait_and_keep_their_values(begin: Begin
     assert states_in(tmp_path) == ["COMPLETE", "RUNNING"]
 
 
+def test_a_misspelt_setting_and_values_of_another_kind_do_not_spoil_a_study(begin: Begin, tmp_path: Path):
+    misspelt = sweeps_study(begin("hydra.sweeper.n_trials=2")).ask()
+    misspelt.suggest_float("optimizer.lrr", 0.0, 1.0)
+    end_driver()
+    config = begin("hydra.sweeper.n_trials=2")
+    assert states_in(tmp_path) == ["FAIL"]
+    assert config.hydra.sweeper.n_trials == 2
+    begun = sweeps_study(config)
+    first, second = ask(begun), begun.ask()
+    assert [first.number, second.number] == [1, 2]
+    with pytest.raises(ConfigError, match=r"optimizer\.lr: the study has other values for it \(.*\); give it those, "):
+        second.suggest_categorical("optimizer.lr", [1, 2])
+    with pytest.raises(study.StudyIsFullError):
+        begun.ask()
+
+
 def test_a_trial_of_another_program_stays_as_it_is(begin: Begin, tmp_path: Path):
     (tmp_path / "sweep").mkdir()
     optuna.create_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/sweep/study.db").ask()
@@ -186,7 +207,9 @@ def test_a_trial_of_another_program_stays_as_it_is(begin: Begin, tmp_path: Path)
     assert states_in(tmp_path) == ["RUNNING"]
 
 
-def test_a_study_never_has_more_trials_than_wanted_and_gives_back_half_a_batch(begin: Begin, tmp_path: Path):
+def test_a_study_never_has_more_trials_than_wanted_and_gives_back_half_a_batch(
+    begin: Begin, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     begun = sweeps_study(begin("hydra.sweeper.n_trials=3"))
     begun.tell(ask(begun), 1.0)
     begun.tell(ask(begun), 1.0)
@@ -195,6 +218,10 @@ def test_a_study_never_has_more_trials_than_wanted_and_gives_back_half_a_batch(b
         ask(begun)
     assert states_in(tmp_path) == ["COMPLETE", "COMPLETE", "WAITING"]
     assert begin("hydra.sweeper.n_trials=3").hydra.sweeper.n_trials == 1
+    ask(begun)
+    capsys.readouterr()
+    assert begin("hydra.sweeper.n_trials=3").hydra.sweeper.n_trials == 0
+    assert capsys.readouterr().out == "the study has its 3 trials; a larger hydra.sweeper.n_trials asks for more\n"
     assert begin("hydra.sweeper.n_trials=1").hydra.sweeper.n_trials == 0
 
 
