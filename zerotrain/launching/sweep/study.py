@@ -96,7 +96,7 @@ def begin_study(config: DictConfig, sweep: "Sweep") -> Study:
         study = _opened(storage, begun, sweep)
         _held[:] = [_own_lock(folder)]
         for trial in study.get_trials(deepcopy=False):
-            if trial.state.name == "RUNNING" and _is_left_alone(trial):
+            if trial.state.name == "WAITING" or (trial.state.name == "RUNNING" and _is_left_alone(trial)):
                 _take_up(storage, trial, names)
         starts = int(study.user_attrs.get(_STARTS, 0))
         study.set_user_attr(_STARTS, starts + 1)
@@ -288,7 +288,8 @@ def _counted(storage: Any, study_id: int) -> list[Any]:
 
 
 def _take_up(storage: Any, trial: Any, names: set[str] | None) -> None:
-    """Let a trial wait, or drop it where it has a setting that the sweep has no longer, as after a misspelt one.
+    """Let a trial wait, or drop it where it has a setting that the sweep does not vary: it was misspelt before, or
+    somebody else has written it into the file, and it could name a class.
 
     Args:
         names: of the settings that Optuna chooses; None: nobody knows them.

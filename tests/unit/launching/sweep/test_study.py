@@ -200,6 +200,18 @@ def test_a_misspelt_setting_and_values_of_another_kind_do_not_spoil_a_study(begi
         begun.ask()
 
 
+def test_a_trial_in_the_file_gives_a_job_no_setting_that_the_sweep_does_not_vary(begin: Begin, tmp_path: Path):
+    (tmp_path / "sweep").mkdir()
+    written = optuna.create_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/sweep/study.db")
+    of_class = optuna.distributions.CategoricalDistribution(["os.system"])
+    for params in ({"model._target_": of_class}, {}):
+        waiting = {"state": optuna.trial.TrialState.WAITING, "distributions": params}
+        written.add_trial(optuna.trial.create_trial(params=dict.fromkeys(params, "os.system"), **waiting))
+    config = begin("hydra.sweeper.n_trials=1")
+    assert states_in(tmp_path) == ["FAIL", "WAITING"]
+    assert ask(sweeps_study(config)).params.keys() == {"optimizer.lr"}
+
+
 def test_a_trial_of_another_program_stays_as_it_is(begin: Begin, tmp_path: Path):
     (tmp_path / "sweep").mkdir()
     optuna.create_study(study_name="sweep", storage=f"sqlite:///{tmp_path}/sweep/study.db").ask()
