@@ -27,7 +27,9 @@ _PLUGINS = {
     "hydra/launcher": ("joblib", "ray", "rq", "submitit_local", "submitit_slurm"),
     "hydra/sweeper": ("ax", "nevergrad", "optuna"),
 }
-"""Choices that come with a package of their own, such as hydra-submitit-launcher."""
+"""Choices that come with a package of their own, such as hydra-ray-launcher."""
+_OF_EXTRA = ("joblib", "submitit_local", "submitit_slurm", "optuna")
+"""Those of an extra of ours, which also says which packages go together."""
 
 
 def composition_problems(
@@ -128,12 +130,14 @@ def _missing_choice(override: str, error: MissingConfigException, folders: Seque
     asked = error.missing_cfg_file or ""
     options = error.options or _choices_of(asked.rpartition("/")[0], folders)  # Hydra has none of a list
     choices = f"; there are {', '.join(options)}" if options else ""
-    if got in _PLUGINS.get(key, ()):
+    is_missing = asked in ("", f"{key}/{got}", got)
+    if is_missing and got in _PLUGINS.get(key, ()):
         package = f"hydra-{got.partition('_')[0]}-{key.removeprefix('hydra/')}"
+        package = "'zerotrain[sweeps]'" if got in _OF_EXTRA else package
         return f"{override}: is not installed; pip install {package}{choices}"
     name = asked.rpartition("/")[2] or got
     meant = we_call_it(key, got) or did_you_mean(name, options) or _of_another_group(name, folders)
-    if asked in ("", f"{key}/{got}", got):
+    if is_missing:
         return f"{override}: there is no such choice{meant}{choices}"
     return f"{override}: needs {asked}, which does not exist{meant}{choices}"
 

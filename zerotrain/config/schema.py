@@ -10,11 +10,15 @@ from typing import Any
 
 from zerotrain.config.rules import (
     COLLATE,
+    DIRECTION,
     FREEZE,
     GROUPS,
+    OBJECTIVE,
     PROMPTS,
+    PRUNER,
     SCHEDULE,
     VALIDATION_SETS,
+    listed,
     rhythm_rule,
 )
 from zerotrain.settings import (
@@ -274,6 +278,26 @@ class SweepConfig:
     jobs: int | None = setting(None, or_null(between(1, 1024, "jobs")))
     """Jobs at a time on one machine, each with GPUs or CPU cores of its own; more wait. null: `n_jobs` of
     hydra/launcher=joblib, else as many as the launcher starts, which then share all devices."""
+    objective: Any = setting("final_val_loss", OBJECTIVE)
+    """The value that tells the best job, and that a sweeper gets: a number of result.json, with dots where it lies
+    within an object, such as comm_bytes_per_step.sent, or a metric of the last evaluation, such as val_accuracy. A list
+    is for a sweeper of several objectives; the first tells the best job."""
+    direction: Any = setting("minimize", DIRECTION)
+    """minimize or maximize the objective; a list has one for each."""
+    pruner: Any = setting(None, or_null(PRUNER, " for none"))
+    """Ends a job that is worse than the others by then, with hydra/sweeper=optuna: a class of optuna.pruners and its
+    arguments, which is told the objective after each evaluation. The job saves, and counts as pruned."""
+
+    @property
+    def objectives(self) -> list[str]:
+        """The objectives, the first one first."""
+        return listed(self.objective)
+
+    @property
+    def directions(self) -> list[str]:
+        """The direction of each objective; one alone counts for all."""
+        given = listed(self.direction)
+        return given * len(self.objectives) if len(given) == 1 else given
 
 
 @dataclass

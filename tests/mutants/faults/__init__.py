@@ -31,6 +31,7 @@ from tests.mutants.faults import (
     starts,
     state,
     step,
+    studies,
     texts,
     tokens,
     trust,
@@ -73,6 +74,7 @@ FAULTS: dict[str, Fault] = {
         ends,
         feeds,
         averages,
+        studies,
     )
     for name, fault in room.FAULTS.items()
 }
