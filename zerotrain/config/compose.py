@@ -16,7 +16,7 @@ from zerotrain.config.interpolation import interpolation_problems
 from zerotrain.config.schema import Config
 from zerotrain.config.suggest import did_you_mean, we_call_it
 from zerotrain.errors import ConfigError
-from zerotrain.files.regular import only_regular
+from zerotrain.files.whole import whole
 
 LATER = (
     *(("train", "num_epochs"), ("train", "max_tokens"), ("train", "sample_prompts"), ("checkpoint", "best")),
@@ -84,9 +84,9 @@ def literal(values: Any) -> Any:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved config as yaml."""
-    with open(path, "w", encoding="utf-8", opener=only_regular) as file:
-        OmegaConf.save(OmegaConf.create(asdict(config)), file)
+    """Write the resolved config as yaml, whole or not at all: another driver of a sweep may read it."""
+    with whole(path) as file:
+        file.write(OmegaConf.to_yaml(OmegaConf.create(asdict(config))).encode())
 
 
 def noted(config: Config) -> dict[str, Any]:

@@ -75,7 +75,8 @@ class Job:
         keeps its checkpoints and its metrics, and after a restart what the ranks have logged."""
         self.ranks_dir.mkdir(parents=True, exist_ok=True)
         # Those that a killed rank 0 was about to put in place: nobody else would ever remove them.
-        temporary = [path for name in (RESULT_NAME, METRICS_NAME) for path in self.run_dir.glob(f"{name}.*.tmp")]
+        names = (RESULT_NAME, METRICS_NAME, CONFIG_NAME)
+        temporary = [path for name in names for path in self.run_dir.glob(f"{name}.*.tmp")]
         of_ranks = [path for path in self.ranks_dir.iterdir() if _OF_A_RANK.fullmatch(path.name)]
         for path in (*of_ranks, self.run_dir / RESULT_NAME, *temporary):
             if not self.restarts or path.suffix != ".log":

@@ -14,7 +14,7 @@ from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, TrainingError
 from zerotrain.files.untrusted import UntrustedFileError
 from zerotrain.launching.job.earlier import holds
-from zerotrain.launching.job.folder_lock import FolderInUseError, holding_job, locked
+from zerotrain.launching.job.folder_lock import FolderInUseError, holding_job, is_in_use, locked
 from zerotrain.launching.job.job import CONFIG_NAME
 from zerotrain.launching.sweep.journal import (
     COMPLETED,
@@ -135,7 +135,7 @@ def _candidates(wanted: WantedPlace, events: list[JobEvent]) -> Iterator[tuple[P
         if event.is_within and event.is_of(wanted.identity):
             own.setdefault(sweep.folder / event.folder, event)
     for run_dir, event in own.items():
-        if run_dir.is_dir() and config is not None and holds(config, run_dir) is not False:
+        if run_dir.is_dir() and config is not None and (is_in_use(run_dir) or holds(config, run_dir) is not False):
             yield run_dir, event
     if wanted.named in own:
         return

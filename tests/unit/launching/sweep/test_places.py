@@ -75,6 +75,18 @@ def test_of_the_folder_that_hydra_has_made_an_empty_one_is_left_behind_for_nobod
     assert (tmp_path / "5").exists() == (what != "nothing")
 
 
+@pytest.mark.parametrize("what", ["nothing", "half a config", "a config"])
+def test_a_job_that_another_process_has_just_begun_is_left_to_it(tmp_path: Path, what: str):
+    """With half a config.yaml there it was begun once more, in another folder (2026-11-24)."""
+    run_dir = leave(tmp_path, "0", seed=1, status=None, event="begun")
+    if what != "a config":
+        (run_dir / "config.yaml").unlink()
+    if what == "half a config":
+        (run_dir / "config.yaml").write_text("seed: 1\nzero: {stage")
+    with locked(run_dir, job=config_hash(config_of(1))):
+        assert place_of(tmp_path, seed=1) == JobPlace(run_dir=run_dir, runs_elsewhere=True)
+
+
 def test_a_folder_of_another_config_than_the_journal_says_is_not_taken(tmp_path: Path):
     leave(tmp_path, "0", seed=1)
     save_config(config_of(9), tmp_path / "0/config.yaml")
