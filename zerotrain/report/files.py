@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,15 @@ HEADS = {CSV_NAME: b"job,folder,status,", JSON_NAME: b'{"report": "zerotrain"', 
 _STARTS_A_FORMULA = ("=", "+", "-", "@", "\t")
 
 
-def write_reports(folder: Path, run_dirs: Sequence[Path] | None = None, *, out: Path | None = None) -> Report:
-    """Read the jobs in a sweep's folder, or the run that a folder is, and write what is told of them.
-
-    Args:
-        run_dirs: the folders of the jobs that count; None: all that are there.
-        out: the folder of the files; None: `folder`.
+def write_reports(folder: Path) -> Report:
+    """Read the jobs in a sweep's folder, or the run that a folder is, and write into it what is told of them.
 
     Raises:
         ConfigError: a file that is none of ours has the name of one.
         OSError: a file cannot be written.
     """
-    report = read_report(folder, run_dirs)
-    write_files(report, folder if out is None else out)
+    report = read_report(folder)
+    write_files(report, folder)
     return report
 
 

@@ -5,7 +5,7 @@ from tests.mutants.fault import Fault
 OF_EARLIER = ("unit/launching/job/test_earlier.py",)
 OF_SWEEPS = ("unit/launching/sweep/test_table.py",)
 OF_PLACES = ("unit/launching/sweep/test_places.py",)
-OF_JOURNAL = ("unit/launching/sweep/test_journal.py",)
+OF_JOURNAL = ("unit/report/test_journal.py",)
 OF_CONTROL = ("unit/training/callbacks/test_control.py",)
 OF_LOCKS = ("unit/launching/job/test_folder_lock.py",)
 OF_FILES = ("unit/files/test_regular.py",)
@@ -97,9 +97,9 @@ FAULTS = {
         OF_SWEEPS,
     ),
     "sweep-believes-the-journal": Fault(
-        "launching/sweep/table.py",
-        '        return result | {"status": outcome(result, event.status)',
-        '        return result | {"status": event.status',
+        "report/reading.py",
+        "        return replace(found, status=outcome(result, said), result=result)\n",
+        "        return replace(found, status=said or outcome(result, said), result=result)\n",
         "the journal hides what a job's result says",
         OF_SWEEPS,
     ),
@@ -139,14 +139,14 @@ FAULTS = {
         OF_PLACES,
     ),
     "sweep-confuses-jobs-of-one-hash": Fault(
-        "launching/sweep/journal.py",
+        "report/journal.py",
         "        return cls(config_hash, keys, tuple(sorted(",
         "        return cls(config_hash, keys, () and tuple(sorted(",
         "the job with 2 ranks is taken for that with one",
         OF_JOURNAL,
     ),
     "sweep-joins-half-a-line": Fault(
-        "launching/sweep/journal.py",
+        "report/journal.py",
         '            if end and os.pread(self._file.fileno(), 1, end - 1) != b"\\n":',
         "            if False:",
         "the first event after a kill is lost",
@@ -160,10 +160,24 @@ FAULTS = {
         ("unit/launching/sweep/test_slots.py",),
     ),
     "sweep-counts-refused-jobs-as-other-ranks": Fault(
-        "launching/sweep/table.py",
-        "for result in results.values()} - {0}) > 1",
-        "for result in results.values()}) > 1",
+        "report/table.py",
+        'ranks_differ = len({row["ranks"] for row in rows} - {None}) > 1',
+        'ranks_differ = len({row["ranks"] for row in rows}) > 1',
         "one refused job makes the numbers of ranks a column of its own",
+        ("unit/report/test_table.py",),
+    ),
+    "sweep-tells-a-job-that-runs-as-failed": Fault(
+        "report/reading.py",
+        "        runs = is_held(run_dir / LOCK_NAME)\n",
+        "        runs = False\n",
+        "two drivers of one folder end with the jobs of the other told as failed",
+        OF_SWEEPS,
+    ),
+    "sweep-gives-a-refused-job-the-row-of-another": Fault(
+        "report/rows.py",
+        "            row = by_name.get((place, label)) or by_folder.get(place)",
+        "            row = by_folder.get(place)",
+        "a job that was refused a folder is told as completed by the weights of the job that has it",
         OF_SWEEPS,
     ),
     "control-answers-over-a-later-request": Fault(

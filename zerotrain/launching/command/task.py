@@ -37,9 +37,9 @@ from zerotrain.launching.start.fork_server import open_fork_server
 from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.torchrun import job_exchange, run_here
 from zerotrain.launching.sweep.driver import joined
-from zerotrain.launching.sweep.journal import JournalError
 from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member
 from zerotrain.launching.sweep.slots import devices_of_own
+from zerotrain.report.journal import JournalError
 from zerotrain.run.preflight import check as preflight
 from zerotrain.run.preflight.length import length_given
 from zerotrain.run.preflight.room import file_problems, in_memory, is_on_host

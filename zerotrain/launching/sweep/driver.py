@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain.errors import ConfigError
-from zerotrain.launching.sweep.journal import JOURNAL_NAME, SweepJournal, note_earlier_results
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.launching.sweep.telling import Teller
+from zerotrain.report.journal import JOURNAL_NAME, SweepJournal, note_earlier_results
 
 LATEST = "hydra.sweep.dir=latest"
 _driven: list[tuple[Sweep, Teller]] = []

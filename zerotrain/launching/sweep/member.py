@@ -11,7 +11,9 @@ from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.folder_lock import await_free
 from zerotrain.launching.sweep.driver import driven
-from zerotrain.launching.sweep.journal import (
+from zerotrain.launching.sweep.places import JobPlace, WantedPlace, take_place
+from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.report.journal import (
     BEGUN,
     COMPLETED,
     DIVERGED,
@@ -22,9 +24,8 @@ from zerotrain.launching.sweep.journal import (
     STOPPED,
     TAKEN,
     JobEvent,
+    outcome,
 )
-from zerotrain.launching.sweep.places import JobPlace, WantedPlace, outcome, take_place
-from zerotrain.launching.sweep.sweep import Sweep
 
 BY_NUMBER = "${hydra:job.num}"
 """The default of hydra.sweep.subdir."""

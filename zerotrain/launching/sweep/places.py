@@ -11,13 +11,13 @@ from typing import Any
 
 from zerotrain.checkpoint.kept import CHECKPOINTS, named_as_steps
 from zerotrain.config.schema import Config
-from zerotrain.errors import ConfigError, TrainingError
+from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import UntrustedFileError
 from zerotrain.launching.job.earlier import holds
 from zerotrain.launching.job.folder_lock import FolderInUseError, holding_job, locked
 from zerotrain.launching.job.job import CONFIG_NAME
-from zerotrain.launching.sweep.journal import COMPLETED, DIVERGED, FAILED, REFUSED, STOPPED, Book, Identity, JobEvent
 from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.report.journal import COMPLETED, DIVERGED, FAILED, REFUSED, STOPPED, Book, Identity, JobEvent, outcome
 from zerotrain.training.figures.result import RESULT_NAME, read_result
 
 
@@ -46,19 +46,6 @@ class WantedPlace:
     """The folder that `hydra.sweep.subdir` names."""
     may_move: bool
     """Whether that is the number of the job, for which another folder does as well."""
-
-
-def outcome(result: dict[str, Any], said: str | None = None) -> str:
-    """The status of a job by its result.json: completed, diverged, failed or stopped.
-
-    Args:
-        said: its status in the journal, which knows whether there was an evaluation whose loss may be no number.
-    """
-    status, lost = str(result["status"]), result["final_val_loss"] is None
-    if status == FAILED and f" {TrainingError.__name__}: " in (result["error"] or ""):
-        return DIVERGED
-    no_number = result["final_train_loss"] is None or (lost and said == DIVERGED)
-    return DIVERGED if status == COMPLETED and no_number else status
 
 
 def take_place(wanted: WantedPlace, book: Book, stack: ExitStack) -> JobPlace:

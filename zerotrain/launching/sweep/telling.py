@@ -9,8 +9,8 @@ from typing import TextIO
 
 from zerotrain.files.printable import duration, printable
 from zerotrain.files.terminal import LastingStream
-from zerotrain.launching.sweep.journal import BEGUN, ENDED, FAILED, REFUSED, RUNNING, STOPPED, TAKEN, JobEvent
 from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.report.journal import BEGUN, ENDED, FAILED, REFUSED, RUNNING, STOPPED, TAKEN, JobEvent
 
 _LOOK_EVERY_S = 0.2
 _MAX_ERROR = 10_000

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zerotrain.errors import ConfigError
-from zerotrain.launching.sweep.journal import JOURNAL_NAME, Identity, JobEvent, SweepJournal, note_earlier_results
+from zerotrain.report.journal import JOURNAL_NAME, Identity, JobEvent, SweepJournal, note_earlier_results
 from zerotrain.training.figures.result import RunResult
 
 

@@ -4,8 +4,10 @@ under the file's lock, so that all launchers, and several drivers of one folder,
 A process that is killed leaves a job that has begun and not ended. A job's result.json counts more.
 """
 
+import io
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -15,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, TrainingError
 from zerotrain.files.lock import lock, open_lock
 from zerotrain.files.regular import NotRegularError, only_regular
 from zerotrain.files.untrusted import FilePath, Natural, OneOf, Optional, UntrustedFileError, parse_json, read_json
@@ -24,7 +26,10 @@ JOURNAL_NAME = "sweep.jsonl"
 RESULT_NAME = "result.json"
 COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING = "completed", "diverged", "failed", "stopped", "running"
 BEGUN, ENDED, TAKEN, REFUSED = "begun", "ended", "taken", "refused"
-_MAX_NBYTES = 2**28
+_OF_TRAINING = re.compile(rf"(^| ){TrainingError.__name__}: ")
+"""In the error of a run that train.on_nonfinite has ended."""
+_MAX_NBYTES = 2**26
+"""Of a line 400 bytes are ours."""
 _MAX_RESULT_NBYTES = 2**26
 _SCHEMA = {
     "event": OneOf((BEGUN, ENDED, TAKEN, REFUSED)),
@@ -95,6 +100,19 @@ class Identity:
     def of(cls, config_hash: str | None, overrides: list[str], keys: tuple[str, ...]) -> "Identity":
         """The identity of a job by its settings."""
         return cls(config_hash, keys, tuple(sorted(each for each in overrides if each.partition("=")[0] in keys)))
+
+
+def outcome(result: dict[str, Any], said: str | None = None) -> str:
+    """The status of a job by its result.json: completed, diverged, failed or stopped.
+
+    Args:
+        said: diverged where there was an evaluation, whose loss may be no number.
+    """
+    status, lost = str(result["status"]), result["final_val_loss"] is None
+    if status == FAILED and _OF_TRAINING.search(result["error"] or ""):
+        return DIVERGED
+    no_number = result["final_train_loss"] is None or (lost and said == DIVERGED)
+    return DIVERGED if status == COMPLETED and no_number else status
 
 
 class JournalError(ConfigError):
@@ -179,9 +197,10 @@ class SweepJournal:
             self._events, self._num_read = [], 0
         with suppress(OSError), open(self.path, "rb", opener=only_regular) as file:
             file.seek(self._num_read)
-            *lines, _ = file.read(_MAX_NBYTES).split(b"\n")  # of the last one the rest is about to come
-            for line in lines:
-                self._num_read += len(line) + 1
+            for line in io.BytesIO(file.read(_MAX_NBYTES)):
+                if not line.endswith(b"\n"):  # the rest is about to come
+                    break
+                self._num_read += len(line)
                 with suppress(UntrustedFileError, TypeError):
                     said = parse_json(line, _SCHEMA)
                     self._events.append((self._num_read, JobEvent(**{name: said[name] for name in _SCHEMA})))
