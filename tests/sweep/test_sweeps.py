@@ -3,14 +3,21 @@ lost when a sweep is cut off."""
 
 import json
 import os
+import pty
+import re
+import select
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command, result_of
+from commands import REPOSITORY, Command, result_of
+
+from tests.sweep.conftest import SETTINGS
+from tests.zygote.client import Zygote
 
 EIGHT = "well0,raises,well1,killed,refused,well2,no_number,well3"
 NOT_WELL = {"raises", "killed", "refused", "no_number"}
@@ -150,6 +157,38 @@ def test_a_sweep_that_is_cut_off_goes_on_with_its_job(sweep: Callable[..., Comma
     assert rows_of(again, 4) == {**said_of(events, "taken", "ended"), "refused": "failed"}
 
 
+def test_while_it_runs_a_terminal_shows_its_progress_and_the_report_is_kept(
+    zygote: Zygote, sweep: Callable[..., Command], tmp_path: Path
+):
+    ours, theirs = pty.openpty()
+    given = ["-m", "--config-dir=conf", *SETTINGS, "launch.nproc_per_node=1", "hydra.sweep.dir=sweep"]
+    command = zygote.start(
+        [
+            sys.executable,
+            str(REPOSITORY / "launch.py"),
+            *given,
+            "+case=refused,pauses,one_more",
+            "sweep.output=summary",
+        ],
+        cwd=tmp_path,
+        env={**zygote.environment, "TERM": "xterm"},
+        stdout=os.ttyname(theirs),
+        stderr=str(tmp_path / "err"),
+    )
+    shown, report = "", ""
+    while command.poll() is None:
+        while select.select([ours], [], [], 0.05)[0]:
+            shown += os.read(ours, 65536).decode()
+        if not report and "job 1 step " in shown:
+            report = (tmp_path / "sweep/sweep.csv").read_text()
+    os.close(ours)
+    os.close(theirs)
+    assert command.returncode == 1, (tmp_path / "err").read_text()
+    assert re.match(r"0,[^,]*,failed,", report.splitlines()[1])
+    assert re.search(r"\r\x1b\[Kjob 1 step \d/4 loss \d\.\d{3}", shown)
+    assert re.search(r"\r\x1b\[Kjob 1 completed with loss ", shown)
+
+
 def test_two_drivers_of_one_folder_run_each_job_once(sweep: Callable[..., Command], tmp_path: Path):
     cases = "well0,well1,well2,well3,one_more,pauses"
     drivers = [sweep(cases, "launch.nproc_per_node=1") for _ in range(2)]
@@ -158,6 +197,9 @@ def test_two_drivers_of_one_folder_run_each_job_once(sweep: Callable[..., Comman
     assert Counter(map(case_of, (event for event in events if event["event"] == "begun"))) == Counter(cases.split(","))
     assert said_of(events, "ended") == dict.fromkeys(cases.split(","), "completed")
     assert len({event["pid"] for event in events if event["event"] != "begun"}) == 2
+    lines = (tmp_path / "sweep/sweep.csv").read_text().splitlines()
+    assert len(lines) == 7
+    assert not list((tmp_path / "sweep").glob("*.tmp"))
     for driver in drivers:
         assert rows_of(driver, 6).keys() == set(cases.split(","))
         assert set(rows_of(driver, 6).values()) <= {"completed", "running"}

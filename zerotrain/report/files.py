@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,16 @@ def write_reports(folder: Path) -> Report:
     return report
 
 
-def write_files(report: Report, out: Path) -> None:
-    """Write the files of a report.
+def write_files(report: Report, out: Path, names: Collection[str] = tuple(HEADS)) -> None:
+    """Write the files of a report, or those of some names.
 
     Raises:
         ConfigError, OSError: as of `write_reports`.
     """
-    for name, head in HEADS.items():
-        _require_ours(out / name, head)
-    for name, content in {CSV_NAME: csv_of(report), JSON_NAME: json_of(report), PAGE_NAME: page_of(report)}.items():
+    for name in names:
+        _require_ours(out / name, HEADS[name])
+    for name in names:
+        content = _CONTENTS[name](report)
         with whole(out / name) as file:
             file.write(content)
 
@@ -123,3 +125,6 @@ def _require_ours(path: Path, head: bytes) -> None:
         raise ConfigError(
             f"{path} is no report of zerotrain, and stays as it is; rename it, or give --out another folder"
         )
+
+
+_CONTENTS: dict[str, Callable[[Report], bytes]] = {CSV_NAME: csv_of, JSON_NAME: json_of, PAGE_NAME: page_of}

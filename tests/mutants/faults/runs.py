@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 OF_EARLIER = ("unit/launching/job/test_earlier.py",)
 OF_SWEEPS = ("unit/launching/sweep/test_table.py",)
+OF_TELLING = ("unit/launching/sweep/test_telling.py",)
 OF_PLACES = ("unit/launching/sweep/test_places.py",)
 OF_JOURNAL = ("unit/report/test_journal.py",)
 OF_CONTROL = ("unit/training/callbacks/test_control.py",)
@@ -165,6 +166,34 @@ FAULTS = {
         'ranks_differ = len({row["ranks"] for row in rows}) > 1',
         "one refused job makes the numbers of ranks a column of its own",
         ("unit/report/test_table.py",),
+    ),
+    "sweep-keeps-no-report": Fault(
+        "launching/sweep/kept_report.py",
+        "        if num == self._num_told and not is_page_due:\n",
+        "        if not is_page_due:\n",
+        "csv and json lag behind as the page may",
+        OF_TELLING,
+    ),
+    "sweep-leaves-the-page-behind": Fault(
+        "launching/sweep/kept_report.py",
+        "        is_page_due = num > self._num_on_page and",
+        "        is_page_due = num > self._num_told and",
+        "a page that was not due with the last job is never written",
+        OF_TELLING,
+    ),
+    "sweep-draws-over-its-lines": Fault(
+        "launching/sweep/telling.py",
+        "        self._status.erase()\n        stream.write(",
+        "        stream.write(",
+        "a line follows the progress of the running jobs without a break",
+        OF_TELLING,
+    ),
+    "sweep-draws-into-a-file": Fault(
+        "launching/sweep/status_line.py",
+        'self._has_place = stream.isatty() and os.environ.get("TERM") != "dumb"',
+        "self._has_place = True",
+        "a log is full of progress lines",
+        OF_TELLING,
     ),
     "sweep-tells-a-job-that-runs-as-failed": Fault(
         "report/reading.py",

@@ -24,7 +24,7 @@ def report(code: int) -> int:
     if found is None:
         return code
     sweep, teller = found
-    teller.look()
+    teller.close()
     events = sweep.events()
     if not events:
         if code == exits.COMPLETED:

@@ -1,4 +1,5 @@
-"""The lines that a running sweep prints: one when a job begins, one when it ends, and the cause if it failed."""
+"""The lines that a running sweep prints: one when a job begins, one when it ends, and the cause if it failed; in a
+terminal, below them, how far the running jobs are."""
 
 import os
 import sys
@@ -9,6 +10,8 @@ from typing import TextIO
 
 from zerotrain.files.printable import duration, printable
 from zerotrain.files.terminal import LastingStream
+from zerotrain.launching.sweep.kept_report import KeptReport
+from zerotrain.launching.sweep.status_line import StatusLine
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.report.journal import BEGUN, ENDED, FAILED, REFUSED, RUNNING, STOPPED, TAKEN, JobEvent
 
@@ -18,9 +21,11 @@ _MAX_ERROR = 10_000
 
 
 class Teller:
-    """Reads the journal, and tells of each event once. It prints to the driver's own output, wherever jobs print.
+    """Reads the journal, tells of each event once, and keeps the report. It prints to the driver's own output, wherever
+    jobs print.
 
-    A driver that runs the jobs itself lets it look after each event; for jobs in other processes a thread does.
+    A thread looks, and after each event of a job that the driver runs itself, so does that. With such jobs the thread
+    begins with the first: before, a fork server is forked from this process, which must have no other.
     """
 
     def __init__(self, sweep: Sweep) -> None:
@@ -30,12 +35,25 @@ class Teller:
         """The last line of each job."""
         self._num_told = 0
         self._lock = threading.Lock()
+        self._report, self._status = KeptReport(sweep), StatusLine(self._out, sweep.folder)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sweep-teller", daemon=True)
         if not sweep.in_driver:
-            threading.Thread(target=self._watch, name="sweep-teller", daemon=True).start()
+            self._thread.start()
+
+    def close(self) -> None:
+        """Tell the rest; the sweep is over."""
+        self._is_over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.look()
+        self._status.erase()
 
     def look(self) -> None:
         """Tell what is new."""
         with self._lock:
+            if self._thread.ident is None and not self._is_over.is_set():
+                self._thread.start()
             events = self._sweep.events()
             for event in events[self._num_told :]:
                 self._num_told += 1
@@ -52,9 +70,12 @@ class Teller:
                     )
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(_LOOK_EVERY_S)
+        while not self._is_over.wait(_LOOK_EVERY_S):
             self.look()
+            self._report.look()
+            if not self._sweep.shows_all:
+                with self._lock:
+                    self._status.draw(list(self._last.values()))
 
     def _line(self, event: JobEvent) -> Iterator[str]:
         given = [each for each in event.overrides if each.lstrip("+").partition("=")[0] in self._sweep.swept]
@@ -90,6 +111,7 @@ class Teller:
 
     def _print(self, stream: TextIO, line: str) -> None:
         sys.stdout.flush()
+        self._status.erase()
         stream.write(f"{line}\n")
         stream.flush()
 
