@@ -131,6 +131,19 @@ def test_jobs_of_submitit_are_in_the_journal_and_taken_again(sweep: Callable[...
     assert said_of(journal_of(tmp_path)[len(events) :], "taken") == {"well0": "completed"}
 
 
+def test_a_job_that_submitit_is_to_queue_again_is_saved_before_and_goes_on(
+    sweep: Callable[..., Command], tmp_path: Path
+):
+    command = sweep("pauses", "checkpoint.every=null", *launcher("submitit"))
+    command.wait_for_text(tmp_path / "sweep/0/ranks/1.log", "pausing")
+    [begun] = journal_of(tmp_path)
+    os.kill(begun["pid"], signal.SIGUSR2)
+    assert command.wait() == 0, command.stderr
+    said = [(event["event"], event["status"]) for event in journal_of(tmp_path)]
+    assert said == [("begun", None), ("ended", "stopped"), ("begun", None), ("ended", "completed")]
+    assert result_of(tmp_path / "sweep/0")["resumed_from"] is not None
+
+
 @pytest.mark.parametrize("end", ["Ctrl-C", "kill -9"])
 def test_a_sweep_that_is_cut_off_goes_on_with_its_job(sweep: Callable[..., Command], tmp_path: Path, end: str):
     cases = "well0,pauses,refused,well1"

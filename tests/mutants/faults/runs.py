@@ -167,6 +167,13 @@ FAULTS = {
         "one refused job makes the numbers of ranks a column of its own",
         ("unit/report/test_table.py",),
     ),
+    "sweep-hands-no-signal-on": Fault(
+        "launching/command/task.py",
+        "    if callable(handler):\n        handler(signum, None)\n",
+        "    del handler\n",
+        "a job that Slurm preempts is saved and never queued again",
+        ("sweep/test_sweeps.py::test_a_job_that_submitit_is_to_queue_again_is_saved_before_and_goes_on",),
+    ),
     "sweep-keeps-no-report": Fault(
         "launching/sweep/kept_report.py",
         "        if num == self._num_told and not is_page_due:\n",

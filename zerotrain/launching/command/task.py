@@ -108,8 +108,10 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> float | None
         except Exception as error:
             member.end_failed(_told(error, member.run_dir or named), named)
             result = None
-        except BaseException:
+        except BaseException as ending:
             member.end_stopped()
+            if isinstance(ending, SystemExit) and ending.code == exits.of_signal(signal.SIGUSR2):
+                _hand_on(signal.SIGUSR2)
             raise
     if result is not None:
         member.end(result)
@@ -139,8 +141,17 @@ def _end_as_stopped(result: dict[str, Any], signum: int) -> None:
     if is_sweep and signum == signal.SIGINT:
         raise KeyboardInterrupt
     if result["stopped_by"] is not None or (is_sweep and signum):
+        _hand_on(signum)
         is_ctrl_c = signum == signal.SIGINT and RankEnvironment.read() is None  # to torchrun a code is a failure
         raise SystemExit(exits.of_signal(signum) if is_ctrl_c else exits.COMPLETED)
+
+
+def _hand_on(signum: int) -> None:
+    """Call the handler that this process has for a signal beside ours: that of submitit lets Slurm queue the job again,
+    and ends the process."""
+    handler = signal.getsignal(signum) if signum else None
+    if callable(handler):
+        handler(signum, None)
 
 
 def _run_dir() -> Path:

@@ -13,7 +13,7 @@ from zerotrain.files.terminal import LastingStream
 from zerotrain.launching.sweep.kept_report import KeptReport
 from zerotrain.launching.sweep.status_line import StatusLine
 from zerotrain.launching.sweep.sweep import Sweep
-from zerotrain.report.journal import BEGUN, ENDED, FAILED, REFUSED, RUNNING, STOPPED, TAKEN, JobEvent
+from zerotrain.report.journal import BEGUN, COMPLETED, ENDED, FAILED, REFUSED, RUNNING, STOPPED, TAKEN, JobEvent
 
 _LOOK_EVERY_S = 0.2
 _MAX_ERROR = 10_000
@@ -100,7 +100,8 @@ class Teller:
         yield f"{len(done)}/{total}" if total else f"{len(done)} done"
         if num_failed := sum(event.status == FAILED for event in done):
             yield f"{num_failed} failed"
-        losses = [(event.final_val_loss, event.job) for event in done if event.final_val_loss is not None]
+        completed = [event for event in done if event.status == COMPLETED]
+        losses = [(event.final_val_loss, event.job) for event in completed if event.final_val_loss is not None]
         if losses:
             loss, job = min(losses)
             yield f"best {loss:.4f} job {job}"
