@@ -20,7 +20,16 @@ from typing import Any, BinaryIO
 from zerotrain.errors import ConfigError, TrainingError
 from zerotrain.files.lock import lock, open_lock
 from zerotrain.files.regular import NotRegularError, only_regular
-from zerotrain.files.untrusted import FilePath, Natural, OneOf, Optional, UntrustedFileError, parse_json, read_json
+from zerotrain.files.untrusted import (
+    Each,
+    FilePath,
+    Natural,
+    OneOf,
+    Optional,
+    UntrustedFileError,
+    parse_json,
+    read_json,
+)
 
 JOURNAL_NAME = "sweep.jsonl"
 RESULT_NAME = "result.json"
@@ -43,6 +52,7 @@ _SCHEMA = {
     "status": OneOf((COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING, None)),
     "error": (str, None),
     "final_val_loss": (float, None),
+    "trackers": Optional(Each(str)),
 }
 _OF_A_RESULT = {
     "status": OneOf((COMPLETED, FAILED, STOPPED)),
@@ -72,6 +82,8 @@ class JobEvent:
     """Null of a job that has begun."""
     error: str | None = None
     final_val_loss: float | None = None
+    trackers: dict[str, str] = field(default_factory=dict)
+    """Of a job that has ended the ids of its run at wandb, mlflow and trackio, by their names."""
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     time: float = field(default_factory=time.time)
@@ -203,7 +215,9 @@ class SweepJournal:
                 self._num_read += len(line)
                 with suppress(UntrustedFileError, TypeError):
                     said = parse_json(line, _SCHEMA)
-                    self._events.append((self._num_read, JobEvent(**{name: said[name] for name in _SCHEMA})))
+                    self._events.append(
+                        (self._num_read, JobEvent(**{name: said[name] for name in _SCHEMA if name in said}))
+                    )
         return [event for end, event in self._events if end > start]
 
 

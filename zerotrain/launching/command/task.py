@@ -102,6 +102,7 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> float | None
                 stack.enter_context(devices_of_own(member.sweep, read.config))
             if not member.sweep.shows_all:
                 stack.enter_context(printed_to(place.run_dir / JOB_LOG))
+            stack.enter_context(member.named())
             result, signum = _run(composed, read, place.run_dir, overrides, member.begin)
         except JournalError:
             raise

@@ -1,7 +1,9 @@
 """One job of a sweep, in the process that runs it: it takes its place, and says in the journal what becomes of it."""
 
+import json
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,10 @@ from zerotrain.report.journal import (
     JobEvent,
     outcome,
 )
+from zerotrain.training.loggers.tracker import SWEEP_VARIABLE, ids_in
 
+MAX_NAME = 120
+"""Characters of a name that any tracker takes."""
 BY_NUMBER = "${hydra:job.num}"
 """The default of hydra.sweep.subdir."""
 JOB_LOG = "job.log"
@@ -95,6 +100,18 @@ class Member:
         self._has_begun = True
         self._say(BEGUN, self.run_dir)
 
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Inside, the trackers of ranks that are started get the sweep as the group of the run, and what differs as its
+        name."""
+        given = [each for each in self._overrides if each.lstrip("+").partition("=")[0] in self.sweep.swept]
+        said = {"group": "/".join(self.sweep.folder.parts[-2:]), "name": " ".join(given)[:MAX_NAME]}
+        os.environ[SWEEP_VARIABLE] = json.dumps(said)
+        try:
+            yield
+        finally:
+            del os.environ[SWEEP_VARIABLE]
+
     def end(self, result: dict[str, Any]) -> None:
         """It has ended with this result."""
         assert self.run_dir is not None
@@ -131,6 +148,7 @@ class Member:
                 status=status,
                 error=error,
                 final_val_loss=loss,
+                trackers=ids_in(run_dir) if event == ENDED else {},
             )
         )
         if self.sweep.is_driven_here and (found := driven()) is not None:
