@@ -235,6 +235,22 @@ def test_two_drivers_of_one_folder_run_each_job_once(sweep: Callable[..., Comman
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()) == list("012345")
 
 
+def test_of_two_jobs_at_once_that_are_to_lie_in_one_folder_one_is_refused(
+    sweep: Callable[..., Command], tmp_path: Path
+):
+    command = sweep("pauses,well0", "launch.nproc_per_node=1", "hydra.sweep.subdir=same", *launcher("joblib"))
+    assert command.wait() == 1, command.stderr
+    events = journal_of(tmp_path)
+    [winner] = said_of(events, "ended")
+    [loser] = said_of(events, "refused")
+    assert {winner, loser} == {"pauses", "well0"}
+    assert rows_of(command, 2) == {winner: "completed", loser: "failed"}
+    assert (
+        sum("hydra.run.dir: got" in line or "hydra.sweep.subdir: got" in line for line in command.stderr.splitlines())
+        == 1
+    )
+
+
 def test_a_machine_on_which_all_fails_ends_the_sweep(sweep: Callable[..., Command], tmp_path: Path):
     command = sweep(
         "raises", "seed=0,1,2,3", "launch.nproc_per_node=1", "+model.rank=0", "sweep.max_failures_in_a_row=2"
