@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -166,6 +167,8 @@ class SweepJournal:
         self._events: list[tuple[int, JobEvent]] = []
         """With the place in the file behind each."""
         self._num_read = 0
+        self._reads = threading.Lock()
+        """Held by the thread that reads on: of a driver two threads read."""
 
     @property
     def nbytes(self) -> int:
@@ -205,20 +208,21 @@ class SweepJournal:
         Args:
             start: bytes of it to leave out.
         """
-        if self.nbytes < self._num_read:  # another file
-            self._events, self._num_read = [], 0
-        with suppress(OSError), open(self.path, "rb", opener=only_regular) as file:
-            file.seek(self._num_read)
-            for line in io.BytesIO(file.read(_MAX_NBYTES)):
-                if not line.endswith(b"\n"):  # the rest is about to come
-                    break
-                self._num_read += len(line)
-                with suppress(UntrustedFileError, TypeError):
-                    said = parse_json(line, _SCHEMA)
-                    self._events.append(
-                        (self._num_read, JobEvent(**{name: said[name] for name in _SCHEMA if name in said}))
-                    )
-        return [event for end, event in self._events if end > start]
+        with self._reads:
+            if self.nbytes < self._num_read:  # another file
+                self._events, self._num_read = [], 0
+            with suppress(OSError), open(self.path, "rb", opener=only_regular) as file:
+                file.seek(self._num_read)
+                for line in io.BytesIO(file.read(_MAX_NBYTES)):
+                    if not line.endswith(b"\n"):  # the rest is about to come
+                        break
+                    self._num_read += len(line)
+                    with suppress(UntrustedFileError, TypeError):
+                        said = parse_json(line, _SCHEMA)
+                        self._events.append(
+                            (self._num_read, JobEvent(**{name: said[name] for name in _SCHEMA if name in said}))
+                        )
+            return [event for end, event in self._events if end > start]
 
 
 def note_earlier_results(folder: Path) -> None:

@@ -153,6 +153,13 @@ FAULTS = {
         "the first event after a kill is lost",
         OF_JOURNAL,
     ),
+    "sweep-reads-lines-twice": Fault(
+        "report/journal.py",
+        "        with self._reads:\n",
+        "        if True:\n",
+        "two threads of a driver read the same event, which is told and counted twice",
+        OF_JOURNAL,
+    ),
     "sweep-shares-a-gpu": Fault(
         "launching/sweep/slots.py",
         "                except BlockingIOError:\n                    continue\n",
