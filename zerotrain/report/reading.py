@@ -39,7 +39,7 @@ class JobFiles:
     folder: Path
     status: str = UNFINISHED
     """completed, diverged, failed, stopped or running; unfinished where nothing says more."""
-    result: dict[str, Any] = field(default_factory=lambda: RunResult(world_size=0).body())
+    result: dict[str, Any] = field(default_factory=RunResult(world_size=0).body)
     """The body of result.json; where there is none, what the journal of the sweep says in its form."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Those of config.yaml by their dotted names; none where it cannot be read."""
@@ -86,20 +86,21 @@ def _read_job(folder: Path, name: str, event: JobEvent | None) -> JobFiles:
     if event is not None and not event.is_within:  # no other folder is looked into
         return _as_told(folder, event)
     run_dir = folder / name
-    own_name = JobFiles(name=name if name != "." else folder.absolute().name, folder=run_dir)
-    found = own_name if event is None else _as_told(folder, event)
     train, val = _curves(run_dir / METRICS_NAME, *_written(run_dir / METRICS_NAME))
-    found = replace(found, settings=_settings(run_dir / CONFIG_NAME), train=train, val=val)
     try:
-        result = read_result(run_dir / RESULT_NAME)
+        result = _result(run_dir / RESULT_NAME, *_written(run_dir / RESULT_NAME))
         said = DIVERGED if val.loss else None if event is None else event.status
-        return replace(found, status=outcome(result, said), result=result)
-    except FileNotFoundError:
-        runs = is_held(run_dir / LOCK_NAME)
-        return replace(found, status=RUNNING, result=found.result | {"error": None}) if runs else found
+        found = JobFiles(name="", folder=run_dir, status=outcome(result, said), result=result)
     except (OSError, UntrustedFileError) as error:
-        problem = f"its {RESULT_NAME} cannot be read: {error}"
-        return replace(found, status=FAILED, result=found.result | {"error": problem})
+        found = JobFiles(name="", folder=run_dir) if event is None else _as_told(folder, event)
+        if not isinstance(error, FileNotFoundError):
+            problem = f"its {RESULT_NAME} cannot be read: {error}"
+            found = replace(found, status=FAILED, result=found.result | {"error": problem})
+        elif is_held(run_dir / LOCK_NAME):
+            found = replace(found, status=RUNNING, result=found.result | {"error": None})
+    own_name = name if name != "." else folder.absolute().name
+    called = own_name if event is None else label_of(event.job, event.folder)
+    return replace(found, name=called, settings=_settings(run_dir / CONFIG_NAME), train=train, val=val)
 
 
 def _as_told(folder: Path, event: JobEvent) -> JobFiles:
@@ -133,6 +134,12 @@ def _written(path: Path) -> tuple[int, int]:
 def _curves(path: Path, mtime_ns: int, size: int) -> tuple[Curve, Curve]:
     """The curves of a file; it is read again once it has changed: a sweep writes its report after each job."""
     return read_curves(path)
+
+
+@lru_cache(maxsize=1024)
+def _result(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+    """The body of a result.json; it is read again once it has changed."""
+    return read_result(path)
 
 
 def _settings(path: Path) -> dict[str, Any]:

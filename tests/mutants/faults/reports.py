@@ -52,8 +52,9 @@ FAULTS = {
     ),
     "report-believes-the-journal-before-the-result": Fault(
         "report/reading.py",
-        "        result = read_result(run_dir / RESULT_NAME)\n",
-        "        result = read_result(run_dir / RESULT_NAME) if event is None else found.result\n",
+        "        result = _result(run_dir / RESULT_NAME, *_written(run_dir / RESULT_NAME))\n",
+        "        result = _result(run_dir / RESULT_NAME, *_written(run_dir / RESULT_NAME))\n"
+        "        result = result if event is None else _as_told(folder, event).result\n",
         "a job that has completed since is told as running",
         OF_ROWS,
     ),

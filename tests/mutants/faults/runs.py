@@ -99,8 +99,8 @@ FAULTS = {
     ),
     "sweep-believes-the-journal": Fault(
         "report/reading.py",
-        "        return replace(found, status=outcome(result, said), result=result)\n",
-        "        return replace(found, status=said or outcome(result, said), result=result)\n",
+        "folder=run_dir, status=outcome(result, said), result=result)",
+        "folder=run_dir, status=said or outcome(result, said), result=result)",
         "the journal hides what a job's result says",
         OF_SWEEPS,
     ),
@@ -218,8 +218,8 @@ FAULTS = {
     ),
     "sweep-tells-a-job-that-runs-as-failed": Fault(
         "report/reading.py",
-        "        runs = is_held(run_dir / LOCK_NAME)\n",
-        "        runs = False\n",
+        "        elif is_held(run_dir / LOCK_NAME):\n",
+        "        elif False:\n",
         "two drivers of one folder end with the jobs of the other told as failed",
         OF_SWEEPS,
     ),

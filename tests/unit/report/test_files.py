@@ -85,3 +85,6 @@ def test_what_has_changed_is_read_again(tmp_path: Path):
     path.write_text(path.read_text() + '{"step": 99, "train_loss": 1.0}\n')
     after = write_reports(tmp_path).rows[0].train
     assert len(after.step) == len(before.step) + 1
+    result = tmp_path / "0/result.json"
+    result.write_text(result.read_text().replace('"final_val_loss": 3.0', '"final_val_loss": 2.0'))
+    assert write_reports(tmp_path).rows[0]["final_val_loss"] == 2.0
