@@ -48,6 +48,8 @@ from zerotrain.training.figures.result import RESULT_NAME, read_result
 
 MAX_TRACEBACK = 20_000
 """Characters."""
+OF_SCHEDULERS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals of which a scheduler may have a handler in this process."""
 
 
 def run_job(composed: DictConfig) -> float | None:
@@ -111,8 +113,8 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> float | None
             result = None
         except BaseException as ending:
             member.end_stopped()
-            if isinstance(ending, SystemExit) and ending.code == exits.of_signal(signal.SIGUSR2):
-                _hand_on(signal.SIGUSR2)
+            came: dict[Any, int] = {exits.of_signal(each): each for each in OF_SCHEDULERS}
+            _hand_on(came.get(ending.code, 0) if isinstance(ending, SystemExit) else 0)
             raise
     if result is not None:
         member.end(result)
@@ -150,7 +152,7 @@ def _end_as_stopped(result: dict[str, Any], signum: int) -> None:
 def _hand_on(signum: int) -> None:
     """Call the handler that this process has for a signal beside ours: that of submitit lets Slurm queue the job again,
     and ends the process."""
-    handler = signal.getsignal(signum) if signum else None
+    handler = signal.getsignal(signum) if signum in OF_SCHEDULERS else None
     if callable(handler):
         handler(signum, None)
 
