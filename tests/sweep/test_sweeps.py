@@ -190,7 +190,7 @@ def test_while_it_runs_a_terminal_shows_its_progress_and_the_report_is_kept(
     zygote: Zygote, sweep: Callable[..., Command], tmp_path: Path
 ):
     ours, theirs = pty.openpty()
-    given = ["-m", "--config-dir=conf", *SETTINGS, "launch.nproc_per_node=1", "hydra.sweep.dir=sweep"]
+    given = ["-m", "--config-dir=conf", *SETTINGS, "hydra.sweep.dir=sweep"]
     command = zygote.start(
         [
             sys.executable,
