@@ -33,4 +33,4 @@ def sweep(zygote: Zygote, tmp_path: Path) -> Callable[..., Command]:
         (tmp_path / f"conf/case/{name}.yaml").write_text(f"# @package _global_\n{settings}\n")
     given = ("-m", "--config-dir=conf", *SETTINGS, "hydra.sweep.dir=sweep")
     start = functools.partial(by_hand, folder=tmp_path, zygote=zygote)
-    return lambda cases, *more: start(*given, f"+case={cases}", *more)
+    return lambda cases, *more, **environment: start(*given, f"+case={cases}", *more, **environment)

@@ -3,14 +3,21 @@ lost when a sweep is cut off."""
 
 import json
 import os
+import pty
+import re
+import select
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command, result_of
+from commands import REPOSITORY, Command, result_of
+
+from tests.sweep.conftest import SETTINGS
+from tests.zygote.client import Zygote
 
 EIGHT = "well0,raises,well1,killed,refused,well2,no_number,well3"
 NOT_WELL = {"raises", "killed", "refused", "no_number"}
@@ -111,6 +118,22 @@ def test_eight_jobs_of_which_four_do_not_do_well(sweep: Callable[..., Command], 
     assert third.wait_until_gone() == []
 
 
+def test_a_tracker_is_told_the_sweep_and_the_journal_the_run(
+    sweep: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "true")
+    mlflow = pytest.importorskip("mlflow")
+    tracker = ("logger=mlflow", "callbacks.mlflow.tracking_uri=tracked", "launch.nproc_per_node=1")
+    command = sweep("well0,refused", *tracker)
+    assert command.wait() == 1, command.stderr
+    client = mlflow.MlflowClient((tmp_path / "tracked").as_uri())
+    [run] = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    assert (run.info.run_name, run.data.tags["sweep"]) == ("+case=well0", f"{tmp_path.name}/sweep")
+    ids = {case_of(event): event["trackers"] for event in journal_of(tmp_path) if event["event"] != "begun"}
+    assert ids == {"well0": {"mlflow": run.info.run_id}, "refused": {}}
+
+
 def test_jobs_of_submitit_are_in_the_journal_and_taken_again(sweep: Callable[..., Command], tmp_path: Path):
     settings = launcher("submitit")
     first = sweep("well0,raises,refused", *settings)
@@ -122,6 +145,19 @@ def test_jobs_of_submitit_are_in_the_journal_and_taken_again(sweep: Callable[...
     again = sweep("refused,well0", *settings)
     assert again.wait() == 1, again.stderr
     assert said_of(journal_of(tmp_path)[len(events) :], "taken") == {"well0": "completed"}
+
+
+def test_a_job_that_submitit_is_to_queue_again_is_saved_before_and_goes_on(
+    sweep: Callable[..., Command], tmp_path: Path
+):
+    command = sweep("pauses", "checkpoint.every=null", *launcher("submitit"))
+    command.wait_for_text(tmp_path / "sweep/0/ranks/1.log", "pausing")
+    [begun] = journal_of(tmp_path)
+    os.kill(begun["pid"], signal.SIGUSR2)
+    assert command.wait() == 0, command.stderr
+    said = [(event["event"], event["status"]) for event in journal_of(tmp_path)]
+    assert said == [("begun", None), ("ended", "stopped"), ("begun", None), ("ended", "completed")]
+    assert result_of(tmp_path / "sweep/0")["resumed_from"] is not None
 
 
 @pytest.mark.parametrize("end", ["Ctrl-C", "kill -9"])
@@ -150,6 +186,38 @@ def test_a_sweep_that_is_cut_off_goes_on_with_its_job(sweep: Callable[..., Comma
     assert rows_of(again, 4) == {**said_of(events, "taken", "ended"), "refused": "failed"}
 
 
+def test_while_it_runs_a_terminal_shows_its_progress_and_the_report_is_kept(
+    zygote: Zygote, sweep: Callable[..., Command], tmp_path: Path
+):
+    ours, theirs = pty.openpty()
+    given = ["-m", "--config-dir=conf", *SETTINGS, "hydra.sweep.dir=sweep"]
+    command = zygote.start(
+        [
+            sys.executable,
+            str(REPOSITORY / "launch.py"),
+            *given,
+            "+case=refused,pauses,one_more",
+            "sweep.output=summary",
+        ],
+        cwd=tmp_path,
+        env={**zygote.environment, "TERM": "xterm"},
+        stdout=os.ttyname(theirs),
+        stderr=str(tmp_path / "err"),
+    )
+    shown, report = "", ""
+    while command.poll() is None:
+        while select.select([ours], [], [], 0.05)[0]:
+            shown += os.read(ours, 65536).decode()
+        if not report and "job 1 step " in shown:
+            report = (tmp_path / "sweep/sweep.csv").read_text()
+    os.close(ours)
+    os.close(theirs)
+    assert command.returncode == 1, (tmp_path / "err").read_text()
+    assert re.match(r"0,[^,]*,failed,", report.splitlines()[1])
+    assert re.search(r"\r\x1b\[Kjob 1 step \d/4 loss \d\.\d{3}", shown)
+    assert re.search(r"\r\x1b\[Kjob 1 completed with loss ", shown)
+
+
 def test_two_drivers_of_one_folder_run_each_job_once(sweep: Callable[..., Command], tmp_path: Path):
     cases = "well0,well1,well2,well3,one_more,pauses"
     drivers = [sweep(cases, "launch.nproc_per_node=1") for _ in range(2)]
@@ -158,10 +226,29 @@ def test_two_drivers_of_one_folder_run_each_job_once(sweep: Callable[..., Comman
     assert Counter(map(case_of, (event for event in events if event["event"] == "begun"))) == Counter(cases.split(","))
     assert said_of(events, "ended") == dict.fromkeys(cases.split(","), "completed")
     assert len({event["pid"] for event in events if event["event"] != "begun"}) == 2
+    lines = (tmp_path / "sweep/sweep.csv").read_text().splitlines()
+    assert len(lines) == 7
+    assert not list((tmp_path / "sweep").glob("*.tmp"))
     for driver in drivers:
         assert rows_of(driver, 6).keys() == set(cases.split(","))
         assert set(rows_of(driver, 6).values()) <= {"completed", "running"}
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()) == list("012345")
+
+
+def test_of_two_jobs_at_once_that_are_to_lie_in_one_folder_one_is_refused(
+    sweep: Callable[..., Command], tmp_path: Path
+):
+    command = sweep("pauses,well0", "launch.nproc_per_node=1", "hydra.sweep.subdir=same", *launcher("joblib"))
+    assert command.wait() == 1, command.stderr
+    events = journal_of(tmp_path)
+    [winner] = said_of(events, "ended")
+    [loser] = said_of(events, "refused")
+    assert {winner, loser} == {"pauses", "well0"}
+    assert rows_of(command, 2) == {winner: "completed", loser: "failed"}
+    assert (
+        sum("hydra.run.dir: got" in line or "hydra.sweep.subdir: got" in line for line in command.stderr.splitlines())
+        == 1
+    )
 
 
 def test_a_machine_on_which_all_fails_ends_the_sweep(sweep: Callable[..., Command], tmp_path: Path):

@@ -12,6 +12,8 @@ from typing import Any, BinaryIO
 from zerotrain.files.regular import only_regular
 from zerotrain.files.untrusted import UntrustedFileError, read_json, shown
 
+LOCK_NAME = ".lock"
+"""The lock of a run's folder."""
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _HOLDER = {"pid": int, "host": str, "started": str}
 _MAX_NBYTES = 10_000
@@ -61,6 +63,15 @@ def can_lock(file: BinaryIO | int, *, shared: bool = False) -> bool:
     """Lock an open file if that is possible at once. False where another process holds it, or nobody can tell."""
     try:
         return lock(file, shared=shared) is None
+    except OSError:
+        return False
+
+
+def is_held(path: Path) -> bool:
+    """Whether another process holds the lock that a file is, or may hold it, as nobody can tell."""
+    try:
+        with open_lock(path, make=False) as file:
+            return not can_lock(file)
     except OSError:
         return False
 

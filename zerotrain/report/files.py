@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +21,28 @@ HEADS = {CSV_NAME: b"job,folder,status,", JSON_NAME: b'{"report": "zerotrain"', 
 _STARTS_A_FORMULA = ("=", "+", "-", "@", "\t")
 
 
-def write_reports(folder: Path, run_dirs: Sequence[Path] | None = None, *, out: Path | None = None) -> Report:
-    """Read the jobs in a sweep's folder, or the run that a folder is, and write what is told of them.
-
-    Args:
-        run_dirs: the folders of the jobs that count; None: all that are there.
-        out: the folder of the files; None: `folder`.
+def write_reports(folder: Path) -> Report:
+    """Read the jobs in a sweep's folder, or the run that a folder is, and write into it what is told of them.
 
     Raises:
         ConfigError: a file that is none of ours has the name of one.
         OSError: a file cannot be written.
     """
-    report = read_report(folder, run_dirs)
-    write_files(report, folder if out is None else out)
+    report = read_report(folder)
+    write_files(report, folder)
     return report
 
 
-def write_files(report: Report, out: Path) -> None:
-    """Write the files of a report.
+def write_files(report: Report, out: Path, names: Collection[str] = tuple(HEADS)) -> None:
+    """Write the files of a report, or those of some names.
 
     Raises:
         ConfigError, OSError: as of `write_reports`.
     """
-    for name, head in HEADS.items():
-        _require_ours(out / name, head)
-    for name, content in {CSV_NAME: csv_of(report), JSON_NAME: json_of(report), PAGE_NAME: page_of(report)}.items():
+    for name in names:
+        _require_ours(out / name, HEADS[name])
+    for name in names:
+        content = _CONTENTS[name](report)
         with whole(out / name) as file:
             file.write(content)
 
@@ -128,3 +125,6 @@ def _require_ours(path: Path, head: bytes) -> None:
         raise ConfigError(
             f"{path} is no report of zerotrain, and stays as it is; rename it, or give --out another folder"
         )
+
+
+_CONTENTS: dict[str, Callable[[Report], bytes]] = {CSV_NAME: csv_of, JSON_NAME: json_of, PAGE_NAME: page_of}

@@ -2,34 +2,32 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from zerotrain.files.lock import LOCK_NAME, is_held
 from zerotrain.files.plain_yaml import parse_yaml
-from zerotrain.files.untrusted import Optional, UntrustedFileError, parse_json, read_regular
+from zerotrain.files.untrusted import UntrustedFileError, read_regular
 from zerotrain.report.curves import NO_CURVE, Curve, read_curves
+from zerotrain.report.journal import DIVERGED, FAILED, REFUSED, RUNNING, JobEvent, SweepJournal, outcome
 from zerotrain.report.values import in_order
 from zerotrain.training.figures.result import RESULT_NAME, RunResult, read_result
 from zerotrain.training.figures.sinks import METRICS_NAME
 
-CONFIG_NAME, JOURNAL_NAME = "config.yaml", "sweep.jsonl"
+CONFIG_NAME = "config.yaml"
 FILES_OF_RUNS = (RESULT_NAME, METRICS_NAME)
 """Each of them makes a folder that of a run. A folder with a config.yaml alone may be an export, or anything."""
 MAX_DEPTH = 6
 """Folders within each other in which a run is looked for."""
-MAX_CONFIG_NBYTES, MAX_JOURNAL_NBYTES = 10**5, 2**24
-"""Largest files that are read: a longer yaml may take minutes. Ours have 2 kB, and 400 bytes an event."""
+MAX_CONFIG_NBYTES = 10**5
+"""Largest yaml that is read: a longer one may take minutes. Ours have 2 kB."""
+UNFINISHED = "unfinished"
+GONE = "its process is gone; the same command again goes on with it"
 MAX_ENTRIES = 200_000
 """Folders that are looked through."""
 _SECTION = re.compile(rb"^(?=[A-Za-z_])", re.MULTILINE)
-_TEXT = Optional((str, None))
-_EVENT = {
-    "event": str, "job": int, "folder": str, "overrides": Optional([str]), "hash": _TEXT, "status": _TEXT,
-    "error": _TEXT,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +35,11 @@ class JobFiles:
     """The files in the folder of a job."""
 
     name: str
-    """As people call the job: its folder within that of the sweep."""
+    """As people call the job: its number in the sweep, and its folder where that has another name."""
     folder: Path
-    result: dict[str, Any]
+    status: str = UNFINISHED
+    """completed, diverged, failed, stopped or running; unfinished where nothing says more."""
+    result: dict[str, Any] = field(default_factory=RunResult(world_size=0).body)
     """The body of result.json; where there is none, what the journal of the sweep says in its form."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Those of config.yaml by their dotted names; none where it cannot be read."""
@@ -61,67 +61,57 @@ def run_dirs_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: in_order(str(path)))
 
 
-def read_jobs(folder: Path, run_dirs: Sequence[Path] | None = None) -> list[JobFiles]:
+def read_jobs(folder: Path) -> list[JobFiles]:
     """The jobs of a sweep's folder, or the run that a folder is, in the order of their names. A job that has left no
-    folder of its own is there as the journal tells of it.
-
-    Args:
-        run_dirs: the folders that count; None: all that are there.
-    """
-    paths = run_dirs_in(folder) if run_dirs is None else run_dirs
-    events = list(_journal(folder))
-    said = {each["folder"]: each for each in events}
-    jobs = []
-    for path in paths:
-        name = str(path.relative_to(folder)) if path != folder else path.absolute().name
-        jobs.append(read_job(path, name, said.get(name)))
-    told = {(each.name, tuple(each.result["overrides"] or ())) for each in jobs}
-    for event in {each["job"]: each for each in events}.values():  # the last one of each job
-        name = event["folder"]
-        if event["event"] == "refused" and (name, tuple(event.get("overrides") or ())) not in told:
-            name = f"{name} (job {event['job']})" if any(name == each.name for each in jobs) else name
-            jobs.append(JobFiles(name=name, folder=folder / event["folder"], result=_as_result(event)))
+    folder of its own is there as the journal tells of it."""
+    events = SweepJournal(folder).events()
+    ran = {each.folder: each for each in events if each.event != REFUSED}
+    refused = {each.folder: each for each in events if each.event == REFUSED}
+    there = [path.relative_to(folder).as_posix() for path in run_dirs_in(folder)]
+    jobs = [_read_job(folder, name, ran.get(name, refused.get(name))) for name in dict.fromkeys([*there, *ran])]
+    told = {(each.folder, tuple(each.result["overrides"] or ())) for each in jobs}
+    for event in {each.job: each for each in events}.values():  # the last one of each job
+        if event.event == REFUSED and (folder / event.folder, tuple(event.overrides)) not in told:
+            jobs.append(_as_told(folder, event))
     return sorted(jobs, key=lambda job: in_order(job.name))
 
 
-def read_job(folder: Path, name: str, event: dict[str, Any] | None = None) -> JobFiles:
-    """One job. A result.json wins over the event of the journal."""
+def label_of(number: int, name: str) -> str:
+    """A job as people call it: by its number, and its folder where that has another name."""
+    return name if name == str(number) else f"{number} in {name}"
+
+
+def _read_job(folder: Path, name: str, event: JobEvent | None) -> JobFiles:
+    """The job in a folder within that of the sweep. Its result.json wins over the journal's last event."""
+    if event is not None and not event.is_within:  # no other folder is looked into
+        return _as_told(folder, event)
+    run_dir = folder / name
+    train, val = _curves(run_dir / METRICS_NAME, *_written(run_dir / METRICS_NAME))
     try:
-        result = read_result(folder / RESULT_NAME)
-    except FileNotFoundError:
-        result = _as_result(event)
+        result = _result(run_dir / RESULT_NAME, *_written(run_dir / RESULT_NAME))
+        said = DIVERGED if val.loss else None if event is None else event.status
+        found = JobFiles(name="", folder=run_dir, status=outcome(result, said), result=result)
     except (OSError, UntrustedFileError) as error:
-        result = RunResult(world_size=0, error=f"its {RESULT_NAME} cannot be read: {error}").body()
-    train, val = _curves(folder / METRICS_NAME, *_written(folder / METRICS_NAME))
-    settings = _settings(folder / CONFIG_NAME)
-    return JobFiles(name=name, folder=folder, result=result, settings=settings, train=train, val=val)
+        found = JobFiles(name="", folder=run_dir) if event is None else _as_told(folder, event)
+        if not isinstance(error, FileNotFoundError):
+            problem = f"its {RESULT_NAME} cannot be read: {error}"
+            found = replace(found, status=FAILED, result=found.result | {"error": problem})
+        elif is_held(run_dir / LOCK_NAME):
+            found = replace(found, status=RUNNING, result=found.result | {"error": None})
+    own_name = name if name != "." else folder.absolute().name
+    called = own_name if event is None else label_of(event.job, event.folder)
+    return replace(found, name=called, settings=_settings(run_dir / CONFIG_NAME), train=train, val=val)
 
 
-def _as_result(event: dict[str, Any] | None) -> dict[str, Any]:
-    """The result of a job that has left none: it runs, it was killed, or it never began."""
-    if event is None:
-        return RunResult(world_size=0, status="unfinished").body()
-    began = event["event"] == "begun"
-    status = "running" if began else event.get("status") or "failed"
-    told = RunResult(world_size=0, overrides=event.get("overrides"), status=status, error=event.get("error"))
-    told.config_hash = event.get("hash")
-    return told.body()
-
-
-def _journal(folder: Path) -> Iterator[dict[str, Any]]:
-    """The events that the journal of a sweep tells, in their order; none that names a folder outside."""
-    try:
-        content = read_regular(folder / JOURNAL_NAME, max_nbytes=MAX_JOURNAL_NBYTES)
-    except (OSError, UntrustedFileError):
-        return
-    for line in content.splitlines():
-        try:
-            event: dict[str, Any] = parse_json(line, _EVENT)
-        except UntrustedFileError:
-            continue
-        parts = Path(event["folder"]).parts
-        if parts and ".." not in parts and not os.path.isabs(event["folder"]) and "\0" not in event["folder"]:
-            yield event
+def _as_told(folder: Path, event: JobEvent) -> JobFiles:
+    """A job as the journal tells of it."""
+    is_gone = event.status in (None, RUNNING)  # unless it runs
+    result = RunResult(world_size=0, overrides=event.overrides, config_hash=event.hash)
+    result.error = GONE if is_gone else event.error
+    status = FAILED if is_gone else str(event.status)
+    return JobFiles(
+        name=label_of(event.job, event.folder), folder=folder / event.folder, status=status, result=result.body()
+    )
 
 
 def _folders_in(path: Path) -> list[Path]:
@@ -144,6 +134,12 @@ def _written(path: Path) -> tuple[int, int]:
 def _curves(path: Path, mtime_ns: int, size: int) -> tuple[Curve, Curve]:
     """The curves of a file; it is read again once it has changed: a sweep writes its report after each job."""
     return read_curves(path)
+
+
+@lru_cache(maxsize=1024)
+def _result(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
+    """The body of a result.json; it is read again once it has changed."""
+    return read_result(path)
 
 
 def _settings(path: Path) -> dict[str, Any]:

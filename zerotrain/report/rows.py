@@ -5,24 +5,22 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from zerotrain.files.printable import printable
 from zerotrain.report.curves import Curve
-from zerotrain.report.reading import JobFiles, read_jobs
+from zerotrain.report.journal import JobEvent
+from zerotrain.report.reading import JobFiles, label_of, read_jobs
 from zerotrain.report.values import at, cell, first_line, number, numbers_at, shortened
 from zerotrain.training.figures.objective import value_in
-from zerotrain.training.request import PRUNER
 
 KINDS = ("parameters", "gradients", "optimizer", "offloaded")
 """Kinds of bytes that a rank holds at rest."""
 OF_A_RESUMED_RUN = "checkpoint.resume"
 """The setting that lets a job go on, and tells no job from another."""
-NOT_FINITE = "the gradient was not finite"
-"""Begins the error of a run that train.on_nonfinite has ended."""
 MAX_LABEL = 60
 COLUMN = {"val_loss": "final_val_loss"}
 """Columns of objectives that have another name."""
@@ -95,6 +93,21 @@ class Report:
         known = [{name: repr(row.settings.get(name)) for name in self.settings} for row in self.ranked]
         return [name for name in self.settings if len(known) < 2 or len({each[name] for each in known}) > 1]
 
+    def only(self, folder: Path, events: Sequence[JobEvent]) -> "Report":
+        """The report of those jobs alone that some events are about, with the numbers that these give them.
+
+        Args:
+            folder: of the sweep.
+        """
+        by_name = {(row.folder, row.job): row for row in self.rows}
+        by_folder = {row.folder: row for row in reversed(self.rows)}
+        rows = []
+        for job, name in sorted({(event.job, event.folder) for event in events}):
+            label, place = printable(label_of(job, name), keep=""), folder / name
+            row = by_name.get((place, label)) or by_folder.get(place)  # another sweep may have met it since
+            rows += [] if row is None else [replace(row, job=label)]
+        return replace(self, rows=rows)
+
     def label(self, *rows: Row) -> str:
         """The telling settings that jobs have in common, in short, such as `lr=0.003 stage=2`; empty for none. A job
         that did not complete may differ in others too."""
@@ -112,13 +125,9 @@ class Report:
         return dict(Counter(row.status for row in self.rows).most_common())
 
 
-def read_report(folder: Path, run_dirs: Sequence[Path] | None = None) -> Report:
-    """The report of a sweep's folder, or of a run's.
-
-    Args:
-        run_dirs: the folders of the jobs that count; None: all that are there.
-    """
-    return report_of(read_jobs(folder, run_dirs), title="/".join(folder.absolute().parts[-2:]))
+def read_report(folder: Path) -> Report:
+    """The report of a sweep's folder, or of a run's."""
+    return report_of(read_jobs(folder), title="/".join(folder.absolute().parts[-2:]))
 
 
 def report_of(jobs: Sequence[JobFiles], title: str) -> Report:
@@ -178,7 +187,7 @@ def _row(job: JobFiles, names: Sequence[str], objective: str | None) -> Row:
     return Row(
         job=printable(job.name, keep=""),
         folder=job.folder,
-        status=_status(job),
+        status=job.status,
         settings=settings,
         overrides=[printable(each, keep="") for each in overrides],
         command=printable(shlex.join(["python", "-m", "zerotrain", *overrides]), keep=""),
@@ -211,18 +220,6 @@ def _figures(result: dict[str, Any], objective: str | None) -> dict[str, float |
             found[objective] = None
             found[objective] = number(value_in(result, objective))
     return {name: None if name.endswith("nbytes") and value and value < 0 else value for name, value in found.items()}
-
-
-def _status(job: JobFiles) -> str:
-    """The status, which tells a run whose loss became nan or infinite: result.json has null for those."""
-    result = job.result
-    if result["status"] == "stopped" and result["stopped_by"] == PRUNER:
-        return "pruned"
-    if result["status"] == "failed" and NOT_FINITE in (result["error"] or ""):
-        return "diverged"
-    no_val = result["final_val_loss"] is None and len(job.val.loss) > 0
-    no_train = result["final_train_loss"] is None and result["steps"] > 0
-    return "diverged" if result["status"] == "completed" and (no_val or no_train) else shortened(result["status"], 20)
 
 
 def _differing(jobs: Sequence[JobFiles]) -> list[str]:

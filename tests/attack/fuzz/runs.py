@@ -17,13 +17,11 @@ from zerotrain.launching.end.failures import Failure, first_failure
 from zerotrain.launching.end.presence import RankState, continue_stopped, read_states, seen_alive
 from zerotrain.launching.job import folder_lock
 from zerotrain.launching.job.job import Job, write_ending
-from zerotrain.launching.sweep.journal import JOURNAL_NAME, JobEvent, SweepJournal
-from zerotrain.launching.sweep.sweep import Sweep
-from zerotrain.launching.sweep.table import print_table, read_results
 from zerotrain.report.curves import read_curves
+from zerotrain.report.journal import JOURNAL_NAME, JobEvent, SweepJournal
 from zerotrain.report.page.page import page_of
 from zerotrain.report.rows import read_report
-from zerotrain.report.table import print_table as print_report
+from zerotrain.report.table import print_table
 from zerotrain.training.callbacks import control
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.figures.sinks import keep_lines
@@ -44,17 +42,17 @@ def read_result(folder: Path) -> Any:
     """By the table and the page of a sweep, by what goes on with the folder, and by the end of a job."""
 
     said = io.StringIO()
-    results = read_results(Sweep(folder=folder, start=0))
-    print_table(results, Console(file=said, width=100)) if results else None
-    told = read_report(folder, [folder / "0"])
-    print_report(told, Console(file=said, width=100))
+    told = read_report(folder)
+    results = told.only(folder, SweepJournal(folder).events())
+    for each in (told, results):
+        print_table(each, Console(file=said, width=100))
     said.write(page_of(told).decode())
     require_printable(said.getvalue().splitlines())
     job = Job(config=Config(), run_dir=folder / "0", overrides=[])
     write_ending(job, 2, status="failed", error="x")
     ended = json.loads((folder / "0" / "result.json").read_text())
     assert ended["status"] == "failed"
-    return results
+    return [(row.job, row.status, row.figures, row.error) for row in results.rows]
 
 
 def read_journal(folder: Path) -> Any:
@@ -65,7 +63,7 @@ def read_journal(folder: Path) -> Any:
     journal.append(JobEvent(event="begun", job=1, folder="1", hash="b", overrides=[]))
     assert [event.job for event in SweepJournal(folder).events()] == [*(event.job for event in before), 1]
     assert (folder / JOURNAL_NAME).read_bytes().endswith(b"\n")
-    return read_results(Sweep(folder=folder, start=0))
+    return [(row.job, row.status, row.error) for row in read_report(folder).rows]
 
 
 def make_job(folder: Path) -> None:

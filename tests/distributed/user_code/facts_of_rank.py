@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from zerotrain.models import MLP
 
-_SIGNALS = ("SIGHUP", "SIGQUIT", "SIGCHLD", "SIGPIPE", "SIGALRM", "SIGUSR2")
+_SIGNALS = ("SIGHUP", "SIGQUIT", "SIGCHLD", "SIGPIPE", "SIGALRM", "SIGXCPU")
 _OWN = ("ZEROTRAIN_STORE", "ZEROTRAIN_TEST_COMMAND", "OPENBLAS_NUM_THREADS")
 
 

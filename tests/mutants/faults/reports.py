@@ -44,24 +44,25 @@ FAULTS = {
         OF_FILES,
     ),
     "report-takes-a-lost-loss-for-a-good-one": Fault(
-        "report/rows.py",
-        'return "diverged" if result["status"] == "completed" and (no_val or no_train) else',
-        "return",
+        "report/reading.py",
+        "        said = DIVERGED if val.loss else None if event is None",
+        "        said = None if event is None",
         "a job whose loss became nan counts as completed",
         OF_ROWS,
     ),
     "report-believes-the-journal-before-the-result": Fault(
         "report/reading.py",
-        "        result = read_result(folder / RESULT_NAME)\n",
-        "        result = read_result(folder / RESULT_NAME) if event is None else _as_result(event)\n",
+        "        result = _result(run_dir / RESULT_NAME, *_written(run_dir / RESULT_NAME))\n",
+        "        result = _result(run_dir / RESULT_NAME, *_written(run_dir / RESULT_NAME))\n"
+        "        result = result if event is None else _as_told(folder, event).result\n",
         "a job that has completed since is told as running",
         OF_ROWS,
     ),
     "report-follows-a-journal-out-of-its-folder": Fault(
         "report/reading.py",
-        'if parts and ".." not in parts and',
-        "if parts and",
-        "a journal puts a row for any folder into the table",
+        "    if event is not None and not event.is_within:  # no other",
+        "    if False:  # no other",
+        "a journal lets the files of any folder be read",
         OF_ROWS,
     ),
     "report-reads-the-start-of-a-long-file-alone": Fault(

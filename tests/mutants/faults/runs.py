@@ -4,8 +4,9 @@ from tests.mutants.fault import Fault
 
 OF_EARLIER = ("unit/launching/job/test_earlier.py",)
 OF_SWEEPS = ("unit/launching/sweep/test_table.py",)
+OF_TELLING = ("unit/launching/sweep/test_telling.py",)
 OF_PLACES = ("unit/launching/sweep/test_places.py",)
-OF_JOURNAL = ("unit/launching/sweep/test_journal.py",)
+OF_JOURNAL = ("unit/report/test_journal.py",)
 OF_CONTROL = ("unit/training/callbacks/test_control.py",)
 OF_LOCKS = ("unit/launching/job/test_folder_lock.py",)
 OF_FILES = ("unit/files/test_regular.py",)
@@ -97,9 +98,9 @@ FAULTS = {
         OF_SWEEPS,
     ),
     "sweep-believes-the-journal": Fault(
-        "launching/sweep/table.py",
-        '        return result | {"status": outcome(result, event.status)',
-        '        return result | {"status": event.status',
+        "report/reading.py",
+        "folder=run_dir, status=outcome(result, said), result=result)",
+        "folder=run_dir, status=said or outcome(result, said), result=result)",
         "the journal hides what a job's result says",
         OF_SWEEPS,
     ),
@@ -139,17 +140,24 @@ FAULTS = {
         OF_PLACES,
     ),
     "sweep-confuses-jobs-of-one-hash": Fault(
-        "launching/sweep/journal.py",
+        "report/journal.py",
         "        return cls(config_hash, keys, tuple(sorted(",
         "        return cls(config_hash, keys, () and tuple(sorted(",
         "the job with 2 ranks is taken for that with one",
         OF_JOURNAL,
     ),
     "sweep-joins-half-a-line": Fault(
-        "launching/sweep/journal.py",
+        "report/journal.py",
         '            if end and os.pread(self._file.fileno(), 1, end - 1) != b"\\n":',
         "            if False:",
         "the first event after a kill is lost",
+        OF_JOURNAL,
+    ),
+    "sweep-reads-lines-twice": Fault(
+        "report/journal.py",
+        "        with self._reads:\n",
+        "        if True:\n",
+        "two threads of a driver read the same event, which is told and counted twice",
         OF_JOURNAL,
     ),
     "sweep-shares-a-gpu": Fault(
@@ -160,10 +168,66 @@ FAULTS = {
         ("unit/launching/sweep/test_slots.py",),
     ),
     "sweep-counts-refused-jobs-as-other-ranks": Fault(
-        "launching/sweep/table.py",
-        "for result in results.values()} - {0}) > 1",
-        "for result in results.values()}) > 1",
+        "report/table.py",
+        'ranks_differ = len({row["ranks"] for row in rows} - {None}) > 1',
+        'ranks_differ = len({row["ranks"] for row in rows}) > 1',
         "one refused job makes the numbers of ranks a column of its own",
+        ("unit/report/test_table.py",),
+    ),
+    "sweep-hands-no-signal-on": Fault(
+        "launching/command/task.py",
+        "    if callable(handler):\n        handler(signum, None)\n",
+        "    del handler\n",
+        "a job that Slurm preempts is saved and never queued again",
+        ("sweep/test_sweeps.py::test_a_job_that_submitit_is_to_queue_again_is_saved_before_and_goes_on",),
+    ),
+    "sweep-keeps-the-garbage-of-its-jobs": Fault(
+        "launching/start/imports.py",
+        "        if len(sys.modules) > num_modules:",
+        "        if True:",
+        "the memory of a sweep grows by 0.9 MB a job",
+        ("sweep/test_many.py",),
+    ),
+    "sweep-keeps-no-report": Fault(
+        "launching/sweep/kept_report.py",
+        "        if num == self._num_told and not is_page_due:\n",
+        "        if not is_page_due:\n",
+        "csv and json lag behind as the page may",
+        OF_TELLING,
+    ),
+    "sweep-leaves-the-page-behind": Fault(
+        "launching/sweep/kept_report.py",
+        "        is_page_due = num > self._num_on_page and",
+        "        is_page_due = num > self._num_told and",
+        "a page that was not due with the last job is never written",
+        OF_TELLING,
+    ),
+    "sweep-draws-over-its-lines": Fault(
+        "launching/sweep/telling.py",
+        "        self._status.erase()\n        stream.write(",
+        "        stream.write(",
+        "a line follows the progress of the running jobs without a break",
+        OF_TELLING,
+    ),
+    "sweep-draws-into-a-file": Fault(
+        "launching/sweep/status_line.py",
+        'self._has_place = stream.isatty() and os.environ.get("TERM") != "dumb"',
+        "self._has_place = True",
+        "a log is full of progress lines",
+        OF_TELLING,
+    ),
+    "sweep-tells-a-job-that-runs-as-failed": Fault(
+        "report/reading.py",
+        "        elif is_held(run_dir / LOCK_NAME):\n",
+        "        elif False:\n",
+        "two drivers of one folder end with the jobs of the other told as failed",
+        OF_SWEEPS,
+    ),
+    "sweep-gives-a-refused-job-the-row-of-another": Fault(
+        "report/rows.py",
+        "            row = by_name.get((place, label)) or by_folder.get(place)",
+        "            row = by_folder.get(place)",
+        "a job that was refused a folder is told as completed by the weights of the job that has it",
         OF_SWEEPS,
     ),
     "control-answers-over-a-later-request": Fault(

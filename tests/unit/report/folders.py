@@ -86,4 +86,5 @@ def refused(folder: Path, overrides: list[str], error: str) -> Path:
 def journal(folder: Path, *events: dict[str, Any]) -> None:
     """The journal of a sweep."""
     common = {"hash": "c" * 16, "overrides": [], "pid": 1, "host": "h", "time": 1.0, "status": None, "error": None}
+    common["final_val_loss"] = None
     (folder / "sweep.jsonl").write_text("".join(json.dumps(common | event) + "\n" for event in events))

@@ -79,16 +79,12 @@ def test_a_file_of_somebody_else_stays_and_so_do_the_others(tmp_path: Path, name
     assert content is None or (tmp_path / name).read_text() == content
 
 
-def test_of_some_folders_those_alone_are_told(tmp_path: Path):
-    for name in "012":
-        job(tmp_path / name)
-    told = write_reports(tmp_path, [tmp_path / "0", tmp_path / "2"])
-    assert [row.job for row in told.rows] == ["0", "2"]
-
-
 def test_what_has_changed_is_read_again(tmp_path: Path):
     path = job(tmp_path / "0") / "metrics.jsonl"
     before = write_reports(tmp_path).rows[0].train
     path.write_text(path.read_text() + '{"step": 99, "train_loss": 1.0}\n')
     after = write_reports(tmp_path).rows[0].train
     assert len(after.step) == len(before.step) + 1
+    result = tmp_path / "0/result.json"
+    result.write_text(result.read_text().replace('"final_val_loss": 3.0', '"final_val_loss": 2.0'))
+    assert write_reports(tmp_path).rows[0]["final_val_loss"] == 2.0

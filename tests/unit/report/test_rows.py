@@ -134,12 +134,13 @@ def test_a_run_is_a_report_of_one_row(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("event", "status"),
-    [(None, "unfinished"), ("begun", "running"), ("ended", "stopped"), ("taken", "stopped"), ("refused", "stopped")],
+    [(None, "unfinished"), ("begun", "failed"), ("ended", "stopped"), ("taken", "stopped"), ("refused", "stopped")],
 )
 def test_a_job_without_a_result_is_as_the_journal_says(tmp_path: Path, event: str | None, status: str):
     (job(tmp_path / "0") / "result.json").unlink()
     if event:
-        told = {"event": event, "job": 0, "folder": "0", "status": "stopped", "overrides": ["seed=3"], "error": "why"}
+        said = None if event == "begun" else "stopped"
+        told = {"event": event, "job": 0, "folder": "0", "status": said, "overrides": ["seed=3"], "error": "why"}
         journal(tmp_path, told)
     rows = read_report(tmp_path).rows
     assert [(row.job, row.status) for row in rows] == [("0", status)]
@@ -159,8 +160,8 @@ def test_a_job_that_was_refused_another_s_folder_has_a_row(tmp_path: Path):
     )
     rows = read_report(tmp_path).rows
     assert [(row.job, row.status, row.error) for row in rows] == [
-        ("same", "completed", None),
-        ("same (job 1)", "failed", "got same"),
+        ("0 in same", "completed", None),
+        ("1 in same", "failed", "got same"),
     ]
 
 
@@ -170,13 +171,18 @@ def test_a_job_that_was_refused_with_a_result_of_its_own_has_one_row(tmp_path: P
     assert [row.error for row in read_report(tmp_path).rows] == ["zero.stage: got 5"]
 
 
-def test_a_journal_that_names_folders_outside_or_is_damaged_is_passed_over(tmp_path: Path):
+def test_of_folders_outside_nothing_is_read_and_lines_of_somebody_else_are_passed_over(tmp_path: Path):
     job(tmp_path / "sweep/0")
-    for folder in ("/etc", "../other", "0/../..", "", "a\0b"):
-        journal(tmp_path / "sweep", {"event": "refused", "job": 5, "folder": folder, "error": "x"})
+    job(tmp_path / "other")
+    for folder in ("/etc", "../other", "0/../..", "", "a\0b", str(tmp_path / "other")):
+        journal(tmp_path / "sweep", {"event": "ended", "job": 5, "folder": folder, "status": "failed", "error": "x"})
         with (tmp_path / "sweep/sweep.jsonl").open("a") as file:
             file.write('{"event": 1}\n[[[\n\xff\n{"event": "begun", "job"')
-        assert [row.job for row in read_report(tmp_path / "sweep").rows] == ["0"]
+        rows = read_report(tmp_path / "sweep").rows
+        assert [(row.status, row.error, row.weights_sha256) for row in rows] == [
+            ("completed", None, "a" * 64),
+            ("failed", "x", None),
+        ]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ def write(folder: Path, job: int, **fields) -> None:
     result = {
         "status": "completed",
         "final_val_loss": 2.5,
+        "final_train_loss": 2.4,
         "weights_sha256": "a" * 64,
         "overrides": overrides,
         **fields,

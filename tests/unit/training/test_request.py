@@ -6,12 +6,13 @@ import signal
 import pytest
 
 from zerotrain.engine.step import MAX_SIGNAL
+from zerotrain.training.callbacks.stop import STOP_SIGNALS
 from zerotrain.training.request import Request, decoded
 
 NAMES = ("control.yaml", "callbacks.patience", "callbacks.alarm")
 
 
-@pytest.mark.parametrize("number", [0, *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)])
+@pytest.mark.parametrize("number", [0, *STOP_SIGNALS])
 @pytest.mark.parametrize("save", [False, True])
 def test_what_is_encoded_is_decoded(save, number):
     for stage, stop in itertools.product((None, 0, 1, 2, 3), (False, *NAMES)):

@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from zerotrain.data.reading.fetch import RowError
 
-_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+_IGNORED_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT,
+)  # fmt: skip
 
 _JOIN_S = 1.0
 """A worker that is not gone then, since it is stuck in the kernel or in code that keeps Python from running, is not

@@ -37,9 +37,9 @@ from zerotrain.launching.start.fork_server import open_fork_server
 from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.torchrun import job_exchange, run_here
 from zerotrain.launching.sweep.driver import joined
-from zerotrain.launching.sweep.journal import JournalError
 from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, named_by_trial
 from zerotrain.launching.sweep.slots import devices_of_own
+from zerotrain.report.journal import JournalError
 from zerotrain.run.preflight import check as preflight
 from zerotrain.run.preflight.length import length_given
 from zerotrain.run.preflight.room import file_problems, in_memory, is_on_host
@@ -49,6 +49,8 @@ from zerotrain.training.request import PRUNER
 
 MAX_TRACEBACK = 20_000
 """Characters."""
+OF_SCHEDULERS = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals of which a scheduler may have a handler in this process."""
 
 
 def run_job(composed: DictConfig) -> Value:
@@ -106,14 +108,17 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> Value:
                 stack.enter_context(devices_of_own(member.sweep, read.config))
             if not member.sweep.shows_all:
                 stack.enter_context(printed_to(place.run_dir / JOB_LOG))
+            stack.enter_context(member.named())
             result, signum = _run(composed, read, place.run_dir, overrides, member.begin, member.trial)
         except JournalError:
             raise
         except Exception as error:
             member.end_failed(_told(error, member.run_dir or named), named)
             result = None
-        except BaseException:
+        except BaseException as ending:
             member.end_stopped()
+            came: dict[Any, int] = {exits.of_signal(each): each for each in OF_SCHEDULERS}
+            _hand_on(came.get(ending.code, 0) if isinstance(ending, SystemExit) else 0)
             raise
     value = None
     if result is not None:
@@ -147,8 +152,17 @@ def _end_as_stopped(result: dict[str, Any], signum: int) -> None:
     if is_sweep and signum == signal.SIGINT:
         raise KeyboardInterrupt
     if result["stopped_by"] is not None or (is_sweep and signum):
+        _hand_on(signum)
         is_ctrl_c = signum == signal.SIGINT and RankEnvironment.read() is None  # to torchrun a code is a failure
         raise SystemExit(exits.of_signal(signum) if is_ctrl_c else exits.COMPLETED)
+
+
+def _hand_on(signum: int) -> None:
+    """Call the handler that this process has for a signal beside ours: that of submitit lets Slurm queue the job again,
+    and ends the process."""
+    handler = signal.getsignal(signum) if signum in OF_SCHEDULERS else None
+    if callable(handler):
+        handler(signum, None)
 
 
 def _run_dir() -> Path:

@@ -24,7 +24,9 @@ from zerotrain.launching.end.presence import RankState, clock_error, read_states
 _SIGNS_OF_LOST_PEERS = ("/gloo/", "Connection closed by peer", "Connection reset by peer")
 """In the messages of the collectives that a user's own code calls; ours raise CommError."""
 _TOLD_TO_STOP = tuple(
-    code for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) for code in (-signum, exits.of_signal(signum))
+    code
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    for code in (-signum, exits.of_signal(signum))
 )
 """Exit codes of ranks that were stopped: because another rank had failed, or by the user."""
 _MAX_NBYTES = 2**20

@@ -29,7 +29,7 @@ def stop_in_order(note: Callable[[int, bool], bool], settle: Callable[[], None])
     """From here on a signal to stop is noted when it comes. In the training loop, whose handlers keep the request, the
     first does no more; any other one ends the process within `STOP_GRACE_S`.
 
-    Before the training SIGINT raises KeyboardInterrupt, and SIGTERM and SIGUSR1 end the process at once.
+    Before the training SIGINT raises KeyboardInterrupt, and SIGTERM, SIGUSR1 and SIGUSR2 end the process at once.
 
     Args:
         note: told the number of each signal to stop, when it comes, and whether this rank could end in order; returns
@@ -40,7 +40,7 @@ def stop_in_order(note: Callable[[int, bool], bool], settle: Callable[[], None])
     runs its own handlers between two bytecodes, so never while a collective waits for ranks that are gone.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for signum in (signal.SIGTERM, signal.SIGUSR1):
+    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, _stop_of_the_start)
     reader, writer = socket.socketpair()
     writer.setblocking(False)

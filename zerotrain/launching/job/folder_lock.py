@@ -2,21 +2,23 @@
 
 import errno
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from zerotrain.errors import ConfigError
-from zerotrain.files.lock import can_lock, holder, lock, note_holder, open_lock, read_note
+from zerotrain.files.lock import LOCK_NAME, holder, lock, note_holder, open_lock, read_note
 from zerotrain.files.regular import NotRegularError
 
-LOCK_NAME = ".lock"
 _OF_THE_FOLDER = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG, errno.ELOOP,
     errno.EINVAL, errno.EISDIR,
 )  # fmt: skip
 """Errors of a folder as such: a setting can mend them, unlike a full disk."""
+_INSTANT_S = 0.02
+"""A report that looks whether a run is under way locks its folder, for far less than this."""
 
 
 class FolderInUseError(ConfigError):
@@ -37,7 +39,11 @@ def locked(run_dir: Path, **note: str) -> Iterator[None]:
     """
     with _opened(run_dir) as file:
         try:
-            problem = lock(file)
+            try:
+                problem = lock(file)
+            except BlockingIOError:
+                time.sleep(_INSTANT_S)
+                problem = lock(file)
         except BlockingIOError:
             raise FolderInUseError(
                 f"hydra.run.dir: got {run_dir}, where a run is under way ({holder(run_dir / LOCK_NAME)}); wait for "
@@ -59,15 +65,6 @@ def await_free(run_dir: Path) -> None:
     """Wait until the run that is under way in a folder has ended."""
     with suppress(OSError), open_lock(run_dir / LOCK_NAME, make=False) as file:
         lock(file, wait=True)
-
-
-def is_in_use(run_dir: Path) -> bool:
-    """Whether a run is under way in a folder, as far as anybody can tell."""
-    try:
-        with open_lock(run_dir / LOCK_NAME, make=False) as file:
-            return not can_lock(file)
-    except OSError:
-        return False
 
 
 def _opened(run_dir: Path) -> BinaryIO:

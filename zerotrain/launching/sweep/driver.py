@@ -18,10 +18,10 @@ from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
 from zerotrain.launching.end import exits
-from zerotrain.launching.sweep.journal import JOURNAL_NAME, SweepJournal, note_earlier_results
 from zerotrain.launching.sweep.study import begin_study, has_study
 from zerotrain.launching.sweep.sweep import Sweep, objective_of
 from zerotrain.launching.sweep.telling import Teller
+from zerotrain.report.journal import JOURNAL_NAME, SweepJournal, note_earlier_results
 from zerotrain.settings import settings_in
 
 LATEST = "hydra.sweep.dir=latest"
@@ -49,7 +49,7 @@ class SweepFolder(Callback):
             sweep = Sweep.of(config)
         if sweep is not None:
             for _, teller in _driven:  # of a study that begins again
-                teller.end()
+                teller.close()
             self.sweep = _with_study(sweep, config)
             _driven.append((self.sweep, Teller(self.sweep)))
 

@@ -1,7 +1,9 @@
 """One job of a sweep, in the process that runs it: it takes its place, and says in the journal what becomes of it."""
 
+import json
 import os
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.folder_lock import await_free
 from zerotrain.launching.sweep.driver import driven
-from zerotrain.launching.sweep.journal import (
+from zerotrain.launching.sweep.places import JobPlace, WantedPlace, take_place
+from zerotrain.launching.sweep.study import Study
+from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.report.journal import (
     BEGUN,
     COMPLETED,
     DIVERGED,
@@ -25,12 +30,13 @@ from zerotrain.launching.sweep.journal import (
     STOPPED,
     TAKEN,
     JobEvent,
+    outcome,
 )
-from zerotrain.launching.sweep.places import JobPlace, WantedPlace, outcome, take_place
-from zerotrain.launching.sweep.study import Study
-from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.training.figures.objective import in_evaluation, value_in
+from zerotrain.training.loggers.tracker import SWEEP_VARIABLE, ids_in
 
+MAX_NAME = 120
+"""Characters of a name that any tracker takes."""
 BY_NUMBER = "${hydra:job.num}"
 """The default of hydra.sweep.subdir."""
 Value = float | list[float] | None
@@ -112,6 +118,18 @@ class Member:
         self._has_begun = True
         self._say(BEGUN, self.run_dir)
 
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Inside, the trackers of ranks that are started get the sweep as the group of the run, and what differs as its
+        name."""
+        given = [each for each in self._overrides if each.lstrip("+").partition("=")[0] in self.sweep.swept]
+        said = {"group": "/".join(self.sweep.folder.parts[-2:]), "name": " ".join(given)[:MAX_NAME]}
+        os.environ[SWEEP_VARIABLE] = json.dumps(said)
+        try:
+            yield
+        finally:
+            del os.environ[SWEEP_VARIABLE]
+
     def end(self, result: dict[str, Any]) -> Value:
         """It has ended with this result. Return its value."""
         assert self.run_dir is not None
@@ -172,6 +190,7 @@ class Member:
                 error=error,
                 final_val_loss=loss,
                 value=value[0] if isinstance(value, list) else value,
+                trackers=ids_in(run_dir) if event == ENDED else {},
             )
         )
         if self.sweep.is_driven_here and (found := driven()) is not None:

@@ -11,12 +11,14 @@ from typing import Any
 
 from zerotrain.checkpoint.kept import CHECKPOINTS, named_as_steps
 from zerotrain.config.schema import Config
-from zerotrain.errors import ConfigError, TrainingError
+from zerotrain.errors import ConfigError
+from zerotrain.files.lock import LOCK_NAME, is_held
 from zerotrain.files.untrusted import UntrustedFileError
 from zerotrain.launching.job.earlier import holds
-from zerotrain.launching.job.folder_lock import FolderInUseError, holding_job, is_in_use, locked
+from zerotrain.launching.job.folder_lock import FolderInUseError, holding_job, locked
 from zerotrain.launching.job.job import CONFIG_NAME
-from zerotrain.launching.sweep.journal import (
+from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.report.journal import (
     COMPLETED,
     DIVERGED,
     FAILED,
@@ -26,10 +28,9 @@ from zerotrain.launching.sweep.journal import (
     Book,
     Identity,
     JobEvent,
+    outcome,
 )
-from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.training.figures.result import RESULT_NAME, read_result
-from zerotrain.training.request import PRUNER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,21 +58,6 @@ class WantedPlace:
     """The folder that `hydra.sweep.subdir` names."""
     may_move: bool
     """Whether that is the number of the job, for which another folder does as well."""
-
-
-def outcome(result: dict[str, Any], said: str | None = None) -> str:
-    """The status of a job by its result.json: completed, pruned, diverged, failed or stopped.
-
-    Args:
-        said: its status in the journal, which knows whether there was an evaluation whose loss may be no number.
-    """
-    status, lost = str(result["status"]), result["final_val_loss"] is None
-    if status == FAILED and f" {TrainingError.__name__}: " in (result["error"] or ""):
-        return DIVERGED
-    if status == STOPPED and result["stopped_by"] == PRUNER:
-        return PRUNED
-    no_number = result["final_train_loss"] is None or (lost and said == DIVERGED)
-    return DIVERGED if status == COMPLETED and no_number else status
 
 
 def take_place(wanted: WantedPlace, book: Book, stack: ExitStack) -> JobPlace:
@@ -135,7 +121,11 @@ def _candidates(wanted: WantedPlace, events: list[JobEvent]) -> Iterator[tuple[P
         if event.is_within and event.is_of(wanted.identity):
             own.setdefault(sweep.folder / event.folder, event)
     for run_dir, event in own.items():
-        if run_dir.is_dir() and config is not None and (is_in_use(run_dir) or holds(config, run_dir) is not False):
+        if (
+            run_dir.is_dir()
+            and config is not None
+            and (is_held(run_dir / LOCK_NAME) or holds(config, run_dir) is not False)
+        ):
             yield run_dir, event
     if wanted.named in own:
         return

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override, open_dict, read_writ
 
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.lock import can_lock, lock, open_lock
-from zerotrain.launching.sweep.journal import PRUNED, SweepJournal
+from zerotrain.report.journal import PRUNED, SweepJournal
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage

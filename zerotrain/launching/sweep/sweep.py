@@ -13,8 +13,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from zerotrain.config.schema import SweepConfig
-from zerotrain.launching.sweep.journal import ENDED, FAILED, Identity, JobEvent, SweepJournal
 from zerotrain.launching.sweep.study import Study
+from zerotrain.report.journal import ENDED, FAILED, Identity, JobEvent, SweepJournal
 
 FEW = 4
 """Jobs of which all that they print is shown."""

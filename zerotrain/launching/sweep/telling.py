@@ -1,4 +1,5 @@
-"""The lines that a running sweep prints: one when a job begins, one when it ends, and the cause if it failed."""
+"""The lines that a running sweep prints: one when a job begins, one when it ends, and the cause if it failed; in a
+terminal, below them, how far the running jobs are."""
 
 import os
 import sys
@@ -10,8 +11,21 @@ from typing import TextIO
 from zerotrain.config.schema import SweepConfig
 from zerotrain.files.printable import duration, printable
 from zerotrain.files.terminal import LastingStream
-from zerotrain.launching.sweep.journal import BEGUN, ENDED, FAILED, PRUNED, REFUSED, RUNNING, STOPPED, TAKEN, JobEvent
+from zerotrain.launching.sweep.kept_report import KeptReport
+from zerotrain.launching.sweep.status_line import StatusLine
 from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.report.journal import (
+    BEGUN,
+    COMPLETED,
+    ENDED,
+    FAILED,
+    PRUNED,
+    REFUSED,
+    RUNNING,
+    STOPPED,
+    TAKEN,
+    JobEvent,
+)
 
 _LOOK_EVERY_S = 0.2
 _MAX_ERROR = 10_000
@@ -19,9 +33,11 @@ _MAX_ERROR = 10_000
 
 
 class Teller:
-    """Reads the journal, and tells of each event once. It prints to the driver's own output, wherever jobs print.
+    """Reads the journal, tells of each event once, and keeps the report. It prints to the driver's own output, wherever
+    jobs print.
 
-    A driver that runs the jobs itself lets it look after each event; for jobs in other processes a thread does.
+    A thread looks, and after each event of a job that the driver runs itself, so does that. With such jobs the thread
+    begins with the first: before, a fork server is forked from this process, which must have no other.
     """
 
     def __init__(self, sweep: Sweep) -> None:
@@ -33,15 +49,26 @@ class Teller:
         events = sweep.events_to_count()
         for event in events[: len(events) - len(sweep.events())]:  # of a study, before it went on
             self._last[event.job, event.folder] = event
-        self._lock, self._is_done = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._report, self._status = KeptReport(sweep), StatusLine(self._out, sweep.folder)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sweep-teller", daemon=True)
         if not sweep.in_driver:
-            threading.Thread(target=self._watch, name="sweep-teller", daemon=True).start()
+            self._thread.start()
+
+    def close(self) -> None:
+        """Tell the rest; the sweep is over."""
+        self._is_over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.look()
+        self._status.erase()
 
     def look(self) -> None:
         """Tell what is new."""
         with self._lock:
-            if self._is_done:
-                return
+            if self._thread.ident is None and not self._is_over.is_set():
+                self._thread.start()
             events = self._sweep.events()
             for event in events[self._num_told :]:
                 self._num_told += 1
@@ -58,15 +85,13 @@ class Teller:
                         "sweep.max_failures_in_a_row=0 goes on whatever fails",
                     )
 
-    def end(self) -> None:
-        """Tell what is new, and then no more: another one goes on."""
-        self.look()
-        self._is_done = True
-
     def _watch(self) -> None:
-        while not self._is_done:
-            time.sleep(_LOOK_EVERY_S)
+        while not self._is_over.wait(_LOOK_EVERY_S):
             self.look()
+            self._report.look()
+            if not self._sweep.shows_all:
+                with self._lock:
+                    self._status.draw(list(self._last.values()))
 
     def _line(self, event: JobEvent) -> Iterator[str]:
         given = [each for each in event.overrides if each.lstrip("+").partition("=")[0] in self._sweep.swept]
@@ -95,7 +120,7 @@ class Teller:
         if num_pruned := sum(event.status == PRUNED for event in done):
             yield f"{num_pruned} pruned"
         sign = -1 if self._sweep.directions[0] == "maximize" else 1
-        compared = [event for event in done if event.status != PRUNED]
+        compared = [event for event in done if event.status == COMPLETED]
         values = [(sign * value, event.job) for event in compared if (value := self._sweep.value_of(event)) is not None]
         if values:
             value, job = min(values)
@@ -106,6 +131,7 @@ class Teller:
 
     def _print(self, stream: TextIO, line: str) -> None:
         sys.stdout.flush()
+        self._status.erase()
         stream.write(f"{line}\n")
         stream.flush()
 

@@ -71,7 +71,10 @@ def time_section(report: Report) -> Markup:
             parts = [("k0", step_ms - wait_ms), ("k3", wait_ms)]
             words = f"{step_ms:,.1f} ms, {wait_ms / step_ms:.1%} data"
             found.append(Bar(rows=[row], parts=parts, theory=[], words=words))
-    note = "Median of the steps, and the mean wait for data, of rank 0."
+    note = (
+        "Median of the steps, and the mean wait for data, of rank 0. A run does not measure compute, communication and "
+    )
+    note += "update apart; a trace of three steps (train.profile=true) shows them."
     note += " The best jobs come first." if len(rows) > MAX_BARS else ""
     legend = [("k0", "compute, communication, update"), ("k3", "waiting for data")]
     return _section(report, "time", "Time of a step", found, legend, note)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Those that let a run stop in order. Slurm sends SIGTERM, or SIGUSR1 so long before a job's time is up."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""Those that let a run stop in order. Slurm sends SIGTERM, or another so long before a job's time is up; submitit asks
+it for SIGUSR2."""
 SAME_REQUEST_S = 1.0
 """Signals so soon after the first are the same request: Ctrl-C comes from the terminal, and from the launcher too."""
 

@@ -11,7 +11,7 @@ from zerotrain.engine.options import dotted
 from zerotrain.training.callback import Run
 from zerotrain.training.loggers.curves import Written
 from zerotrain.training.loggers.facts import facts_of
-from zerotrain.training.loggers.tracker import Tracker
+from zerotrain.training.loggers.tracker import Tracker, of_sweep
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -36,8 +36,8 @@ class MLflow(Tracker):
 
     Args:
         experiment: made where there is none of this name.
-        name: of the run there; None: as MLflow chooses.
-        tags: of the run there.
+        name: of the run there; None: as MLflow chooses, in a sweep what differs.
+        tags: of the run there; `sweep` is the sweep that it belongs to.
         tracking_uri: a server, a database or a folder; None: the environment's MLFLOW_TRACKING_URI, else the folder
             `mlflow` in the run's.
     """
@@ -54,7 +54,9 @@ class MLflow(Tracker):
         tracking_uri: str | None = None,
     ) -> None:
         super().__init__()
-        self._experiment, self._name, self._tags, self._tracking_uri = experiment, name, tags or {}, tracking_uri
+        self._experiment, self._name, self._tracking_uri = experiment, name or of_sweep("name"), tracking_uri
+        group = of_sweep("group")
+        self._tags = ({} if group is None else {"sweep": group}) | (tags or {})
         self._client: MlflowClient | None = None
         self._run_id, self._is_new, self._step = "", False, 0
 

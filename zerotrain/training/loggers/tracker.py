@@ -1,13 +1,15 @@
 """A run at an experiment tracker."""
 
 import json
+import os
 import re
 from abc import abstractmethod
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from zerotrain.engine.options import dotted
-from zerotrain.files.untrusted import Check, UntrustedFileError, read_json, require_schema
+from zerotrain.files.untrusted import Check, UntrustedFileError, parse_json, read_json, require_schema
 from zerotrain.files.whole import whole
 from zerotrain.training.callback import Run
 from zerotrain.training.figures.result import RunResult
@@ -16,8 +18,29 @@ from zerotrain.training.loggers.facts import uncommitted_changes
 
 MAX_NBYTES = 4096
 """Largest note that is read."""
+NAMES = ("wandb", "mlflow", "trackio")
+"""Each has a note NAME.json in the run's folder."""
+SWEEP_VARIABLE = "ZEROTRAIN_SWEEP_JOB"
+"""Variable of the environment in which the ranks of a sweep's job find its group and its name, as JSON."""
 CHANGES_NAME = "git.diff"
 """File in the run's folder with the changes to the code that no commit has."""
+
+
+def of_sweep(key: str) -> str | None:
+    """The `group` or the `name` that the run has as a job of a sweep; None where it is none, or has no name there."""
+    with suppress(UntrustedFileError):
+        said = parse_json(os.environ.get(SWEEP_VARIABLE, "{}"), {"group": str, "name": str})
+        return str(said[key]) or None
+    return None
+
+
+def ids_in(folder: Path) -> dict[str, str]:
+    """The ids of a run at its trackers, by their names, as its folder has them."""
+    found = {}
+    for name in NAMES:
+        with suppress(OSError, UntrustedFileError):
+            found[name] = str(read_json(folder / f"{name}.json", {"id": str}, max_nbytes=MAX_NBYTES)["id"])
+    return found
 
 
 class Tracker(Curves):

@@ -6,15 +6,15 @@ from typing import Any
 from zerotrain.training.callback import Run
 from zerotrain.training.loggers.curves import Written
 from zerotrain.training.loggers.facts import facts_of
-from zerotrain.training.loggers.tracker import Tracker
+from zerotrain.training.loggers.tracker import Tracker, of_sweep
 
 
 class Trackio(Tracker):
     """Sends a run to Trackio, on this machine or in a Space of Hugging Face.
 
     Args:
-        project, group: of the run there.
-        name: of the run there, before its id.
+        project, group: of the run there; a sweep is a group.
+        name: of the run there, before its id; None: in a sweep what differs.
         space_id: such as user/space; None: in this machine's TRACKIO_DIR.
     """
 
@@ -30,7 +30,8 @@ class Trackio(Tracker):
         space_id: str | None = None,
     ) -> None:
         super().__init__()
-        self._project, self._name, self._group, self._space_id = project, name, group, space_id
+        self._project, self._name, self._group = project, name or of_sweep("name"), group or of_sweep("group")
+        self._space_id = space_id
         self._run: Any = None
         self._step = 0
 

@@ -8,7 +8,7 @@ from typing import Any
 from zerotrain.training.callback import Run
 from zerotrain.training.loggers.curves import Written
 from zerotrain.training.loggers.facts import facts_of
-from zerotrain.training.loggers.tracker import Tracker
+from zerotrain.training.loggers.tracker import Tracker, of_sweep
 
 MODES = ("online", "offline", "disabled")
 FINISH_S = 60.0
@@ -19,7 +19,7 @@ class WandB(Tracker):
     """Sends a run to Weights & Biases, or writes it to `wandb` in the run's folder, from where `wandb sync` sends it.
 
     Args:
-        project, name, entity, group, tags: of the run there; None: as wandb chooses.
+        project, name, entity, group, tags: of the run there; None: as wandb chooses, in a sweep as that is called.
         mode: online, offline or disabled; None: as the environment's WANDB_MODE has it, else online.
     """
 
@@ -40,6 +40,7 @@ class WandB(Tracker):
         if mode not in (*MODES, None):
             raise ValueError(f"mode={mode}; it must be {', '.join(MODES)} or null")
         self._mode = mode
+        name, group = name or of_sweep("name"), group or of_sweep("group")
         self._given: dict[str, Any] = {"project": project, "name": name, "entity": entity, "group": group, "tags": tags}
         self._run: Any = None
 

@@ -305,7 +305,7 @@ def test_workers_ignore_the_signals_that_stop_a_group_and_none_outlives_a_rank_k
     with rank:
         assert rank.stdout is not None
         workers = [int(rank.stdout.readline().split()[1]) for _ in range(2)]
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             for pid in workers:
                 os.kill(pid, signum)
         time.sleep(0.2)

@@ -170,7 +170,7 @@ def test_a_rank_that_waits_in_vain_while_all_stop_in_order_is_told_of(tmp_path: 
     assert first_failure(tmp_path, {0: 1}, by_user=True).cause.endswith("rank 1 did not answer")
 
 
-@pytest.mark.parametrize("exitcode", [143, 130, 138, -signal.SIGUSR1])
+@pytest.mark.parametrize("exitcode", [143, 130, 138, -signal.SIGUSR1, 140])
 def test_ranks_that_the_user_has_stopped_before_their_training_have_not_failed(tmp_path: Path, exitcode: int):
     for rank in (0, 1):
         leave_state(tmp_path, rank, stopped_by="SIGTERM", stopped_s=2.0)

@@ -96,7 +96,7 @@ def test_a_second_request_ends_a_rank_that_hangs_after_the_grace(ends_with, monk
     assert sorted(said[1:]) == ["interrupted", "noted False", "settled"]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1], ids=lambda signum: signum.name)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2], ids=lambda signum: signum.name)
 def test_before_the_training_a_signal_ends_the_rank_at_once(ends_with, signum: int) -> None:
     def body(say: Callable[..., None]) -> None:
         stopping.stop_in_order(lambda signum, in_order: say("noted", in_order) or in_order, lambda: say("settled"))

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from zerotrain.errors import ConfigError
-from zerotrain.launching.job.folder_lock import LOCK_NAME, holding_job, is_in_use, locked
+from zerotrain.files.lock import LOCK_NAME, is_held
+from zerotrain.launching.job.folder_lock import holding_job, locked
 
 
 def test_a_folder_is_locked_once_and_free_again(tmp_path: Path):
@@ -23,13 +24,13 @@ def test_a_folder_is_locked_once_and_free_again(tmp_path: Path):
 
 def test_a_lock_says_which_job_of_a_sweep_has_the_folder(tmp_path: Path):
     assert holding_job(tmp_path) is None
-    assert not is_in_use(tmp_path)
+    assert not is_held(tmp_path / LOCK_NAME)
     with locked(tmp_path, job="0123 launch.nproc_per_node=2"):
         assert holding_job(tmp_path) == "0123 launch.nproc_per_node=2"
-        assert is_in_use(tmp_path)
+        assert is_held(tmp_path / LOCK_NAME)
         with pytest.raises(ConfigError, match=f"pid {os.getpid()} on"), locked(tmp_path):
             raise AssertionError
-    assert not is_in_use(tmp_path)
+    assert not is_held(tmp_path / LOCK_NAME)
     with locked(tmp_path):
         assert holding_job(tmp_path) is None
 

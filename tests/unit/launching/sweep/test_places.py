@@ -10,9 +10,9 @@ from zerotrain.config.compose import config_hash, save_config
 from zerotrain.config.schema import Config, LaunchConfig
 from zerotrain.errors import ConfigError
 from zerotrain.launching.job.folder_lock import locked
-from zerotrain.launching.sweep.journal import JobEvent, SweepJournal
 from zerotrain.launching.sweep.places import JobPlace, WantedPlace, take_place
 from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.report.journal import JobEvent, SweepJournal
 from zerotrain.training.figures.result import RunResult
 
 

@@ -18,8 +18,8 @@ from zerotrain.commands import train  # makes the schema known to Hydra
 from zerotrain.errors import ConfigError
 from zerotrain.launching.sweep import driver, study
 from zerotrain.launching.sweep.driver import SweepFolder
-from zerotrain.launching.sweep.journal import JobEvent, SweepJournal
 from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.report.journal import JobEvent, SweepJournal
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 Begin = Callable[..., DictConfig]

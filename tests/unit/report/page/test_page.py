@@ -139,7 +139,8 @@ def test_a_folder_with_nothing_in_its_files_is_a_page(tmp_path: Path):
     (tmp_path / "0").mkdir()
     (tmp_path / "0/metrics.jsonl").touch()
     require_sound(read(tmp_path))
-    require_sound(Page(page_of(read_report(tmp_path, []))))
+    (tmp_path / "empty").mkdir()
+    require_sound(Page(page_of(read_report(tmp_path / "empty"))))
 
 
 # ---- malice

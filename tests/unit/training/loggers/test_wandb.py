@@ -8,6 +8,7 @@ import pytest
 
 from zerotrain.checkpoint import checkpoints_in
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
+from zerotrain.training.loggers.tracker import SWEEP_VARIABLE, ids_in
 from zerotrain.training.loggers.wandb import WandB
 
 wandb = pytest.importorskip("wandb")
@@ -44,13 +45,19 @@ def curves_at(file):
     return found
 
 
-def test_each_number_the_settings_and_the_end_are_there(make_trainer, tmp_path, curves_of):
+def test_each_number_the_settings_and_the_end_are_there(make_trainer, tmp_path, curves_of, monkeypatch):
+    monkeypatch.setenv(SWEEP_VARIABLE, json.dumps({"group": "day/time", "name": "seed=3"}))
     logger = WandB(mode="offline", project="mine", name="first", tags=["a", "b"])
     settings = {"zero": {"stage": 2, "schedule": None}, "seed": 3}
     make_trainer(max_steps=3, eval_every=2, callbacks={"wandb": logger}, settings=settings).run()
     assert curves_at(file_of(tmp_path)) == curves_of(tmp_path)
     said = json.loads(inspected(file_of(tmp_path), "--summary"))
     assert (said["project"], said["name"], said["tags"], said["exit_code"]) == ("mine", "first", ["a", "b"], 0)
+    assert b"day/time" in file_of(tmp_path).read_bytes()
+    assert WandB(mode="offline", group="own")._given | {"project": None} == {
+        **dict.fromkeys(("project", "entity", "tags")), "name": "seed=3", "group": "own",
+    }  # fmt: skip
+    assert ids_in(tmp_path) == {"wandb": said["run_id"]}
     assert (said["config"]["zero"]["stage"], said["config"]["seed"]) == (2, 3)
     assert {"torch", "command", "host"} <= set(said["config"]["environment"])
     assert (said["summary"]["status"], said["summary"]["result/steps"]) == ("completed", 3)

@@ -3,12 +3,14 @@
 import json
 import multiprocessing
 import os
+import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from zerotrain.errors import ConfigError
-from zerotrain.launching.sweep.journal import JOURNAL_NAME, Identity, JobEvent, SweepJournal, note_earlier_results
+from zerotrain.report.journal import JOURNAL_NAME, Identity, JobEvent, SweepJournal, note_earlier_results
 from zerotrain.training.figures.result import RunResult
 
 
@@ -50,6 +52,18 @@ def test_lines_of_somebody_else_are_left_out(tmp_path: Path, line: str):
     journal = SweepJournal(tmp_path)
     journal.append(event(1))
     assert [each.job for each in journal.events()] == [1]
+
+
+def test_threads_that_read_at_once_read_each_line_once(tmp_path: Path):
+    line = json.dumps(asdict(event(1))) + "\n"
+    (tmp_path / JOURNAL_NAME).write_text(line * 1000)
+    journal, found = SweepJournal(tmp_path), []
+    threads = [threading.Thread(target=lambda: found.append(len(journal.events()))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1000, 1000, 1000]
 
 
 def test_what_was_said_before_a_sweep_is_told_from_what_it_says(tmp_path: Path):

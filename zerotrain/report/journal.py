@@ -4,10 +4,13 @@ under the file's lock, so that all launchers, and several drivers of one folder,
 A process that is killed leaves a job that has begun and not ended. A job's result.json counts more.
 """
 
+import io
 import json
 import os
+import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,17 +18,29 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zerotrain.errors import ConfigError
+from zerotrain.errors import ConfigError, TrainingError
 from zerotrain.files.lock import lock, open_lock
 from zerotrain.files.regular import NotRegularError, only_regular
-from zerotrain.files.untrusted import FilePath, Natural, OneOf, Optional, UntrustedFileError, parse_json, read_json
+from zerotrain.files.untrusted import (
+    Each,
+    FilePath,
+    Natural,
+    OneOf,
+    Optional,
+    UntrustedFileError,
+    parse_json,
+    read_json,
+)
 
 JOURNAL_NAME = "sweep.jsonl"
 RESULT_NAME = "result.json"
 COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING = "completed", "diverged", "failed", "stopped", "running"
 PRUNED = "pruned"
 BEGUN, ENDED, TAKEN, REFUSED = "begun", "ended", "taken", "refused"
-_MAX_NBYTES = 2**28
+_OF_TRAINING = re.compile(rf"(^| ){TrainingError.__name__}: ")
+"""In the error of a run that train.on_nonfinite has ended."""
+_MAX_NBYTES = 2**26
+"""Of a line 400 bytes are ours."""
 _MAX_RESULT_NBYTES = 2**26
 _SCHEMA = {
     "event": OneOf((BEGUN, ENDED, TAKEN, REFUSED)),
@@ -40,6 +55,7 @@ _SCHEMA = {
     "error": (str, None),
     "final_val_loss": (float, None),
     "value": Optional((float, None)),
+    "trackers": Optional(Each(str)),
 }
 _OF_A_RESULT = {
     "status": OneOf((COMPLETED, FAILED, STOPPED)),
@@ -71,6 +87,8 @@ class JobEvent:
     final_val_loss: float | None = None
     value: float | None = None
     """The first of the sweep's objectives."""
+    trackers: dict[str, str] = field(default_factory=dict)
+    """Of a job that has ended the ids of its run at wandb, mlflow and trackio, by their names."""
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     time: float = field(default_factory=time.time)
@@ -99,6 +117,23 @@ class Identity:
     def of(cls, config_hash: str | None, overrides: list[str], keys: tuple[str, ...]) -> "Identity":
         """The identity of a job by its settings."""
         return cls(config_hash, keys, tuple(sorted(each for each in overrides if each.partition("=")[0] in keys)))
+
+
+def outcome(result: dict[str, Any], said: str | None = None) -> str:
+    """The status of a job by its result.json: completed, pruned, diverged, failed or stopped.
+
+    Args:
+        said: diverged where there was an evaluation, whose loss may be no number.
+    """
+    from zerotrain.training.request import PRUNER  # imports torch, as those who ask have by now
+
+    status, lost = str(result["status"]), result["final_val_loss"] is None
+    if status == FAILED and _OF_TRAINING.search(result["error"] or ""):
+        return DIVERGED
+    if status == STOPPED and result["stopped_by"] == PRUNER:
+        return PRUNED
+    no_number = result["final_train_loss"] is None or (lost and said == DIVERGED)
+    return DIVERGED if status == COMPLETED and no_number else status
 
 
 class JournalError(ConfigError):
@@ -140,6 +175,8 @@ class SweepJournal:
         self._events: list[tuple[int, JobEvent]] = []
         """With the place in the file behind each."""
         self._num_read = 0
+        self._reads = threading.Lock()
+        """Held by the thread that reads on: of a driver two threads read."""
 
     @property
     def nbytes(self) -> int:
@@ -179,17 +216,21 @@ class SweepJournal:
         Args:
             start: bytes of it to leave out.
         """
-        if self.nbytes < self._num_read:  # another file
-            self._events, self._num_read = [], 0
-        with suppress(OSError), open(self.path, "rb", opener=only_regular) as file:
-            file.seek(self._num_read)
-            *lines, _ = file.read(_MAX_NBYTES).split(b"\n")  # of the last one the rest is about to come
-            for line in lines:
-                self._num_read += len(line) + 1
-                with suppress(UntrustedFileError, TypeError):
-                    said = parse_json(line, _SCHEMA)
-                    self._events.append((self._num_read, JobEvent(**{name: said.get(name) for name in _SCHEMA})))
-        return [event for end, event in self._events if end > start]
+        with self._reads:
+            if self.nbytes < self._num_read:  # another file
+                self._events, self._num_read = [], 0
+            with suppress(OSError), open(self.path, "rb", opener=only_regular) as file:
+                file.seek(self._num_read)
+                for line in io.BytesIO(file.read(_MAX_NBYTES)):
+                    if not line.endswith(b"\n"):  # the rest is about to come
+                        break
+                    self._num_read += len(line)
+                    with suppress(UntrustedFileError, TypeError):
+                        said = parse_json(line, _SCHEMA)
+                        self._events.append(
+                            (self._num_read, JobEvent(**{name: said[name] for name in _SCHEMA if name in said}))
+                        )
+            return [event for end, event in self._events if end > start]
 
 
 def note_earlier_results(folder: Path) -> None:
