@@ -24,6 +24,11 @@ class Windows:
         """Bytes of the windows that are not lent."""
         return sum(window.memory.nbytes for window, _ in self._resting)
 
+    @property
+    def memories(self) -> list[torch.Tensor]:
+        """The memory of those."""
+        return [window.memory for window, _ in self._resting]
+
     def take(self, nbytes: int) -> Window:
         """A window of at least so many bytes, whole pages. All become as large as the largest ever asked for.
 

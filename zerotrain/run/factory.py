@@ -21,6 +21,7 @@ from zerotrain.config.schema import Config, TrainConfig
 from zerotrain.config.words import words_of_config
 from zerotrain.data.reading.fetch import fetch_rows, seeded
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
 from zerotrain.run.rhythms import rhythms_in_steps
@@ -114,12 +115,21 @@ def _trainer(
     )
 
 
-def build_engine_of(config: Config, world: World, stage: int | None = None, run_dir: Path | None = None) -> ZeroEngine:
+def build_engine_of(
+    config: Config,
+    world: World,
+    stage: int | None = None,
+    run_dir: Path | None = None,
+    *,
+    model: nn.Module | None = None,
+    optimizer: OptimizerFactory | None = None,
+) -> ZeroEngine:
     """The engine of a run around its model, with the model's first weights. Collective.
 
     Args:
         stage: None: the run's first.
         run_dir: None: of no run that trains; nothing is offloaded.
+        model, optimizer: in place of those that the config names, for a rehearsal.
 
     Raises:
         ConfigError: a class cannot be found or refuses its arguments, or the model cannot be trained so.
@@ -138,9 +148,9 @@ def build_engine_of(config: Config, world: World, stage: int | None = None, run_
         virtual_ranks=train.virtual_ranks,
     )
     return assemble_engine(
-        lambda: build("model", config.model_target),
+        model or (lambda: build("model", config.model_target)),
         given,
-        optimizer=build("optimizer", config.optimizer),
+        optimizer=optimizer or build("optimizer", config.optimizer),
         world=world,
         decay_all=False,
         **config.model_switches,
