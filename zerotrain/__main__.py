@@ -1,4 +1,4 @@
-"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect or prepare; without a verb it trains."""
+"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect, prepare or plan; without a verb it trains."""
 
 import importlib
 import sys
@@ -10,9 +10,10 @@ MODULES = {
     "export": "zerotrain.commands.export.command",
     "inspect": "zerotrain.commands.inspection",
     "prepare": "zerotrain.commands.prepare",
+    "plan": "zerotrain.commands.plan",
 }
 """Verb -> the module with its `main`: each imports what it needs, and no more."""
-ONLY_PRINT = ("generate", "inspect")
+ONLY_PRINT = ("generate", "inspect", "plan")
 """They have nothing to do when nobody reads their output any more."""
 
 

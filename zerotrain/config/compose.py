@@ -81,6 +81,7 @@ def noted(config: Config) -> dict[str, Any]:
     """The settings as a checkpoint has them: without those that are not given and that an earlier zerotrain, which may
     read it too, does not know."""
     values = asdict(config)
+    del values["plan"]  # of a run there is none
     if not config.callbacks:
         del values["callbacks"]
     for group, name in LATER:

@@ -251,6 +251,22 @@ class LaunchConfig:
     """Run in a folder that holds a completed run, and erase that. One that did not complete needs no leave."""
 
 
+PLANNING = Effect(lambda run, _: run.plan.only, "without plan.only=true")
+
+
+@dataclass
+class PlanConfig:
+    """A plan in place of a run: what it would hold and send, at each stage."""
+
+    only: bool = setting(False, TRUE_OR_FALSE)
+    """Start no rank and train nothing: print what each rank would hold and send at each stage, write plan.json into the
+    run's folder, and end with exit code 0 if `zero.stage` fits, or 3 if it does not."""
+    num_ranks: int | None = setting(None, or_null(between(1, 2**17, "ranks")), PLANNING)
+    """Ranks that are planned for, on all machines; null: those that `launch` would start."""
+    memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), PLANNING)
+    """Memory of a rank; null: of its GPU, or on the CPU its share of what is free on this machine."""
+
+
 @dataclass
 class Config:
     """One run. The open groups (model, data, optimizer, scheduler) name a class or function with `_target_`;
@@ -276,6 +292,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
     def callback_targets(self) -> dict[str, Any]:

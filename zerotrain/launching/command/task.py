@@ -26,6 +26,7 @@ from zerotrain.files.printable import printable
 from zerotrain.files.regular import only_regular
 from zerotrain.files.untrusted import UntrustedFileError
 from zerotrain.launching.command import sweep
+from zerotrain.launching.command.planned import planned, require_alone
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import RunError, name_full_disk
 from zerotrain.launching.job import earlier, resuming
@@ -37,7 +38,7 @@ from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.torchrun import job_exchange, run_here
 from zerotrain.run.preflight import check as preflight
 from zerotrain.run.preflight.length import length_given
-from zerotrain.run.preflight.room import file_problems, in_memory, is_on_host
+from zerotrain.run.preflight.room import Ranks, file_problems, in_memory, is_on_host
 from zerotrain.training.callbacks.stages import stage_at, stages_named
 from zerotrain.training.figures.result import RESULT_NAME, read_result
 
@@ -110,7 +111,7 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
     try:
         with exits.exits_raised():
             config, problems = _settings(composed, run_dir, ranks)
-            kept = None if problems or restarts else earlier.completed_already(config, run_dir)
+            kept = None if problems or restarts or config.plan.only else earlier.completed_already(config, run_dir)
             data_checked, resume_from = (None, []) if kept else _checked(config, problems, run_dir, ranks)
         if ranks is not None:
             job_exchange(ranks).require_same_commands(config.launch.timeout_s)
@@ -118,6 +119,11 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
         with suppress(OSError):  # the cause matters more than a disk that is full
             write_refusal(run_dir, overrides, str(error))
         raise
+    if config.plan.only:
+        require_alone()
+        for warning in without_effect(config, _planned_ranks(config).num_ranks):
+            print(f"warning: {warning}", file=sys.stderr)
+        raise SystemExit(planned(config, _planned_ranks(config), run_dir, shown_from(Path.cwd(), run_dir)))
     if kept is not None:
         note_kept(run_dir)
         print(
@@ -227,7 +233,7 @@ def _settings(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None
 
 
 def _folder_problems(config: Config, run_dir: Path, ranks: RankEnvironment | None) -> list[str]:
-    if ranks is not None and num_restarts():
+    if config.plan.only or (ranks is not None and num_restarts()):
         return []
     return earlier.folder_problems(config, run_dir, of_sweep=HydraConfig.get().mode == RunMode.MULTIRUN)
 
@@ -240,6 +246,10 @@ def _checked(
     data_checked, to_try, manifest, has_length = None, [], None, config.train.max_steps is not None
     num_local = num_local_ranks(config) if ranks is None else ranks.local_world_size
     num_ranks = num_local if ranks is None else ranks.world_size
+    if config.plan.only:
+        require_alone()
+        planned_ranks = _planned_ranks(config)
+        num_ranks, num_local = planned_ranks.num_ranks, planned_ranks.num_local
     try:
         resuming.require_weights(config)
         to_try = resuming.checkpoints_to_try(config, run_dir)
@@ -287,6 +297,12 @@ def _placed(problem: str) -> str:
     folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     chosen = {group: choice for group, choice in hydra.runtime.choices.items() if not group.startswith("hydra/")}
     return with_place(problem, dict(reversed(chosen.items())), folders, _given(hydra))
+
+
+def _planned_ranks(config: Config) -> Ranks:
+    num_local = num_local_ranks(config)
+    num_ranks = config.plan.num_ranks or num_local
+    return Ranks(num_ranks, min(num_local, num_ranks))
 
 
 def num_local_ranks(config: Config) -> int:

@@ -1,5 +1,6 @@
 """All that can be tried of a config before any rank starts."""
 
+import math
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -82,7 +83,8 @@ def check(
     device = attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
     attempt("train", lambda config: leaves_per_rank(config.train.virtual_ranks, num_ranks, config.zero.accumulate))
     data = attempt("data", dataset_of)
-    ranks, room = Ranks(num_ranks, num_local_ranks), Room.of_machine(device, num_local_ranks)
+    ranks = Ranks(num_ranks, num_local_ranks)
+    room = Room(math.inf, math.inf) if config.plan.only else Room.of_machine(device, num_local_ranks)
     model = None
     if _take_vocab_size(config, data):
         with refusing_too_large(config, ranks, room):
@@ -103,8 +105,9 @@ def check(
         "optimizer", _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device))
     )
     sized = model if len(problems) == num_problems else None
-    attempt("offload", lambda config: require_room(config, sized, run_dir, ranks))
-    if sized is not None and batches is not None and not problems:
+    if not config.plan.only:  # which tells what there is no room for
+        attempt("offload", lambda config: require_room(config, sized, run_dir, ranks))
+    if sized is not None and batches is not None and not problems and not config.plan.only:
         stages = _stages_to_come(goes_on_from, config)
         attempt("model", lambda config: require_memory(config, sized, factory, batches[0][0], ranks, room, stages))
     attempt("scheduler", _naming_the_argument("scheduler", try_schedule))
