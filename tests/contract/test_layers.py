@@ -35,7 +35,7 @@ MAY_IMPORT = {
 FROM_EVERYWHERE = {"files", "device"}
 """They import nothing of ours; the first no torch either."""
 
-TOGETHER = {"commands", "run", "launching", "generate", "evaluate", "prepare", "export"}
+TOGETHER = {"commands", "planning", "run", "launching", "generate", "evaluate", "prepare", "export"}
 
 SPEAK_OF_ARGUMENTS = ("api.py", "comm", "checkpoint", "sharding", "engine")
 """Messages from here are read by users of `build_engine`, who have no config; `config/words.py` translates them."""

@@ -17,6 +17,8 @@ class Seen:
 
     states: dict[str, torch.dtype]
     """State of the shape of what is updated, by name."""
+    counters: dict[str, torch.dtype]
+    """State that is one number."""
     taken: float
     """Bytes alive for a moment in a step, for each element of a tensor."""
     at_once: bool
@@ -32,12 +34,10 @@ def look_at(factory: OptimizerFactory, device: str) -> Seen | None:
     if updates_whole(factory) and not hasattr(factory, "needs_whole"):
         return None
     taken = [_taken(factory, device, num) for num in (1, 2)]
-    states = {
-        name: value.dtype
-        for name, value in taken[0][1].items()
-        if isinstance(value, torch.Tensor) and value.shape == (SAMPLE_NUMEL,)
-    }
-    return Seen(states, taken[0][0] / SAMPLE_NUMEL, at_once=taken[1][0] > 1.5 * taken[0][0])
+    kept = {name: value for name, value in taken[0][1].items() if isinstance(value, torch.Tensor)}
+    states = {name: value.dtype for name, value in kept.items() if value.shape == (SAMPLE_NUMEL,)}
+    counters = {name: value.dtype for name, value in kept.items() if value.ndim == 0}
+    return Seen(states, counters, taken[0][0] / SAMPLE_NUMEL, at_once=taken[1][0] > 1.5 * taken[0][0])
 
 
 def _taken(factory: OptimizerFactory, device: str, num: int) -> tuple[int, dict[str, Any]]:
@@ -102,6 +102,9 @@ class RehearsedOptimizer(torch.optim.Optimizer):
             for name, dtype in self._seen.states.items():
                 if name not in self.state[each]:
                     self.state[each][name] = torch.empty_like(each, dtype=dtype)
+            for name, dtype in self._seen.counters.items():
+                if name not in self.state[each]:
+                    self.state[each][name] = torch.empty((), dtype=dtype, device=each.device)
         numels = [each.numel() for each in updated]
         for numel in [sum(numels)] if self._seen.at_once else numels:
             torch.empty(int(numel * self._seen.taken), dtype=torch.uint8, device="meta")

@@ -24,6 +24,8 @@ from zerotrain.run.factory import build_engine_of, build_on_meta
 
 MAX_MICRO_BATCHES = 2
 """Of a virtual rank: each further one is like the second."""
+LEFT_NBYTES = 1024
+"""Of small numbers that a step leaves to the next, such as sums for the norm."""
 _META = torch.device("meta")
 
 
@@ -116,13 +118,23 @@ def _engine(
 
 
 def _busiest(engine: ZeroEngine) -> int:
-    """The rank that keeps most of the optimizer's state; a rank's shards are as large as any other's."""
-    numels = [0] * engine.world.size
-    for bucket in engine.schedule.trained:
-        for slot, owner in zip(bucket.layout.slots, bucket.update.owners, strict=False):
-            numels[owner] += slot.numel
-    here = engine.world.rank
-    return here if not engine.plan.shards_optimizer or numels[here] == max(numels) else numels.index(max(numels))
+    """The rank that keeps most of the optimizer's state. Only tensors that are updated whole, each by one rank, make
+    ranks differ."""
+    size, here, trained = engine.world.size, engine.world.rank, engine.schedule.trained
+    if not engine.plan.shards_optimizer or not any(bucket.update.owners for bucket in trained):
+        return here
+    whole, by_elements = [0] * size, [0] * size
+    for bucket in trained:
+        slots, num_whole = bucket.layout.slots, len(bucket.update.owners)
+        for slot, owner in zip(slots, bucket.update.owners, strict=False):
+            whole[owner] += slot.numel
+        first = slots[num_whole].offset if num_whole < len(slots) else bucket.layout.padded_numel
+        for rank in range(size):
+            shard = bucket.layout.shard(rank)
+            by_elements[rank] += max(0, shard.stop - max(shard.start, first))
+    state = engine.held.groups.state_nbytes
+    kept = [state([whole[r]], is_whole=True) + state([by_elements[r]], is_whole=False) for r in range(size)]
+    return here if kept[here] == max(kept) else kept.index(max(kept))
 
 
 class _Rehearsal:
@@ -148,6 +160,8 @@ class _Rehearsal:
             engine.train_step(rows)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             failed = mode.failed or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        # Another rank, which owns other tensors, may take a little more at once than the one that keeps most.
+        owns = engine.plan.shards_optimizer and any(bucket.update.owners for bucket in engine.schedule.trained)
         at_peak = {} if failed else mode.at_peak
         placed = {"cpu": 0, "disk": 0}
         for (where, _), tier in self._homes.tiers_by_place.items():
@@ -161,7 +175,7 @@ class _Rehearsal:
             scratch=at_peak.get(SCRATCH, 0),
             sums=engine.sums_nbytes(accumulated),
             activations=None if failed else at_peak.get(OTHERS, 0),
-            peak=None if failed else mode.peak_nbytes,
+            peak=None if failed else mode.peak_nbytes + LEFT_NBYTES + mode.peak_nbytes // 100 * owns,
             peak_phase=None if failed else mode.peak_phase,
             host=placed["cpu"],
             disk=placed["disk"],
@@ -199,6 +213,7 @@ def name_state(live: LiveMemory, engine: ZeroEngine) -> None:
             copy = [trained.update.master_weight] if trained.update.has_copy else []
             live.name("optimizer", *copy, *trained.update.kept.state_tensors())
     live.name(SCRATCH, *engine.held.homes.windows)
+    live.name(OTHERS, *engine.module.buffers())
 
 
 def _rows(first: Any, num_rows: int) -> Any:

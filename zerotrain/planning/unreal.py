@@ -15,10 +15,15 @@ _aten = torch.ops.aten
 _META = torch.device("meta")
 _COUNTS = {_aten.arange.default, _aten.arange.start, _aten.arange.start_step}
 _CONSTANTS = {_aten.ones.default, _aten.zeros.default, _aten.full.default, _aten.scalar_tensor.default}
+_CHANGES_MEMORY = {_aten.resize_.default, _aten.resize_as_.default, *map(_aten.set_.__getattr__, _aten.set_.overloads())}
 MAX_KNOWN_NUMEL = 2**22
 """Elements of a tensor whose values are kept, such as positions and masks: a model may ask them where to go on."""
 FLASH = 1
 """torch's number of the attention that never has all pairs of tokens at once."""
+
+
+_RESULTS: dict[Any, Any] = {}
+"""(shape, stride, dtype) of each result, by operation and arguments: layers are alike, and so are stages."""
 
 
 class Unreal(LiveMemory):
@@ -34,8 +39,6 @@ class Unreal(LiveMemory):
         """The first operation that cannot be followed without values."""
         self.unknown: float | None = None
         """Number taken for one that has no value; None: asking for it is an error."""
-        self._results: dict[Any, Any] = {}
-        """(shape, stride, dtype) of each result, by operation and arguments: layers are alike."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -62,8 +65,12 @@ class Unreal(LiveMemory):
         return given
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if (written := _written(func)) is not None:
+            into = kwargs.get(written[1], args[written[0]] if written[0] < len(args) else None)
+            if isinstance(into, torch.Tensor) and into.numel():  # an empty one is to be made as large as the result
+                return into
         key = _key(func, args, kwargs) if _makes_new(func) else None
-        if key is not None and (known := self._results.get(key)) is not None:
+        if key is not None and (known := _RESULTS.get(key)) is not None:
             made = [None if each is None else _made(*each) for each in known]
             return made[0] if len(made) == 1 else tuple(made)
         try:
@@ -76,7 +83,7 @@ class Unreal(LiveMemory):
             if all(each is None or isinstance(each, torch.Tensor) for each in results) and (
                 isinstance(given, tuple) == (len(results) > 1)
             ):
-                self._results[key] = [
+                _RESULTS[key] = [
                     None if each is None else (each.shape, each.stride(), each.dtype) for each in results
                 ]  # fmt: skip
         return given
@@ -178,6 +185,20 @@ def _makes_new(func: Any) -> bool:
     """Whether all that an operation gives is new memory, and nothing that it gets is written to."""
     schema = func._schema
     return not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
+
+
+@cache
+def _written(func: Any) -> tuple[int, str] | None:
+    """(place, name) of the argument that an operation writes into, and gives: it stays what it was, without values."""
+    schema = func._schema
+    places = [
+        (place, each.name)
+        for place, each in enumerate(schema.arguments)
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
+    is_plain = len(places) == len(schema.returns) == 1 and schema.returns[0].alias_info is not None
+    changes_shape = torch.Tag.inplace_view in func.tags or func in _CHANGES_MEMORY
+    return places[0] if is_plain and not changes_shape else None
 
 
 def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
