@@ -15,7 +15,11 @@ _aten = torch.ops.aten
 _META = torch.device("meta")
 _COUNTS = {_aten.arange.default, _aten.arange.start, _aten.arange.start_step}
 _CONSTANTS = {_aten.ones.default, _aten.zeros.default, _aten.full.default, _aten.scalar_tensor.default}
-_CHANGES_MEMORY = {_aten.resize_.default, _aten.resize_as_.default, *map(_aten.set_.__getattr__, _aten.set_.overloads())}
+_CHANGES_MEMORY = {
+    _aten.resize_.default,
+    _aten.resize_as_.default,
+    *map(_aten.set_.__getattr__, _aten.set_.overloads()),
+}
 MAX_KNOWN_NUMEL = 2**22
 """Elements of a tensor whose values are kept, such as positions and masks: a model may ask them where to go on."""
 FLASH = 1
