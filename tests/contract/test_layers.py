@@ -43,8 +43,8 @@ CONFIG_NAMES = re.compile(
     r"\b(train|launch)\.[a-z_]+|\bmodel\.(compile|activation)|\boptimizer\.[a-z]|=(true|false|null)\b"
 )
 
-MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "testing"}
-"""The collectives, the launcher's start of ranks, and the ranks of tests."""
+MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "planning", "testing"}
+"""The collectives, the launcher's start of ranks, the wire to nobody of a plan, and the ranks of tests."""
 
 WRITES_ITS_FORMAT = {"commands"}
 """Folders of torch.distributed.checkpoint, in one process."""
