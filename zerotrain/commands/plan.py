@@ -1,4 +1,4 @@
-"""`python -m zerotrain plan --parameters 7.5e9 --ranks 64`: memory by stage, of a model of which only the size is known.
+"""`python -m zerotrain plan --parameters 7.5e9 --ranks 64`: memory of each stage, by the size of a model alone.
 
 The formulas are those of ZeRO (arXiv 1910.02054, figure 1), without padding and activations. `python launch.py
 plan.only=true` plans a model that is there, with all of these.
@@ -49,6 +49,6 @@ def _number(text: str) -> float:
 
 
 def _ranks(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text[:9]) or len(text) > 9:
+    if not text.isdecimal() or not int(text[:9]) >= 1 or len(text) > 9:
         raise ArgumentTypeError(f"got {text!r}; it must be a whole number from 1 to 999999999")
     return int(text)

@@ -6,8 +6,8 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch.utils._pytree import tree_iter
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from zerotrain.engine.engine import ZeroEngine
 

@@ -103,8 +103,8 @@ def _engine(
     model = build_on_meta(config)
     if model is None:
         raise ConfigError(
-            f"model._target_: got {config.model.get('_target_')}, whose constructor computes with values; a plan builds "
-            "the model without memory"
+            f"model._target_: got {config.model.get('_target_')}, whose constructor computes with values; a plan "
+            "builds the model without memory"
         )
 
     def scratch(memory: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -39,9 +38,14 @@ class Convnet(nn.Module):
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt": dict(
-        _target_="zerotrain.models.GPT", vocab_size=64, max_seq_len=32, num_layers=3, num_heads=2, hidden_size=32
-    ),
+    "gpt": {
+        "_target_": "zerotrain.models.GPT",
+        "vocab_size": 64,
+        "max_seq_len": 32,
+        "num_layers": 3,
+        "num_heads": 2,
+        "hidden_size": 32,
+    },
     "llama": HF | {"config": {"model_type": "llama", **SMALL}},
     "lora": HF | {"config": {"model_type": "llama", **SMALL}, "lora": {"rank": 2}},
     "mixtral": HF | {"config": {"model_type": "mixtral", "num_local_experts": 2, **SMALL}},
@@ -138,7 +142,8 @@ def test_a_plan_is_what_one_rank_holds_at_most(tmp_path: Path):
     require_planned(CASES, held_by_rank(world, CASES), 1, tmp_path)
 
 
-FEW = [each for each in CASES if each[0] in ("gpt", "llama")][::3] + [
+FEW = [
+    *[each for each in CASES if each[0] in ("gpt", "llama")][::3],
     ("gpt", config_of("gpt", train__virtual_ranks=8, precision__name="bf16"), 2),
     (
         "gpt",
