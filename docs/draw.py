@@ -3,11 +3,17 @@
 bars                       ms a step beside the peers, from the table of results/summary.md; a test says when it is old
 timeline STAGE_1 STAGE_3   a step of each stage, from profile/rank0.json of two runs with train.profile=true
 terminal OUTPUT            a run in a terminal, from what FORCE_COLOR=1 made it print
+report FOLDER              images/report.png: the report of a sweep, one half light and one dark, by chromium; shown is
+                           python launch.py -m optimizer.lr=3e-4,1e-3,3e-3,1e-2 zero.stage=1,3 train.max_steps=120
+                           train.eval_every=20 train.log_every=5 launch.nproc_per_node=2
 """
 
 import json
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
 from html import escape
@@ -202,8 +208,38 @@ def terminal(output: str) -> str:
     return console.export_svg(title="zerotrain", unique_id="zerotrain")
 
 
-PICTURES: dict[str, Any] = {"bars": bars, "timeline": timeline, "terminal": terminal}
+# ---- report
+
+WIDTH, HEIGHT = 1280, 1140
+HALVES = """<!doctype html><style>
+body { margin: 0 } iframe { position: absolute; inset: 0; width: 100%; height: 100%; border: 0 }
+.half1 { clip-path: polygon(56% 0, 100% 0, 100% 100%, 44% 100%) }
+</style>"""
+
+
+def report(folder: str) -> bytes:
+    """The upper part of a sweep's page, one half in the light mode and one in the dark one."""
+    page = (Path(folder) / "report.html").read_text()
+    modes = re.findall(r":root \{[^}]*\}", page)[:2]
+    fixed = page.replace("@media (prefers-color-scheme: dark)", "@media not all")
+    pages = [escape(fixed.replace("</style>", f"{colours}</style>", 1)) for colours in modes]
+    halves = [f'<iframe class="half{number}" srcdoc="{each}"></iframe>' for number, each in enumerate(pages)]
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    options = "--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --disable-sync"
+    with tempfile.TemporaryDirectory() as place:
+        Path(place, "halves.html").write_text(HALVES + "".join(halves))
+        files = (f"--user-data-dir={place}/profile", f"--screenshot={place}/report.png", f"file://{place}/halves.html")
+        command = [browser, *options.split(), f"--window-size={WIDTH},{HEIGHT}", *files]
+        subprocess.run(command, check=True, capture_output=True)
+        return Path(place, "report.png").read_bytes()
+
+
+PICTURES: dict[str, Any] = {"bars": bars, "timeline": timeline, "terminal": terminal, "report": report}
 
 if __name__ == "__main__":
-    picture, *arguments = sys.argv[1:]
-    (DOCS / "images" / f"{picture}.svg").write_text(PICTURES[picture](*arguments))
+    name, *arguments = sys.argv[1:]
+    drawn = PICTURES[name](*arguments)
+    if isinstance(drawn, bytes):
+        (DOCS / "images" / f"{name}.png").write_bytes(drawn)
+    else:
+        (DOCS / "images" / f"{name}.svg").write_text(drawn)

@@ -16,7 +16,8 @@ INDEX_HEAD = "## Every message\n"
 MIN_WORDS = 3
 """Words of a text that a person reads; a shorter one is a name or a part of a message."""
 TOPICS = {
-    "commands": ("The commands beside training", ("commands", "__main__.py")),
+    "commands": ("The commands beside training", ("commands", "report", "__main__.py")),
+    "export": ("The command export", ("commands/export",)),
     "config": ("Settings and yamls", ("config", "settings.py")),
     "launching": ("Start, restart and end of a run", ("launching",)),
     "run": ("Checks before a run, and what a run has left", ("run", "api.py", "errors.py", "__init__.py")),

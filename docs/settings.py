@@ -13,7 +13,7 @@ from zerotrain.settings import Setting
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 REFERENCE = REPOSITORY / "docs/reference"
-SWITCHES = {"model": schema.ModelSwitches, "data": schema.DataSwitches}
+SWITCHES = {"model": schema.ModelSwitches, "data": schema.DataSwitches, "optimizer": schema.OptimizerSwitches}
 """Settings of open groups that are no arguments of a class."""
 OTHER_YAMLS = ("debug", "experiment", "precision")
 """Folders of conf/ whose yamls choose no class."""

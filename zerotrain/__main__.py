@@ -1,4 +1,4 @@
-"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect, prepare or plan; without a verb it trains."""
+"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect, report, prepare or plan; else it trains."""
 
 import importlib
 import sys
@@ -9,6 +9,7 @@ MODULES = {
     "evaluate": "zerotrain.commands.evaluate",
     "export": "zerotrain.commands.export.command",
     "inspect": "zerotrain.commands.inspection",
+    "report": "zerotrain.commands.report",
     "prepare": "zerotrain.commands.prepare",
     "plan": "zerotrain.commands.plan",
 }

@@ -39,13 +39,8 @@ NAMES = [
     Attack("hydra.foo=1", "hydra.foo: there is no such setting"),
     Attack("hydra.mode=foo", "hydra.mode=foo: "),
     Attack("hydra/job_logging=nope", "hydra/job_logging=nope: there is no such choice"),
-    Attack("hydra/launcher=joblib", "hydra/launcher=joblib: is not installed; pip install hydra-joblib-launcher"),
-    Attack(
-        "hydra/launcher=submitit_slurm", "hydra/launcher=submitit_slurm: is not installed; pip install hydra-submitit"
-    ),
-    Attack(
-        "-m hydra/sweeper=optuna seed=0,1", "hydra/sweeper=optuna: is not installed; pip install hydra-optuna-sweeper"
-    ),
+    Attack("hydra/launcher=ray", "hydra/launcher=ray: is not installed; pip install hydra-ray-launcher"),
+    Attack("-m hydra/sweeper=ax seed=0,1", "hydra/sweeper=ax: is not installed; pip install hydra-ax-sweeper"),
     Attack("model.num_layer=3", "model.num_layer: there is no such setting; did you mean model.num_layers?"),
     Attack("+model.depth=3", "model.depth: zerotrain.models.GPT takes no such argument"),
     Attack("+optimizer.beta=3", "optimizer.beta: torch.optim.AdamW takes no such argument; did you mean betas?"),

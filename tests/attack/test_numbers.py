@@ -7,7 +7,7 @@ import pytest
 from attacks import Attack, carry_out
 
 from tests.zygote.client import Zygote
-from zerotrain.config.schema import CheckpointConfig, Config, DataSwitches, ModelSwitches
+from zerotrain.config.schema import CheckpointConfig, Config, DataSwitches, ModelSwitches, OptimizerSwitches
 from zerotrain.settings import OffloadConfig, settings_in
 
 VALUES: dict[str, Any] = {
@@ -21,7 +21,11 @@ VALUES: dict[str, Any] = {
     "[]": [],
     "null": None,
 }
-SETTINGS = [*settings_in(Config()), *settings_in(ModelSwitches(), "model."), *settings_in(DataSwitches(), "data.")]
+SWITCHES = {"model.": ModelSwitches(), "data.": DataSwitches(), "optimizer.": OptimizerSwitches()}
+SETTINGS = [
+    *settings_in(Config()),
+    *(each for prefix, group in SWITCHES.items() for each in settings_in(group, prefix)),
+]
 NUM_SETTINGS = len(SETTINGS)
 
 

@@ -15,8 +15,10 @@ LEFT = "holds this run already, and it is completed; nothing is changed"
 
 
 def state_of(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """All files but the lock, and Hydra's note of the newest sweep; what they hold and when they were written."""
-    paths = (path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", "multirun.yaml"))
+    """All files but the lock, Hydra's note of the newest sweep, and the report, which each sweep writes anew; what they
+    hold and when they were written."""
+    of_sweeps = (".lock", "multirun.yaml", "report.html", "sweep.csv", "sweep.json")
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name not in of_sweeps)
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
 
 

@@ -93,6 +93,7 @@ def config_keys() -> Iterator[str]:
     yield from _keys(schema.Config(), "")
     yield from _keys(schema.ModelSwitches(), "model.")
     yield from _keys(schema.DataSwitches(), "data.")
+    yield from _keys(schema.OptimizerSwitches(), "optimizer.")
 
 
 def choices() -> Iterator[str]:
@@ -105,7 +106,8 @@ def commands() -> Iterator[str]:
     """The line of each command that `--help` begins with; `train` has the keys of the config."""
     for verb, text in _helps().items():
         yield " ".join(text.partition("\n\n")[0].split())
-        if importlib.util.find_spec(f"zerotrain.{verb}"):
+        older = importlib.util.find_spec(f"zerotrain.{verb}")
+        if older is not None and older.submodule_search_locations is None:  # a folder of the name is no command
             yield f"python -m zerotrain.{verb}"
 
 

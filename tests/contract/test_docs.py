@@ -109,6 +109,7 @@ class Shown:
 
     def __init__(self, page: Path, folder: Path) -> None:
         self.folder = folder
+        self._composed: list[list[str]] = []
         for name, text in {"my_conf/experiment/mine.yaml": "# @package _global_\n", **files_of(page)}.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
@@ -148,10 +149,12 @@ class Shown:
             overrides = [re.sub(r"=[^{\[]*,", "=", each) for each in overrides]
         folders = [f"file://{self.folder / name}" for name in ("conf", "my_conf") if (self.folder / name).exists()]
         register_schema()
-        with hydra.initialize_config_dir(config_dir=str(REPOSITORY / "conf"), version_base="1.3"):
-            composed = hydra.compose("train", [*overrides, f"hydra.searchpath=[{','.join(folders)}]"])
-        config, problems = to_config(composed)
-        assert problems + value_problems(config) == []
+        overrides.append(f"hydra.searchpath=[{','.join(folders)}]")
+        if overrides not in self._composed:
+            with hydra.initialize_config_dir(config_dir=str(REPOSITORY / "conf"), version_base="1.3"):
+                config, problems = to_config(hydra.compose("train", overrides))
+            assert problems + value_problems(config) == []
+            self._composed.append(overrides)
 
 
 @each_page

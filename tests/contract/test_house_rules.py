@@ -2,6 +2,7 @@
 told apart in one place, one lock and one way to replace a file, and no code that comes over the network."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,7 +44,7 @@ UNPICKLING = (
 def test_a_file_and_its_functions_are_short(path: Path):
     text = (PACKAGE / path).read_text()
     assert len(text.splitlines()) < MAX_FILE_LINES
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in ast.walk(parsed(text)) if isinstance(node, ast.FunctionDef)]
     assert [node.name for node in functions if node.end_lineno - node.lineno >= MAX_FUNCTION_LINES] == []
 
 
@@ -104,7 +105,7 @@ def test_a_question_for_the_kind_of_a_device_is_seen():
 
 def kinds_asked_for(text: str) -> Iterator[str]:
     """Every place that tells a CPU from a GPU, or calls one of them by name."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Attribute):
             of_device = node.attr == "type" and called(node.value) in ("device", "_device")
             if of_device or node.attr in ("is_cpu", "is_cuda") or ast.unparse(node) == "torch.cuda":
@@ -135,12 +136,17 @@ def test_a_second_lock_and_a_second_rename_are_seen():
     assert [calls_of(harmless, call) for call in IN_ONE_PLACE] == [0] * len(IN_ONE_PLACE)
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def calls_of(text: str, call: str) -> int:
     """How often a text calls a function of a module, or imports it by its own name; of ".name" how often it calls a
     method with one argument."""
     module, _, name = call.rpartition(".")
     found = 0
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.ImportFrom) and node.module == module:
             found += name in [each.name for each in node.names]
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
@@ -151,11 +157,11 @@ def calls_of(text: str, call: str) -> int:
 
 def unpickling(text: str) -> Iterator[str]:
     """Every call that makes any object of bytes, and every unpickler that does not decide itself what it makes."""
-    for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)):
+    for node in (node for node in ast.walk(parsed(text)) if isinstance(node, ast.ClassDef)):
         decides = any(isinstance(each, ast.FunctionDef) and each.name == "find_class" for each in node.body)
         if {"pickle.Unpickler", "pickle._Unpickler"} & {*map(ast.unparse, node.bases)} and not decides:
             yield node.name
-    for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+    for node in (node for node in ast.walk(parsed(text)) if isinstance(node, ast.Call)):
         name, is_safe = ast.unparse(node.func), "weights_only=True" in map(ast.unparse, node.keywords)
         if name.replace("torch.distributed.", "dist.") in UNPICKLING:
             yield name
@@ -165,7 +171,7 @@ def unpickling(text: str) -> Iterator[str]:
 
 def stage_comparisons(text: str) -> Iterator[str]:
     """Every comparison or match that has something called stage in it."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         compared = [node.subject] if isinstance(node, ast.Match) else []
         compared += [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
         if any(called(part) == "stage" for part in compared):

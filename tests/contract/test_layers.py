@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "models": set(),
     "data": set(),
     "training": {"errors", "comm", "checkpoint", "engine", "data"},
+    "report": {"errors", "training"},
     "testing": {"comm"},
 }
 """What each part of the package may import of it. Left out are `TOGETHER`, which put all together."""

@@ -36,6 +36,7 @@ OPTIONS = """
     offload.path
     model.compile
     model.activation_checkpointing
+    model.freeze
     model._target_
     model.vocab_size
     model.max_seq_len
@@ -54,6 +55,7 @@ OPTIONS = """
     data.text_field
     data.validation_fraction
     data.cache_dir
+    optimizer.groups
     optimizer._target_
     optimizer._partial_
     optimizer.lr

@@ -117,6 +117,8 @@ def test_under_torchrun_the_first_rank_drives_a_sweep_with_as_many_ranks(hand_ru
     ]
     sha256 = result_of(hand_run[1])["weights_sha256"]
     assert command.stdout.count(f"weights: 2 of 2 jobs have the same sha256 {sha256}") == 1
+    assert command.stdout.endswith("/sweep/report.html\n")
+    assert sha256 in (tmp_path / "sweep/report.html").read_text()
     assert not (tmp_path / "outputs").exists()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zerotrain.checkpoint.blocks import BLOCK_NBYTES, HASH, hash_of
+from zerotrain.checkpoint.manifest_schema import AVERAGE as AVERAGE
 from zerotrain.checkpoint.manifest_schema import DTYPES, PLACES, require_whole
 from zerotrain.checkpoint.manifest_schema import WEIGHT as WEIGHT
 from zerotrain.errors import CheckpointError
@@ -58,6 +59,11 @@ class Manifest:
         return int(self.content["step"])
 
     @property
+    def num_average_updates(self) -> int:
+        """Updates of the average of weights that it holds; 0: it holds none."""
+        return int((self.content.get("average") or {"num_updates": 0})["num_updates"])
+
+    @property
     def num_ranks(self) -> int:
         return int(self.content["ranks"])
 
@@ -71,6 +77,21 @@ class Manifest:
         for name, state in self.content.get(EXTRA_STATE, {}).items():
             if "pieces" in state:
                 yield name, EXTRA_STATE, state
+
+    def weight_role(self, name: str, *, averaged: bool) -> str:
+        """The role of a parameter's weight; or of its average, if that is asked for and there is one."""
+        return AVERAGE if averaged and AVERAGE in self.parameters[name]["tensors"] else WEIGHT
+
+    def require_average(self, folder: Path) -> None:
+        """Make sure that there is an average of weights.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if self.num_average_updates == 0:
+            raise CheckpointError(
+                f"{folder} holds no average of weights, which a run keeps with callbacks=ema; take its trained weights"
+            )
 
     def text(self) -> str:
         """As it is written: a line for each of its parts, its own hash last."""

@@ -38,6 +38,8 @@ DTYPES: dict[str, torch.dtype] = {
 """By what the manifest calls them."""
 PLACES = ("file", "byte", "start", "stop")
 WEIGHT = "weight"
+AVERAGE = "weight_average"
+"""The role of the moving average of a weight, which the parameters that train have if the run keeps one."""
 
 
 _NAME = Check(lambda value: isinstance(value, str) and value.isprintable(), "a printable name")
@@ -99,9 +101,11 @@ _SCHEMA = {
     "ranks": Natural(), "virtual_ranks": Natural(), "precision": _NAME, "config_sha256": (str, None),
     "config": object, "extra": object, "own": Optional(list), "groups": [_GROUP], "parameters": Each(_PARAMETER),
     "buffers": Each(_BUFFER), "extra_state": Optional(Each(dict)),
+    "average": Optional((dict, None)),
     "files": [{"name": FileName(), "nbytes": Natural(), "hashes": [str]}],
 }  # fmt: skip
 _SCALER = {"scale": float, "num_clean_steps": Natural()}
+_AVERAGE = {"num_updates": Natural()}
 
 
 def require_whole(content: Any) -> None:
@@ -113,6 +117,8 @@ def require_whole(content: Any) -> None:
     require_schema(content, _SCHEMA)
     if content["loss_scaler"] is not None:
         require_schema(content["loss_scaler"], _SCALER)
+    if content.get("average") is not None:
+        require_schema(content["average"], _AVERAGE)
     for settings in (each["hyperparameters"] for each in content["groups"]):
         require_schema(settings, {"name": _NAME, "lr": Optional(_RATE)})
     for name, state in content.get("extra_state", {}).items():
@@ -188,14 +194,16 @@ def _of_places(content: Mapping[str, Any]) -> Iterator[str]:
 
 def _tensors(content: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any], bool]]:
     """(label, number of elements, tensor, whether each rank has one of its own) of all that is saved."""
+    has_average = bool((content.get("average") or {}).get("num_updates"))
     for name, parameter in content["parameters"].items():
         numel, tensors = prod(parameter["shape"]), parameter["tensors"]
-        if numel > 0 and (WEIGHT not in tensors or not DTYPES[tensors[WEIGHT]["dtype"]].is_floating_point):
-            raise UntrustedFileError(f"parameters.{shown(name)} has no {WEIGHT} of floating-point numbers")
+        for role in (WEIGHT, AVERAGE) if has_average and parameter["trains"] else (WEIGHT,):
+            if numel > 0 and (role not in tensors or not DTYPES[tensors[role]["dtype"]].is_floating_point):
+                raise UntrustedFileError(f"parameters.{shown(name)} has no {role} of floating-point numbers")
         for role, tensor in tensors.items():
             require_schema(role, _NAME)
             own = "shape" in tensor
-            if own != (parameter["is_updated_whole"] and role != WEIGHT):
+            if own != (parameter["is_updated_whole"] and role not in (WEIGHT, AVERAGE)):
                 raise UntrustedFileError(f"{role} of {shown(name)} has {'a' if own else 'no'} shape of its own")
             yield f"{role} of {shown(name)}", prod(tensor["shape"]) if own else numel, tensor, False
     for name, buffer in content["buffers"].items():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zerotrain.checkpoint.kept import held
-from zerotrain.checkpoint.manifest import WEIGHT, Manifest, dtype_of, of_rank_0, read_manifest
+from zerotrain.checkpoint.manifest import Manifest, dtype_of, of_rank_0, read_manifest
 from zerotrain.checkpoint.reading import Reader
 
 
@@ -23,13 +23,15 @@ class CheckpointTensors:
     path: Path
     manifest: Manifest
     reader: Reader
+    averaged: bool = False
+    """Whether weights are their averages, where there are any."""
 
     @cached_property
     def names(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each parameter, under its first name if tied, and of each buffer."""
         found = {}
         for name, parameter in self.manifest.parameters.items():
-            weight = parameter["tensors"].get(WEIGHT)
+            weight = parameter["tensors"].get(self.manifest.weight_role(name, averaged=self.averaged))
             found[name] = torch.float32 if weight is None else dtype_of(weight), tuple(parameter["shape"])
         return found | {name: (dtype_of(each), tuple(each["shape"])) for name, each in self.manifest.buffers.items()}
 
@@ -42,7 +44,7 @@ class CheckpointTensors:
         if name in self.manifest.buffers:
             buffer = self.manifest.buffers[name]
             return self._flat(of_rank_0(buffer), prod(buffer["shape"]), room).view(buffer["shape"])
-        return self.of_role(name, WEIGHT, room)
+        return self.of_role(name, self.manifest.weight_role(name, averaged=self.averaged), room)
 
     def of_role(self, name: str, role: str, room: mmap | None = None) -> torch.Tensor:
         """A parameter's tensor in a role, such as exp_avg: contiguous, in the parameter's shape; if the optimizer
@@ -69,13 +71,18 @@ class CheckpointTensors:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[CheckpointTensors]:
+def opened(path: Path, *, averaged: bool = False) -> Iterator[CheckpointTensors]:
     """Opens the newest checkpoint that a user's path names. It is not removed while it is open, see `held`.
 
+    Args:
+        averaged: see `CheckpointTensors`.
+
     Raises:
-        CheckpointError: there is none, or its manifest is not what was written.
+        CheckpointError: there is none, its manifest is not what was written, or it has no average.
     """
     with held(path) as folder:
         manifest = read_manifest(folder)
+        if averaged:
+            manifest.require_average(folder)
         with Reader(folder, manifest) as reader:
-            yield CheckpointTensors(folder, manifest, reader)
+            yield CheckpointTensors(folder, manifest, reader, averaged)

@@ -18,6 +18,7 @@ from zerotrain.comm.process_groups import process_groups
 from zerotrain.comm.ranks.world import World
 from zerotrain.comm.scratch import ScratchPool, zeros_on
 from zerotrain.comm.wire import Wire, gather_objects
+from zerotrain.device.kinds import device_of
 from zerotrain.errors import DisagreementError
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class Collectives:
         self.world = world
         self.shards = world.shards
         self.ledger = ledger
-        self._journal = Journal(ledger, world.whereabouts, overlap=overlap)
+        self._journal = Journal(ledger, world.whereabouts, overlap=overlap, overdue=world.overdue)
         started_s = time.monotonic()
         try:
             self._wire = _wire_of(world, ordered)
@@ -65,6 +66,7 @@ class Collectives:
         gather.is_used_again = False
         gather.issue()
         gather.finish()
+        self._settle()
 
     def reduction(self, name: str, out: torch.Tensor, pool: ScratchPool, *, leaves_per_rank: int = 1) -> Reduction:
         """A handle on the mean over all leaves, of which `out` gets this rank's part. It is sent in the dtype of
@@ -102,10 +104,17 @@ class Collectives:
         """One rank's values on every rank, waited for."""
         self._record("broadcast", values.nbytes if self.shards.rank == source else 0)
         self._together("broadcast", name, partial(self._wire.broadcast, values, source))
+        self._settle()
 
     def notes(self, subject: str) -> Notes:
         """For what goes on beside the training, on other threads; not collective."""
         return Notes(self._wire.store(), subject)
+
+    def _settle(self) -> None:
+        """Let the host wait for the device. On NCCL a collective's time counts from its issue: ranks that issue those
+        of all buckets, while one copies and hashes each, would wait for it longer than `timeout_s`."""
+        if self.shards.size > 1:
+            device_of(self.world.device).event().settle()
 
     def _record(self, ledger_kind: str, sent_nbytes: int) -> None:
         if self.shards.size > 1:
@@ -116,7 +125,8 @@ class Collectives:
             self._journal.note(kind, name)
         started_s = time.monotonic()
         try:
-            return call()
+            with self.world.watching(f"{kind} of {name}"):
+                return call()
         except OtherNamesError as error:
             if in_order:
                 self._journal.take_back(kind, name)

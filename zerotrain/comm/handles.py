@@ -71,6 +71,8 @@ class Handle(ABC):
             self._issue()
         except RuntimeError as error:
             self._fail(error, started_s)
+        if (overdue := self._journal.overdue) is not None and not self.is_local:
+            overdue.watch(f"{self.kind} of {self.name}", self._is_over())
         self.is_prepared, self.is_under_way, self._waited = False, True, self.is_local
         if not self._journal.overlap:
             self.wait()
@@ -80,7 +82,13 @@ class Handle(ABC):
 
         False also where that is not known: gloo's sends and receives do not tell before they were waited for.
         """
-        return self._waited or self._done()
+        if self._waited:
+            return True
+        started_s = time.monotonic()
+        try:
+            return self._done()
+        except RuntimeError as error:
+            self._fail(error, started_s)
 
     def finish(self) -> None:
         """Wait, and leave the result where it belongs."""
@@ -131,6 +139,10 @@ class Handle(ABC):
     def _done(self) -> bool:
         """Whether `_wait` would return at once."""
         raise NotImplementedError
+
+    def _is_over(self) -> Callable[[], bool]:
+        """Tells whether what was just issued has ended, also when others were issued since; on any thread."""
+        return lambda: True
 
     def _complete(self) -> None:  # noqa: B027 -- a gather is complete when it has arrived
         """All is there: compute what the caller wants of it, and give buffers back."""

@@ -58,6 +58,9 @@ def process_groups(shards: Shards, device: torch.device, *, ordered: bool) -> Wi
     assert gathers is not None
     assert reductions is not None
     is_gloo = backend_of(gathers, device) == "gloo"
+    if not device_of(device).is_host:  # opened now: the first use may come in a backward, while gathers are under way
+        for group in (gathers, reductions):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
     # Not on a GPU, where gloo may be too, nor in torch's fake group.
     is_gloo_on_cpu = device_of(device).is_host and gathers._get_backend(device).name().lower() == "gloo"
     small = partial(_gather_small, gathers, is_gloo)

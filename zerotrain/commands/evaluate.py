@@ -17,14 +17,14 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from zerotrain.comm.ranks.environment import RankEnvironment
-from zerotrain.commands.frame import RUN, TRUST, exit_code, parser_of
+from zerotrain.comm.ranks.world import num_gpus_for
+from zerotrain.commands.frame import RUN, TRUST, WEIGHTS, exit_code, is_averaged, parser_of
 from zerotrain.config.checks import OPEN_GROUPS as CHECKED_GROUPS
 from zerotrain.config.checks import class_problems, value_problems
 from zerotrain.config.compose import first_line, from_values, known_keys, literal
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.suggest import did_you_mean
 from zerotrain.config.words import in_words_of_config, words_of_config
-from zerotrain.device.kinds import num_gpus
 from zerotrain.engine.state.sources.files import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
@@ -42,7 +42,7 @@ from zerotrain.run import evaluating
 from zerotrain.run.exported import ADAPTERS, MERGED, opened_or_exported
 from zerotrain.run.factory import build_on_meta
 from zerotrain.run.preflight import check as preflight
-from zerotrain.run.saved import OfRun
+from zerotrain.run.saved import OfRun, SavedRun
 from zerotrain.run.trust import names_others, require_trusted
 from zerotrain.settings import OffloadConfig
 from zerotrain.training.callbacks.stages import stage_at
@@ -56,6 +56,7 @@ cache, unless you give data.cache_dir.
 
   python -m zerotrain evaluate outputs/2026-11-22/10-00-00
   python -m zerotrain evaluate outputs/2026-11-22/10-00-00 zero.stage=3 launch.nproc_per_node=4
+  python -m zerotrain evaluate outputs/2026-11-22/10-00-00 --weights ema
   python -m zerotrain evaluate exported data.path=other_texts train.eval_batches=100
 
 Exit code 0; 1: a rank failed; 2: an argument is wrong or the weights are damaged, one line a problem.
@@ -72,6 +73,7 @@ AT_WORK += ("launch.threads_per_rank", "launch.timeout_s", "launch.shared_memory
 IDLE = ("zero.schedule", "data.num_workers")
 _LOSS = {"loss": float, "by_source": Each(float)}
 MAX_LOSS_NBYTES = 1 << 20
+OTHER_WEIGHTS = "the run evaluates its average of weights, and this is the loss of the trained ones; give --weights ema"
 OTHER_DATA = "the data differs from that of the run: its files or their split have changed, and the loss may differ too"
 
 
@@ -81,16 +83,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("evaluate", __doc__, EXAMPLES)
     parser.add_argument("path", **RUN)
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="a setting to change")
+    parser.add_argument("--weights", **WEIGHTS)
     parser.add_argument("--trust-code", **TRUST)
     given = parser.parse_intermixed_args(arguments)
-    return exit_code(lambda: _run(given.path, given.settings, given.trust_code), is_told=not _is_one_of_others())
+    how = {"trust_code": given.trust_code, "weights": given.weights}
+    return exit_code(lambda: _run(given.path, given.settings, **how), is_told=not _is_one_of_others())
 
 
-def _run(path: Path, settings: Sequence[str], trust_code: bool) -> int:
+def _run(path: Path, settings: Sequence[str], **how: Any) -> int:
     ranks = RankEnvironment.read()
     try:
         with words_of_config():
-            step, loss, by_source = evaluate(path, settings, trust_code=trust_code)
+            step, loss, by_source = evaluate(path, settings, **how)
     except (ConfigError, CheckpointError):
         raise
     except Exception as error:
@@ -120,7 +124,7 @@ def _tell(error: Exception, rank: int) -> None:
 
 
 def evaluate(
-    path: str | os.PathLike[str], settings: Sequence[str] = (), *, trust_code: bool = False
+    path: str | os.PathLike[str], settings: Sequence[str] = (), *, trust_code: bool = False, weights: str = "trained"
 ) -> tuple[int, float, dict[str, float]]:
     """(step, validation loss, loss of each source of a mix) of a checkpoint: in this process, as one of torchrun's
     ranks, or by ranks that are started for it.
@@ -129,6 +133,7 @@ def evaluate(
         path: of a checkpoint, of a run, of which the newest is taken, or of an exported folder.
         settings: such as train.eval_batches=100, in place of those of the run.
         trust_code: see `OfRun.trusts_code`. A class that one of `settings` names is trusted.
+        weights: trained or ema.
 
     Raises:
         ConfigError: a setting is wrong, a class is not trusted, the weights are of no run from a config, or not what
@@ -136,9 +141,10 @@ def evaluate(
         CheckpointError: there is none, or its manifest is damaged.
         RunError: a rank that was started failed.
     """
-    ranks = RankEnvironment.read()
-    with nothing_imported_from(path), opened_or_exported(path) as run:
-        told: dict[str, Any] = {"weights": str(run.path), "step": run.step}
+    ranks, averaged = RankEnvironment.read(), is_averaged(weights)
+    with nothing_imported_from(path), opened_or_exported(path, averaged=averaged) as run:
+        told: dict[str, Any] = {"weights": str(run.path), "step": run.step, "averaged": averaged}
+        is_other = not averaged and isinstance(run, SavedRun) and run.evaluates_average
         config = with_settings(_of_evaluation(run), settings)
         if not trust_code:
             given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
@@ -146,11 +152,11 @@ def evaluate(
         if problems := class_problems(config):
             raise ConfigError(*problems)
         num_local, num_ranks = _num_ranks(config, ranks)
-        config.launch.device, why = device_for(config.launch.device, num_local, num_gpus())
+        config.launch.device, why = device_for(config.launch.device, num_local, num_gpus_for(num_local))
         try:
             with _known_in_one_line(config, run.path):
-                data = _checked(config, told["weights"], num_local, num_ranks)
-            for warning in _warnings(why, run.data_fingerprint not in (None, data), settings):
+                data = _checked(config, told["weights"], averaged, num_local, num_ranks)
+            for warning in _warnings(why, is_other, run.data_fingerprint not in (None, data), settings):
                 print(f"warning: {warning}", file=sys.stderr)
             if ranks is None and num_ranks > 1:
                 result = _by_ranks(config, told, num_ranks)
@@ -191,12 +197,13 @@ def _known_in_one_line(config: Config, path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be evaluated: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _warnings(why: str | None, is_other_data: bool, settings: Sequence[str]) -> list[str]:
+def _warnings(why: str | None, is_other_weights: bool, is_other_data: bool, settings: Sequence[str]) -> list[str]:
     """The warnings that one rank prints before the loss is known."""
     if _is_one_of_others():
         return []
     is_meant = any(each.startswith(("data.", "seed=")) for each in settings)
-    return ([why] if why else []) + ([OTHER_DATA] if is_other_data and not is_meant else [])
+    others = [(OTHER_WEIGHTS, is_other_weights), (OTHER_DATA, is_other_data and not is_meant)]
+    return ([why] if why else []) + [said for said, is_so in others if is_so]
 
 
 def _of_evaluation(run: OfRun) -> Config:
@@ -281,13 +288,13 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
     return ranks.local_world_size, ranks.world_size
 
 
-def _checked(config: Config, weights: str, num_local: int, num_ranks: int) -> dict[str, Any]:
+def _checked(config: Config, weights: str, averaged: bool, num_local: int, num_ranks: int) -> dict[str, Any]:
     """The data as it is after all that can be checked without ranks. A ConfigError with every problem found."""
     data = preflight.check(config, num_local, num_ranks)
     if not data["validation_rows"]:
         raise ConfigError("data.validation is empty, so that there is nothing to evaluate on; give other data")
     model = build_on_meta(config)
-    if model is not None and (misfits := weight_misfits(weights, model)):
+    if model is not None and (misfits := weight_misfits(weights, model, averaged=averaged)):
         raise ConfigError(*(in_words_of_config(line) for line in misfits))
     return data
 

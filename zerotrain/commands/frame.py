@@ -14,7 +14,23 @@ TRUST: dict[str, Any] = {
     "action": "store_true",
     "help": "also build classes that are not of zerotrain or torch: their code runs",
 }
-"""The arguments "path" and "--trust-code" of the commands that have them."""
+WEIGHTS: dict[str, Any] = {
+    "default": "trained",
+    "metavar": "NAME",
+    "help": "trained, the default, or ema: their moving average, of a run with callbacks=ema",
+}
+"""The arguments "path", "--trust-code" and "--weights" of the commands that have them."""
+
+
+def is_averaged(weights: str) -> bool:
+    """Whether `--weights` asks for the average.
+
+    Raises:
+        ConfigError: it asks for something else than that and the trained weights.
+    """
+    if weights not in ("trained", "ema"):
+        raise ConfigError(f"--weights: got {weights}; it must be trained or ema")
+    return weights == "ema"
 
 
 def parser_of(verb: str, description: str | None, examples: str = "") -> ArgumentParser:

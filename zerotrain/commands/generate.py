@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerotrain.commands.frame import RUN, TRUST, exit_code, parser_of
+from zerotrain.commands.frame import RUN, TRUST, WEIGHTS, exit_code, is_averaged, parser_of
 from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.run.text_model import TextModel, text_model
@@ -50,17 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="default 0.8; 0: the likeliest token")
     parser.add_argument("--top-k", type=int, default=50, help="choose among the likeliest K tokens, default 50")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text, default 0")
+    parser.add_argument("--weights", **WEIGHTS)
     parser.add_argument("--trust-code", **TRUST)
     given = vars(parser.parse_args(arguments))
     path, prompt, trust_code = given.pop("path"), given.pop("prompt"), given.pop("trust_code")
+    weights = given.pop("weights")
     for stream in (sys.stdin, sys.stdout):  # bytes that are no text, characters that a terminal has not
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
     def generate() -> None:
-        sampling = Sampling(**given)
+        sampling, averaged = Sampling(**given), is_averaged(weights)
         with nothing_imported_from(path):
-            model = text_model(path, trust_code=trust_code)
+            model = text_model(path, trust_code=trust_code, averaged=averaged)
             for each in _lines() if prompt is None else [prompt]:
                 print(each, end="", flush=True)
                 try:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from zerotrain.config.compose import to_config
 from zerotrain.config.interpolation import nested
-from zerotrain.config.schema import LENGTHS, Config, DataSwitches, ModelSwitches, TrainConfig
+from zerotrain.config.schema import LENGTHS, Config, DataSwitches, ModelSwitches, OptimizerSwitches, TrainConfig
 from zerotrain.config.targets import makes_callables, target_problems
 from zerotrain.config.words import word
 from zerotrain.settings import Setting, settings_in
@@ -41,7 +41,7 @@ def checked_config(composed: DictConfig) -> tuple[Config, list[str]]:
 def class_problems(config: Config) -> list[str]:
     """One line for each thing that keeps the classes which a config names from being built."""
     problems: list[str] = []
-    targets = {"model": config.model_target, "data": config.data_target}
+    targets = {"model": config.model_target, "data": config.data_target, "optimizer": config.optimizer_target}
     for group in OPEN_GROUPS:
         values = targets.get(group, getattr(config, group))
         if group == "model" and values.get("vocab_size", 0) is None:
@@ -131,6 +131,7 @@ def _settings_of(config: Config) -> Iterator[tuple[str, Setting, Any]]:
     yield from settings_in(config)
     yield from settings_in(ModelSwitches(**config.model_switches), "model.")
     yield from settings_in(DataSwitches(**config.data_switches), "data.")
+    yield from settings_in(OptimizerSwitches(config.optimizer.get("groups")), "optimizer.")
 
 
 def _open_group_problems(values: dict[str, Any], group: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from zerotrain.config.suggest import did_you_mean, we_call_it
 from zerotrain.errors import ConfigError
 from zerotrain.files.regular import only_regular
 
-LATER = (("train", "num_epochs"), ("train", "max_tokens"), ("train", "sample_prompts"), ("checkpoint", "best"))
+LATER = (
+    *(("train", "num_epochs"), ("train", "max_tokens"), ("train", "sample_prompts"), ("checkpoint", "best")),
+    *(("model", "freeze"), ("optimizer", "groups")),
+)
 """Settings that an earlier zerotrain does not know."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """With the backslashes before it, each of which would be taken for an escape."""
@@ -41,12 +45,14 @@ def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
     if leading_nowhere := list(interpolation_problems(composed)):
         raise ConfigError(*leading_nowhere)
     missing = sorted(OmegaConf.missing_keys(composed))
-    filled = OmegaConf.merge(composed, *(OmegaConf.from_dotlist([f"{key}=null"]) for key in missing))
-    values = OmegaConf.to_container(filled, resolve=True)
-    known = known_keys(composed)
-    unknown = [key for key in _keys(values) if not _is_known(key)]
     problems = [f"{key}: has no value and needs one; give {key}=..." for key in missing]
-    problems += [f"+{key}: there is no such setting{we_call_it(key) or did_you_mean(key, known)}" for key in unknown]
+    nulls = (OmegaConf.from_dotlist([f"{key}=null"]) for key in missing)
+    values = OmegaConf.to_container(OmegaConf.merge(composed, *nulls) if missing else composed, resolve=True)
+    if unknown := [key for key in _keys(values) if not _is_known(key)]:
+        known = known_keys(composed)
+        problems += [
+            f"+{key}: there is no such setting{we_call_it(key) or did_you_mean(key, known)}" for key in unknown
+        ]
     for key in unknown:
         _remove(values, key)
     return from_values(values), problems
@@ -55,9 +61,15 @@ def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
 def from_values(values: Any) -> Config:
     """Type the values of a config that `dataclasses.asdict` or a yaml file has given. They are resolved: what looks
     like `${oc.env:HOME}` is a text."""
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), literal(values)))
+    config = OmegaConf.to_object(OmegaConf.merge(_schema(), literal(values)))
     assert isinstance(config, Config)
     return config
+
+
+@cache
+def _schema() -> DictConfig:
+    """The defaults of all settings with their types. A merge copies it."""
+    return OmegaConf.structured(Config)
 
 
 def literal(values: Any) -> Any:
@@ -85,8 +97,8 @@ def noted(config: Config) -> dict[str, Any]:
     if not config.callbacks:
         del values["callbacks"]
     for group, name in LATER:
-        if values[group][name] is None:
-            del values[group][name]
+        if values[group].get(name) is None:
+            values[group].pop(name, None)
     return values
 
 
@@ -136,7 +148,7 @@ def _remove(values: Any, key: str) -> None:
 
 def _is_known(key: str) -> bool:
     """Whether the schema has this key, or an open group that holds it."""
-    node: Any = Config()
+    node: Any = _defaults()
     for part in key.split("."):
         if not is_dataclass(node):
             return True
@@ -144,3 +156,8 @@ def _is_known(key: str) -> bool:
             return False
         node = getattr(node, part)
     return True
+
+
+@cache
+def _defaults() -> Config:
+    return Config()

@@ -104,7 +104,7 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
             )
         may_be_added = key.startswith((*OPEN_GROUPS, CALLBACKS)) and (is_inner or key.count(".") > 1)
         adding = f"; +{key}=... adds it" if may_be_added else ""
-        is_own = key.startswith(f"{CALLBACKS}.")  # whose names are the user's
+        is_own = key.startswith((f"{CALLBACKS}.", "optimizer.groups."))  # whose names are the user's
         meant = "" if is_own else we_call_it(key, got) or did_you_mean(key, known)
         return f"{key}: there is no such setting{meant or adding}"
     if "An item is already at" in str(error) or "Multiple values for" in str(error):

@@ -4,11 +4,12 @@
 of rules and effects are in `zerotrain.settings`; rules across fields are in `checks.py`. Imports no torch.
 """
 
+import math
 import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from zerotrain.config.rhythm import rhythm_rule
+from zerotrain.config.rhythm import Rhythm, rhythm_rule
 from zerotrain.settings import (
     CLIPPING,
     SENT,
@@ -99,6 +100,43 @@ class ZeroGroup(ZeroConfig):
         return ZeroConfig(**given | {"stage": self.stages[0] if stage is None else stage})
 
 
+def _is_match(value: Any) -> bool:
+    patterns = value if isinstance(value, list) else [value]
+    return bool(patterns) and all(isinstance(each, str) and each for each in patterns)
+
+
+def _is_frozen(entry: Any) -> bool:
+    if not isinstance(entry, dict):
+        return isinstance(entry, str) and bool(entry)
+    rhythm = Rhythm.read(entry.get("until", 1))
+    is_until = rhythm is not None and rhythm.unit != "seconds"
+    return entry.keys() <= {"match", "until"} and _is_match(entry.get("match")) and is_until
+
+
+def _is_group(name: Any, entry: Any) -> bool:
+    if entry is None:
+        return True
+    if not isinstance(name, str) or not isinstance(entry, dict) or not {"params", "name"}.isdisjoint(entry):
+        return False
+    numbers = [value for value in entry.values() if isinstance(value, float)]
+    return len(entry) > 1 and _is_match(entry.get("match")) and all(map(math.isfinite, numbers))
+
+
+def _as_list(match: str | list[str]) -> list[str]:
+    return match if isinstance(match, list) else [match]
+
+
+FREEZE = Rule(
+    "a list of name patterns such as [*.wte.*] and of entries such as {match: blocks.0.*, until: 100} (steps, "
+    "5e6tokens or 0.1epoch), or null",
+    lambda value: value is None or (isinstance(value, list) and all(map(_is_frozen, value))),
+)
+GROUPS = Rule(
+    "names, each with patterns and what differs, such as {head: {match: lm_head.*, lr: 1e-4}}, or null",
+    lambda value: value is None or (isinstance(value, dict) and all(_is_group(*each) for each in value.items())),
+)
+
+
 @dataclass
 class ModelSwitches:
     """Settings of every model, also of the user's own: keys of the group `model` that are no arguments of its class."""
@@ -109,6 +147,20 @@ class ModelSwitches:
     activation_checkpointing: bool = setting(False, TRUE_OR_FALSE)
     """Keep of a unit's forward its inputs alone, and compute the rest again in its backward: less memory for about a
     third more compute, and the same bits."""
+    freeze: Any = setting(None, FREEZE)
+    """Parameters that do not train, by patterns of their names; with `until` they train after so many steps, tokens or
+    epochs. The first entry that matches a parameter counts."""
+
+
+@dataclass
+class OptimizerSwitches:
+    """Settings of every optimizer, also of the user's own: keys of the group `optimizer` that its class does not
+    get."""
+
+    groups: Any = setting(None, GROUPS)
+    """Groups of parameters with options of their own, such as lr, weight_decay or betas: {NAME: {match: patterns,
+    option: value}}. The first group that matches a parameter has it; all else is as without groups, also that vectors
+    have no weight decay where a group does not set it."""
 
 
 @dataclass
@@ -125,6 +177,7 @@ class DataSwitches:
 LENGTHS = ("max_steps", "num_epochs", "max_tokens")
 """The `train` settings of which one says how long a run is."""
 MODEL_SWITCHES = tuple(switch.name for switch in fields(ModelSwitches))
+OPTIMIZER_SWITCHES = tuple(switch.name for switch in fields(OptimizerSwitches))
 DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
 
 EVAL_EVERY = rhythm_rule(others=", or 0 for only the last", allows=lambda value: type(value) is int and value == 0)
@@ -283,8 +336,9 @@ class Config:
     data: dict[str, Any] = field(default_factory=lambda: asdict(DataSwitches()))
     """An object with map-style datasets `train` and `validation`, of whatever the model takes: see `zerotrain.data`.
     Beside the arguments of its class it has the `DataSwitches`."""
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    """An element-wise torch.optim.Optimizer with `_partial_: true`."""
+    optimizer: dict[str, Any] = field(default_factory=lambda: asdict(OptimizerSwitches()))
+    """An element-wise torch.optim.Optimizer with `_partial_: true`. Beside the arguments of its class it has the
+    `OptimizerSwitches`."""
     scheduler: dict[str, Any] = field(default_factory=dict)
     """A function (step, max_steps, ...) -> factor on the learning rate, with `_partial_: true`."""
     callbacks: dict[str, Any] = field(default_factory=dict)
@@ -308,6 +362,32 @@ class Config:
     def model_switches(self) -> dict[str, Any]:
         """The value of each of the `ModelSwitches`."""
         return asdict(ModelSwitches()) | {key: self.model[key] for key in MODEL_SWITCHES if key in self.model}
+
+    @property
+    def forward_switches(self) -> dict[str, Any]:
+        """Those of them that change how a forward is computed."""
+        return {key: value for key, value in self.model_switches.items() if key != "freeze"}
+
+    @property
+    def frozen(self) -> list[tuple[list[str], Any]]:
+        """The patterns of each entry of `model.freeze`, and until when it holds; None: in all steps."""
+        entries = [each if isinstance(each, dict) else {"match": each} for each in self.model_switches["freeze"] or ()]
+        return [(_as_list(each["match"]), each.get("until")) for each in entries]
+
+    @property
+    def optimizer_target(self) -> dict[str, Any]:
+        """The optimizer's class and its arguments, without the switches."""
+        return {key: value for key, value in self.optimizer.items() if key not in OPTIMIZER_SWITCHES}
+
+    @property
+    def optimizer_groups(self) -> list[dict[str, Any]] | None:
+        """`optimizer.groups` as `build_engine` takes them; None: there are none."""
+        given = {name: entry for name, entry in (self.optimizer.get("groups") or {}).items() if entry is not None}
+        return [
+            {"params": _as_list(entry["match"]), "name": name}
+            | {key: value for key, value in entry.items() if key != "match"}
+            for name, entry in given.items()
+        ] or None
 
     @property
     def data_target(self) -> dict[str, Any]:

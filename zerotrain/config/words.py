@@ -19,6 +19,7 @@ SETTINGS = {
     "max_grad_norm": "train.max_grad_norm",
     "max_skipped_steps": "train.max_skipped_steps",
     "virtual_ranks": "train.virtual_ranks",
+    "param_groups": "optimizer.groups",
     "World.from_environment(device)": "launch.device",
     "World.from_environment(timeout_s)": "launch.timeout_s",
     "World.from_environment(shared_memory)": "launch.shared_memory",

@@ -31,6 +31,10 @@ class Cpu(Device):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
+    @property
+    def is_current(self) -> bool:
+        return True
+
     def use(self) -> None:
         pass
 

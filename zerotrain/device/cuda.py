@@ -29,6 +29,10 @@ class Cuda(Device):
     def peak_nbytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
 
+    @property
+    def is_current(self) -> bool:
+        return self.device.index in (None, torch.cuda.current_device())
+
     def use(self) -> None:
         torch.cuda.set_device(self.device)
 
@@ -65,11 +69,15 @@ class _Recorded(Event):
     """The end of what a stream has been told until now."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
         self.of_torch = torch.cuda.Event()
         self.of_torch.record(stream)
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.of_torch)
+        torch.cuda.current_stream(self._device).wait_event(self.of_torch)
+
+    def is_done(self) -> bool:
+        return self.of_torch.query()
 
     def settle(self) -> None:
         self.of_torch.synchronize()

@@ -19,6 +19,10 @@ class Event:
     def wait(self) -> None:
         """Let all that this thread tells the device from here on find the work done."""
 
+    def is_done(self) -> bool:
+        """Whether it is done now."""
+        return True
+
     def settle(self) -> None:
         """Wait on the host until the work is done; its source may be used again."""
         self.wait()
@@ -89,6 +93,11 @@ class Device(ABC):
     @abstractmethod
     def peak_nbytes(self) -> int:
         """Most bytes held at once."""
+
+    @property
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether this is the device that torch takes where none is named, in this thread."""
 
     @abstractmethod
     def use(self) -> None:

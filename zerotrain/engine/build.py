@@ -33,14 +33,13 @@ from zerotrain.sharding.bucketing import BucketSpec, cut_buckets
 from zerotrain.sharding.flat_buffer import FlatBuffer
 from zerotrain.sharding.layout import BucketLayout
 from zerotrain.sharding.ownership import assign_owners
-from zerotrain.sharding.units import ModelParameter, Unit, WalkedModel
+from zerotrain.sharding.units import WalkedModel
 
 
 class Builder:
     """Makes the buckets of one model, at first and each time what trains has changed.
 
     Args:
-        units: of the model.
         dtypes: what each parameter is held in.
         pools: lend what gradients and updates need for a part of a step.
         homes: where what buckets keep lies between uses.
@@ -49,7 +48,6 @@ class Builder:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit[ModelParameter]],
         dtypes: Mapping[nn.Parameter, torch.dtype],
         *,
         options: EngineOptions,
@@ -59,7 +57,7 @@ class Builder:
         homes: Homes,
     ) -> None:
         self._homes = homes
-        self._model, self._units, self._dtypes, self._options = model, units, dtypes, options
+        self._model, self._dtypes, self._options = model, dtypes, options
         self._groups, self._collectives, self._pools = groups, collectives, pools
 
     def schedule(self, initial: InitialValues, source: Source | None = None) -> Schedule:
@@ -72,7 +70,7 @@ class Builder:
         Raises:
             ConfigError: ranks with different models, or no trainable parameter.
         """
-        units = self._groups.classified(self._units, self._dtypes)
+        units = self._groups.classified(self._dtypes)
         specs = cut_buckets(units, self._options.bucket_numel)
         require_trainable(self._model, trains=any(spec.trainable for spec in specs))
         layouts = [spec.layout(self._collectives.shards.size) for spec in specs]

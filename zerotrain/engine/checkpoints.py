@@ -2,12 +2,13 @@
 
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
-from zerotrain.engine.model.engine_call import makes_memory
+from zerotrain.engine.model.engine_call import makes_memory, outside_graphs
 from zerotrain.engine.results import LoadedWeights
 from zerotrain.engine.sharded_model import HalfLoaded, ShardedModel
 from zerotrain.engine.state.fill import fill
@@ -70,6 +71,7 @@ class Checkpoints:
         progress = {
             "step": self._steps.stamps.num_steps,
             "skipped_in_a_row": self._steps.optimizer_step.skipped_steps.num_in_a_row,
+            "average": None if self._held.average is None else {"num_updates": self._held.average.num_updates},
             "loss_scaler": None if self._steps.loss_scaler is None else self._steps.loss_scaler.state_dict(),
         }
         given = Given(path=path, extra=extra, config=config, own=own, staging_nbytes=staging_nbytes, progress=progress)
@@ -92,7 +94,7 @@ class Checkpoints:
         """
         return self.begin_save(path, extra=extra, config=config, own=own).wait()
 
-    @makes_memory
+    @outside_graphs
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Take up a checkpoint of this model and this optimizer, saved at any stage and on any number of ranks. A save
         that is under way is waited for.
@@ -109,19 +111,31 @@ class Checkpoints:
                 Nothing has changed then.
             EngineStateError: gradients of a step are waiting.
         """
+        extra, dropped = self.take_up(path)
+        if dropped is not None and self._held.world.rank == 0:
+            warnings.warn(f"engine.load: {dropped}; call engine.keep_average() before", RuntimeWarning, stacklevel=4)
+        return extra
+
+    @makes_memory
+    def take_up(self, path: str | os.PathLike[str]) -> tuple[Any, str | None]:
+        """Do as `load` does. Returns the `extra`; and a sentence about what of the checkpoint is dropped, if anything
+        is."""
         folder = self._agreed_path("engine.load", "a checkpoint cannot be loaded", path)
         self._held.wait_until_save_ended()
         folder, manifest = verified_manifest(folder, self._held.holdings)
         self._adopt(manifest)
         require_alike(folder, manifest, self._held.holdings)
         with self._held.replaced(HalfLoaded(folder, with_optimizer=True), mends=True):
-            restore(folder, manifest, self._held.holdings)
+            restore(folder, manifest, self._held.holdings, averages=self._held.average is not None)
         saved = manifest.content
+        if self._held.average is not None:
+            self._held.average.num_updates = manifest.num_average_updates
         self._steps.stamps.num_steps = manifest.step
         self._steps.optimizer_step.skipped_steps.num_in_a_row = saved["skipped_in_a_row"]
         if self._steps.loss_scaler is not None and saved["loss_scaler"] is not None:
             self._steps.loss_scaler.load_state_dict(saved["loss_scaler"])
-        return saved["extra"]
+        has_unkept = self._held.average is None and manifest.num_average_updates > 0
+        return saved["extra"], f"{folder} holds an average of weights, which is dropped" if has_unkept else None
 
     def own_of(self, path: str | os.PathLike[str]) -> Any:
         """The `own` that this rank gave to the save of a checkpoint; None if another number of ranks saved it, or none
@@ -135,7 +149,9 @@ class Checkpoints:
         return own[shards.rank] if len(own) == shards.size else None
 
     @makes_memory
-    def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> LoadedWeights:
+    def load_weights(
+        self, path: str | os.PathLike[str], *, strict: bool = True, averaged: bool = False
+    ) -> LoadedWeights:
         """Take weights and buffers alone from a file, as `model.load_state_dict` does; the optimizer's state, counts
         and groups stay what they are.
 
@@ -146,15 +162,18 @@ class Checkpoints:
             path: a file of safetensors or torch.save; a folder of Hugging Face or of torch.distributed.checkpoint; a
                 checkpoint; a run's folder, for its newest checkpoint. All ranks must reach it. No code of it runs.
             strict: False takes what fits by name and shape, and tells what did not.
+            averaged: take the average of weights that a checkpoint holds, see `keep_average`.
 
         Raises:
             CheckpointError: on every rank; it cannot be read, or does not fit. Nothing has changed then.
             ConfigError: the ranks were given different paths.
             EngineStateError: gradients of a step are waiting.
         """
-        path = self._agreed_path("engine.load_weights", "weights cannot be loaded", path, strict=strict)
+        path = self._agreed_path(
+            "engine.load_weights", "weights cannot be loaded", path, strict=strict, averaged=averaged
+        )
         self._held.wait_until_save_ended()
-        with checked_weights(path, self._held.holdings, strict=strict) as source:
+        with checked_weights(path, self._held.holdings, strict=strict, averaged=averaged) as source:
             half, loaded = self._held.half_loaded, source.loaded
             left = HalfLoaded(loaded.path, with_optimizer=half is not None and half.with_optimizer)
             with self._held.replaced(left, mends=half is None or (loaded.is_whole and not left.with_optimizer)):

@@ -7,6 +7,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 
+from zerotrain.engine.averaging import Averaging
 from zerotrain.engine.checkpoints import Checkpoints
 from zerotrain.engine.options import EngineOptions
 from zerotrain.engine.schedule.schedule import Schedule
@@ -46,6 +47,7 @@ class ZeroEngine:
         self.held = held
         self.steps = steps = Steps(held, held.options.loss_scaler())
         self.checkpoints = Checkpoints(held, steps)
+        self.averaging = Averaging(held)
         self.module, self.world, self.precision = held.module, held.world, held.precision
         self.collectives, self.ledger, self.max_grad_norm = (
             held.collectives,
@@ -117,6 +119,11 @@ class ZeroEngine:
     def plan(self) -> Plan:
         """Placement of the model states: replicated or sharded."""
         return self.held.plan
+
+    # ---- the average of weights, see `Averaging`
+
+    keep_average = _of("averaging", Averaging.keep_average)
+    averaged = _of("averaging", Averaging.averaged)
 
     # ---- in and out, see `Checkpoints`
 

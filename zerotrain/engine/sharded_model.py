@@ -35,6 +35,7 @@ from zerotrain.engine.state.saving.under_way import SaveUnderWay
 from zerotrain.engine.state.source import Source
 from zerotrain.engine.state.sources.other_buckets import Described, OtherBuckets, described_state
 from zerotrain.engine.state.together import agreed
+from zerotrain.engine.update.average import Average
 from zerotrain.engine.update.optimizer_step import written_to
 from zerotrain.engine.usage import Usage
 from zerotrain.errors import EngineStateError
@@ -73,6 +74,8 @@ class ShardedModel:
     """The first node of a graph that was made with the weights of now. See [Note: positions in a backward]."""
     last_save: SaveUnderWay | None = None
     """It may read what is held, beside the training."""
+    average: Average | None = None
+    """How the average of the weights follows them, if one is kept."""
     half_loaded: HalfLoaded | None = None
     """Until another load succeeds nothing is trained or saved: some elements are of one training, and some of
     another."""
@@ -104,14 +107,19 @@ class ShardedModel:
         units = cut_units(walked, options.zero.unit_patterns, options.bucket_numel)
         dtypes = dtypes_of(walked.managed, self.precision)
         self.groups = ParamGroups(
-            walked.managed, optimizer, param_groups, decay_all=decay_all, device=world.device, warns=world.rank == 0
+            walked.managed,
+            units,
+            optimizer,
+            param_groups,
+            decay_all=decay_all,
+            device=world.device,
+            warns=world.rank == 0,
         )
         self.pools = ScratchPools(world.device, self.collectives.zeros)
         self.homes = Homes(options.offload, world, options.zero.prefetch)
         share_unmanaged(walked, self.collectives)
         self._builder = Builder(
             model,
-            units,
             dtypes,
             options=options,
             groups=self.groups,
@@ -153,7 +161,9 @@ class ShardedModel:
     @property
     def usage(self) -> Usage:
         """Bytes held and sent, as they are now."""
-        return Usage(self.schedule, self.options, self.groups.factory, self.pools, self.homes, self.world.shards.size)
+        averages = self.average is not None
+        num_shards = self.world.shards.size
+        return Usage(self.schedule, self.options, self.groups.factory, self.pools, self.homes, num_shards, averages)
 
     # ---- what trains
 
@@ -217,6 +227,8 @@ class ShardedModel:
     def _require_between_steps(self, what: str) -> None:
         if self.schedule.phase is not Phase.IDLE:
             raise EngineStateError(f"{what} during a {self.schedule.phase.value}; call it between two steps")
+        if self.average is not None:
+            self.average.require_out_of_use(what)
         self.require_no_gradient(what)
 
     def between_steps(

@@ -123,6 +123,8 @@ class Steps:
             EngineStateError: `loss` is not one number, or does not depend on the parameters since the last step.
         """
         self._require_unbroken()
+        if self._held.average is not None:
+            self._held.average.require_out_of_use("engine.backward was called")
         require_graph(loss, self._held.first_node)
         counts = not weighs_nothing(weight)
         scaled = _times(loss, weight * self.loss_scale)
@@ -228,12 +230,15 @@ class Steps:
                 + (f", and this rank's {leaves} virtual ranks in engine.each_virtual_rank()" if leaves > 1 else "")
             )
         with self._phase(Phase.UPDATE), self._clean_after_error():
-            groups = self._held.groups.hyperparameters
-            result, reason = self.optimizer_step.run(self._held.schedule, groups, self._losses, self._signal)
+            groups, average = self._held.groups.hyperparameters, self._held.average
+            share = None if average is None else average.share(self.stamps.num_steps + 1)
+            result, reason = self.optimizer_step.run(self._held.schedule, groups, self._losses, self._signal, share)
         self._losses.clear()
         self._in_last_leaf = self._held.options.leaves_per_rank == 1
         if not result.skipped:
             self._held.weights_changed()
+            if average is not None and share is not None:
+                average.num_updates += 1
         self.stamps.close_step()
         self._held.ledger.close_step()
         self.optimizer.told_of_step()

@@ -43,6 +43,8 @@ class Usage:
     pools: ScratchPools
     homes: Homes
     num_shards: int
+    averages: bool = False
+    """Whether an average of weights is kept, which counts as state of the optimizer."""
 
     @property
     def num_parameters(self) -> int:
@@ -66,7 +68,8 @@ class Usage:
         num_by_elements = sum(bucket.layout.numel for bucket in trained) - num_whole
         copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.separate_master_nbytes)
         state = self._sampled_nbytes(num_whole, is_whole=True) + self._sampled_nbytes(num_by_elements, is_whole=False)
-        return self._split(self._volume.memory_nbytes(self.schedule.plan, state + copies))
+        average = 4 * sum(bucket.layout.numel for bucket in trained) if self.averages else 0
+        return self._split(self._volume.memory_nbytes(self.schedule.plan, state + copies + average))
 
     def sums_nbytes(self, num_micro_batches: int) -> int:
         """Bytes that a rank holds beside those, while a step adds up micro-batches and virtual ranks.
@@ -159,7 +162,8 @@ class Usage:
         return numel * sampled_nbytes(self.factory, is_whole=is_whole) // (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
 
     def _optimizer_nbytes(self) -> int:
-        """Bytes of all ranks together, without padding: optimizer state, and master weights if they are copies."""
+        """Bytes of all ranks together, without padding: optimizer state, master weights if they are copies,
+        and the average of weights."""
         trained, num_whole = self.schedule.trained, self._num_whole
         numel = sum(bucket.layout.numel for bucket in trained)
         # By elements, as measured on what this rank updates; of whole tensors, of which it may own none, on a sample.
@@ -168,6 +172,7 @@ class Usage:
         state = (numel - num_whole) * (held // updated if updated else 0)
         state += self._sampled_nbytes(num_whole, is_whole=True)
         copies = [bucket for bucket in trained if bucket.update.separate_master_nbytes]
+        copies += [bucket for bucket in trained if bucket.update.kept.average is not None]
         return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)
 
     def moved_nbytes(self, num_micro_batches: int, tier: str) -> tuple[int, int]:

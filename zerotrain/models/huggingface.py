@@ -4,7 +4,6 @@ import difflib
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ class HuggingFaceModel(nn.Module):
         config: fields of the model's config. From scratch: `model_type`, such as gpt2 or llama, and what shall differ
             from its defaults. Pretrained: what shall differ from the model's own config.
         vocab_size: tokens that a model from scratch knows, unless `config` says so; a pretrained one has its own.
-        freeze: patterns of parameter names, as transformers gives them, that are not trained: "*.wte.*", "*.bias".
         lora: low-rank adapters (LoRA, arXiv 2106.09685), which alone are trained: `rank` (0: none), `alpha` (their
             output is scaled by alpha / rank), `dropout`, and `targets`, the last parts of the names of the layers that
             get one (None: all linear layers but the head). None: no adapters.
@@ -48,7 +46,6 @@ class HuggingFaceModel(nn.Module):
         name_or_path: str | None = None,
         config: dict[str, Any] | None = None,
         vocab_size: int | None = None,
-        freeze: Sequence[str] = (),
         lora: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -56,9 +53,6 @@ class HuggingFaceModel(nn.Module):
             raise ValueError(f"model.config={config} is no group of fields; give each, such as +model.config.n_layer=2")
         adapters = NO_ADAPTERS | (lora or {})
         _require_adapters(adapters)
-        require_names(freeze=freeze)
-        if adapters["rank"] and freeze:
-            raise ValueError("model.freeze has no effect with model.lora, which trains only adapters; leave one out")
         with _refused_config():
             if name_or_path is None:
                 model = _from_scratch(dict(config or {}), vocab_size)
@@ -68,7 +62,6 @@ class HuggingFaceModel(nn.Module):
         self.vocab_size = int(text_config.vocab_size)
         positions = getattr(text_config, "max_position_embeddings", None)
         self.max_seq_len: int | None = positions if isinstance(positions, int) and positions > 0 else None
-        _freeze(model, freeze)
         self._added_loss = _AddedLoss()
         model.loss_function = self._added_loss
         self.model = _with_adapters(model, **adapters) if adapters["rank"] else model
@@ -222,16 +215,6 @@ def _require_balancing(fields: dict[str, Any], config: Any) -> None:
                 f"model.config.{name}={fields[name]} has no effect without +model.config.output_router_logits=true, "
                 "which computes the balancing loss"
             )
-
-
-def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    for pattern in patterns:
-        matching = [parameter for name, parameter in model.named_parameters() if fnmatchcase(name, pattern)]
-        if not matching:
-            some = ", ".join([name for name, _ in model.named_parameters()][:3])
-            raise ValueError(f"model.freeze: {pattern} matches no parameter; their names are {some}, ...")
-        for parameter in matching:
-            parameter.requires_grad_(False)
 
 
 def _require_adapters(adapters: dict[str, Any]) -> None:

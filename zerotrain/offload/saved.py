@@ -165,6 +165,10 @@ class SavedTensors:
         """By the identity of the memory that the bytes come from."""
         self._staying: frozenset[int] = frozenset()
 
+    def __del__(self) -> None:
+        for _, _, arriving, _ in self.ended:
+            arriving.wait()  # before its memory is given back, which is the device's to use again
+
     def leave_alone(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing that lies in the memory of these is kept elsewhere."""
         with torch._C.DisableTorchFunctionSubclass():

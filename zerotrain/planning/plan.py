@@ -104,7 +104,7 @@ def plan_run(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) 
     links = Links(ranks.num_ranks, ranks.num_local, is_cpu, ordered, config.launch.shared_memory == "auto")
     memory = Memory.of(config, device, ranks.num_local)
     [row] = [first_batches(build_data(config).train, "data.train", seed=config.seed, collate=build_collate(config))[0]]
-    optimizer = build("optimizer", config.optimizer)
+    optimizer = build("optimizer", config.optimizer_target)
     seen = look_at(optimizer, device.type)
     stages = {stage: rehearse(config, stage, links, row, optimizer, seen, run_dir) for stage in range(len(STAGES))}
     return RunPlan(stage=config.zero.stages[0], num_ranks=ranks.num_ranks, memory=memory, stages=stages)

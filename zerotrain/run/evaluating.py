@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from zerotrain.comm.accounts.overdue import Tell, tell_log
 from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import CheckpointError, ConfigError
@@ -24,8 +25,10 @@ def run(
     *,
     weights: str,
     step: int,
+    averaged: bool = False,
     folder: Path | None = None,
     enter: Callable[[str], None] = lambda phase: None,
+    tell: Tell = tell_log,
 ) -> dict[str, Any]:
     """The validation loss as a run of this config computes it, on as many ranks as the environment tells.
 
@@ -33,8 +36,10 @@ def run(
         config: its values checked; the engine is at its first stage.
         weights: a checkpoint, or a folder of weights that `engine.load_weights` takes.
         step: steps done, for messages.
+        averaged: take the averages of the weights in a checkpoint.
         folder: rank 0 writes what is returned to `LOSS_NAME` in it; None: nowhere.
         enter: told what is done from then on.
+        tell: see `World.from_environment`.
 
     Returns:
         `loss` in nats, and `by_source`: {source of a mix: its loss}.
@@ -46,13 +51,13 @@ def run(
     if config.train.deterministic:
         make_deterministic()
     enter("joining the other ranks")
-    with words_of_config(), nothing_imported_from(weights), join_ranks(config) as world:
+    with words_of_config(), nothing_imported_from(weights), join_ranks(config, tell) as world:
         enter(f"building {config.model.get('_target_')}")
         torch.manual_seed(config.seed)  # for what the model draws and no checkpoint has: buffers that are not saved
         engine = build_engine_of(config, world)
         enter(f"loading {weights}")
         try:
-            engine.load_weights(weights)
+            engine.load_weights(weights, averaged=averaged)
         except CheckpointError as error:
             raise ConfigError(*str(error).splitlines()) from error
         enter(f"evaluating {config.model.get('_target_')}")

@@ -26,6 +26,7 @@ _ABOUT = {
     "config": object,
     "data_fingerprint": object,
 }
+ONE_SET = "--weights: got ema, but {} holds one set of weights; leave it out"
 _OF_DCP = "model"
 """The part of such a folder that weights lie in."""
 
@@ -67,11 +68,20 @@ def _tensors(folder: Path, form: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @contextmanager
-def opened_or_exported(path: str | os.PathLike[str], *, trust_code: bool = False) -> Iterator[OfRun]:
-    """Open an exported folder, or the newest checkpoint of what a user named; raises as `exported_run`."""
+def opened_or_exported(
+    path: str | os.PathLike[str], *, trust_code: bool = False, averaged: bool = False
+) -> Iterator[OfRun]:
+    """Open an exported folder, or the newest checkpoint of what a user named; raises as `exported_run`.
+
+    Args:
+        averaged: whether the weights of a checkpoint are to be their averages. An export has one set of weights: a
+            ConfigError.
+    """
     exported = exported_run(Path(path).absolute(), trust_code=trust_code)
     if exported is not None:
+        if averaged:
+            raise ConfigError(ONE_SET.format(path))
         yield exported
         return
-    with opened_run(path, trust_code=trust_code) as run:
+    with opened_run(path, trust_code=trust_code, averaged=averaged) as run:
         yield run

@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zerotrain.api import assemble_engine
+from zerotrain.comm.accounts.overdue import Tell, tell_log
 from zerotrain.comm.ranks.world import World
 from zerotrain.config.compose import noted
 from zerotrain.config.interpolation import unresolved
@@ -25,10 +26,12 @@ from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
 from zerotrain.run.rhythms import rhythms_in_steps
+from zerotrain.run.trained import freeze, frozen_steps
 from zerotrain.settings import EngineConfig, OffloadConfig
 from zerotrain.training import Callback, Trainer
 from zerotrain.training.callback import require_callbacks
 from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
+from zerotrain.training.callbacks.ema import EMA
 from zerotrain.training.figures.flops import ModelFlops, count_flops
 from zerotrain.training.figures.metrics import device_peak_flops
 from zerotrain.training.sameness.deterministic import make_deterministic
@@ -53,6 +56,7 @@ def run(
     resume_from: Sequence[str] = (),
     restarts: int = 0,
     stage: int | None = None,
+    tell: Tell = tell_log,
 ) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
@@ -66,13 +70,14 @@ def run(
         resume_from: checkpoints to go on from, the best first.
         restarts: repeated in result.json too.
         stage: to build the engine at, which the first of `resume_from` is due to go on at; None: the run's first.
+        tell: see `World.from_environment`.
     """
     if config.train.deterministic:
         make_deterministic()
     enter("joining the other ranks")
     stage = config.zero.stages[0] if stage is None else stage
     facts = {"stage": stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
-    with words_of_config(), join_ranks(config) as world:
+    with words_of_config(), join_ranks(config, tell) as world:
         enter(f"building {config.model.get('_target_')}")
         told = {"run_facts": facts, "begin": begin, "data_checked": data_checked}
         trainer = _trainer(config, world, run_dir, stage, resume_from, **told)
@@ -80,17 +85,19 @@ def run(
         return trainer.run()
 
 
-def join_ranks(config: Config) -> World:
+def join_ranks(config: Config, tell: Tell = tell_log) -> World:
     """See `World.from_environment`."""
     launch = config.launch
-    return World.from_environment(launch.device, launch.timeout_s, shared_memory=launch.shared_memory == "auto")
+    shared_memory = launch.shared_memory == "auto"
+    return World.from_environment(launch.device, launch.timeout_s, shared_memory=shared_memory, tell=tell)
 
 
 def _trainer(
     config: Config, world: World, run_dir: Path, stage: int, resume_from: Sequence[str], **told: Any
 ) -> Trainer:
     torch.manual_seed(config.seed)
-    engine = build_engine_of(config, world, stage, run_dir)
+    frozen: dict[str, Any] = {}
+    engine = build_engine_of(config, world, stage, run_dir, frozen)
     # From here on each rank draws its own numbers (dropout); the weights were drawn alike.
     torch.manual_seed(config.seed + 1 + world.rank)
     dataset = build_data(config)
@@ -102,6 +109,7 @@ def _trainer(
         dataset=dataset,
         schedule=build("scheduler", config.scheduler),
         stages=config.zero.stages,
+        frozen=frozen_steps(config, frozen, dataset.train, world.size),
         seed=config.seed,
         run_dir=run_dir,
         model_flops=_model_flops(config, engine, dataset),
@@ -120,6 +128,7 @@ def build_engine_of(
     world: World,
     stage: int | None = None,
     run_dir: Path | None = None,
+    frozen: dict[str, Any] | None = None,
     *,
     model: nn.Module | None = None,
     optimizer: OptimizerFactory | None = None,
@@ -129,6 +138,7 @@ def build_engine_of(
     Args:
         stage: None: the run's first.
         run_dir: None: of no run that trains; nothing is offloaded.
+        frozen: gets what `zerotrain.run.trained.freeze` returns.
         model, optimizer: in place of those that the config names, for a rehearsal.
 
     Raises:
@@ -147,13 +157,22 @@ def build_engine_of(
         max_skipped_steps=1 if train.on_nonfinite == "stop" else train.max_skipped_steps,
         virtual_ranks=train.virtual_ranks,
     )
+
+    def build_model() -> nn.Module:
+        built: nn.Module = build("model", config.model_target) if model is None else model
+        found = freeze(config, built)
+        if frozen is not None:
+            frozen.update(found)
+        return built
+
     return assemble_engine(
-        model or (lambda: build("model", config.model_target)),
+        build_model,
         given,
-        optimizer=optimizer or build("optimizer", config.optimizer),
+        optimizer=optimizer or build("optimizer", config.optimizer_target),
         world=world,
         decay_all=False,
-        **config.model_switches,
+        param_groups=config.optimizer_groups,
+        **config.forward_switches,
     )
 
 
@@ -199,7 +218,16 @@ def build_callbacks(config: Config) -> dict[str, Callback]:
     """The user's callbacks by name. Raises as `build`, and where one is none."""
     built = {name: build(f"callbacks.{name}", values) for name, values in config.callback_targets.items()}
     require_callbacks(built)
+    if len(averages := [name for name, each in built.items() if isinstance(each, EMA)]) > 1:
+        named = " and ".join(f"callbacks.{name}" for name in averages)
+        raise ConfigError(f"{named}: a run keeps one average of weights; leave out all but one")
     return built
+
+
+def averages_in(config: Config) -> list[dict[str, Any]]:
+    """The settings of callbacks that keep an average of weights: one or none, where they were checked."""
+    targets = (each for each in config.callback_targets.values() if isinstance(each, dict))
+    return [each for each in targets if each.get("_target_") == f"{EMA.__module__}.{EMA.__name__}"]
 
 
 def build(group: str, values: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ def rhythms_in_steps(config: Config, train: Sized, num_ranks: int) -> dict[str, 
         group, _, field = name.partition(".")
         given = getattr(getattr(config, group), field)
         try:
-            steps[name] = _steps_of(f"{name}={given}", given, train, batch_size_of(config, num_ranks))
+            steps[name] = steps_of(f"{name}={given}", given, train, config, num_ranks)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -38,7 +38,12 @@ def require_rhythms(config: Config, train: Sized, num_ranks: int) -> None:
         rhythms_in_steps(config, train, num_ranks)
 
 
-def _steps_of(told: str, given: Any, train: Sized, batch_size: int) -> int | None:
+def steps_of(told: str, given: Any, train: Sized, config: Config, num_ranks: int) -> int | None:
+    """The steps that so many steps, tokens or epochs come to; 0 or None where it says so, and None of a time.
+
+    Raises:
+        ConfigError: the data does not tell; it begins with what was told.
+    """
     rhythm = Rhythm.read(given)
     if rhythm is None or rhythm.unit == "seconds":
         return 0 if given == 0 else None
@@ -48,7 +53,7 @@ def _steps_of(told: str, given: Any, train: Sized, batch_size: int) -> int | Non
         num_sequences = rhythm.number * len(train)
     else:
         num_sequences = rhythm.number / tokens_per_sequence(told, train, "a number of epochs or of steps")
-    return max(1, round(num_sequences / batch_size))
+    return max(1, round(num_sequences / batch_size_of(config, num_ranks)))
 
 
 def batch_size_of(config: Config, num_ranks: int) -> int:

@@ -21,7 +21,7 @@ from zerotrain.config.targets import target_problems
 from zerotrain.config.words import word
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
-from zerotrain.run.factory import build, build_on_meta, in_group
+from zerotrain.run.factory import averages_in, build, build_on_meta, in_group
 from zerotrain.run.live_parameters import LiveParameters, watching_parameters
 from zerotrain.run.trust import require_trusted
 from zerotrain.training.callbacks.checkpoints import OF_TRAINER
@@ -155,6 +155,12 @@ class SavedRun(OfRun):
 
     saved: CheckpointTensors
 
+    @property
+    def evaluates_average(self) -> bool:
+        """Whether the run's evaluation at this step was that of its average of weights."""
+        averages = [] if self.config is None else averages_in(self.config)
+        return self.saved.manifest.num_average_updates > 0 and any(each.get("evaluate", True) for each in averages)
+
 
 def has_tokenizer(name: str) -> bool:
     """Whether a folder has files of a tokenizer; transformers makes an empty one for a folder with a model alone.
@@ -204,14 +210,18 @@ def _refused(values: Any, error: OmegaConfBaseException) -> str:
 
 
 @contextmanager
-def opened_run(path: str | os.PathLike[str], *, trust_code: bool = False) -> Iterator[SavedRun]:
+def opened_run(path: str | os.PathLike[str], *, trust_code: bool = False, averaged: bool = False) -> Iterator[SavedRun]:
     """Open the newest checkpoint of what a user named: a checkpoint, a folder of them or a run.
 
+    Args:
+        trust_code: see `OfRun.trusts_code`.
+        averaged: whether its weights are to be their averages.
+
     Raises:
-        CheckpointError: there is none, or its manifest is not what was written.
+        CheckpointError: there is none, its manifest is not what was written, or it has no average.
         ConfigError: its config is of another version.
     """
-    with opened(Path(path).absolute()) as saved:
+    with opened(Path(path).absolute(), averaged=averaged) as saved:
         content = saved.manifest.content
         fingerprint: Any = content["extra"]
         for name in (OF_TRAINER, "run", "data", "fingerprint"):

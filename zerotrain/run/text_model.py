@@ -14,7 +14,7 @@ from zerotrain.device.kinds import num_gpus
 from zerotrain.errors import ConfigError
 from zerotrain.files.remote_code import MAX_NBYTES, refusal, require_no_kernels
 from zerotrain.files.untrusted import read_json
-from zerotrain.run.exported import exported_run, opened_or_exported
+from zerotrain.run.exported import ONE_SET, exported_run, opened_or_exported
 from zerotrain.run.factory import build_data
 from zerotrain.run.saved import OfRun, has_tokenizer
 from zerotrain.training.callbacks.generate import stop_token_of
@@ -47,8 +47,8 @@ class _Tokens:
     stop_token: int | None = None
 
 
-def text_model(path: Path, *, trust_code: bool = False) -> TextModel:
-    """The model of what a user named.
+def text_model(path: Path, *, trust_code: bool = False, averaged: bool = False) -> TextModel:
+    """The model of what a user named, whose weights may be their averages.
 
     Raises:
         ConfigError: there is no text to be got from it: no tokenizer, or no model that its config builds.
@@ -57,8 +57,10 @@ def text_model(path: Path, *, trust_code: bool = False) -> TextModel:
     device = torch.device("cuda" if num_gpus() else "cpu")
     for file in ("config.json", "adapter_config.json"):
         if (path / file).is_file():
+            if averaged:
+                raise ConfigError(ONE_SET.format(path))
             return _of_hugging_face(path, device)
-    with opened_or_exported(path, trust_code=trust_code) as run:
+    with opened_or_exported(path, trust_code=trust_code, averaged=averaged) as run:
         return _of_run(run, device)
 
 

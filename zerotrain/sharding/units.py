@@ -5,6 +5,7 @@ A unit is one repeated block of the model. Parameters in no unit are the root, i
 layer behind the blocks, say) not before its own modules run.
 """
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -176,6 +177,26 @@ def _like_children(name: str, module: nn.Module, walked: WalkedModel) -> dict[st
     if len(children) < 2 or len({type(child) for child in children.values()}) > 1:
         return {}
     return children
+
+
+def matching(parameters: Sequence[ModelParameter], pattern: str) -> list[ModelParameter]:
+    """The parameters of which any name matches a pattern such as "*.bias"."""
+    return [each for each in parameters if any(fnmatchcase(name, pattern) for name in each.names)]
+
+
+def no_match(parameters: Sequence[ModelParameter], pattern: str) -> str:
+    """The sentence on a pattern that matches no parameter: with one that does and is near, or with some names."""
+    names = [name for each in parameters for name in each.names]
+    parts = {part for name in names for part in name.split(".")}
+
+    def nearest(part: str) -> str:
+        return next(iter(difflib.get_close_matches(part, parts, n=1)), part)
+
+    mended = ".".join(part if part in parts or set(part) & set("*?[") else nearest(part) for part in pattern.split("."))
+    others = (mended, f"*.{pattern}", pattern.removeprefix("*."))  # a model may lie in another, or no more in it
+    near = next((each for each in others if matching(parameters, each)), None)
+    some = f"it has {', '.join(names[:3])}, ..."
+    return f"{pattern!r} is no floating-point parameter of the model; {f'did you mean {near}?' if near else some}"
 
 
 def model_parameters(model: nn.Module) -> list[ModelParameter]:

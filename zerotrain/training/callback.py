@@ -35,6 +35,9 @@ class Callback:
     """Whether the run goes on where a moment raises: it warns once, and calls the callback again at later moments. For
     callbacks of rank 0 alone."""
 
+    def prepare(self, run: "Run") -> None:
+        """The engine is built, and no checkpoint is loaded: the moment for what a checkpoint is to fill. Collective."""
+
     def start(self, run: "Run") -> None:
         """The run is about to train its first step, or to go on. Collective."""
 
@@ -102,6 +105,8 @@ class Run:
     """Those of the run, as its checkpoints note them: nested dicts of values that JSON can hold."""
     rising: frozenset[str] = frozenset()
     """Metrics of an evaluation of which higher is better."""
+    evaluates_average: bool = False
+    """Whether evaluations use the average of weights that the engine keeps."""
     asked: Request = field(default_factory=Request)
     """The wishes of all ranks after the last step."""
     failed_saves: Exception | None = None

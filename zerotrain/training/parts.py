@@ -9,7 +9,7 @@ from zerotrain.training.callbacks.evaluation import RunEvaluation
 from zerotrain.training.callbacks.profile import Recording
 from zerotrain.training.callbacks.progress import ShowProgress
 from zerotrain.training.callbacks.sample import Sample
-from zerotrain.training.callbacks.stages import RunStages
+from zerotrain.training.callbacks.stages import RunFreezing, RunStages
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.figures.metrics import StepClock
 from zerotrain.training.figures.result import RunResult
@@ -41,6 +41,7 @@ def callbacks_of(
         Measuring(engine, world, feed, result, clock, stages, model_flops=given.model_flops, log_every=given.log_every),
         Sample(num_tokens=given.sample_tokens, prompts=given.sample_prompts, seed=given.seed),
         stages,
+        RunFreezing(engine, console, given.frozen),
         ShowStart(stages, feed.sampler),
         ShowProgress(),
         Recording(trace=given.profile, memory=given.memory_snapshot),

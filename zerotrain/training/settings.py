@@ -29,6 +29,8 @@ class TrainerSettings:
     """(updates done, max_steps) -> factor on the learning rate. A skipped step is no update."""
     stages: Mapping[int, int] = field(default_factory=dict)
     """Steps done, and the ZeRO stage from there on: {500: 3}. Before the first entry the engine's own."""
+    frozen: Mapping[str, int | None] = field(default_factory=dict)
+    """Parameters that the settings freeze, by first name: the steps for which they do not train; None: all."""
     seed: int
     """Seed of the data's order and of the sample of text."""
     max_steps: int

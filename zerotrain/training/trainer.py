@@ -107,6 +107,7 @@ class Trainer(TrainerSettings):
 
     def _begin(self, run: Run) -> None:
         """Be where the run is to go on, and start the callbacks. Collective."""
+        self._callbacks.call("prepare", run)
         if (resumed := self.checkpoints.resume()) is not None:
             self._go_on(resumed)
         self.feed.agree(self.data_state, self.data_checked)

@@ -18,6 +18,10 @@ from zerotrain.launching.end.failures import Failure, first_failure
 from zerotrain.launching.end.presence import RankState, continue_stopped, read_states, seen_alive
 from zerotrain.launching.job import folder_lock
 from zerotrain.launching.job.job import Job, write_ending
+from zerotrain.report.curves import read_curves
+from zerotrain.report.page.page import page_of
+from zerotrain.report.rows import read_report
+from zerotrain.report.table import print_table
 from zerotrain.training.callbacks import control
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.figures.sinks import keep_lines
@@ -32,11 +36,13 @@ def make_result(folder: Path) -> None:
 
 
 def read_result(folder: Path) -> Any:
-    """By the table of a sweep, by what goes on with the folder, and by the end of a job."""
+    """By the table and the page of a sweep, by what goes on with the folder, and by the end of a job."""
 
     said = io.StringIO()
     results = sweep.read_results(folder)
-    sweep.print_table(results, Console(file=said, width=100)) if results else None
+    told = read_report(folder, [folder / job for job in results])
+    print_table(told, Console(file=said, width=100))
+    said.write(page_of(told).decode())
     require_printable(said.getvalue().splitlines())
     job = Job(config=Config(), run_dir=folder / "0", overrides=[])
     write_ending(job, 2, status="failed", error="x")
@@ -104,5 +110,6 @@ def make_metrics(folder: Path) -> None:
 
 def read_metrics(folder: Path) -> Any:
 
+    read_curves(folder / "metrics.jsonl")
     keep_lines(folder / "metrics.jsonl", folder / "kept.jsonl", until=20)
     return (folder / "kept.jsonl").read_bytes()

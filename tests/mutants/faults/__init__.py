@@ -2,6 +2,7 @@
 
 from tests.mutants.fault import Fault
 from tests.mutants.faults import (
+    averages,
     checkpoints,
     comm,
     datasets,
@@ -18,6 +19,7 @@ from tests.mutants.faults import (
     parameters,
     reading,
     refusals,
+    reports,
     rhythms,
     rows,
     runs,
@@ -56,6 +58,7 @@ FAULTS: dict[str, Fault] = {
         export,
         starts,
         runs,
+        reports,
         saved,
         reading,
         offload,
@@ -68,6 +71,7 @@ FAULTS: dict[str, Fault] = {
         saves,
         ends,
         feeds,
+        averages,
     )
     for name, fault in room.FAULTS.items()
 }

@@ -142,8 +142,8 @@ FAULTS = {
     ),
     "always-done": Fault(
         HANDLES,
-        "return self._waited or self._done()",
-        "return True",
+        "            return self._done()",
+        "            return True",
         "a reduction is finished, and waited for, as soon as it is asked for",
         ANY,
     ),
@@ -316,5 +316,33 @@ FAULTS = {
         (
             "distributed/test_shared_memory.py::test_a_rank_that_is_stopped_is_told_of_after_the_timeout_and_fails_when_it_goes_on",
         ),
+    ),
+    "words-before-classes": Fault(
+        "comm/accounts/blame.py",
+        "    if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):\n        return False\n",
+        "    if any(word in str(error).lower() for word in _WORDS_OF_GLOO):\n        return True\n",
+        "a device assert or a lack of GPU memory is told as the loss of other ranks",
+        ("unit/comm/accounts/test_blame.py",),
+    ),
+    "metrics-blame-others": Fault(
+        "comm/ranks/world.py",
+        "            if not is_of_others(error):\n                raise\n",
+        "",
+        "an own error that surfaces in the sum of metrics or a barrier is told as the loss of other ranks",
+        ("unit/comm/accounts/test_blame.py",),
+    ),
+    "block-added-from-its-front": Fault(
+        "engine/buckets/parts/norm.py",
+        "            rows[:, :width].add_(rows[:, width : 2 * width])\n",
+        "            rows[:, :width].add_(rows[:, 1 : width + 1])\n",
+        "on a GPU the norm leaves elements of a block out",
+        ("unit/engine/buckets/parts/test_norm.py",),
+    ),
+    "outside-of-steps-no-wait": Fault(
+        COLLECTIVES,
+        "            device_of(self.world.device).event().settle()\n",
+        "            pass\n",
+        "on NCCL ranks run ahead of one that hashes, and the watchdog ends them",
+        ("unit/comm/test_collectives.py",),
     ),
 }

@@ -10,8 +10,8 @@ OF_SAMPLE = ("unit/training/callbacks/test_sample.py",)
 FAULTS = {
     "rhythms-never": Fault(
         STEPS,
-        "max(1, round(num_sequences / batch_size))",
-        "round(num_sequences / batch_size)",
+        "max(1, round(num_sequences / batch_size_of(config, num_ranks)))",
+        "round(num_sequences / batch_size_of(config, num_ranks))",
         "a rhythm of less than a step is none: nothing is ever evaluated",
         OF_STEPS,
     ),

@@ -122,13 +122,6 @@ FAULTS = {
         "the second job of a folder erases the first",
         OF_SWEEPS,
     ),
-    "sweep-counts-refused-jobs-as-other-ranks": Fault(
-        "launching/command/sweep.py",
-        "for result in results.values()} - {0}) > 1",
-        "for result in results.values()}) > 1",
-        "one refused job makes the numbers of ranks a column of its own",
-        OF_SWEEPS,
-    ),
     "control-answers-over-a-later-request": Fault(
         "training/callbacks/control.py",
         "        if self._state() != self._seen:  # something",

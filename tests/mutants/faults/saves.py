@@ -232,8 +232,8 @@ FAULTS = {
     ),
     "saves-buffers-not-verified": Fault(
         "checkpoint/others/weights.py",
-        "part, num_parts, roles=(WEIGHT, BUFFER))",
-        "part, num_parts, roles=(WEIGHT,))",
+        "if averaged else (WEIGHT, BUFFER)",
+        "if averaged else (WEIGHT,)",
         "a damaged buffer is found when the weights are loaded already",
         (
             "unit/engine/state/sources/test_files_refused.py::test_a_flipped_byte_of_a_checkpoints_buffers_is_refused_before_anything_has_changed",

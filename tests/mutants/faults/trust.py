@@ -37,8 +37,8 @@ FAULTS = {
     ),
     "trust-resolves-a-file": Fault(
         "config/compose.py",
-        "OmegaConf.structured(Config), literal(values)))",
-        "OmegaConf.structured(Config), values))",
+        "OmegaConf.merge(_schema(), literal(values)))",
+        "OmegaConf.merge(_schema(), values))",
         "a checkpoint reads the environment of who loads it",
         OF_TRUST,
     ),

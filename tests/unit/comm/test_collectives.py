@@ -1,13 +1,16 @@
 """What an engine's collectives count and compare, on ranks that are threads."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from zerotrain.comm import collectives as comm
 from zerotrain.comm.accounts.ledger import Ledger
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.ranks.world import World
+from zerotrain.device.device import Event
 from zerotrain.errors import CommError
 from zerotrain.testing import fake_wire
 from zerotrain.testing.fake_wire import run_threads
@@ -60,3 +63,28 @@ def test_a_small_one_that_fails_is_told_with_its_name(monkeypatch: pytest.Monkey
 
     with pytest.raises(CommError, match=r"rank 0 failed in comparison of norm .* only ranks \[0\] have come"):
         run_threads(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("call", ["broadcast", "gather_now"])
+def test_outside_of_steps_every_rank_waits_for_its_device_once_a_bucket(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NCCL a collective's time counts from its issue: no rank may issue those that others are not near to."""
+    settled: list[str] = []
+
+    class OfDevice(Event):
+        def settle(self) -> None:
+            settled.append(call)
+
+    monkeypatch.setattr(comm, "device_of", lambda _: SimpleNamespace(event=OfDevice))
+
+    def on_a_rank(world: World) -> None:
+        mine = collectives(world)
+        for name in ("unit", "blocks.0"):
+            if call == "broadcast":
+                mine.broadcast(torch.zeros(2), name=name)
+            else:
+                mine.gather_now(name, torch.zeros(2), torch.zeros(1))
+
+    run_threads(on_a_rank, 2)
+    assert len(settled) == 4

@@ -103,8 +103,29 @@ def test_the_edge_of_a_range_is_allowed(compose, override):
 def test_every_model_can_be_compiled_and_checkpointed(compose, group):
     config, problems = checked_config(compose([group, "model.compile=true", "model.activation_checkpointing=true"]))
     assert problems == []
-    assert config.model_switches == {"compile": True, "activation_checkpointing": True}
+    assert config.model_switches == {"compile": True, "activation_checkpointing": True, "freeze": None}
     assert not config.model_switches.keys() & config.model_target.keys()
+
+
+@pytest.mark.parametrize(
+    ("setting", "given"),
+    [
+        ("model.freeze", "wpe.*"),
+        ("model.freeze", "[{match: wpe.*, unitl: 3}]"),
+        ("model.freeze", "[{match: [], until: 3}]"),
+        ("model.freeze", "[{match: wpe.*, until: 15m}]"),
+        ("model.freeze", "['']"),
+        ("optimizer.groups", "[{match: wpe.*, lr: 1}]"),
+        ("optimizer.groups", "{a: {lr: 1}}"),
+        ("optimizer.groups", "{a: {match: wpe.*}}"),
+        ("optimizer.groups", "{a: {match: wpe.*, name: b, lr: 1}}"),
+        ("optimizer.groups", "{a: {match: wpe.*, lr: inf}}"),
+    ],
+)
+def test_what_is_frozen_and_in_groups_has_one_form(compose, setting: str, given: str) -> None:
+    _, problems = checked_config(compose(["model=mlp", f"{setting}={given}"]))
+    assert len(problems) == 1
+    assert problems[0].startswith(f"{setting}: got ")
 
 
 def test_every_dataset_can_be_read_by_workers_and_collated_by_a_function(compose):
@@ -252,7 +273,7 @@ def test_every_setting_has_a_rule():
     groups = {"zero": ZeroGroup, "precision": PrecisionConfig, "train": TrainConfig, "launch": LaunchConfig}
     declared = {f"{group}.{each.name}" for group, kind in groups.items() for each in fields(kind)}
     declared |= {"seed", *(f"model.{each.name}" for each in fields(ModelSwitches))}
-    declared |= {f"data.{each.name}" for each in fields(DataSwitches)}
+    declared |= {f"data.{each.name}" for each in fields(DataSwitches)} | {"optimizer.groups"}
     refused = {name for name in declared if must_be(name, "?")}
     assert refused == declared
 

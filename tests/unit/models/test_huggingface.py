@@ -13,9 +13,12 @@ transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import zerotrain  # noqa: E402
+from zerotrain.config.schema import Config  # noqa: E402
 from zerotrain.deferred.init import MIN_NBYTES, deferred_init  # noqa: E402
+from zerotrain.errors import ConfigError  # noqa: E402
 from zerotrain.models import HuggingFaceModel  # noqa: E402
 from zerotrain.models.pretrained import find_weights, load_weights  # noqa: E402
+from zerotrain.run.trained import freeze  # noqa: E402
 from zerotrain.testing.fake_wire import run_threads  # noqa: E402
 
 GPT2 = {"model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -142,10 +145,19 @@ def test_on_the_meta_device_nothing_is_read(folder: Path) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_frozen_patterns_are_not_trained() -> None:
-    model = HuggingFaceModel(config=GPT2, vocab_size=60, freeze=["*.wte.*", "*.bias"])
-    frozen = {name for name, parameter in model.model.named_parameters() if not parameter.requires_grad}
-    assert frozen == {name for name, _ in model.model.named_parameters() if "wte" in name or name.endswith(".bias")}
+def test_what_the_settings_freeze_is_not_trained_and_beside_adapters_it_has_no_effect() -> None:
+    def frozen(patterns: list[str], **arguments: Any) -> set[str]:
+        model = HuggingFaceModel(config=GPT2, vocab_size=60, **arguments)
+        freeze(Config(model={"freeze": patterns}), model)
+        return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+    names = [name for name, _ in HuggingFaceModel(config=GPT2, vocab_size=60).named_parameters()]
+    assert frozen(["*.wte.*", "*.bias"]) == {name for name in names if "wte" in name or name.endswith(".bias")}
+    with pytest.raises(ConfigError, match=r"'transformer\.wte\.\*' is no .*; did you mean \*\.transformer\.wte\.\*\?"):
+        frozen(["transformer.wte.*"])
+    pytest.importorskip("peft")
+    with pytest.raises(ConfigError, match=r"model\.freeze: \*\.wte\.\* has no effect, since all that it matches is"):
+        frozen(["*.wte.*"], lora={"rank": 2})
 
 
 @pytest.mark.parametrize("targets", [None, ["c_attn"]])
@@ -167,10 +179,6 @@ def test_with_adapters_nothing_else_is_trained(targets: list[str] | None) -> Non
         ({"config": {"model_type": "lama"}}, r"model\.config\.model_type=lama is no .*llama"),
         ({"config": GPT2 | {"n_layers": 3}}, r"model\.config\.n_layers: a model of type gpt2 has no.*mean n_layer\?"),
         ({"name_or_path": "no/such_model"}, r"model\.name_or_path=no/such_model is neither a folder with a model nor"),
-        (
-            {"config": GPT2, "freeze": ["blocks.*"]},
-            r"model\.freeze: blocks\.\* matches no parameter; .*wte",
-        ),
         ({"config": GPT2, "lora": {"rank": -1}}, r"model\.lora\.rank=-1 is too small"),
         ({"config": GPT2, "lora": {"rank": "x"}}, r"model\.lora\.rank=x is no whole number"),
         ({"config": GPT2, "lora": {"rank": 0, "alpha": 32}}, r"model\.lora\.alpha=32 has no effect without adapters"),
@@ -180,7 +188,6 @@ def test_with_adapters_nothing_else_is_trained(targets: list[str] | None) -> Non
             r"lora\.use_rslora: there is no such .*dropout, targets",
         ),
         ({"config": GPT2, "lora": {"rank": 2, "targets": "c_attn"}}, r"targets=c_attn is no list .*targets=\[c_attn\]"),
-        ({"config": GPT2, "freeze": "*.wte.*"}, r"model\.freeze=\*\.wte\.\* is no list of names"),
         (
             {"config": MIXTRAL | {"router_aux_loss_coef": 5.0}},
             r"model\.config\.router_aux_loss_coef=5\.0 has no effect without \+model\.config\.output_router",
@@ -193,7 +200,6 @@ def test_with_adapters_nothing_else_is_trained(targets: list[str] | None) -> Non
         ),
         ({"config": GPT2, "lora": {"rank": 2, "dropout": 1.0}}, r"model\.lora\.dropout=1\.0 is out of range"),
         ({"config": GPT2, "lora": {"rank": 2, "targets": ["q_proj"]}}, r"model\.lora\.targets=\['q_proj'\]: "),
-        ({"config": GPT2, "lora": {"rank": 2}, "freeze": ["*"]}, r"model\.freeze has no effect with model\.lora"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from zerotrain.checkpoint.blocks import hash_of
 from zerotrain.checkpoint.kept import candidates, entries
-from zerotrain.checkpoint.manifest import BUFFER, MANIFEST, WEIGHT, dtype_of, of_rank_0, read_manifest
+from zerotrain.checkpoint.manifest import AVERAGE, BUFFER, MANIFEST, WEIGHT, dtype_of, of_rank_0, read_manifest
 from zerotrain.checkpoint.others.dcp_metadata import METADATA
 from zerotrain.checkpoint.others.dcp_weights import DcpWeights
 from zerotrain.checkpoint.others.given import GivenTensor, Weights, row_by_row
@@ -63,15 +63,20 @@ def resolved(path: str | os.PathLike[str]) -> Path:
         raise
 
 
-def find_weights(path: str | os.PathLike[str]) -> Weights:
+def find_weights(path: str | os.PathLike[str], *, averaged: bool = False) -> Weights:
     """Open what `path` names; headers alone are read.
+
+    Args:
+        averaged: the averages of the weights, which only a checkpoint may have.
 
     Raises:
         CheckpointError: there are no weights that can be read, or a file is cut off, damaged or missing.
     """
     source = resolved(path)
     if os.path.isfile(source / MANIFEST):
-        return CheckpointWeights(source)
+        return CheckpointWeights(source, averaged=averaged)
+    if averaged:
+        raise CheckpointError(f"{source} is no checkpoint of zerotrain, and only those hold an average of weights")
     if os.path.isfile(source / METADATA):
         return DcpWeights(source)
     file = next((source / name for name in IN_FOLDERS if os.path.isfile(source / name)), source)
@@ -126,17 +131,20 @@ class FileWeights(Weights):
 
 
 class CheckpointWeights(Weights):
-    """Weights in a checkpoint of zerotrain: master weights, and the buffers of rank 0."""
+    """Weights in a checkpoint of zerotrain: master weights or their averages, and the buffers of rank 0."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, averaged: bool = False) -> None:
         self.path = path
         self._manifest = read_manifest(path)
+        self._roles = (WEIGHT, AVERAGE, BUFFER) if averaged else (WEIGHT, BUFFER)
+        if averaged:
+            self._manifest.require_average(path)
         self._opened = ExitStack()
         self._reader = self._opened.enter_context(Reader(path, self._manifest))
         self.fingerprint = hash_of(self._manifest.text().encode())
         self.tensors = []
-        for parameter in self._manifest.parameters.values():
-            tensor = parameter["tensors"].get(WEIGHT)
+        for name, parameter in self._manifest.parameters.items():
+            tensor = parameter["tensors"].get(self._manifest.weight_role(name, averaged=averaged))
             self._add(parameter["names"], tensor, parameter["shape"], parameter["stride"])
         for name, buffer in self._manifest.buffers.items():
             self._add([name], of_rank_0(buffer), buffer["shape"], row_by_row(buffer["shape"]))
@@ -148,7 +156,7 @@ class CheckpointWeights(Weights):
         self.tensors.append(GivenTensor(names, kind, dtype, tuple(shape), tuple(stride), tensor))
 
     def problems(self, taken: Sequence[GivenTensor], part: int, num_parts: int) -> list[str]:
-        return problems_in(self.path, self._manifest, part, num_parts, roles=(WEIGHT, BUFFER))
+        return problems_in(self.path, self._manifest, part, num_parts, roles=self._roles)
 
     def read(self, tensor: GivenTensor, start: int, target: torch.Tensor) -> None:
         if target.numel() > 0:

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NoReturn
 
-import torch.distributed as dist
-
+from zerotrain.comm.accounts.blame import is_of_others
+from zerotrain.comm.accounts.overdue import Overdue
 from zerotrain.comm.accounts.whereabouts import Whereabouts
 
-_WORDS_OF_BACKENDS = ("gloo", "connection", "timed out", "timeout", "socket", "peer")
-"""Gloo raises plain RuntimeErrors; their messages have at least one of these words."""
 ORDER_BITS = 52
 """Bits of the hash of the order of collectives: fp64 holds such an integer exactly."""
 _INVERSE = pow(1_000_003, -1, 2**ORDER_BITS)
@@ -68,11 +66,15 @@ class Journal:
 
     Args:
         overlap: False lets each collective be waited for as soon as it is issued.
+        overdue: watches them; None where the host waits for each.
     """
 
-    def __init__(self, ledger: Ledger, whereabouts: Whereabouts, *, overlap: bool) -> None:
+    def __init__(
+        self, ledger: Ledger, whereabouts: Whereabouts, *, overlap: bool, overdue: Overdue | None = None
+    ) -> None:
         self.ledger = ledger
         self.overlap = overlap
+        self.overdue = overdue
         self._whereabouts = whereabouts
         self._orders: Counter[str] = Counter()
 
@@ -103,14 +105,9 @@ class Journal:
             CommError: other ranks are gone, or did not come.
             RuntimeError: the error itself, of which no other rank is to blame: no memory, a fault of the device.
         """
-        if not _is_of_backend(error):
+        if not is_of_others(error):
             raise error
         raise self._whereabouts.lost_others(error, f"{kind} of {name}", waited_s) from error
-
-
-def _is_of_backend(error: RuntimeError) -> bool:
-    """Whether an error tells of other ranks, and not of this one's memory, device or arguments."""
-    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _WORDS_OF_BACKENDS)
 
 
 @cache

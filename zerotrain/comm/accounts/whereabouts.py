@@ -8,6 +8,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -85,29 +86,48 @@ class Whereabouts:
             said = f"rank {self.rank} failed in {here}: {first_line(error)}; {lacking}"
             self._lost = CommError(said, where=here, waited_s=waited_s, is_own=True)
             return self._lost
-        heard = self._exchange_words(here)
+        reason = first_line(error)
+        heard = self._exchange_words("failed", here, GRACE_S)
+        said = f"rank {self.rank} failed in {here} after {waited_s:.1f} s: {reason}"
+        self._lost = self._missing(said, here, waited_s, heard, in_time=not _TIME_IS_UP.search(reason))
+        return self._lost
+
+    def overdue(self, here: str, waited_s: float, grace_s: float) -> CommError:
+        """The error to tell of a collective that does not end. `here` is such as "gather of blocks.0 (step 3,
+        forward)"; so long, `grace_s`, others may take to come to the same."""
+        heard = self._exchange_words("overdue", here, grace_s)
+        said = f"rank {self.rank} has waited {waited_s:.1f} s in {here}"
+        return self._missing(said, here, waited_s, heard, in_time=False)
+
+    def take_back(self) -> None:
+        """The collective that was overdue has ended: leave the other ranks no word of it."""
+        with suppress(RuntimeError, ValueError):
+            self._words("overdue").delete_key(str(self.rank))
+
+    def _missing(self, said: str, here: str, waited_s: float, heard: dict[int, str], *, in_time: bool) -> CommError:
+        """An error that says of each other rank what is known of it."""
         lines = [f"rank {rank} failed in {where}" for rank, where in sorted(heard.items())]
         silent = [rank for rank in range(self.size) if rank != self.rank and rank not in heard]
         if silent:
             ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
             lines.append(f"no answer from {ranks}, which may compute, sleep or be gone")
-        reason = first_line(error)
-        self._lost = CommError(
-            f"rank {self.rank} failed in {here} after {waited_s:.1f} s: {reason}; {'; '.join(lines)}. All ranks must "
-            "make the same calls in the same order",
-            unheard=tuple(silent) if _TIME_IS_UP.search(reason) else (),
+        return CommError(
+            f"{said}; {'; '.join(lines)}. All ranks must make the same calls in the same order",
+            unheard=() if in_time else tuple(silent),
             where=here,
             waited_s=waited_s,
         )
-        return self._lost
 
-    def _exchange_words(self, here: str) -> dict[int, str]:
+    def _words(self, subject: str) -> dist.Store:
+        return dist.PrefixStore(f"zerotrain/{subject}/{self.group_name}", _get_default_store())
+
+    def _exchange_words(self, subject: str, here: str, grace_s: float) -> dict[int, str]:
         """Leave `here` for the other ranks; return what they have left, or leave within the grace."""
         heard: dict[int, str] = {}
         try:
-            store = dist.PrefixStore(f"zerotrain/failed/{self.group_name}", _get_default_store())
+            store = self._words(subject)
             store.set(str(self.rank), here)
-            deadline = time.monotonic() + GRACE_S
+            deadline = time.monotonic() + grace_s
             while len(heard) < self.size - 1 and time.monotonic() < deadline:
                 for rank in set(range(self.size)) - {self.rank} - set(heard):
                     if store.check([str(rank)]):

@@ -4,7 +4,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from zerotrain.comm.accounts.blame import is_of_others
+from zerotrain.comm.accounts.overdue import Overdue, Tell, tell_log
 from zerotrain.comm.accounts.shortage import files_problem, num_open_files
 from zerotrain.comm.accounts.whereabouts import Whereabouts
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.ranks.environment import STORE_VARIABLE, RankEnvironment
 from zerotrain.comm.ranks.meeting import make_together, meet, meet_at_rank_0
 from zerotrain.device.kinds import device_of, num_gpus
 from zerotrain.errors import ConfigError
@@ -23,6 +25,8 @@ from zerotrain.errors import ConfigError
 if TYPE_CHECKING:
     from zerotrain.comm.wire import Wire
 
+_SHARED_STARTS = ("TORCHELASTIC_RUN_ID", STORE_VARIABLE)
+"""Variables of ranks that one process has started."""
 _JOIN_S = {"gloo": 20.0, "nccl": 60.0}
 """How long ranks that have all come may take to make their groups: gloo a fraction of a second, NCCL, which starts the
 GPUs, several; then one of them is gone."""
@@ -65,19 +69,31 @@ class World:
     """Whether `close` ends torch.distributed as a whole."""
     whereabouts: Whereabouts = field(init=False, compare=False)
     """This rank's place in the training, for the error of a failed collective."""
+    tell: Tell = field(default=tell_log, compare=False)
+    """Is told of a collective that does not end, where the host does not wait for them."""
+    overdue: Overdue | None = field(init=False, compare=False)
+    """Watches collectives there."""
 
     def __post_init__(self) -> None:
         group_name = "" if self.group is None else self.group.group_name
-        object.__setattr__(self, "whereabouts", Whereabouts(self.rank, self.size, group_name))
+        whereabouts, overdue = Whereabouts(self.rank, self.size, group_name), None
+        if self.group is not None and not device_of(self.device).is_host:
+            timeout = timeout_of(self.group, self.device)
+            overdue = None if timeout is None else Overdue(whereabouts, timeout.total_seconds(), self.tell)
+        object.__setattr__(self, "whereabouts", whereabouts)
+        object.__setattr__(self, "overdue", overdue)
 
     @classmethod
-    def from_environment(cls, device: str = "auto", timeout_s: float = 300.0, *, shared_memory: bool = True) -> "World":
+    def from_environment(
+        cls, device: str = "auto", timeout_s: float = 300.0, *, shared_memory: bool = True, tell: Tell = tell_log
+    ) -> "World":
         """Join the ranks that RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT describe; without them, be alone.
 
         Args:
             device: cpu, cuda, or auto (cuda where there is one).
             timeout_s: seconds to wait for the other ranks, when they meet and in each collective.
             shared_memory: CPU ranks of one host read each other's memory; False: they send through sockets.
+            tell: told on a thread of a collective that does not end, some seconds before NCCL ends the process.
 
         Raises:
             ConfigError: cuda was asked for and is not there; the variables are incomplete or contradict each other; the
@@ -107,7 +123,7 @@ class World:
                 timeout=timedelta(seconds=timeout_s),
                 device_id=None if kind.is_host else chosen,
             )
-            return cls._around(chosen, local_rank, started_here=True, shared_memory=shared_memory)
+            return cls._around(chosen, local_rank, started_here=True, shared_memory=shared_memory, tell=tell)
 
         limit_s = _JOIN_S[kind.backend] + ranks.world_size * _JOIN_S_OF_A_RANK
         return make_together(ranks, join, min(timeout_s, limit_s))
@@ -117,7 +133,8 @@ class World:
         """The world of the process group the caller has initialised, or one process where there is none.
 
         Raises:
-            ConfigError: the group is NCCL's and `device` the CPU.
+            ConfigError: the group is NCCL's and `device` the CPU, or gloo's and `device` a GPU; the GPU is not the one
+                that torch takes where none is named.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(rank=0, size=1, local_rank=0, device=device)
@@ -126,15 +143,32 @@ class World:
                 f"the process group is {dist.get_backend()} and the model is on the CPU; move the model to this rank's "
                 "GPU before build_engine, or initialise the group with gloo"
             )
+        if not device_of(device).is_host and backend_of(dist.group.WORLD, device) == "gloo":
+            raise ConfigError(
+                f"the process group is {dist.get_backend()} and the model is on {device}, whose memory gloo would take "
+                "for the host's; initialise the group with nccl, or move the model to the CPU"
+            )
+        if not device_of(device).is_current:
+            raise ConfigError(
+                f"the model is on {device}, which is not the device of this rank's collectives; call "
+                f"torch.cuda.set_device({device.index}) before init_process_group"
+            )
         return cls._around(device, int(os.environ.get("LOCAL_RANK", dist.get_rank())), started_here=False)
 
     @classmethod
-    def _around(cls, device: torch.device, local_rank: int, started_here: bool, shared_memory: bool = True) -> "World":
+    def _around(
+        cls,
+        device: torch.device,
+        local_rank: int,
+        started_here: bool,
+        shared_memory: bool = True,
+        tell: Tell = tell_log,
+    ) -> "World":
         rank, size, everyone = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
         # Without a timeout of its own the new group would wait by torch's default, half an hour on gloo.
         reductions = dist.new_group(timeout=timeout_of(everyone, device))
         shards = Shards(rank, size, everyone, reductions, shared_memory=shared_memory)
-        return cls(rank, size, local_rank, device, shards=shards, group=everyone, started_here=started_here)
+        return cls(rank, size, local_rank, device, shards=shards, group=everyone, started_here=started_here, tell=tell)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The element-wise sum of a small tensor over all ranks, in place; CommError if they do not come. For metrics,
@@ -151,9 +185,18 @@ class World:
     def _together(self, collective: str, call: Callable[[], object]) -> None:
         started_s = time.monotonic()
         try:
-            call()
+            with self.watching(collective):
+                call()
         except RuntimeError as error:
+            if not is_of_others(error):
+                raise
             raise self.whereabouts.lost_others(error, collective, time.monotonic() - started_s) from error
+
+    def watching(self, collective: str) -> AbstractContextManager[None]:
+        """In here a collective is issued, and is told of if it does not end."""
+        if self.overdue is None:
+            return nullcontext()
+        return self.overdue.watching(collective, device_of(self.device).event)
 
     def close(self) -> None:
         """Leave the groups. Safe to call twice; a group the caller made is left to the caller."""
@@ -182,9 +225,10 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     return getattr(options, "_timeout", None)
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """The backend of a group for tensors of `device`: gloo, nccl, ...; for torch's fake group, in which benchmarks
     measure one rank of many alone, the device's real one."""
+    assert group is not None
     name = group._get_backend(device).name().lower()
     return device_of(device).backend if name == "fake" else name
 
@@ -207,9 +251,16 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
             "World.from_environment(device='cuda'), but torch sees no GPU here; use "
             "World.from_environment(device='cpu') or auto"
         )
-    if local_rank >= num_gpus():
+    if local_rank >= num_gpus_for(local_rank + 1):
         raise ConfigError(
             f"local rank {local_rank} has no GPU: this machine has {num_gpus()}; use "
             f"torchrun --nproc-per-node={num_gpus()} or less, or World.from_environment(device='cpu')"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank if local_rank < num_gpus() else 0)
+
+
+def num_gpus_for(num_local_ranks: int) -> int:
+    """GPUs for the ranks of this machine. A task of its own (`srun --gpus-per-task=1`) sees one, which no other has;
+    ranks that one process starts, torchrun's and the launcher's, all see the same."""
+    is_own_task = "LOCAL_RANK" in os.environ and not set(_SHARED_STARTS).intersection(os.environ)
+    return num_local_ranks if num_gpus() == 1 and is_own_task else num_gpus()

@@ -1,7 +1,8 @@
 """Handles on torch.distributed's own collectives."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,14 @@ class Works(Handle):
         self._works = ()
 
     def _done(self) -> bool:
-        return all(work is None or work.is_completed() for work in self._works)
+        return _are_completed(self._works)
+
+    def _is_over(self) -> Callable[[], bool]:
+        return partial(_are_completed, self._works)
+
+
+def _are_completed(works: Sequence[dist.Work | None]) -> bool:
+    return all(work is None or work.is_completed() for work in works)
 
 
 class NativeGather(Works, Gather):

@@ -14,7 +14,7 @@ from zerotrain.checkpoint.others.safetensors_out import OutTensor, write_safeten
 from zerotrain.commands.export import hugging_face, weights
 from zerotrain.commands.export.destination import made, require_apart, require_free
 from zerotrain.commands.export.optimizer import require_optimizer, write_optimizer
-from zerotrain.commands.frame import TRUST, exit_code, parser_of
+from zerotrain.commands.frame import TRUST, WEIGHTS, exit_code, is_averaged, parser_of
 from zerotrain.errors import ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.terminal import code_of
@@ -30,6 +30,7 @@ checkpoint. The export is verified, and DIR appears when it is complete.
 
   python -m zerotrain export outputs/2026-11-22/10-00-00 --out exported --dtype bf16
   python -m zerotrain export outputs/2026-11-22/10-00-00/checkpoints/step-00000100 --out exported --optimizer
+  python -m zerotrain export outputs/2026-11-22/10-00-00 --out averaged --weights ema
   python -m zerotrain export outputs/2026-11-22/10-00-00 --out dcp --dcp
 
 Exit code 0: it is there; 1: the disk failed; 2: an argument is wrong or the checkpoint is damaged, one line;
@@ -46,6 +47,7 @@ class Asked:
     dtype: str | None
     merge: bool
     optimizer: bool
+    weights: str
     dcp: bool
     shard_mb: float
     overwrite: bool
@@ -60,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", metavar="NAME", help="dtype of all floating-point weights: fp32, bf16 or fp16")
     parser.add_argument("--merge", action="store_true", help="add the adapters to the weights")
     parser.add_argument("--optimizer", action="store_true", help="optimizer.pt too, for torch.optim")
+    parser.add_argument("--weights", **WEIGHTS)
     parser.add_argument("--dcp", action="store_true", help="a folder of torch.distributed.checkpoint instead")
     parser.add_argument(
         "--shard-mb", type=float, default=5000.0, metavar="MB", help="largest size of a file, default 5000"
@@ -95,9 +98,12 @@ def export(path: str | os.PathLike[str], asked: Asked) -> Iterator[str]:
         raise ConfigError(
             "--dcp: writes weights and optimizer state as they are; leave out --merge, --optimizer, --dtype"
         )
+    if (averaged := is_averaged(asked.weights)) and (asked.dcp or asked.optimizer):
+        other = "--dcp" if asked.dcp else "--optimizer"
+        raise ConfigError(f"{other}: the optimizer's state is that of the trained weights; leave out --weights ema")
     out = Path(os.path.realpath(asked.out)) if asked.out.name in ("", "..") else asked.out.absolute()
     require_free(out, overwrite=asked.overwrite)
-    with nothing_imported_from(path), opened_run(path, trust_code=asked.trust_code) as run:
+    with nothing_imported_from(path), opened_run(path, trust_code=asked.trust_code, averaged=averaged) as run:
         require_apart(out, run.path, _read_beside(run))
         if asked.optimizer or asked.dcp:
             require_optimizer(run.saved)
@@ -120,7 +126,8 @@ def export(path: str | os.PathLike[str], asked: Asked) -> Iterator[str]:
                 name_of = str if model is None else weights.name_of_hugging_face
                 write_optimizer(folder / "optimizer.pt", run.saved, name_of)
     nbytes = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    yield f"{out}: step {run.step} of {run.path}, {nbytes / MB:.1f} MB"
+    what = "the average of weights of " * averaged
+    yield f"{out}: {what}step {run.step} of {run.path}, {nbytes / MB:.1f} MB"
 
 
 def _read_beside(run: SavedRun) -> list[Path]:
@@ -164,6 +171,7 @@ def _about(run: SavedRun, asked: Asked) -> dict[str, Any]:
         "step": run.step,
         "form": _form(run, asked),
         "dtype": asked.dtype,
+        "weights": asked.weights,
         "config_sha256": run.saved.manifest.content["config_sha256"],
         "config": run.saved.manifest.content["config"],
         "data_fingerprint": run.data_fingerprint,

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zerotrain.checkpoint.manifest import WEIGHT, dtype_of
+from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT, dtype_of
 from zerotrain.checkpoint.tensor_file import chunks
 from zerotrain.checkpoint.whole import CheckpointTensors
 from zerotrain.errors import ConfigError
@@ -56,7 +56,7 @@ def counts_of(parameter: dict[str, Any]) -> dict[str, Any]:
 def roles_of(parameter: dict[str, Any]) -> Iterator[tuple[str, torch.dtype, list[int]]]:
     """(role, dtype, shape) of what is kept of each element of a parameter, or of it as a whole."""
     for role, tensor in parameter["tensors"].items():
-        if role != WEIGHT:
+        if role not in (WEIGHT, AVERAGE):
             yield role, dtype_of(tensor), tensor.get("shape", parameter["shape"])
 
 

@@ -5,6 +5,7 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Gather
 from zerotrain.comm.scratch import Scratch, ScratchPool
+from zerotrain.device.device import lies_on_host
 from zerotrain.engine.buckets.parts.norm import BlockSquares
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.engine.options import EngineOptions
@@ -33,7 +34,9 @@ class BucketReduction:
     ) -> None:
         self._name, self._master, self._wire_pool = name, master, wire_pool
         self.shard = shard
-        self._exact_norm = options.given.max_grad_norm is not None
+        # On a GPU an exact norm is of use where the gradients have fixed bits too.
+        self.has_exact_norm = options.given.max_grad_norm is not None if lies_on_host(shard) else options.ordered
+        """Whether squares beyond fp32 are finite in the norm."""
         self.completes = True
         """Whether the reduction under way, or the last, was that of the step's last backward."""
         self._widened: Scratch | None = None
@@ -85,7 +88,7 @@ class BucketReduction:
         self.completes = completes
         self._squares = None
         if completes and self._sum is None:
-            self._squares = BlockSquares(self.shard, exact=self._exact_norm)
+            self._squares = BlockSquares(self.shard, exact=self.has_exact_norm)
         squares = None if self._squares is None else self._squares.take
         with named_range("reduce", self._name):
             self.handle.issue(root, squares)
@@ -110,16 +113,16 @@ class BucketReduction:
                 self._gather.issue()
 
     def take_squares(self, loss_scale: float, *, exact: bool = False) -> torch.Tensor:
-        """(shard_numel / 64,) fp64: the sum of squares of each block of `shard`, for the norm.
+        """(shard_numel / 64,) fp64: the sum of squares of each block of `shard`, for the norm; see `BlockSquares`.
 
         Args:
             loss_scale: a power of two that the gradient is too large by, and will be divided by later.
-            exact: also where the norm is only shown, and squares beyond fp32 would make it NaN.
+            exact: also where squares beyond fp32 would make it NaN.
         """
         with named_range("square", self._name):
             blocks, self._squares = self._squares, None
             if blocks is None:
-                blocks = BlockSquares(self.shard, exact=exact or self._exact_norm)
+                blocks = BlockSquares(self.shard, exact=exact or self.has_exact_norm)
                 blocks.take(0, self.shard)
             squares = blocks.squares()
             # Of the squares, not of their digits: numbers of another size would be cut at other bits.

@@ -22,6 +22,9 @@ from zerotrain.errors import EngineStateError
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
 
+SWAPPED_NUMEL = 2**20
+"""Elements of weights and average that are exchanged at a time."""
+
 
 class BucketUpdate:
     """One bucket's part of the optimizer. A bucket can be updated as soon as its gradient is there, and its gather
@@ -102,10 +105,10 @@ class BucketUpdate:
 
     def _planned_nbytes(self) -> int:
         """Bytes that the home will hold once the optimizer has made its state."""
-        groups, owned = self._groups, self.whole.targets.values() if self.whole is not None else ()
-        state = groups.state_nbytes([span.target.numel() for span in self.spans], is_whole=False)
+        samples, owned = self._groups.samples, self.whole.targets.values() if self.whole is not None else ()
+        state = samples.state_nbytes([span.target.numel() for span in self.spans], is_whole=False)
         return (
-            self.separate_master_nbytes + state + groups.state_nbytes([each.numel() for each in owned], is_whole=True)
+            self.separate_master_nbytes + state + samples.state_nbytes([each.numel() for each in owned], is_whole=True)
         )
 
     # ---- a step
@@ -116,32 +119,34 @@ class BucketUpdate:
         if not self.has_copy:
             self._weights.fetch_shard()
 
-    def run(self, factor: torch.Tensor | None) -> Iterator[None]:
+    def run(self, factor: torch.Tensor | None, average_share: float | None = None) -> Iterator[None]:
         """Update the bucket from its reduced gradient, which is read up to the first pause.
 
         Args:
             factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
+            average_share: see `Kept.update_average`; None: the average is not due, or there is none.
 
         Returns:
             The work. It pauses where whole tensors are on the wire, for other buckets to go on meanwhile; every rank
             must resume it at the same points.
         """
         self._weights.about_to_change()
-        return self._run_at_hand(factor) if self.is_away else self._run_here(factor)
+        step = self._run_at_hand if self.is_away else self._run_here
+        return step(factor, average_share)
 
-    def _run_at_hand(self, factor: torch.Tensor | None) -> Iterator[None]:
+    def _run_at_hand(self, factor: torch.Tensor | None, average_share: float | None) -> Iterator[None]:
         """Bring what is updated to where it can be computed with, and written to, and back."""
         self.home.open()
         try:
             self._weights.home.open(replaced=self.has_copy and not self._weights.writes.are_new)
             try:
-                yield from self._run_here(factor)
+                yield from self._run_here(factor, average_share)
             finally:
                 self._weights.home.close()
         finally:
             self.home.close()
 
-    def _run_here(self, factor: torch.Tensor | None) -> Iterator[None]:
+    def _run_here(self, factor: torch.Tensor | None, average_share: float | None) -> Iterator[None]:
         with named_range("optimizer", self.spec.name):
             self._take_writes()
             gradient = self._gradient.reduction.reduced()
@@ -159,6 +164,8 @@ class BucketUpdate:
             if widened is not None:
                 self._pool.give_back(widened)
         yield from rest
+        if average_share is not None:
+            self.kept.update_average(average_share)
         self._refresh()
 
     def _run(self, optimizer: torch.optim.Optimizer | None, updates: Updates) -> None:
@@ -202,6 +209,17 @@ class BucketUpdate:
         self._take_writes()
         return self.master_weight
 
+    def swap_average(self) -> None:
+        """Let the average and the weights change places, between steps; a few MiB are held twice meanwhile."""
+        weight, average = self.current_weight(), self.kept.average
+        assert average is not None  # it has been updated
+        self._weights.about_to_change()
+        for one, other in zip(weight.split(SWAPPED_NUMEL), average.split(SWAPPED_NUMEL), strict=True):
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
+        self._refresh()
+
     def _rest(self) -> None:
         """Whoever looks at what is kept between steps finds it at rest."""
         self.home.put_away()
@@ -236,10 +254,11 @@ class BucketUpdate:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes of optimizer state and separate master weight on the device between updates."""
+        """Bytes of optimizer state, separate master weight and average on the device between updates."""
         if self.home.nbytes:
             return 0
-        return self.separate_master_nbytes + sum(tensor.nbytes for tensor in self.kept.state_tensors())
+        average = 0 if self.kept.average is None else self.kept.average.nbytes
+        return self.separate_master_nbytes + average + sum(tensor.nbytes for tensor in self.kept.state_tensors())
 
 
 def step_on_lent(optimizer: torch.optim.Optimizer, updates: Updates) -> None:

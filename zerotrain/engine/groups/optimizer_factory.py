@@ -1,6 +1,8 @@
 """Torch optimizers of parameter groups: which of them work on elements, and which need whole tensors."""
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ WHOLE_TENSOR_OPTIMIZERS = (torch.optim.Adafactor, torch.optim.Muon)
 """Those of torch that update each tensor apart from the others; any other class says `whole_tensor = True`."""
 
 SAMPLE_SHAPE = (64, 64)
+WHOLE = "whole "
+"""The names of groups begin with it whose parameters are updated whole."""
 
 
 def build_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -39,7 +43,7 @@ def build_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> 
     Raises:
         ConfigError: it is known to need more than it would get, or refuses what it gets.
     """
-    whole = groups[0]["name"].startswith("whole ")
+    whole = groups[0]["name"].startswith(WHOLE)
     optimizer = _made(factory, groups)
     kind = type(optimizer).__name__
     if kind in NEEDS_EVERYTHING:
@@ -55,6 +59,32 @@ def build_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> 
             "outside of any graph; leave it out"
         )
     return optimizer
+
+
+def require_values(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> None:
+    """Make sure that a group's settings have values that its optimizer can have. Torch looks only at those that it is
+    made with, so one is made with them.
+
+    Raises:
+        ConfigError: they have not, in the words of the optimizer.
+    """
+    kind, defaults = type(optimizer), optimizer.defaults
+    if not settings:
+        return
+    try:
+        known = inspect.signature(kind).parameters
+        made = {name: value for name, value in defaults.items() if name in known}
+        kind([torch.zeros(SAMPLE_SHAPE)], **made)
+    except Exception:  # a user's class that cannot be made so
+        return
+    for name, value in settings.items():
+        if isinstance(value, str) and isinstance(defaults.get(name), Real):
+            raise ConfigError(f"param_groups: {name}={value!r} is a text; {kind.__name__} takes a number")
+    try:
+        kind([torch.zeros(SAMPLE_SHAPE)], **made | {name: value for name, value in settings.items() if name in known})
+    except (ValueError, TypeError, LookupError) as error:
+        told = ", ".join(f"{name}={value}" for name, value in settings.items())
+        raise ConfigError(f"param_groups: {kind.__name__} cannot have {told}: {error}") from error
 
 
 def works_on_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:

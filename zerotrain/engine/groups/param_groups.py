@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,19 +12,19 @@ from torch import nn
 
 from zerotrain.engine.groups.hyperparameters import Hyperparameters, shown_groups, told
 from zerotrain.engine.groups.optimizer_factory import (
-    SAMPLE_SHAPE,
+    WHOLE,
     OptimizerFactory,
     build_optimizer,
     needing_whole,
-    sampled_nbytes,
-    updates_whole,
 )
-from zerotrain.engine.groups.trial import Trials
-from zerotrain.errors import ConfigError
-from zerotrain.sharding.layout import round_up
-from zerotrain.sharding.units import ManagedParameter, ModelParameter, Unit
+from zerotrain.engine.groups.samples import GroupSamples
+from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.sharding.units import ManagedParameter, ModelParameter, Unit, matching, no_match
 
 _CPU = torch.device("cpu")
+OF_THE_REST = ("matrices", "others")
+"""The names of the groups of what no other has, where weight decay is for matrices alone."""
+_CHANGING = ("_group", "_home", "_settings", "_generation", "_classified", "_whole")
 
 
 class ParamGroups:
@@ -35,17 +34,19 @@ class ParamGroups:
 
     Args:
         parameters: of the model, in module order.
+        units: of the model: an optimizer may choose by them what it updates whole.
         factory: makes an optimizer from groups.
-        given: as for `build_engine`; None: one group, "parameters", and with a name that begins with "whole " one of
-            what is updated whole.
-        decay_all: False: of None make two groups, "matrices" (two or more dimensions) and "others", whose weight decay
-            is 0.
-        device: of the master weights, on which optimizers are tried.
+        given: as for `build_engine`; None: one group, "parameters". What is updated whole has groups of its own, whose
+            names begin with "whole ".
+        decay_all: False: weight decay is for parameters of two or more dimensions, unless a group sets it: a group NAME
+            has those of fewer in "NAME others", whose weight decay is 0, and what no group names is in "matrices" and
+            "others".
+        device: of the master weights, on which optimizers are tried; None: they are not.
         warns: whether a group without parameters is to be told of.
 
     Raises:
-        ConfigError: a group names no parameter or hyperparameter that is there, a parameter has no group or is named by
-            itself in two, or the optimizer cannot work so.
+        ConfigError: a group names no parameter or hyperparameter that is there, or gives one a value that it cannot
+            have; a parameter has no group or is named by itself in two; or the optimizer cannot work so.
     """
 
     hyperparameters: list[dict[str, Any]]
@@ -54,92 +55,119 @@ class ParamGroups:
     """For each group the class of its optimizer."""
     defaults: dict[str, Any]
     """The optimizer's own settings."""
+    samples: GroupSamples
+    """Optimizers as those of the groups."""
 
     def __init__(
         self,
         parameters: Sequence[ModelParameter],
+        units: Sequence[Unit[ModelParameter]],
         factory: OptimizerFactory,
         given: Sequence[dict[str, Any]] | None,
         *,
         decay_all: bool = True,
-        device: torch.device = _CPU,
+        device: torch.device | None = _CPU,
         warns: bool = True,
     ) -> None:
         self.factory = factory
-        self._trials = Trials(factory, device)
+        self.samples = GroupSamples(factory, device)
         self.hyperparameters, self.kinds = [], []
-        self._warns = warns
+        self._units, self._decay_all, self._warns = units, decay_all, warns
+        self._parameters = parameters
         self._names = {each.parameter: each.names for each in parameters}
         self._group: dict[nn.Parameter, int] = {}
+        self._home: dict[nn.Parameter, str] = {}
+        """The name of the group of each, without "whole "."""
+        self._settings: dict[str, dict[str, Any]] = {}
+        """What was given for those groups, by the same names."""
         self._generation: dict[nn.Parameter, int] = {}
         self._num_changes = 0
-        self._decay_all = decay_all
-        self._updates_whole = False
-        self._sampled_nbytes: dict[bool, int] = {}
-        if given is None:
-            return  # `classified` makes the groups: which parameters are updated whole depends on the units
-        if updates_whole(factory):
-            raise ConfigError(
-                "param_groups: the optimizer updates whole tensors and has groups of its own; leave param_groups out"
-            )
-        if not decay_all:
-            raise ConfigError("decay_all=False: has no effect with param_groups, which set weight_decay; leave it out")
-        for group in given:
+        self._classified: set[nn.Parameter] = set()
+        """What has been trained: of no other is it known whether it is updated whole."""
+        self._whole: set[nn.Parameter] = set()
+        self._decays = not decay_all and self.samples.decays
+        """Whether weight decay is for matrices alone."""
+        self._classify(self.trainable)
+        for group in given or ():
             self._add(group)
-        without = [parameter for parameter in self.trainable if parameter not in self._group]
-        if without:
+        num_given = len(self.hyperparameters)
+        rest = [parameter for parameter in self._names if parameter not in self._home]
+        if given is None or not decay_all:
+            self._add_default_groups(rest)
+            # First, since of the first group's learning rate is told as of the run's.
+            self.hyperparameters = self.hyperparameters[num_given:] + self.hyperparameters[:num_given]
+            self.kinds = self.kinds[num_given:] + self.kinds[:num_given]
+            self._take_places(self._home)
+        elif without := [parameter for parameter in rest if parameter.requires_grad]:
             raise ConfigError(
                 f"param_groups: {self._listed(without)} in no group; name it in one, end with a group of "
                 '{"params": ["*"]}, or freeze it with requires_grad_(False)'
             )
 
-    def _add_default_groups(self, parameters: Sequence[nn.Parameter], whole: set[nn.Parameter]) -> None:
-        """One group; or matrices, with weight decay, and the others; those updated whole in groups of their own."""
+    def _classify(self, started: Sequence[nn.Parameter]) -> None:
+        """Ask the optimizer which of these parameters, that train now, it updates whole."""
+        if new := {parameter for parameter in started if parameter not in self._classified}:
+            self._whole |= new & {each.parameter for each in needing_whole(self.factory, self._units)}
+            self._classified |= new
 
-        def kind(parameter: nn.Parameter) -> str:
-            if self._decay_all:
-                return "parameters"
-            return "matrices" if parameter.ndim >= 2 else "others"
-
-        names_of = {each: ("whole " if each in whole else "") + kind(each) for each in parameters}
-        names = ["parameters"] if self._decay_all else ["matrices", "others"]
-        if self._updates_whole:
-            names = sorted({names_of[parameter] for parameter in parameters if parameter.requires_grad})
-        for name in names:
-            self._append({"name": name})
-            if name.endswith("others") and "weight_decay" in self.hyperparameters[-1]:
-                self.hyperparameters[-1]["weight_decay"] = 0.0
-        self._group = {each: names.index(name) for each, name in names_of.items() if name in names}
+    def _add_default_groups(self, parameters: Sequence[nn.Parameter]) -> None:
+        """One group; or matrices, with weight decay, and the others."""
+        kinds = ["parameters"] if self._decay_all else list(OF_THE_REST)
+        for parameter in parameters:
+            self._home[parameter] = kinds[0 if parameter.ndim >= 2 else -1]
+        self._settings |= {kind: {} for kind in kinds} | ({"others": {"weight_decay": 0.0}} if self._decays else {})
+        if self._whole or len(self._home) > len(parameters):
+            kinds = sorted({self._full_name(each) for each in parameters if each.requires_grad})
+        for name in kinds:
+            self._append(name)
+        self._take_places(parameters)
 
     def _add(self, group: dict[str, Any]) -> None:
-        """Append a group; of the parameters it names it gets those that no group has."""
-        named, index = _named_in(group), len(self.hyperparameters)
-        settings = {"name": f"group {index}"} | {key: value for key, value in group.items() if key != "params"}
-        if settings["name"] in [other["name"] for other in self.hyperparameters]:
-            raise ConfigError(f"param_groups: two groups are called {settings['name']!r}; give each a name of its own")
+        """Append a group, in its parts; of the parameters it names it gets those that no group has."""
+        named, settings = _named_in(group), {key: value for key, value in group.items() if key != "params"}
+        name = settings.pop("name", f"group {len(self.hyperparameters)}")
+        if {name, f"{name} others"} & self._settings.keys():
+            raise ConfigError(f"param_groups: two groups are called {name!r}; give each a name of its own")
+        if name.startswith(WHOLE) or (not self._decay_all and name in OF_THE_REST):
+            raise ConfigError(f"param_groups: a group is called {name!r}, a name of the engine's; give it another")
         members = self.find(named, "param_groups")
-        taken = [each for each in named if isinstance(each, nn.Parameter) and each in self._group]
+        taken = [each for each in named if isinstance(each, nn.Parameter) and each in self._home]
         if taken:
             raise ConfigError(f"param_groups: {self._listed(taken)} in two groups; leave it in one")
-        self._append(settings)
-        self._group = dict.fromkeys(members, index) | self._group
-        if self._warns and not any(self._group[parameter] == index for parameter in members):
-            warnings.warn(f"param_groups: group {settings['name']!r} holds no parameter", stacklevel=2)
+        members = [parameter for parameter in members if parameter not in self._home]
+        self._settings[name] = settings
+        self._home |= dict.fromkeys(members, name)
+        if self._decays and "weight_decay" not in settings:
+            others = [parameter for parameter in members if parameter.ndim < 2]
+            if len(others) == len(members):
+                self._settings[name] = settings | {"weight_decay": 0.0}
+            elif others:
+                self._settings[f"{name} others"] = settings | {"weight_decay": 0.0}
+                self._home |= dict.fromkeys(others, f"{name} others")
+        bare = self.samples.named(name)
+        self.samples.require_known({self._full_name(each) for each in members} or {bare}, settings)
+        for part in dict.fromkeys(self._full_name(each) for each in members if each.requires_grad) or [bare]:
+            self._append(part)
+        self._take_places(members)
+        if self._warns and not members:
+            warnings.warn(f"param_groups: group {name!r} holds no parameter", stacklevel=2)
 
-    def _append(self, settings: dict[str, Any]) -> None:
-        """Append the hyperparameters of a group, those not set from the optimizer's own; tried on small tensors."""
-        optimizer = build_optimizer(self.factory, [{"params": [torch.zeros(SAMPLE_SHAPE)], **settings}])
-        unknown = set(settings) - set(optimizer.defaults) - {"name", "initial_lr"}
-        if unknown:
-            raise ConfigError(
-                f"param_groups: {type(optimizer).__name__} has no {', '.join(sorted(unknown))}; it has "
-                f"{', '.join(sorted(optimizer.defaults))}"
-            )
-        completed = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        self._trials.require_fit(completed)
+    def _append(self, name: str, saved: Mapping[str, Any] | None = None) -> None:
+        """Append a group, its hyperparameters those that were given for it, or saved, and the optimizer's own."""
+        settings, optimizer = self.samples.with_settings(name, self._settings[name.removeprefix(WHOLE)], saved)
         self.defaults = optimizer.defaults
-        self.hyperparameters.append(Hyperparameters(completed))
+        self.hyperparameters.append(Hyperparameters(settings))
         self.kinds.append(type(optimizer).__name__)
+
+    def _full_name(self, parameter: nn.Parameter) -> str:
+        name = self._home[parameter]
+        return f"{WHOLE}{name}" if parameter in self._whole else self.samples.named(name)
+
+    def _take_places(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note the numbers of the groups of parameters, as far as there are such groups."""
+        numbers = {group["name"]: number for number, group in enumerate(self.hyperparameters)}
+        named = {parameter: self._full_name(parameter) for parameter in parameters}
+        self._group |= {parameter: numbers[name] for parameter, name in named.items() if name in numbers}
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -151,33 +179,26 @@ class ParamGroups:
         found: set[nn.Parameter] = set()
         for each in _as_list(named):
             if isinstance(each, str):
-                matching = [p for p, names in self._names.items() if any(fnmatchcase(name, each) for name in names)]
+                members = [managed.parameter for managed in matching(self._parameters, each)]
             elif isinstance(each, torch.Tensor):
-                matching = [parameter for parameter in self._names if parameter is each]
+                members = [parameter for parameter in self._names if parameter is each]
             else:
                 raise ConfigError(
                     f"{setting}: takes names, patterns such as '*.bias' and parameters, no {type(each).__name__}"
                 )
-            if not matching:
-                what = repr(each) if isinstance(each, str) else f"a tensor of shape {tuple(each.shape)}"
-                some = ", ".join(names[0] for names in list(self._names.values())[:3])
-                raise ConfigError(f"{setting}: {what} is no floating-point parameter of the model; it has {some}, ...")
-            found.update(matching)
+            if not members and isinstance(each, str):
+                raise ConfigError(f"{setting}: {no_match(self._parameters, each)}")
+            if not members:
+                raise ConfigError(f"{setting}: a tensor of shape {tuple(each.shape)} is no parameter of the model")
+            found.update(members)
         return [parameter for parameter in self._names if parameter in found]
 
-    def classified(
-        self, units: Sequence[Unit[ModelParameter]], dtypes: Mapping[nn.Parameter, torch.dtype]
-    ) -> list[Unit[ManagedParameter]]:
-        """The units, with all that decides how each parameter is held, moved and updated. The default groups are made
-        at the first call.
+    def classified(self, dtypes: Mapping[nn.Parameter, torch.dtype]) -> list[Unit[ManagedParameter]]:
+        """The units, with all that decides how each parameter is held, moved and updated.
 
         Args:
             dtypes: what each parameter is held in.
         """
-        whole = {each.parameter for each in needing_whole(self.factory, units)}
-        self._updates_whole = self._updates_whole or bool(whole)
-        if not self.hyperparameters:
-            self._add_default_groups([each.parameter for unit in units for each in unit.parameters], whole)
 
         def managed(each: ModelParameter) -> ManagedParameter:
             return ManagedParameter(
@@ -187,10 +208,12 @@ class ParamGroups:
                 dtype=dtypes[each.parameter],
                 group=self._group.get(each.parameter, 0),
                 generation=self._generation.get(each.parameter, 0),
-                is_updated_whole=each.parameter in whole,
+                is_updated_whole=each.parameter in self._whole and each.parameter.requires_grad,
             )
 
-        return [Unit(unit.name, unit.modules, list(map(managed, unit.parameters)), unit.is_root) for unit in units]
+        return [
+            Unit(unit.name, unit.modules, list(map(managed, unit.parameters)), unit.is_root) for unit in self._units
+        ]
 
     def optimizer_of(self, targets: Iterable[tuple[int, torch.Tensor]]) -> torch.optim.Optimizer | None:
         """The optimizer of tensors, each with the number of its group; None for no tensors."""
@@ -208,13 +231,6 @@ class ParamGroups:
             group.update(settings)
         return shown
 
-    def state_nbytes(self, numels: Sequence[int], *, is_whole: bool) -> int:
-        """Bytes that the optimizer will keep of tensors of so many elements, each on a border of 256 bytes."""
-        if numels and is_whole not in self._sampled_nbytes:
-            self._sampled_nbytes[is_whole] = sampled_nbytes(self.factory, is_whole=is_whole)
-        sample_numel = SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1]
-        return sum(round_up(numel * self._sampled_nbytes[is_whole] // sample_numel, 256) + 256 for numel in numels)
-
     # ---- changes of what trains
 
     @contextmanager
@@ -223,7 +239,7 @@ class ParamGroups:
         trained, num_groups = set(self.trainable), len(self.hyperparameters)
         kept: dict[str, Any] = {
             name: copy(vars(self)[name])
-            for name in ("_group", "_generation", "_num_changes", "_updates_whole", "kinds", "defaults")
+            for name in (*_CHANGING, "_num_changes", "kinds", "defaults")
             if name in vars(self)
         }
         try:
@@ -252,7 +268,6 @@ class ParamGroups:
 
     def freeze(self, named: Any) -> bool:
         """Let parameters train no more, but not all; returns whether any did. They keep their group."""
-        self._require_elements("freeze")
         stopped = [parameter for parameter in self.find(named, "freeze") if parameter.requires_grad]
         if stopped and len(stopped) == len(self.trainable):
             raise ConfigError(f"freeze: {named} would leave no parameter that trains")
@@ -262,33 +277,37 @@ class ParamGroups:
 
     def unfreeze(self, named: Any) -> bool:
         """Let frozen parameters train in the group they have, as new to the optimizer; returns whether any did not."""
-        self._require_elements("unfreeze")
         started = [parameter for parameter in self.find(named, "unfreeze") if not parameter.requires_grad]
-        without = [parameter for parameter in started if parameter not in self._group]
+        without = [parameter for parameter in started if parameter not in self._home]
         if without:
             raise ConfigError(f"unfreeze: {self._listed(without)} in no group; use engine.add_param_group instead")
         self._num_changes += 1
         for parameter in started:
             parameter.requires_grad_(True)
             self._generation[parameter] = self._num_changes
+        self._classify(started)
+        there = {group["name"] for group in self.hyperparameters}
+        for name in dict.fromkeys(map(self._full_name, started)):
+            if name not in there:
+                self._append(name)
+        self._take_places(started)
         return bool(started)
 
     def add(self, group: dict[str, Any]) -> bool:
         """Append a group of frozen parameters and let them train; returns whether there are any."""
-        self._require_elements("add_param_group")
         group = group | {"params": _named_in(group)}
         members = self.find(group["params"], "add_param_group")
         training = [parameter for parameter in members if parameter.requires_grad]
         if training:
             raise ConfigError(f"add_param_group: {self._listed(training)} in a group that trains; freeze it first")
-        before = dict(self._group)
         for parameter in members:
             self._group.pop(parameter, None)
-        try:
-            self._add(group)
-        except ConfigError:
-            self._group = before
-            raise
+            self._home.pop(parameter, None)
+            parameter.requires_grad_(True)
+        self._classify(members)
+        self._add(group)
+        for parameter in members:
+            parameter.requires_grad_(False)
         return bool(members) and self.unfreeze(members)
 
     # ---- as another engine of the same model had it
@@ -303,25 +322,30 @@ class ParamGroups:
 
     def adopt(self, places: Mapping[str, Sequence[Any]], added: Sequence[dict[str, Any]]) -> bool:
         """Let train what trains in `places`, in the groups it says; `added` are the settings of those that are not here
-        yet. Returns True: what trains is to be cut anew."""
-        self._require_elements("load")
+        yet. Returns True: what trains is to be cut anew.
+
+        Raises:
+            CheckpointError: the optimizer would update a parameter whole that is in no group of such, or the other way.
+        """
         for settings in added:
-            self._append(settings)
+            self._settings.setdefault(settings["name"].removeprefix(WHOLE), {})
+            self._append(settings["name"], settings)
         for parameter, names in self._names.items():
             trains, group, generation = places[names[0]]
             parameter.requires_grad_(trains)
             self._generation[parameter] = generation
             if group is not None:
                 self._group[parameter] = group
+                self._home[parameter] = self.hyperparameters[group]["name"].removeprefix(WHOLE)
+        self._classify(self.trainable)
+        for parameter in self.trainable:
+            if (name := self.hyperparameters[self._group[parameter]]["name"]) != self._full_name(parameter):
+                raise CheckpointError(
+                    f"the checkpoint does not fit the engine: {self._names[parameter][0]} is in its group {name!r}, "
+                    f"and the engine's optimizer has it in {self._full_name(parameter)!r}"
+                )
         self._num_changes = max([self._num_changes, *self._generation.values()])
         return True
-
-    def _require_elements(self, call: str) -> None:
-        if self._updates_whole:
-            raise ConfigError(
-                f"{call}: the optimizer updates whole tensors, whose owners cannot change in mid-run; call "
-                "requires_grad_(False) before build_engine instead"
-            )
 
     def _listed(self, parameters: Sequence[nn.Parameter]) -> str:
         first = self._names[parameters[0]][0]

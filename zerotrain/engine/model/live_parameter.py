@@ -191,6 +191,9 @@ def live_class(plain_class: type) -> type[LiveParameter]:
     return _LIVE_CLASSES[plain_class]
 
 
+INSTEAD_OF_A_COPY = "For a moving average of the weights call engine.keep_average(), in place of AveragedModel"
+
+
 class UnreadyParameter(LiveParameter):
     """Tells its shape, dtype and device; arithmetic completes the bucket first, and then meets a live parameter."""
 
@@ -225,7 +228,10 @@ class UnreadyParameter(LiveParameter):
     data = property(_get_data, _set_data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._complete()
+        try:
+            self._complete()
+        except EngineStateError as error:
+            raise EngineStateError(f"{error}. {INSTEAD_OF_A_COPY}") from None
         return copy.deepcopy(self, memo)  # by its own class
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerotrain.checkpoint.manifest import WEIGHT
+from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.state.named import KeptState, NamedPiece, cut_pieces, kept_states, replaced_weights
@@ -50,7 +50,8 @@ def fill(source: Source, buckets: Sequence[Bucket], collectives: Collectives) ->
 
 
 def fill_state(source: Source, bucket: Bucket) -> None:
-    """Replace what the optimizer keeps of one bucket alone: a change of the stage leaves weights where they are."""
+    """Replace what the optimizer keeps of one bucket, and the average of its weights: a change of the stage leaves the
+    weights themselves where they are."""
     if not isinstance(bucket, TrainedBucket) or not source.has_state:
         return
     states = [(kept, source.keeps(_with_elements(kept.members))) for kept in kept_states(bucket)]
@@ -65,7 +66,20 @@ def fill_state(source: Source, bucket: Bucket) -> None:
             if isinstance(tensor := keeps.get(role), KeptTensor):
                 kept.values[role] = _values(source, bucket, role, kept, tensor)
         bucket.update.home.put_away()
+    bucket.update.kept.average = _average(source, bucket) if source.has_average else None
+    bucket.update.home.put_away()
     bucket.update.home.forget()
+
+
+def _average(source: Source, bucket: TrainedBucket) -> torch.Tensor:
+    source.begin(bucket, AVERAGE)
+    where = bucket.update.where
+    values = source.hand_over(bucket, AVERAGE, where)
+    if values is None:
+        values = torch.zeros_like(bucket.update.master_weight)
+        for piece in cut_pieces(bucket, AVERAGE, values, where):
+            source.read(piece)
+    return values
 
 
 def _with_elements(members: Sequence[ManagedParameter]) -> ManagedParameter:

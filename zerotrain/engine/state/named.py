@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from zerotrain.checkpoint.manifest import WEIGHT
+from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT
 from zerotrain.comm.collectives import Collectives
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.sharding.flat_buffer import slot_view
 from zerotrain.sharding.units import ManagedParameter
 
 GRADIENT = "gradient"
-"""The role that every bucket has that trains, beside WEIGHT, which every one has, and those of the optimizer."""
+"""The role that every bucket has that trains, beside WEIGHT, which every one has, AVERAGE and the optimizer's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,9 @@ def pieces(bucket: Bucket, role: str) -> Iterator[NamedPiece]:
         return
     elif role == GRADIENT:
         yield from cut_pieces(bucket, role, bucket.gradient.shard, bucket.weights.own)
+    elif role == AVERAGE:
+        if (average := current_average(bucket)) is not None:
+            yield from cut_pieces(bucket, role, average, bucket.update.where)
     else:
         for kept in kept_states(bucket):
             if role in kept.tensors():
@@ -97,7 +100,16 @@ def replaced_weights(bucket: Bucket) -> Iterator[NamedPiece]:
 
 def roles(bucket: Bucket) -> list[str]:
     """The roles in which this rank holds tensors of a bucket, the gradient left out."""
-    return [WEIGHT, *sorted({name for kept in kept_states(bucket) for name in kept.tensors()})]
+    own = [WEIGHT] if current_average(bucket) is None else [WEIGHT, AVERAGE]
+    return [*own, *sorted({name for kept in kept_states(bucket) for name in kept.tensors()})]
+
+
+def current_average(bucket: Bucket) -> torch.Tensor | None:
+    """The average of the weights that this rank updates, at rest; None where none is kept."""
+    if not isinstance(bucket, TrainedBucket):
+        return None
+    bucket.update.home.put_away()
+    return bucket.update.kept.average
 
 
 def capture(bucket: Bucket, role: str, dtype: torch.dtype, collectives: Collectives) -> torch.Tensor:

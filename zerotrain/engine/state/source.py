@@ -45,6 +45,9 @@ class Source(ABC):
     has_state = False
     """True where it has what the optimizer keeps. Otherwise that stays, and weights alone are replaced."""
 
+    has_average = False
+    """True where it has an average of the weights too. One that has state and no average leaves none."""
+
     def begin(self, bucket: Bucket, role: str) -> None:
         """Get ready to read of one bucket in one role. A collective source sends here, and nowhere else."""
         return

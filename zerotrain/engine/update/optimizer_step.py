@@ -49,12 +49,14 @@ class OptimizerStep:
         param_groups: Sequence[Mapping[str, object]],
         losses: Sequence[torch.Tensor],
         signal: int = 0,
+        average_share: float | None = None,
     ) -> tuple[StepResult, str | None]:
         """Clip and update, or skip a gradient that is not finite.
 
         Args:
             losses: of the step's micro-batches, on this rank.
             signal: this rank's number for the others, sent with the norm.
+            average_share: see `Kept.update_average`; None: no average is due.
 
         Returns:
             The result; and the reason why training must not go on after it, if any.
@@ -65,8 +67,9 @@ class OptimizerStep:
         squares = schedule.reductions.squares
         norm_value, coefficient_value, signals, coefficient, stamps = self._norm(squares, param_groups)
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
-        if not math.isfinite(norm_value) and self._max_grad_norm is None:
-            # Taken in fp32, since it is only shown. A gradient of 1e20 is finite, and its square is not.
+        is_exact = all(bucket.gradient.reduction.has_exact_norm for bucket in schedule.trained)
+        if not math.isfinite(norm_value) and not is_exact:
+            # Taken in fp32. A gradient of 1e20 is finite, and its square is not.
             squares = StepSquares()
             for bucket in schedule.trained:
                 squares.add(bucket.gradient.reduction.take_squares(loss_scale, exact=True))
@@ -81,7 +84,8 @@ class OptimizerStep:
             schedule.drop_gradients()
         else:
             is_scaled = self._max_grad_norm is not None or self._loss_scaler is not None
-            update_all(schedule.trained, schedule.gathers, coefficient / loss_scale if is_scaled else None)
+            factor = coefficient / loss_scale if is_scaled else None
+            update_all(schedule.trained, schedule.gathers, factor, average_share)
             schedule.end_update()
         for each in schedule.buckets:
             each.weights.writes.digest = 0
@@ -109,7 +113,9 @@ def written_to(buckets: Sequence[Bucket]) -> int:
     return written
 
 
-def update_all(trained: Sequence[TrainedBucket], gathers: Gathers, factor: torch.Tensor | None) -> None:
+def update_all(
+    trained: Sequence[TrainedBucket], gathers: Gathers, factor: torch.Tensor | None, average_share: float | None = None
+) -> None:
     """Update every bucket, drop its gradient, and issue the gather of what was updated.
 
     The update of a bucket is an iterator, since whole tensors travel: it pauses where something is on the wire, and
@@ -117,12 +123,13 @@ def update_all(trained: Sequence[TrainedBucket], gathers: Gathers, factor: torch
 
     Args:
         factor: 0-dim, what gradients are multiplied with: clipped, and without the loss scale; None for 1.
+        average_share: see `Kept.update_average`; None: no average is due.
     """
     gathers.prepare_updated(trained)
     under_way: deque[Iterator[None]] = deque()
     for place, bucket in enumerate(trained):
         fetch_next(trained, place)
-        under_way.appendleft(_update(bucket, gathers, factor))
+        under_way.appendleft(_update(bucket, gathers, factor, average_share))
         _advance(under_way)
         bucket.gradient.drop()
     while under_way:
@@ -136,8 +143,10 @@ def fetch_next(trained: Sequence[TrainedBucket], place: int) -> None:
             bucket.update.fetch()
 
 
-def _update(bucket: TrainedBucket, gathers: Gathers, factor: torch.Tensor | None) -> Iterator[None]:
-    yield from bucket.update.run(factor)
+def _update(
+    bucket: TrainedBucket, gathers: Gathers, factor: torch.Tensor | None, average_share: float | None
+) -> Iterator[None]:
+    yield from bucket.update.run(factor, average_share)
     gathers.gather_updated(bucket)
 
 

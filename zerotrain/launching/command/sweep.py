@@ -1,7 +1,6 @@
 """A sweep: where its jobs lie, and the table of what came of them."""
 
 import sys
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,19 +8,14 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from zerotrain.errors import ConfigError
-from zerotrain.files.printable import printable
 from zerotrain.files.untrusted import UntrustedFileError
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.folder_lock import LOCK_NAME, was_kept
 
 _RESULT_NAME = "result.json"
-_SHORT_HASH = 12
 _folders: list[Path] = []
 """The folder of the sweep that this process drives, if it drives one."""
 _jobs: dict[Path, int] = {}
@@ -70,9 +64,24 @@ def report(code: int) -> int:
         print("-m: there is no job to run; a range(...) or glob(...) among the settings is empty", file=sys.stderr)
         return exits.CONFIG_PROBLEM
     if results:
-        print_table(results, Console())
+        _show(_folders[-1], [_folders[-1] / job for job in results])
     any_failed = any(result["status"] == "failed" for result in results.values())
     return exits.FAILED if any_failed and code == exits.COMPLETED else code
+
+
+def _show(folder: Path, run_dirs: list[Path]) -> None:
+    """Write the report of the sweep beside its jobs, and print its table."""
+    from zerotrain.report.files import write_files  # imports torch, as the jobs have by now
+    from zerotrain.report.rows import read_report
+    from zerotrain.report.table import print_table
+
+    told = read_report(folder, run_dirs)
+    print_table(told, Console())
+    try:
+        write_files(told, folder)
+        print(f"report: {folder}/report.html")
+    except (ConfigError, OSError) as error:
+        print(f"warning: the report of the sweep cannot be written: {error}", file=sys.stderr)
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
@@ -97,53 +106,8 @@ def _read(path: Path) -> dict[str, Any]:
     return result | {"overrides": result["overrides"] or []}
 
 
-def print_table(results: dict[str, dict[str, Any]], console: Console) -> None:
-    """Print a row for each job, the errors of those that failed, and whether the weights agree."""
-    shared = set.intersection(*(set(result["overrides"]) for result in results.values()))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    ranks_differ = len({result["world_size"] for result in results.values()} - {0}) > 1
-    for name in ("job", "overrides", *["ranks"] * ranks_differ, "status", "val loss", "tokens/s", "ms/step", "weights"):
-        is_text = name in ("overrides", "status")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "overrides", overflow="fold")
-    for job, result in results.items():
-        differing = [each for each in result["overrides"] if each not in shared and each != "checkpoint.resume=auto"]
-        if ranks_differ:
-            differing = [override for override in differing if not override.startswith("launch.nproc_per_node=")]
-        table.add_row(
-            Text(printable(job, keep="")),
-            Text(printable(" ".join(differing), keep="")),
-            *[str(result["world_size"] or "-")] * ranks_differ,
-            result["status"],
-            _number(result["final_val_loss"], ".4f"),
-            _number(result["tokens_per_s"], ",.0f"),
-            _number(result["step_ms_median"], ".1f"),
-            Text(printable((result["weights_sha256"] or "-")[:_SHORT_HASH], keep="")),
-        )
-    console.print(table)
-    for job, result in results.items():
-        if result["error"]:
-            line = printable(f"job {job} {result['status']}: {result['error']}")
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(printable(_agreement(results), keep=""), markup=False, highlight=False, soft_wrap=True)
-
-
-def _agreement(results: dict[str, dict[str, Any]]) -> str:
-    counts = Counter(result["weights_sha256"] for result in results.values() if result["weights_sha256"])
-    if not counts:
-        return "weights: no job has completed"
-    if len(counts) == 1:
-        [(sha256, count)] = counts.items()
-        return f"weights: {count} of {len(results)} jobs have the same sha256 {sha256}"
-    each = ", ".join(f"{sha256[:_SHORT_HASH]} x {count}" for sha256, count in counts.most_common())
-    return f"weights: {len(counts)} different sha256 in {len(results)} jobs: {each}"
-
-
 def _written(path: Path) -> tuple[Path, int]:
     try:
         return path, path.lstat().st_mtime_ns
     except OSError:  # it is gone
         return path, 0
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

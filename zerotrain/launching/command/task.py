@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
+from zerotrain.comm.ranks.world import num_gpus_for
 from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config, doubtful, without_effect
 from zerotrain.config.compose import first_line
 from zerotrain.config.places import with_place
@@ -219,7 +220,7 @@ def _settings(composed: DictConfig, run_dir: Path, ranks: RankEnvironment | None
     config, problems = checked_config(composed)
     problems = [_placed(problem) for problem in problems]
     num_local = num_local_ranks(config) if ranks is None else ranks.local_world_size
-    device, why = device_for(config.launch.device, num_local, num_gpus())
+    device, why = device_for(config.launch.device, num_local, num_gpus_for(num_local))
     if why:
         print(f"warning: {why}", file=sys.stderr)
         config.launch.device = device

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from zerotrain.comm.accounts.blame import is_of_others
 from zerotrain.comm.accounts.shortage import shortage
 from zerotrain.errors import CallbackError, CommError, ConfigError, DisagreementError, ZeroTrainError
 from zerotrain.files.printable import printable
@@ -86,9 +87,13 @@ class Failure:
             **({name: getattr(error, name) for name in _OF_WAITS} if isinstance(error, CommError) else {}),
         )
 
-    def write(self, ranks_dir: Path) -> None:
-        """Leave it in the folder of the ranks' logs, for `first_failure`, which another rank may call meanwhile."""
-        with whole(ranks_dir / f"{self.rank}.error.json") as file:
+    def write(self, ranks_dir: Path, kind: str = "error") -> None:
+        """Leave it in the folder of the ranks' logs, for `first_failure`, which another rank may call meanwhile.
+
+        Args:
+            kind: error, or overdue.error of one that may end well: each has a file of its own.
+        """
+        with whole(ranks_dir / f"{self.rank}.{kind}.json") as file:
             time_s = self.time_s + clock_error(Path(file.name))
             file.write(json.dumps(asdict(replace(self, time_s=time_s))).encode())
 
@@ -234,6 +239,6 @@ def _comes_from_peers(error: BaseException) -> bool:
     if isinstance(error, CallbackError) and error.__cause__ is not None:
         return _comes_from_peers(error.__cause__)
     if isinstance(error, dist.DistError):
-        return True
+        return is_of_others(error)
     # Gloo has no class of its own for what it raises.
     return type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_LOST_PEERS)

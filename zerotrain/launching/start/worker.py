@@ -6,13 +6,16 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_error_handler
 
+from zerotrain.comm.accounts.overdue import tell_log
 from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.errors import CommError
 from zerotrain.files.printable import printable
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import Failure, name_full_disk
@@ -33,7 +36,8 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
         settle: called if the rank does not end in time after a signal to stop at once, before it is ended.
     """
     try:
-        (job.ranks_dir / f"{ranks.rank}.error.json").unlink(missing_ok=True)
+        for path in job.ranks_dir.glob(f"{ranks.rank}.*error.json"):
+            path.unlink()
         presence = Presence(job.ranks_dir, ranks.rank)
         stop_in_order(presence.note_stop, settle)
         log = open_rank_log(job.ranks_dir, ranks.rank, append=job.restarts > 0)
@@ -42,12 +46,13 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
         print(f"rank {ranks.rank}: {error}", file=sys.stderr)
         raise
     torch.set_num_threads(num_threads_per_rank(job.config, ranks.local_world_size))
+    record_collectives(job.ranks_dir)
     # Under torchrun, what it records of an exception becomes part of torchrun's own report.
     torchrun_report = get_error_handler()
     torchrun_report.initialize()
     try:
         with exits.exits_raised():
-            result = _do(job, presence)
+            result = _do(job, presence, ranks.rank)
     except KeyboardInterrupt:
         presence.wait_for_note()
         presence.note_interrupt()
@@ -68,10 +73,11 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
     return result
 
 
-def _do(job: Job, presence: Presence) -> dict[str, Any]:
+def _do(job: Job, presence: Presence, rank: int) -> dict[str, Any]:
     """Train, or evaluate."""
+    tell = partial(leave_overdue, job.ranks_dir, rank)
     if job.evaluates is not None:
-        return evaluating.run(job.config, **job.evaluates, folder=job.run_dir, enter=presence.enter)
+        return evaluating.run(job.config, **job.evaluates, folder=job.run_dir, enter=presence.enter, tell=tell)
     return factory.run(
         job.config,
         job.run_dir,
@@ -83,7 +89,30 @@ def _do(job: Job, presence: Presence) -> dict[str, Any]:
         job.resume_from,
         job.restarts,
         job.stage,
+        tell,
     )
+
+
+def leave_overdue(ranks_dir: Path, rank: int, error: CommError | None) -> None:
+    """A collective does not end on the device, which is about to end this process without Python: leave what is known
+    as this rank's failure. None: it has ended after all."""
+    tell_log(error)
+    with suppress(OSError):
+        if error is None:
+            (ranks_dir / f"{rank}.overdue.error.json").unlink(missing_ok=True)
+        else:
+            Failure.of(error, rank, seen_alive(ranks_dir, rank)).write(ranks_dir, "overdue.error")
+
+
+def record_collectives(ranks_dir: Path) -> None:
+    """Let torch keep the last collectives of a GPU, and write them beside the logs when its watchdog ends the process;
+    what the user has set stays."""
+    for name, value in {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(ranks_dir / "collectives_of_rank_"),
+    }.items():
+        os.environ.setdefault(name, value)
 
 
 def _tell_torchrun(report: ErrorHandler, error: BaseException) -> None:

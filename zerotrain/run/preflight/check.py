@@ -50,6 +50,7 @@ from zerotrain.run.preflight.length import take_max_steps
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
 from zerotrain.run.preflight.room import Ranks, require_room
 from zerotrain.run.rhythms import require_rhythms
+from zerotrain.run.trained import freeze, frozen_steps, require_groups
 from zerotrain.sharding.units import cut_units, model_parameters, walk
 from zerotrain.training.callbacks.stages import stage_at, stages_from
 
@@ -63,7 +64,7 @@ def check(
 ) -> Fingerprint:
     """Build what can be built without ranks: the model without memory, the dataset, the optimizer of one element.
 
-    Called once, before any rank starts; it also fills the dataset's cache, so that the ranks find it there.
+    Called once, before any rank starts; it also fills the dataset's cache, where the ranks find it.
 
     Args:
         config: gets the dataset's `model.vocab_size` if that is null, and `train.max_steps` likewise.
@@ -91,19 +92,20 @@ def check(
             model = attempt("model", _require_module)
     batches = None if data is None else attempt("data", lambda config: _first_batches(data, config, ranks, room))
     fingerprint = None if batches is None else attempt("data", lambda config: fingerprint_of(data, seed=config.seed))
-    can_train = model is not None and attempt("model", lambda config: _try_model(model, config))
-    if model is not None and can_train:
+    frozen = None if model is None else attempt("model", lambda config: _try_model(model, config))
+    if model is not None and frozen is not None:
         problems += _start_misfits(model, config.checkpoint, goes_on_from)
-    if model is not None and can_train and batches is not None:
-        attempt("data", lambda _: require_fit(model, data, batches))
+        if batches is not None:
+            attempt("data", lambda _: require_fit(model, data, batches))
     if batches is not None:
         attempt("train", lambda config: require_asked_for(data, config))
         attempt("train", lambda config: take_max_steps(config, data, num_ranks, goes_on_from))
         attempt("train", lambda config: require_rhythms(config, data.train, num_ranks))
+        attempt("model", lambda config: frozen_steps(config, frozen or {}, data.train, num_ranks))
     num_problems = len(problems)
-    factory = attempt(
-        "optimizer", _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device))
-    )
+    trying = _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device))
+    if (factory := attempt("optimizer", trying)) is not None and model is not None and frozen is not None:
+        attempt("optimizer", lambda config: require_groups(config, walk(model), factory, device, goes_on_from))
     sized = model if len(problems) == num_problems else None
     if not config.plan.only:  # which tells what there is no room for
         attempt("offload", lambda config: require_room(config, sized, run_dir, ranks))
@@ -238,8 +240,10 @@ def _require_kind(group: str, values: dict[str, Any], made: object, kind: type, 
         raise ConfigError(f"{group}._target_: got {path}, which makes a {got}; it must make a {called}")
 
 
-def _try_model(model: nn.Module, config: Config) -> bool:
-    """Look whether the switches and the patterns of the config can be followed in a model without memory: True."""
+def _try_model(model: nn.Module, config: Config) -> dict[str, Any]:
+    """Look whether the switches and the patterns of the config can be followed in a model without memory. Returns what
+    `freeze` does."""
+    frozen = freeze(config, model)
     walked = walk(model)
     try:
         require_plain(walked)
@@ -248,10 +252,10 @@ def _try_model(model: nn.Module, config: Config) -> bool:
         raise ConfigError(*(f"model: {problem}" for problem in error.problems)) from error
     require_trainable(model, trains=any(each.parameter.requires_grad for each in walked.managed))
     dtypes_of(walked.managed, precision_named(config.precision.name, tuple(config.precision.keep_fp32)))
-    replace_forwards(model, units=config.zero.unit_patterns, **config.model_switches)
+    replace_forwards(model, units=config.zero.unit_patterns, **config.forward_switches)
     if config.offload.activations != "device":
         require_units(walked, config.zero.unit_patterns, f"offload.activations={config.offload.activations}")
-    return True
+    return frozen
 
 
 def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device | None) -> Any:
@@ -261,7 +265,7 @@ def _try_optimizer(model: nn.Module | None, config: Config, device: torch.device
     Returns:
         The optimizer's factory.
     """
-    factory = build("optimizer", config.optimizer)
+    factory = build("optimizer", config.optimizer_target)
     units = [] if model is None else cut_units(walk(model), config.zero.unit_patterns, max_numel=1)
     with suppress(ValueError):  # which build_optimizer has a sentence for
         made = factory([{"params": [torch.zeros(SAMPLE_SHAPE)], "name": "matrices"}])

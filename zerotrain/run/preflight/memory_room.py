@@ -143,7 +143,7 @@ def _saved_nbytes(config: Config, model: nn.Module, first: Any) -> float:
     they cannot be known: it computes with values, or the run moves or compiles what it saves."""
     num_rows, shapes = config.train.micro_batch_size, [each.shape for each in _tensors(first)]
     numel = sum(shape.numel() for shape in shapes) * num_rows
-    moves = any(config.model_switches.values()) or config.offload.activations != "device"
+    moves = any(config.forward_switches.values()) or config.offload.activations != "device"
     if moves or numel < LARGE_NUMEL or any(shape[:1] != (1,) for shape in shapes):
         return 0.0
     inputs = as_inputs(with_tensors(first, lambda each: each.new_empty((num_rows, *each.shape[1:]), device="meta")))

@@ -18,7 +18,7 @@ from zerotrain.engine.precision.policy import precision_named
 from zerotrain.errors import ConfigError, OffloadError
 from zerotrain.offload.rates import SAMPLE_NBYTES
 from zerotrain.offload.scratch_file import ScratchFile, file_system_of, lies_in_memory
-from zerotrain.run.factory import build
+from zerotrain.run.factory import averages_in, build
 from zerotrain.sharding.plan import STAGES, Plan, Volume
 from zerotrain.sharding.units import model_parameters
 
@@ -103,7 +103,7 @@ def _folders(given: Path) -> tuple[Path, Path]:
 
 def _needed_nbytes(config: Config, model: nn.Module, ranks: Ranks) -> int:
     """Bytes of all ranks of this machine at the stage that takes most, with those that they measure its rates by."""
-    volume, optimizer_nbytes = model_sizes(config, model, build("optimizer", config.optimizer), ranks)
+    volume, optimizer_nbytes = model_sizes(config, model, build("optimizer", config.optimizer_target), ranks)
     needed = 0.0
     for plan in plans_of(config.zero.stages.values()):
         held, placed = volume.memory_nbytes(plan, optimizer_nbytes), 0.0
@@ -117,8 +117,8 @@ def _needed_nbytes(config: Config, model: nn.Module, ranks: Ranks) -> int:
 
 
 def model_sizes(config: Config, model: nn.Module, factory: OptimizerFactory, ranks: Ranks) -> tuple[Volume, int]:
-    """Bytes of weights and gradients; and of the optimizer's state, with master weights that are copies: 0 of a state
-    that cannot be tried here, as it needs a GPU."""
+    """Bytes of weights and gradients; and of the optimizer's state, with master weights that are copies and the
+    average of weights: 0 of a state that cannot be tried here, as it needs a GPU."""
     precision = precision_named(config.precision.name, tuple(config.precision.keep_fp32))
     held = dtypes_of(model_parameters(model), precision)
     trained = {each: dtype for each, dtype in held.items() if each.requires_grad}
@@ -133,5 +133,7 @@ def model_sizes(config: Config, model: nn.Module, factory: OptimizerFactory, ran
             sampled.append(sampled_nbytes(factory, is_whole=False))
         per_element = min(sampled) / (SAMPLE_SHAPE[0] * SAMPLE_SHAPE[1])
     copies = sum(each.numel() for each, dtype in trained.items() if dtype != precision.master)
+    if averages_in(config):
+        copies += sum(each.numel() for each in trained)
     state = per_element * sum(each.numel() for each in trained) + copies * precision.master.itemsize
     return Volume(trainable, frozen, ranks.num_ranks), round(state)

@@ -122,14 +122,14 @@ class RunCheckpoints(Callback):
         Raises:
             CheckpointError: there are some, and none can be taken up. On every rank.
         """
-        found, problems = first_whole(self._policy.resume, self._engine.load)
+        found, problems = first_whole(self._policy.resume, self._engine.checkpoints.take_up)
         if found is None:
             if problems:
                 raise CheckpointError("\n".join(problems))
             if self._policy.init_from is not None:
                 self._say(*self._engine.load_weights(self._policy.init_from, strict=self._policy.strict).told())
             return None
-        path, extra = found
+        path, (extra, dropped) = found
         if not isinstance(extra, dict) or not isinstance(state := extra.get(OF_TRAINER), dict):
             raise CheckpointError(
                 f"{path} was not saved by a run of launch.py or a Trainer, so its position in the data is unknown; a "
@@ -141,6 +141,8 @@ class RunCheckpoints(Callback):
         step, self.newest = self._engine.stamps.num_steps, path
         self.best.resumed_from = path
         self._say(f"resumes from {path}, step {step}")
+        if dropped is not None:
+            self._say(f"warning: {dropped}; callbacks=ema would go on with it")
         take_changed(self._engine.param_groups, was=state["built_groups"], now=self._built_groups)
         return Resumed(path, step, state["run"])
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -73,7 +73,8 @@ class RunEvaluation(Callback):
     def _evaluate_in(self, run: Run) -> None:
         if self._is_empty:
             return
-        metrics = self.after(run.step)
+        with run.engine.averaged() if run.evaluates_average else nullcontext():
+            metrics = self.after(run.step)
         run.result.final_val_loss, run.result.val_loss_by_source = metrics["val_loss"], sources_in(metrics) or None
         others = {name: value for name, value in metrics.items() if name.partition("/")[0] != "val_loss"}
         run.result.val_metrics = others or None

@@ -33,7 +33,8 @@ _CLOCK = dict.fromkeys(EARLIER[:-1], float) | {EARLIER[-1]: Optional(float)}
 _STATE = {
     "data": dict, "skipped_steps": Natural(), "evaluated_at": (int, None), "result": _RESULT,
     "clock": _CLOCK, "sinks": [(dict, None)], "asked_stages": AskedStages(),
-    "callbacks": Optional(Each(dict)), "best": Optional({"metric": str, "value": float, "step": Natural()}),
+    "callbacks": Optional(Each(dict)), "frozen": Optional([str]),
+    "best": Optional({"metric": str, "value": float, "step": Natural()}),
 }  # fmt: skip
 
 

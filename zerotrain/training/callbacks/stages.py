@@ -1,4 +1,4 @@
-"""The stage of a run, which may change between two steps."""
+"""The stage of a run, and what trains in it, which may change between two steps."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -141,3 +141,52 @@ class RunStages(Callback):
         usages = gather_usages(usage, self._world)
         self._result.stages[-1]["ranks"] = [asdict(each) for each in usages]
         return usages
+
+
+class RunFreezing(Callback):
+    """Lets parameters train from the step on that the settings say. All ranks have one, and call the same.
+
+    A parameter that does not train yet is frozen in the engine: it has no gradient and no optimizer state. What others
+    freeze or unfreeze, or the model does itself, stays as it is.
+
+    Args:
+        until: by first name the steps for which a parameter does not train; None: all.
+    """
+
+    def __init__(self, engine: ZeroEngine, console: Console, until: Mapping[str, int | None]) -> None:
+        self._engine, self._console, self._until = engine, console, until
+        self._changes = {each for each in until.values() if each is not None}
+        self._frozen: list[str] = []
+        """What the settings have frozen, by name; of a run that goes on, those of the run that saved."""
+
+    def start(self, run: Run) -> None:
+        """Let train what is to train after this step, whatever the settings were before."""
+        self._change(run.step)
+
+    def after_step(self, run: Run, outcome: TrainStepResult) -> None:
+        """See `Callback.after_step`."""
+        if run.step in self._changes and not run.is_last:
+            self._change(run.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"frozen": self._frozen} if self._frozen else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        self._frozen = state.get("frozen", [])
+
+    def _change(self, step: int) -> None:
+        due = [name for name, steps in self._until.items() if steps is None or step < steps]
+        parameters = dict(self._engine.module.named_parameters(remove_duplicate=False))
+        started = [parameters[name] for name in self._frozen if name in parameters and name not in due]
+        started = [parameter for parameter in started if not parameter.requires_grad]
+        stopped = [parameters[name] for name in due if parameters[name].requires_grad]
+        if started:
+            self._engine.unfreeze(*started)
+        if stopped:
+            self._engine.freeze(*stopped)
+        self._frozen = due
+        if started:
+            numel = sum(parameter.numel() for parameter in started)
+            say(self._console, f"{len(started)} more parameters train after step {step}: {numel:,} elements")

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import asdict
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ def engine_of(
 ) -> zerotrain.ZeroEngine:
     with ONE_SEED_AT_A_TIME:
         torch.manual_seed(0)
-        model = HuggingFaceModel(**arguments)
+        model = HuggingFaceModel(**{name: value for name, value in arguments.items() if name != "freeze"})
+    for name, parameter in model.named_parameters():
+        if any(fnmatch(name, pattern) for pattern in arguments.get("freeze", ())):
+            parameter.requires_grad = False
     optimizer = functools.partial(torch.optim.AdamW, lr=0.01)
     zero = zerotrain.ZeroConfig(stage)
     return zerotrain.build_engine(model, optimizer=optimizer, zero=zero, world=world, **options)

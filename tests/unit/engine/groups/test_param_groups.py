@@ -15,12 +15,6 @@ from zerotrain.errors import ConfigError, EngineStateError
 
 pytestmark = [
     pytest.mark.case("parameters", "a complex parameter that is to train", "refused", of=("complex",)),
-    pytest.mark.case(
-        "parameters",
-        "groups of your own, or a change of what trains, with Muon",
-        "refused; frozen before `build_engine` works",
-        of=("freeze with Muon",),
-    ),
 ]
 
 
@@ -76,10 +70,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "AdamW has no wieght_decay; it has amsgrad",
     ),
     "same name": (lambda: build([{"params": "0.*", "name": "a"}, {"params": "*", "name": "a"}]), "are called 'a'"),
-    "decay_all": (
-        lambda: zerotrain.build_engine(model(), optimizer=ADAMW, param_groups=[{"params": "*"}], decay_all=False),
-        "decay_all=False: has no effect with param_groups",
-    ),
     "freeze nothing": (lambda: build().freeze("3.*"), r"freeze: '3\.\*' is no floating-point parameter"),
     "freeze a list": (lambda: build().freeze(["0.*"]), "freeze: takes names, patterns .* and parameters, no list"),
     "freeze everything": (lambda: build().freeze("*"), "would leave no parameter that trains"),
@@ -91,14 +81,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: build([{"params": "2.*"}], partly_frozen()).unfreeze("1.*"),
         "1.weight and 1 more are in no group; use engine.add_param_group",
     ),
-    "freeze with Muon": (
-        lambda: build(None, like_blocks(), MUON).freeze("0.bias"),
-        "freeze: the optimizer updates whole tensors, whose owners cannot change in mid-run",
+    "a group of a name of the engine's": (
+        lambda: build([{"params": "*", "name": "whole model"}]),
+        "a group is called 'whole model', a name of the engine's",
     ),
-    "groups with Muon": (
-        lambda: build([{"params": "*"}], like_blocks(), MUON),
-        "param_groups: the optimizer updates whole tensors and has groups of its own",
+    "an option of neither": (
+        lambda: build([{"params": "*", "momentums": 0.5}], like_blocks(), MUON),
+        "AdamW and Muon has no momentums; it has adjust_lr_fn, amsgrad, betas",
     ),
+    "a negative rate": (
+        lambda: build([{"params": "*", "lr": -1.0}]),
+        r"AdamW cannot have lr=-1.0: Invalid learning rate",
+    ),
+    "a text": (lambda: build([{"params": "*", "lr": "1e-3"}]), "lr='1e-3' is a text; AdamW takes a number"),
     "complex": (lambda: build(plain=with_complex()), "phase is torch.complex64 and requires a gradient"),
 }
 

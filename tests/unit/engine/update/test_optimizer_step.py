@@ -22,7 +22,7 @@ class Written:
         self.buckets: list[Any] = [self.bucket(name, number) for name, number in pauses.items()]
 
     def bucket(self, name: str, number: int) -> Any:
-        def run(factor: torch.Tensor | None) -> Iterator[None]:
+        def run(factor: torch.Tensor | None, average_share: float | None) -> Iterator[None]:
             self.told.append(f"update {name}")
             for _ in range(number):
                 yield

@@ -119,7 +119,7 @@ def test_positions_are_compared_and_frozen_models_refused_also_of_hugging_face()
     with pytest.raises(ConfigError, match=r"data\.seq_len=16, but HuggingFaceModel knows 8 positions"):
         preflight.check(config(model=small | {"config": fields | {"n_positions": 8}}))
     preflight.check(config(model=small | {"config": fields | {"max_position_embeddings": 16}}))
-    with pytest.raises(ConfigError, match="has no trainable floating-point parameter"):
+    with pytest.raises(ConfigError, match=r"model\.freeze: leaves no parameter that trains"):
         preflight.check(config(model=small | {"freeze": ["*"]}))
 
 
@@ -261,6 +261,82 @@ def test_virtual_ranks_that_the_ranks_cannot_share_are_refused() -> None:
     ):
         preflight.check(config(train=TrainConfig(virtual_ranks=3)), 2, 2)
     preflight.check(config(train=TrainConfig(virtual_ranks=4)), 1, 2)
+
+
+FROZEN = {
+    "nothing": (["wpee.*", "*.lnn_1.*"], ["'wpee.*' is no floating-point parameter of the model; did you mean wpe.*?"]),
+    "a model in another": (["*.wpe.*"], ["did you mean wpe.*?"]),
+    "a part of a model": (["ln_1.*"], ["did you mean *.ln_1.*?"]),
+    "another name": (["xyz"], ["it has wte.weight, wpe.weight, blocks.0.ln_1.weight, ..."]),
+    "twice": (["wpe.*", "wpe.weight"], ["wpe.weight has no effect, since all that it matches is frozen by the model"]),
+    "all": (["*"], ["leaves no parameter that trains in the first step; freeze fewer"]),
+    "all until": ([{"match": "*", "until": 3}], ["leaves no parameter that trains in the first step; freeze fewer"]),
+    "to the end": ([{"match": "wpe.*", "until": 4}], ["until 4 is step 4, and the run has 4; give an earlier one, or"]),
+    "of tokens": ([{"match": "wpe.*", "until": "1e5tokens"}], ["until 1e5tokens is step 781, and the run has 4"]),
+}
+"""Four steps; the run's sequences have 16 tokens, its batches 8 of them."""
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_what_freezes_nothing_or_too_much_is_one_line(name: str) -> None:
+    given, says = FROZEN[name]
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(model=GPT | {"freeze": given}, train=TrainConfig(max_steps=4)))
+    assert all(line.startswith("model.freeze: ") for line in refused.value.problems)
+    assert all(said in line for said, line in zip(says, refused.value.problems, strict=False))
+
+
+GROUPED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "nothing": (ADAMW, {"match": "wpee.*", "lr": 1}, ".a: 'wpee.*' is no floating-point parameter of the model; did"),
+    "no such option": (ADAMW, {"match": "wpe.*", "momentum": 0.9}, ".a: AdamW has no momentum; it has amsgrad, betas,"),
+    "a negative rate": (ADAMW, {"match": "wpe.*", "lr": -1}, ".a: AdamW cannot have lr=-1: Invalid learning rate: -1"),
+    "a text": (ADAMW, {"match": "wpe.*", "lr": "fast"}, ".a: lr='fast' is a text; AdamW takes a number"),
+    "betas": (ADAMW, {"match": "wpe.*", "betas": [0.9, 2.0]}, ".a: AdamW cannot have betas=[0.9, 2.0]: Invalid beta"),
+    "frozen": (ADAMW, {"match": "ln_f.*", "lr": 1}, ".a: has no effect, since all that it matches is frozen; leave it"),
+    "of neither": (MUON, {"match": "blocks.*", "mu": 1}, ".a: AdamW and Muon has no mu; it has adjust_lr_fn, amsgrad"),
+    "of the other": (MUON, {"match": "wpe.*", "momentum": 0.5}, ".a: AdamW has no momentum; it has amsgrad"),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_group_that_cannot_be_is_one_line(name: str) -> None:
+    optimizer, entry, says = GROUPED[name]
+    given = config(model=GPT | {"num_layers": 2, "freeze": ["ln_f.*"]}, optimizer=optimizer | {"groups": {"a": entry}})
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(given)
+    [line] = refused.value.problems
+    assert line.startswith(f"optimizer.groups{says}")
+
+
+def test_a_group_whose_parameters_are_all_in_one_before_it_and_a_name_of_the_engines_are_refused() -> None:
+    groups = {"a": {"match": "w*", "lr": 1}, "b": {"match": ["wpe.*"], "lr": 2}, "others": {"match": "ln_f.*", "lr": 1}}
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(config(optimizer=ADAMW | {"groups": groups}))
+    assert refused.value.problems == (
+        "optimizer.groups.b: has no effect, since all that it matches is in a before it; leave it out",
+        "optimizer.groups.others: a group is called 'others', a name of the engine's; give it another",
+    )
+
+
+def test_a_checkpoint_in_which_a_parameter_is_in_another_group_is_refused() -> None:
+    def groups(**given: str) -> Config:
+        entries = {name: {"match": match, "lr": 1e-3} for name, match in given.items()}
+        return config(optimizer=ADAMW | {"groups": entries or None})
+
+    model = factory.build("model", config().model_target)
+    manifest = saved_by(model)
+    names = ["matrices", "others", "head", "added later"]
+    manifest.content["config"] = {"optimizer": {"groups": {"head": {}}}}
+    manifest.content["groups"] = [{"hyperparameters": {"name": name}} for name in names]
+    for name, parameter in model.named_parameters():
+        manifest.parameters[name]["group"] = 2 if name == "wte.weight" else int(parameter.ndim < 2)
+    manifest.parameters["ln_f.bias"]["group"] = 3
+    preflight.check(groups(head="wte.*"), goes_on_from=manifest)
+    for other in (groups(head="w*e.*"), groups(tables="wte.*"), groups()):
+        with pytest.raises(
+            ConfigError, match=r"optimizer\.groups: w[tp]e.weight is in group .*, and in the checkpoint"
+        ):
+            preflight.check(other, goes_on_from=manifest)
 
 
 def saved_by(model: torch.nn.Module) -> Manifest:

@@ -10,10 +10,16 @@ A sum of floating-point numbers depends on its order, and the order would follow
    A sum takes some twenty small operations, so the blocks of many buckets are cut in one go (`StepSquares`).
 3. The ranks exchange the sums of their three highest digits; of those the three highest over all ranks count, at least
    49 bits of the sum.
+
+A GPU adds the elements of a block in an order that depends on how many blocks there are, and each small operation is a
+launch. So there the 64 squares of a block are added by halves, which is one tree for every block, and digits are summed
+once a step: 8 kernels for each bucket. Where the reduction has no fixed bits either (`native`, `fp32`) a shard is one
+block: 3 kernels.
 """
 
 import torch
 
+from zerotrain.device.device import lies_on_host
 from zerotrain.sharding.layout import ALIGN_NUMEL
 
 DIGIT_BITS = 24
@@ -23,6 +29,8 @@ CHUNK_NUMEL = 2**17
 MAX_SQUARES = 2**15
 """Blocks from which on digits are summed (256 KiB of squares, of 2 M elements). Not all of a step at its end, where the
 other ranks wait: most is to be done beside the reductions that are still under way."""
+TREE_NUMEL = 2**23
+"""Elements squared at a time on a GPU: their fp64 copy takes 64 MiB."""
 _NO_DIGIT = -1000.0
 """The top digit of an all-zero shard: below that of any fp64 number."""
 
@@ -33,17 +41,27 @@ class BlockSquares:
     Args:
         shard: (n,) any floating dtype, n a multiple of 64; read no more than its size.
         exact: square in fp64, for a norm that gradients are clipped by; otherwise in fp32, five times faster, for a
-            norm that is only shown (and that is infinite already where squares leave fp32).
+            norm that is only shown (and that is infinite already where squares leave fp32). On a GPU that is then the
+            norm of the shard, taken as one block.
     """
 
     def __init__(self, shard: torch.Tensor, *, exact: bool) -> None:
-        self._roots = torch.empty(shard.numel() // ALIGN_NUMEL, dtype=torch.float64, device=shard.device)
+        self._on_host, self._exact = lies_on_host(shard), exact
+        num_blocks = shard.numel() // ALIGN_NUMEL if exact or self._on_host else 1
+        self._roots = torch.empty(num_blocks, dtype=torch.float64, device=shard.device)
+        """Of the sums of squares; a tree on a GPU gives those sums themselves."""
         self._widened = None
-        if exact:
+        if exact and self._on_host:
             self._widened = torch.empty(min(CHUNK_NUMEL, shard.numel()), dtype=torch.float64, device=shard.device)
 
     def take(self, start: int, values: torch.Tensor) -> None:
-        """(m,) of the shard, from element `start` on, both multiples of 64."""
+        """(m,) of the shard, from element `start` on, both multiples of 64; on a GPU all of it at once."""
+        if not self._on_host:
+            if self._exact:
+                squares_by_tree(values, self._roots)
+            else:
+                self._roots.copy_(torch.linalg.vector_norm(values, dtype=torch.float32))
+            return
         roots = self._roots[start // ALIGN_NUMEL : (start + values.numel()) // ALIGN_NUMEL]
         if self._widened is None:
             roots.copy_(torch.linalg.vector_norm(values.view(-1, ALIGN_NUMEL), dim=1, dtype=torch.float32))
@@ -53,8 +71,22 @@ class BlockSquares:
             torch.linalg.vector_norm(widened.view(-1, ALIGN_NUMEL), dim=1, out=out)
 
     def squares(self) -> torch.Tensor:
-        """(n / 64,) fp64, once all are taken. To be called once."""
-        return self._roots.square_()
+        """(n / 64,) fp64, or (1,), once all are taken. To be called once."""
+        return self._roots if self._exact and not self._on_host else self._roots.square_()
+
+
+def squares_by_tree(values: torch.Tensor, sums: torch.Tensor) -> None:
+    """Leave the sum of squares of each block of `values`, (n,), in `sums`, (n / 64,) fp64: in 8 operations, which add
+    the same elements in the same order whatever n is. fp64 holds the squares of fp32 exactly."""
+    for chunk, out in zip(values.split(TREE_NUMEL), sums.split(TREE_NUMEL // ALIGN_NUMEL), strict=True):
+        rows = chunk.view(-1, ALIGN_NUMEL).to(torch.float64, copy=True)
+        width = ALIGN_NUMEL // 2
+        left, right = rows[:, :width], rows[:, width:]
+        left.mul_(left).addcmul_(right, right)
+        while width > 2:
+            width //= 2
+            rows[:, :width].add_(rows[:, width : 2 * width])
+        torch.add(rows[:, 0], rows[:, 1], out=out)
 
 
 class StepSquares:
@@ -76,7 +108,7 @@ class StepSquares:
         """(m,) fp64 non-negative, which may be overwritten."""
         self._squares.append(squares)
         self._numel += squares.numel()
-        if self._numel >= MAX_SQUARES:
+        if self._numel >= MAX_SQUARES and lies_on_host(squares):
             self._sum_up()
 
     def digit_sums(self) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zerotrain.checkpoint.manifest import (
+    AVERAGE,
     EXTRA_STATE,
     MANIFEST,
     WEIGHT,
@@ -91,14 +92,19 @@ def require_alike(folder: Path, manifest: Manifest, holdings: Holdings) -> None:
     on_all(holdings.collectives, check, doing=f"loading {folder}", left="no number of the engine has changed")
 
 
-def restore(folder: Path, manifest: Manifest, holdings: Holdings) -> None:
+def restore(folder: Path, manifest: Manifest, holdings: Holdings, *, averages: bool) -> None:
     """Give an engine what a verified checkpoint holds. Collective.
+
+    Args:
+        averages: whether the engine keeps an average of weights, and so takes that of the checkpoint.
 
     Raises:
         CheckpointError: on every rank; a file has changed since it was verified.
     """
     with Reader(folder, manifest) as reader:
-        fill(Checkpoint(folder, manifest, holdings, reader), holdings.buckets, holdings.collectives)
+        source = Checkpoint(folder, manifest, holdings, reader)
+        source.has_average = averages and manifest.num_average_updates > 0
+        fill(source, holdings.buckets, holdings.collectives)
     for group, saved in zip(holdings.groups.hyperparameters, manifest.content["groups"], strict=True):
         restore_group(group, saved["hyperparameters"], saved["first_lr"])  # type: ignore[arg-type]
 
@@ -130,7 +136,7 @@ class Checkpoint(Source):
             once = restored(value, None) if isinstance(value, dict) else value
             found[name] = KeptOnce(once, isinstance(once, torch.Tensor) and (name != "step" or updates_there))
         for role, tensor in saved["tensors"].items():
-            if role != WEIGHT:
+            if role not in (WEIGHT, AVERAGE):
                 found[role] = KeptTensor(tensor["shape"] if managed.is_updated_whole else None, dtype_of(tensor))
         return found
 

@@ -52,7 +52,9 @@ class Files(Source):
 
 
 @contextmanager
-def checked_weights(path: str | os.PathLike[str], holdings: Holdings, *, strict: bool) -> Iterator[Files]:
+def checked_weights(
+    path: str | os.PathLike[str], holdings: Holdings, *, strict: bool, averaged: bool = False
+) -> Iterator[Files]:
     """Find weights and look at all that can be known of them without reading them. Collective.
 
     Raises:
@@ -63,7 +65,7 @@ def checked_weights(path: str | os.PathLike[str], holdings: Holdings, *, strict:
     doing = f"loading weights from {named}"
     # Rank 0's newest: the run it is of may save another meanwhile.
     source = from_rank_0(collectives, lambda: str(resolved(named)), doing=doing)
-    weights, error = attempt(lambda: find_weights(Path(source)))
+    weights, error = attempt(lambda: find_weights(Path(source), averaged=averaged))
     try:
         raise_first(collectives, error, doing=doing, left=LEFT)
         assert weights is not None
@@ -97,10 +99,10 @@ def _checked(weights: Weights, holdings: Holdings, doing: str, strict: bool) -> 
     return on_all(collectives, check, doing=doing, left=LEFT)
 
 
-def weight_misfits(path: str | os.PathLike[str], model: nn.Module) -> list[str]:
+def weight_misfits(path: str | os.PathLike[str], model: nn.Module, *, averaged: bool = False) -> list[str]:
     """Tell what of weights does not fit a model, a line for each kind of it, as far as headers tell: before there is an
     engine, and of a model without memory too. Nothing of weights that cannot be read."""
-    with suppress(CheckpointError), closing(find_weights(path)) as weights:
+    with suppress(CheckpointError), closing(find_weights(path, averaged=averaged)) as weights:
         parameters = model_parameters(model)
         ours = {id(each.parameter) for each in parameters}
         rest = {name: tensor for name, tensor in buffers(model, []).items() if id(tensor) not in ours}

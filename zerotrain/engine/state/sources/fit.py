@@ -99,13 +99,10 @@ def _groups(manifest: Manifest, holdings: Holdings) -> Iterator[str]:
                 yield f"{name} of group {group['name']!r} is {value}, of another kind than the engine's {group[name]}"
         for name, own in holdings.parameters.items():
             parameter = manifest.parameters[name]
-            if parameter["is_updated_whole"] != own.is_updated_whole:
+            both_train = parameter["trains"] and groups.places[name][0]
+            if both_train and parameter["is_updated_whole"] != own.is_updated_whole:
                 how = "whole" if parameter["is_updated_whole"] else "by elements"
                 yield f"{name} is updated {how} in it, and not in the engine"
-            if any(each.is_updated_whole for each in holdings.parameters.values()):
-                place = [parameter["trains"], parameter["group"], parameter["generation"]]
-                if place != groups.places[name]:
-                    yield f"{name} {'trains' if parameter['trains'] else 'is frozen'} in it, in another group or since"
 
 
 def _listed(names: Sequence[str], kind: str, *, verb: bool = True) -> str:

@@ -10,14 +10,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from zerotrain.checkpoint.manifest import WEIGHT
+from zerotrain.checkpoint.manifest import AVERAGE, WEIGHT
 from zerotrain.comm.collectives import Collectives
 from zerotrain.device.device import lies_on_host
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.parts.spans import update_range
-from zerotrain.engine.state.named import KeptState, NamedPiece, capture, kept_states
+from zerotrain.engine.state.named import KeptState, NamedPiece, capture, current_average, kept_states
 from zerotrain.engine.state.source import Keeps, KeptOnce, KeptTensor, Source
 from zerotrain.errors import EngineStateError
 from zerotrain.sharding.flat_buffer import slot_view
@@ -43,11 +42,9 @@ class OtherBuckets(Source):
 
     def __init__(self, buckets: Sequence[Bucket], described: Described, plan: Plan, collectives: Collectives) -> None:
         self._plan, self._collectives = plan, collectives
-        self._homes: dict[nn.Parameter, tuple[Bucket, Slot]] = {
-            managed.parameter: (bucket, slot)
-            for bucket in buckets
-            for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True)
-        }
+        self.has_average = any(current_average(bucket) is not None for bucket in buckets)
+        self._homes = {each: (bucket, place) for bucket in buckets for place, each in enumerate(bucket.spec.tensors)}
+        """The old bucket of each parameter, and its place there."""
         # A rank whose shards hold nothing of some parameters learns from the others what is kept of them.
         everyone: Described = {}
         for of_rank in collectives.gather_objects(described, name="optimizer state"):
@@ -65,15 +62,19 @@ class OtherBuckets(Source):
         self._from_owners = {}
         old = self._old(bucket)
         if old.spec is not bucket.spec:
-            self._whole = self._joined(bucket, role)
+            if (dtype := self._dtype(bucket, role)) is not None:
+                self._whole = self._joined(bucket, role, dtype)
+            self._from_owners = dict(self._sent_by_owners(bucket, role))
         elif isinstance(old, TrainedBucket) and old.weights.plan.shards_optimizer and not self._plan.shards_optimizer:
             if (dtype := self._dtype(bucket, role)) is not None:
                 self._whole = capture(old, role, dtype, self._collectives)
-            if role != WEIGHT:
+            if role == AVERAGE:
+                old.update.kept.average = None  # a rank has room for it once
+            elif role != WEIGHT:
                 for kept in kept_states(old):
                     if isinstance(kept.where, slice):
                         kept.values.pop(role, None)  # a rank has room for it once
-                self._from_owners = dict(self._sent_by_owners(old, role))
+                self._from_owners = dict(self._sent_by_owners(bucket, role))
 
     def read(self, piece: NamedPiece) -> None:
         assert self._whole is not None
@@ -119,39 +120,46 @@ class OtherBuckets(Source):
 
     def _dtype(self, bucket: Bucket, role: str) -> torch.dtype | None:
         """The dtype of what is kept for each element of a bucket; None where nothing is."""
-        if role == WEIGHT:
+        if role in (WEIGHT, AVERAGE):
             return torch.float32
         kept = [self.keeps(managed).get(role) for managed in bucket.spec.parameters]
         return next((each.dtype for each in kept if isinstance(each, KeptTensor) and each.shape is None), None)
 
-    def _joined(self, bucket: Bucket, role: str) -> torch.Tensor:
+    def _joined(self, bucket: Bucket, role: str, dtype: torch.dtype) -> torch.Tensor:
         """(padded_numel,) of a new bucket, 0 for parameters that have none. Collective; an old bucket is whole too."""
         members: dict[Bucket, list[tuple[Slot, Slot]]] = {}
         for slot, managed in zip(bucket.layout.slots, bucket.spec.parameters, strict=True):
-            old, old_slot = self._homes[managed.parameter]
-            if role == WEIGHT or (isinstance(old, TrainedBucket) and role in self.keeps(managed)):
-                members.setdefault(old, []).append((slot, old_slot))
-        dtype = self._dtype(bucket, role)
+            old, place = self._homes[managed.parameter]
+            if role in (WEIGHT, AVERAGE) or (isinstance(old, TrainedBucket) and role in self.keeps(managed)):
+                members.setdefault(old, []).append((slot, old.layout.slots[place]))
         whole = torch.zeros(bucket.layout.padded_numel, dtype=dtype, device=self._collectives.world.device)
         for old, moving in members.items():
-            values = capture(old, role, whole.dtype, self._collectives)
+            # What was frozen begins to be averaged as the weight that it was.
+            named = WEIGHT if role == AVERAGE and current_average(old) is None else role
+            values = capture(old, named, whole.dtype, self._collectives)
             for slot, old_slot in moving:
                 slot_view(whole, slot).copy_(slot_view(values, old_slot))
         return whole
 
-    def _sent_by_owners(self, old: TrainedBucket, role: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """State of tensors that are updated whole, by slot, on all ranks. Collective."""
-        device = self._collectives.world.device
-        for slot, owner in enumerate(old.update.owners):
-            kept = self.keeps(old.spec.parameters[slot]).get(role)
-            if isinstance(kept, KeptTensor):
-                if owner == self._collectives.shards.rank:
-                    values = old.update.whole_state(slot)[role].to(device).contiguous()
-                else:
-                    values = torch.empty(kept.shape or (), dtype=kept.dtype, device=device)
-                flat = values.view(-1).view(torch.uint8)
-                self._collectives.broadcast(flat, name=f"{role} of {old.spec.name}", source=owner)
-                yield slot, values
+    def _sent_by_owners(self, bucket: Bucket, role: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """State of tensors that are updated whole, by their slots in a new bucket, on all ranks. Collective."""
+        device, rank = self._collectives.world.device, self._collectives.shards.rank
+        for slot, managed in enumerate(bucket.spec.parameters[: bucket.spec.num_whole]):
+            old, place = self._homes[managed.parameter]
+            kept = self.keeps(managed).get(role)
+            if not isinstance(kept, KeptTensor) or not isinstance(old, TrainedBucket):
+                continue
+            if not old.weights.plan.shards_optimizer:
+                yield slot, old.update.whole_state(place)[role]
+                continue
+            owner = old.update.owners[place]
+            if owner == rank:
+                values = old.update.whole_state(place)[role].to(device).contiguous()
+            else:
+                values = torch.empty(kept.shape or (), dtype=kept.dtype, device=device)
+            flat = values.view(-1).view(torch.uint8)
+            self._collectives.broadcast(flat, name=f"{role} of {old.spec.name}", source=owner)
+            yield slot, values
 
 
 def described_state(buckets: Sequence[Bucket]) -> Described:
@@ -196,6 +204,11 @@ def _held(bucket: TrainedBucket, role: str) -> Iterator[tuple[slice, torch.Tenso
     """Values that this rank has of a bucket in one role, and which elements of the bucket they are."""
     if role == WEIGHT:
         yield bucket.update.where, bucket.update.current_weight()
+        return
+    if role == AVERAGE:
+        average = current_average(bucket)
+        assert average is not None
+        yield bucket.update.where, average
         return
     for kept in kept_states(bucket):
         if isinstance(kept.where, slice) and role in kept.values:

@@ -6,6 +6,7 @@ import torch
 from zerotrain.engine.buckets.parts.norm import (
     CHUNK_NUMEL,
     MAX_SQUARES,
+    TREE_NUMEL,
     BlockSquares,
     StepSquares,
     add_digit_sums,
@@ -140,3 +141,54 @@ def test_the_clip_coefficient_is_that_of_torch() -> None:
     torch.testing.assert_close(parameter.grad, expected)
     assert clip_coefficient(norm, max_norm=100.0).item() == 1.0
     assert clip_coefficient(norm, max_norm=None).item() == 1.0
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of a GPU, on tensors of the CPU."""
+    monkeypatch.setattr("zerotrain.engine.buckets.parts.norm.lies_on_host", lambda _: False)
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tree_numel", [64, 3 * 64, TREE_NUMEL])
+def test_on_a_gpu_a_block_has_the_same_bits_whatever_lies_beside_it(
+    dtype: torch.dtype, tree_numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zerotrain.engine.buckets.parts.norm.TREE_NUMEL", tree_numel)
+    shard = torch.randn(64 * 10, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = shard.clone()
+    squares = block_squares(shard, exact=True)
+    assert torch.equal(shard, before)
+    for index, block in enumerate(shard.view(-1, 64)):
+        terms = [value * value for value in block.tolist()]  # exact in fp64
+        while len(terms) > 1:
+            half = len(terms) // 2
+            terms = [a + b for a, b in zip(terms[:half], terms[half:], strict=True)]
+        assert squares[index].item() == terms[0]
+        assert torch.equal(block_squares(block.contiguous(), exact=True), squares[index : index + 1])
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_on_a_gpu_the_norm_of_a_shard_is_one_vector_norm_where_bits_are_not_fixed() -> None:
+    shards = [torch.randn(64 * number, generator=torch.Generator().manual_seed(number)) for number in (3, 7)]
+    assert [block_squares(shard, exact=False).shape for shard in shards] == [(1,), (1,)]
+    expected = torch.cat(shards).double().norm()
+    torch.testing.assert_close(norm_over(shards, exact=False), expected, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(norm_over(shards), expected, rtol=1e-15, atol=0.0)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_on_a_gpu_digits_are_summed_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(squares: torch.Tensor) -> torch.Tensor:
+        calls.append(squares.numel())
+        return digit_sums(squares)
+
+    monkeypatch.setattr("zerotrain.engine.buckets.parts.norm.digit_sums", counted)
+    step = StepSquares()
+    for _ in range(3):
+        step.add(torch.ones(MAX_SQUARES, dtype=torch.float64))
+    assert norm_of_digit_sums(step.digit_sums()).item() == math.sqrt(3 * MAX_SQUARES)
+    assert calls == [3 * MAX_SQUARES]

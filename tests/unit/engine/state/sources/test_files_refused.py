@@ -302,8 +302,8 @@ def test_ranks_that_see_different_files_refuse_them(tmp_path: Path, monkeypatch:
     real, here = files.find_weights, threading.local()
     here.rank = 0
 
-    def find(source: Path) -> Any:
-        return real(newer if here.rank == 1 else source)  # as where each machine has a disk of its own
+    def find(source: Path, **how: Any) -> Any:
+        return real(newer if here.rank == 1 else source, **how)  # as where each machine has a disk of its own
 
     monkeypatch.setattr(files, "find_weights", find)
 

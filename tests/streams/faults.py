@@ -1,0 +1,173 @@
+"""Faults of order, each planted into one method of the engine's for as long as a training runs."""
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from zerotrain.comm.collectives import Collectives
+from zerotrain.comm.wires.backend_handles import Works
+from zerotrain.device.cuda import Cuda
+from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.buckets.places.home import OffloadedHome
+from zerotrain.engine.buckets.weights import BucketWeights
+from zerotrain.engine.state.saving.chunks import ChunkReader
+from zerotrain.engine.state.saving.snapshot import Snapshot
+from zerotrain.offload.saved import _Stored
+from zerotrain.offload.tier import HostTier
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One text of one method, replaced."""
+
+    owner: Any
+    method: str
+    old: str
+    new: str
+    training: str
+    """By its name in `test_training.py`."""
+    says: str
+    """A part of what is found."""
+    size: int = 2
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """In here the method has the fault."""
+        original = inspect.getattr_static(self.owner, self.method)
+        source = textwrap.dedent(inspect.getsource(original)).replace("super()", f"super({self.owner.__name__}, self)")
+        assert source.count(self.old) == 1, f"{self.owner.__name__}.{self.method} holds {self.old!r} not once"
+        made: dict[str, Any] = {}
+        exec(source.replace(self.old, self.new), original.__globals__, made)
+        with patch.object(self.owner, self.method, made[self.method]):
+            yield
+
+
+OF_GATHER, OF_REDUCTION = "self.kind == 'gather' or work.wait()", "self.kind == 'reduction' or work.wait()"
+FAULTS = {
+    # a wait left out
+    "gather-not-waited-for": Planted(
+        Works,
+        "_wait",
+        "work.wait()",
+        OF_GATHER,
+        "stage 3",
+        "gathers does in all_gather is read by compute",
+    ),
+    "gather-not-waited-for-at-stage-1": Planted(
+        Works,
+        "_wait",
+        "work.wait()",
+        OF_GATHER,
+        "stage 1",
+        "gathers does in all_gather is read by compute",
+    ),
+    "reduction-not-waited-for": Planted(
+        Works, "_wait", "work.wait()", OF_REDUCTION, "stage 2", "NCCL's stream of reductions does in reduce_scatter is"
+    ),
+    "parts-of-the-sum-not-waited-for": Planted(
+        Works, "_wait", "work.wait()", OF_REDUCTION, "ordered", "NCCL's stream of reductions does in all_to_all is read"
+    ),
+    "fetch-not-waited-for": Planted(
+        OffloadedHome,
+        "_bring",
+        "arriving.wait()",
+        "pass",
+        "offload",
+        "does in copy_ is written by compute in _fused",
+    ),
+    "saved-tensor-not-waited-for": Planted(
+        _Stored, "on_device", "arriving.wait()", "pass", "activations", "does in copy_ is read by compute"
+    ),
+    "copy-on-write-left-out": Planted(
+        BucketWeights,
+        "about_to_change",
+        "before()",
+        "pass",
+        "save",
+        "compute does in _fused_adamw_ is read by stream",
+    ),
+    # a buffer or a window given back early
+    "gradient-given-back-at-issue": Planted(
+        BucketGradient,
+        "reduce",
+        "self.life.become(GradientState.REDUCING)",
+        "self._pool.give_back(self._unreduced); self._unreduced = None; self.life.become(GradientState.REDUCING)",
+        "stage 2",
+        "NCCL's stream of reductions does in reduce_scatter is written by compute in",
+    ),
+    "window-given-back-while-it-is-gathered-from": Planted(
+        OffloadedHome,
+        "close",
+        "self._windows.give_back(window, last)",
+        "self._windows.give_back(window, DONE)",
+        "offload",
+        "all_gather is written by stream",
+    ),
+    "copy-of-a-save-read-before-it-is-there": Planted(
+        ChunkReader, "read", ".settle()", "", "save", "does in copy_ is read by host"
+    ),
+    # memory freed at issue
+    "memory-freed-at-issue": Planted(
+        Collectives,
+        "gather_now",
+        "gather.finish()",
+        "return",
+        "stage 2",
+        "freed while NCCL's stream of gathers may use it",
+    ),
+    "saved-tensor-freed-while-it-arrives": Planted(
+        _Stored,
+        "__del__",
+        "None if self.arriving is DONE else self.memory",
+        "None",
+        "activations that no backward needs",
+        "memory of compute is freed while stream",
+    ),
+    "window-made-of-memory-in-use": Planted(
+        Cuda,
+        "bytes_for",
+        "torch.cuda.current_stream(self.device).synchronize()",
+        "pass",
+        "offload",
+        "what compute does in the memory was made is written by",
+    ),
+    # a copy begun before its source is written
+    "stored-before-it-is-computed": Planted(
+        HostTier,
+        "_store",
+        "after=(self.read(),)",
+        "after=()",
+        "offload",
+        "compute does in _fused_adamw_ is read by",
+    ),
+    "fetched-before-it-is-stored": Planted(
+        HostTier, "_fetch", "after=(stored, unused)", "after=(unused,)", "activations", "does in copy_ is read by"
+    ),
+    "fetched-into-memory-in-use": Planted(
+        HostTier, "_fetch", "after=(stored, unused)", "after=(stored,)", "activations", "what compute does in"
+    ),
+    "save-reads-before-the-update-is-done": Planted(
+        ChunkReader,
+        "read",
+        "after=[self._copied.get(entry, self._begun)]",
+        "after=[]",
+        "save",
+        "what compute does in",
+        size=1,  # where no collective has the host wait
+    ),
+    "shard-gathered-before-it-has-come": Planted(
+        OffloadedHome,
+        "_bring",
+        "arriving.wait()",
+        "pass",
+        "offload",
+        "read by NCCL's stream of gathers in all_gather",
+    ),
+    "copies-not-noted": Planted(
+        Snapshot, "_hold", "self._reader.was_copied(entry)", "pass", "save", "what compute does in clone is read by"
+    ),
+}

@@ -1,0 +1,78 @@
+"""A step's launches on a GPU: so many for each bucket, none for each element, and one wait of the host."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.streams.stand_in import clocks, run_on_streams
+from tests.streams.trainings import build, net, rows
+from zerotrain.comm.ranks.world import World
+from zerotrain.engine.buckets.parts.norm import BlockSquares
+from zerotrain.settings import OffloadConfig
+
+MOST_PER_BUCKET = {"native": 14, "fp32": 19, "ordered": 24}
+"""By the reduction, at stage 3, where a bucket is gathered twice."""
+NUM_BLOCKS, WIDTH = 4, 64
+OneStep = tuple[int, Counter[str], Counter[str]]
+"""Buckets, kernels by name, waits of the host by what waited."""
+
+
+def one_step(
+    stage: int, *, width: int = WIDTH, num_blocks: int = NUM_BLOCKS, one_bucket: bool = False, **given: object
+) -> OneStep:
+    """The second step of a training, of one micro-batch."""
+    block_mb = (width**2 + 2 * width) * 2 / 2**20
+    bucket_mb = 100.0 if one_bucket else 1.3 * block_mb
+
+    def on_a_rank(world: World) -> OneStep:
+        engine = build(world, stage, net(width, num_blocks), bucket_mb=bucket_mb, **given)  # type: ignore[arg-type]
+        known = clocks()
+        for step in range(2):
+            batch = rows(step, 0, world.rank, width)
+            kernels, syncs = Counter(known.kernels), Counter(known.syncs)
+            engine.backward(engine(batch))
+            engine.step()
+        return len(engine.schedule.buckets), known.kernels - kernels, known.syncs - syncs
+
+    found: OneStep = run_on_streams(on_a_rank).results[0]
+    return found
+
+
+@pytest.mark.parametrize(("stage", "reduction"), [(0, "native"), (1, "fp32"), (3, "native"), (3, "ordered")])
+def test_a_bucket_more_is_a_few_kernels_more_and_the_host_waits_once_a_step(stage: int, reduction: str) -> None:
+    few, kernels_of_few, _ = one_step(stage, reduction=reduction, one_bucket=True)
+    many, kernels_of_many, syncs = one_step(stage, reduction=reduction)
+    assert (few, many) == (1, NUM_BLOCKS)
+    per_bucket = (kernels_of_many.total() - kernels_of_few.total()) / (many - few)
+    assert per_bucket <= MOST_PER_BUCKET[reduction], kernels_of_many - kernels_of_few
+    assert syncs == {"tolist": 1}
+
+
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+def test_no_kernel_comes_with_more_elements(reduction: str) -> None:
+    narrow, wide = (
+        one_step(2, width=width, num_blocks=2, one_bucket=True, reduction=reduction) for width in (512, 768)
+    )
+    assert wide[:2] == narrow[:2]
+
+
+@pytest.mark.parametrize(("exact", "most"), [(False, 3), (True, 8)])
+def test_the_norm_of_a_bucket_takes_few_kernels_however_large_it_is(exact: bool, most: int) -> None:
+    def on_a_rank(_: World) -> int:
+        shard = torch.ones(2**20)
+        before = clocks().kernels.total()
+        blocks = BlockSquares(shard, exact=exact)
+        blocks.take(0, shard)
+        assert blocks.squares().sqrt().max() == (8.0 if exact else 2.0**10)
+        return clocks().kernels.total() - before - 4  # those of the line above
+
+    (kernels,) = run_on_streams(on_a_rank, 1).results
+    assert kernels == most
+
+
+def test_offload_makes_the_host_wait_for_its_windows() -> None:
+    """Known, and to become fewer: a window that is used again is waited for by the host."""
+    num_buckets, _, syncs = one_step(3, offload=OffloadConfig(optimizer="cpu", parameters="cpu"))
+    assert syncs["tolist"] == 1
+    assert syncs.total() - 1 <= 8 * num_buckets

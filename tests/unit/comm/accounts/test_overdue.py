@@ -1,0 +1,180 @@
+"""A collective that does not end is told of by name once, before the backend ends the process; one that ends, never."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerotrain.comm.accounts import overdue as overdues
+from zerotrain.comm.accounts.ledger import Journal, Ledger
+from zerotrain.comm.accounts.overdue import Overdue
+from zerotrain.comm.accounts.whereabouts import Whereabouts
+from zerotrain.comm.handles import Gather, GatherSpec
+from zerotrain.comm.ranks.world import World
+from zerotrain.comm.wires.backend_handles import Works
+from zerotrain.device.device import DONE, Event
+from zerotrain.errors import CommError
+from zerotrain.launching.end.failures import Failure, first_failure
+from zerotrain.launching.start.worker import leave_overdue, record_collectives
+
+TIMEOUT_S = 40.0
+
+
+class Work:
+    """NCCL's: to wait for it is no wait of the host."""
+
+    has_ended = False
+
+    def is_completed(self) -> bool:
+        return self.has_ended
+
+    def wait(self) -> None:
+        pass
+
+
+class OnDevice(Works, Gather):
+    sent_nbytes = 0
+
+    def _issue(self) -> None:
+        self.work = Work()
+        self._works = [self.work]  # type: ignore[list-item]
+
+
+class Late:
+    """A watch without a thread, and with a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tell: Callable[[CommError | None], None] | None = None) -> None:
+        monkeypatch.setattr(overdues.threading.Thread, "start", lambda _: None)
+        self.now_s, self.told = 0.0, list[CommError | None]()
+        self.place = "step 3, forward"
+        whereabouts = Whereabouts(rank=0, size=3, describe=lambda: self.place)
+        self.overdue = Overdue(whereabouts, TIMEOUT_S, tell or self.told.append, lambda: self.now_s)
+        self.journal = Journal(Ledger(), whereabouts, overlap=True, overdue=self.overdue)
+
+    def gather(self, name: str = "blocks.2") -> OnDevice:
+        handle = OnDevice(GatherSpec(name, self.journal, torch.zeros(2), torch.zeros(1)))
+        handle.issue()
+        return handle
+
+    def at(self, now_s: float) -> list[CommError | None]:
+        self.now_s = now_s
+        self.overdue.look()
+        return self.told
+
+
+def test_the_oldest_that_has_not_ended_is_told_of_with_its_place_some_seconds_before_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = Late(monkeypatch)
+    late.gather("blocks.1").work.has_ended = True
+    stuck = late.gather()
+    late.place = "step 3, backward"  # the host runs ahead
+    stuck.finish()  # which waits for nothing
+    late.gather("blocks.3")
+    assert late.at(29.9) == []
+    (error,) = late.at(30.1)
+    assert "rank 0 has waited 30.1 s in gather of blocks.2 (step 3, forward); no answer from ranks 1, 2" in str(error)
+    assert isinstance(error, CommError)
+    assert (error.where, error.unheard) == ("gather of blocks.2 (step 3, forward)", (1, 2))
+    assert len(late.at(35.0)) == 1  # once
+
+
+def test_what_ends_after_it_was_told_of_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late(monkeypatch)
+    stuck, behind = late.gather(), late.gather("blocks.3")
+    late.at(31.0)
+    stuck.work.has_ended = True
+    assert len(late.at(32.0)) == 3  # None, and the next, issued at the same time
+    behind.work.has_ended = True
+    assert late.at(33.0)[-1] is None
+    assert len(late.at(1e6)) == 4
+
+
+def test_a_collective_that_the_host_issues_and_waits_for_is_watched_until_the_device_has_ended_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Recorded(Event):
+        has_ended = False
+
+        def is_done(self) -> bool:
+            return self.has_ended
+
+    late, event = Late(monkeypatch), Recorded()
+    world = World(0, 3, 0, torch.device("cpu"))
+    object.__setattr__(world, "overdue", late.overdue)
+    with world.watching("barrier"):
+        assert "in barrier" in str(late.at(31.0)[0])  # while the host is in the call
+    assert late.at(32.0)[-1] is None  # a CPU has done it
+    with late.overdue.watching("sum of metrics", lambda: event):
+        pass
+    assert "in sum of metrics" in str(late.at(70.0)[-1])
+    event.has_ended = True
+    assert late.at(71.0)[-1] is None
+    assert DONE.is_done()
+
+
+def test_an_error_of_the_device_is_left_to_the_thread_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late(monkeypatch)
+
+    def fails() -> bool:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    late.gather().work.is_completed = fails  # type: ignore[method-assign]
+    assert late.at(31.0) == []
+
+
+def test_the_thread_looks_by_itself_and_ends_with_what_it_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overdues, "POLL_S", 0.01)
+    told: list[CommError | None] = []
+    watch = Overdue(Whereabouts(rank=0, size=2), 0.04, told.append)
+    watch.watch("gather of unit", lambda: False)
+    thread = watch._thread
+    assert thread is not None
+    assert thread.daemon
+    while not told:
+        thread.join(0.01)
+    del watch
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+def test_the_run_folder_says_who_did_not_come_until_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late(monkeypatch, lambda error: leave_overdue(tmp_path, 0, error))
+    stuck = late.gather()
+    late.at(31.0)
+    failure = first_failure(tmp_path, {0: -6})
+    assert failure is not None
+    assert "rank 0 has waited 31.0 s in gather of blocks.2 (step 3, forward)" in failure.cause
+    assert (failure.unheard, failure.from_peers) == ((1, 2), True)
+    stuck.work.has_ended = True
+    late.at(32.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_own_failure_that_comes_after_counts_more_and_is_not_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = Late(monkeypatch, lambda error: leave_overdue(tmp_path, 0, error))
+    stuck = late.gather()
+    late.at(31.0)
+    Failure.of(ValueError("a bad row"), rank=0).write(tmp_path)
+    for now_s in (32.0, 33.0):
+        failure = first_failure(tmp_path, {0: 1})
+        assert failure is not None
+        assert failure.cause == "failed: ValueError: a bad row"
+        stuck.work.has_ended = True
+        late.at(now_s)
+
+
+def test_what_torch_recorded_of_collectives_goes_beside_the_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
+    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    record_collectives(tmp_path)
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
+    assert [os.environ[name] for name in names] == ["7", "1", f"{tmp_path}/collectives_of_rank_"]

@@ -1,0 +1,75 @@
+"""`python -m zerotrain report FOLDER...`: one page, a csv and a json of any runs, and their table."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from zerotrain.commands.frame import exit_code, parser_of
+from zerotrain.errors import ConfigError
+from zerotrain.report.files import CSV_NAME, JSON_NAME, PAGE_NAME, write_files
+from zerotrain.report.reading import FILES_OF_RUNS, JobFiles, read_jobs
+from zerotrain.report.rows import report_of
+from zerotrain.report.table import print_table
+
+EXAMPLES = """\
+FOLDER is a run, a sweep, or any folder in which runs lie. A sweep writes these files itself; this command makes them
+anew, or of runs that belong to no sweep.
+
+  python -m zerotrain report multirun/2026-11-24/10-00-00
+  python -m zerotrain report outputs/first outputs/second --out compared
+
+Exit code 0: they are written; 2: there is no run in a FOLDER, or they cannot be written, one line; 130: Ctrl-C.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    parser = parser_of("report", __doc__, EXAMPLES)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="the folder of a run or of a sweep")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="the folder of the files; that of one FOLDER by default"
+    )
+    asked = parser.parse_args(arguments)
+    return exit_code(lambda: report(asked.folders, asked.out))
+
+
+def report(folders: Sequence[Path], out: Path | None = None) -> None:
+    """Write the report of the runs in some folders, and print their table.
+
+    Raises:
+        ConfigError: there is none in one of them, or the files cannot be written.
+    """
+    if out is None and len(folders) > 1:
+        raise ConfigError(f"--out: is not given, and there are {len(folders)} folders; say where the report is to lie")
+    jobs = [_named(job, folder, folders) for folder in folders for job in _jobs_in(folder)]
+    folder = out or folders[0]
+    title = folders[0].absolute() if len(folders) == 1 else folder.absolute()
+    told = report_of(jobs, title="/".join(title.parts[-2:]))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_files(told, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"--out: got {folder}, which cannot be written: {error.strerror}; give another folder"
+        ) from error
+    print_table(told, Console())
+    print(f"in {folder}: {PAGE_NAME}, {CSV_NAME}, {JSON_NAME}")
+
+
+def _jobs_in(folder: Path) -> list[JobFiles]:
+    jobs = read_jobs(folder)
+    if not jobs:
+        found = "which has no run" if folder.is_dir() else "which is no folder"
+        raise ConfigError(f"FOLDER: got {folder}, {found}; give one in which {' or '.join(FILES_OF_RUNS)} lies")
+    return jobs
+
+
+def _named(job: JobFiles, folder: Path, folders: Sequence[Path]) -> JobFiles:
+    """A job that is told from those of other folders by its name."""
+    if len(folders) == 1:
+        return job
+    within = os.path.relpath(job.folder.absolute(), os.path.commonpath([each.absolute() for each in folders]))
+    return replace(job, name=within)

@@ -1,0 +1,76 @@
+"""Values out of files of others, as numbers and as texts that people read."""
+
+import math
+import re
+from typing import Any
+
+from zerotrain.files.printable import printable
+from zerotrain.training.figures.report import in_unit
+
+MAX_NUMBER = 1e18
+MAX_CELL = 60
+"""Characters of a setting's value that are shown."""
+
+
+def number(value: Any) -> float | None:
+    """A value if it is a number to reckon with; None if it is nan, infinite, a text or of a size that nothing has."""
+    is_one = type(value) in (int, float) and math.isfinite(value) and abs(value) < MAX_NUMBER
+    return value if is_one else None
+
+
+def at(value: Any, *names: str) -> Any:
+    """An inner value of dicts within each other; None where there is none."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def numbers_at(value: Any, *names: str) -> dict[str, float]:
+    """The numbers of an inner dict, by name."""
+    inner = at(value, *names)
+    found = {name: number(each) for name, each in inner.items()} if isinstance(inner, dict) else {}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def cell(value: Any) -> str:
+    """The value of a setting, short and printable: true, 0.003, [0.9, 0.95], GPT for a class."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}" if abs(value) < MAX_NUMBER else repr(value)
+    text = value if isinstance(value, str) else str(value)[: 4 * MAX_CELL]
+    return shortened(text, MAX_CELL)
+
+
+def shortened(text: str, most: int) -> str:
+    """A printable text in one line of so many characters."""
+    text = printable(text[: 2 * most], 4 * most, keep="")
+    return text if len(text) <= most else f"{text[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def first_line(text: str | None, most: int = 500) -> str | None:
+    """The first line of an error that says anything; None for none."""
+    lines = (line.strip() for line in (text or "")[: 20 * most].splitlines())
+    line = next(filter(None, lines), None)
+    return None if line is None else shortened(line, most)
+
+
+def in_bytes(nbytes: float | None) -> str:
+    """Such as 10.2 MB; a dash for what is not known."""
+    return "\N{EN DASH}" if nbytes is None else in_unit(nbytes)
+
+
+def in_short(value: float) -> str:
+    """A number beside an axis: 0.25, 20k, 1.5M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def in_order(name: str) -> list[tuple[int, int, str]]:
+    """A key that sorts names as people do: 2 before 10."""
+    parts = re.split(r"([0-9]{1,18})", name, flags=re.ASCII)
+    return [(0, int(part), "") if place % 2 else (1, 0, part) for place, part in enumerate(parts) if part]
