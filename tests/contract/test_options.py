@@ -46,6 +46,7 @@ OPTIONS = """
     model.dropout
     data.num_workers
     data.collate_fn
+    data.validation_sets
     data._target_
     data.path
     data.seq_len

@@ -99,7 +99,7 @@ def test_an_exported_folder_is_evaluated_and_continued_as_the_run(run: Path, tmp
     for name, options in (("weights", ["--shard-mb", "0.02"]), ("dcp", ["--dcp"])):
         path = tmp_path / name
         assert export([str(run), "--out", str(path), *options]) == 0
-        assert evaluate.evaluate(path) == (3, losses_of(run)[3], {})
+        assert evaluate.evaluate(path) == (3, {"val_loss": losses_of(run)[3]})
         capsys.readouterr()
         assert generate.main([str(path), *text]) == 0
         assert capsys.readouterr().out == wanted
@@ -120,9 +120,10 @@ def test_an_exported_folder_is_evaluated_and_continued_as_the_run(run: Path, tmp
     ),
 )
 def test_settings_of_the_evaluation_can_be_others(run: Path, capsys) -> None:
-    step, loss, _ = evaluate.evaluate(run, ["train.eval_batches=1"])
+    step, found = evaluate.evaluate(run, ["train.eval_batches=1"])
+    loss = found["val_loss"]
     assert (step, loss != losses_of(run)[3]) == (3, True)
-    assert evaluate.evaluate(run, ["data.seq_len=16"])[1] != loss
+    assert evaluate.evaluate(run, ["data.seq_len=16"])[1]["val_loss"] != loss
     for setting, said in (
         ("train.eval_batchs=1", "train.eval_batchs=1: is no setting with a value of this run"),
         ("zero.stage", "zero.stage: is no setting with a value"),
@@ -153,7 +154,7 @@ def test_a_run_that_was_interrupted_and_a_save_that_was_cut_off(run: Path, tmp_p
             assert "a save" in line
             assert "cut off" in line
     shutil.copytree(run / "checkpoints" / "step-00000002", tmp_path / "run" / "checkpoints" / "step-00000002")
-    assert evaluate.evaluate(tmp_path / "run")[1] == losses_of(run)[2]
+    assert evaluate.evaluate(tmp_path / "run")[1]["val_loss"] == losses_of(run)[2]
     assert generate.main([str(tmp_path / "run"), "--prompt", "def", "--max-tokens", "3"]) == 0
 
 

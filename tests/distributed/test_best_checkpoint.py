@@ -53,9 +53,12 @@ def test_the_best_checkpoint_is_that_of_the_lowest_loss_and_every_command_takes_
 
 
 def test_by_a_metric_the_best_and_the_stop_are_the_same_after_a_resume(zygote: Zygote, tmp_path: Path) -> None:
-    """Accuracy, of which higher is better, on 4, 2 and 1 ranks at other stages; killed in the middle, and resumed."""
-    following = ["metrics=[accuracy,perplexity]", "checkpoint.best=val_accuracy", "callbacks=early_stopping"]
-    following += ["callbacks.early_stopping.metric=val_accuracy", "callbacks.early_stopping.patience=3"]
+    """Accuracy of a further set, of which higher is better, on 4, 2 and 1 ranks at other stages; killed in the middle,
+    and resumed. `evaluate` tells its numbers, on 3 ranks."""
+    following = ["data.validation_sets={other: {num_sequences: 90}}", "metrics=[accuracy,perplexity]"]
+    following += ["checkpoint.best=val_accuracy/other", "callbacks=early_stopping"]
+    following += ["callbacks.early_stopping.metric=val_accuracy/other", "callbacks.early_stopping.patience=3"]
+    following += ["callbacks.accuracy.of=[validation,training]", "train.log_every=3"]
     common = ["train.virtual_ranks=4", "train.micro_batch_size=1", "train.eval_every=1", "checkpoint.every=2"]
     common += ["checkpoint.resume=auto", "optimizer.lr=0.01", "train.max_steps=40", *following]
 
@@ -63,9 +66,11 @@ def test_by_a_metric_the_best_and_the_stop_are_the_same_after_a_resume(zygote: Z
         placement = [f"hydra.run.dir={folder}", f"launch.nproc_per_node={ranks}", f"zero.stage={stage}"]
         return zygote.run([*SETTINGS, *common, *placement, *settings], tmp_path)
 
-    def told(folder: str) -> list[tuple[float, float]]:
+    def told(folder: str) -> list[dict[str, float]]:
         lines = map(json.loads, (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
-        return [(line["val_accuracy"], line["val_perplexity"]) for line in lines if "val_accuracy" in line]
+        # A run that is stopped logs no further line; of training it logs every third.
+        named = ("step", "val_loss", "val_accuracy/other", "val_perplexity/other", "train_accuracy")
+        return [{name: line[name] for name in named if name in line} for line in lines]
 
     once = run("once", 4, 3)
     assert once.code == 0, once.err
@@ -78,3 +83,14 @@ def test_by_a_metric_the_best_and_the_stop_are_the_same_after_a_resume(zygote: Z
     assert told("twice") == told("once")
     assert result_of(tmp_path / "twice")["steps"] == stopped_at
     assert os.readlink(tmp_path / "twice/checkpoints/best") == os.readlink(tmp_path / "once/checkpoints/best")
+    evaluating = ["evaluate", "twice/checkpoints/best", "launch.nproc_per_node=3", "zero.stage=3"]
+    evaluated = zygote.run(evaluating, tmp_path, module="zerotrain")
+    assert evaluated.code == 0, evaluated.err
+    lines = list(map(json.loads, (tmp_path / "twice/metrics.jsonl").read_text().splitlines()))
+    best = int(os.readlink(tmp_path / "twice/checkpoints/best").removeprefix("step-"))
+    [last] = [line for line in lines if "val_loss" in line and line["step"] == best]
+    assert evaluated.out.splitlines() == [
+        f"step {last.pop('step')}: validation loss {last.pop('val_loss')!r}",
+        *(f"  {name.removeprefix('val_').removeprefix('loss/')}: {value!r}" for name, value in last.items()),
+    ]
+    assert len(last) == 5  # without step and val_loss

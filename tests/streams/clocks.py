@@ -29,6 +29,7 @@ Clock = dict[str, int]
 
 _READS_OF_HOST = (torch.Tensor.tolist, torch.Tensor.numpy)
 """Bring values to Python without a kernel that is dispatched."""
+_HOST = "host"
 _NO_KERNELS = ("empty", "new_empty", "detach", "alias", "_unsafe_view", "set_", "lift_fresh", "resize_", "is_set_to")
 
 
@@ -96,7 +97,7 @@ class Clocks:
 
     def thread(self) -> str:
         """This thread's name as an actor."""
-        return f"host ({threading.current_thread().name})"
+        return f"{_HOST} ({threading.current_thread().name})"
 
     def know(self, actor: str, clock: Clock) -> None:
         """All that `clock` says has happened before what `actor` does from here on."""
@@ -140,15 +141,16 @@ class Clocks:
         Args:
             made_on: the stream on which it is made now, if it is not known yet.
         """
-        memory = self._memories.get(storage._cdata)
-        if memory is None:
-            memory = Memory(made_on or self.compute, StorageWeakRef(storage))
-            self._memories[storage._cdata] = memory
-            if made_on is not None:
-                # Who had the memory before may not be done with it: only its stream knows.
-                actor, count = self.tell(made_on)
-                memory.writes.append(Access(0, storage.nbytes(), actor, count, "the memory was made"))
-        return memory
+        with self._lock:
+            memory = self._memories.get(storage._cdata)
+            if memory is None:
+                memory = Memory(made_on or self.compute, StorageWeakRef(storage))
+                self._memories[storage._cdata] = memory
+                if made_on is not None:
+                    # Who had the memory before may not be done with it: only its stream knows.
+                    actor, count = self.tell(made_on)
+                    memory.writes.append(Access(0, storage.nbytes(), actor, count, "the memory was made"))
+            return memory
 
     def freed(self, storage: torch.UntypedStorage) -> None:
         """Its memory is given back now, and the storage may get other memory."""
@@ -172,7 +174,9 @@ class Clocks:
         if memory.on_host:  # torch itself waits for copies of pinned memory
             return
         known = dict(self.clock(memory.made_on))
-        join(known, self.clock(self.thread()))
+        # Any thread may have freed it, and each looks here before it knows more: what one knows had happened by then.
+        for actor in [actor for actor in self._clocks if actor.startswith(_HOST)]:
+            join(known, self._clocks[actor])
         for each in (*memory.writes, *memory.reads):
             if not each.is_before(known) and each.actor not in memory.recorded:
                 self._say(f"memory of {memory.made_on} is freed while {each.actor} may use it in {each.what}")

@@ -389,7 +389,7 @@ class KnowingCondition(threading.Condition):
         if here.clocks is not None:
             self._known = self._known | {
                 actor: max(count, self._known.get(actor, 0))
-                for actor, count in here.clocks.clock(here.clocks.thread()).items()
+                for actor, count in dict(here.clocks.clock(here.clocks.thread())).items()
             }
 
     def __enter__(self) -> bool:

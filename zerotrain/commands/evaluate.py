@@ -1,4 +1,5 @@
-"""`python -m zerotrain evaluate RUN [SETTING=VALUE ...]`: the validation loss of a checkpoint, as the run had it."""
+"""`python -m zerotrain evaluate RUN [SETTING=VALUE ...]`: validation loss and metrics of a checkpoint, as the run had
+them."""
 
 import os
 import shutil
@@ -20,10 +21,11 @@ from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.comm.ranks.world import num_gpus_for
 from zerotrain.commands.frame import RUN, TRUST, WEIGHTS, exit_code, is_averaged, parser_of
 from zerotrain.config.checks import OPEN_GROUPS as CHECKED_GROUPS
-from zerotrain.config.checks import class_problems, value_problems
+from zerotrain.config.checks import callback_problems, class_problems, value_problems
 from zerotrain.config.compose import first_line, from_values, known_keys, literal
 from zerotrain.config.schema import CheckpointConfig, Config
 from zerotrain.config.suggest import did_you_mean
+from zerotrain.config.targets import makes
 from zerotrain.config.words import in_words_of_config, words_of_config
 from zerotrain.engine.state.sources.files import weight_misfits
 from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
@@ -43,26 +45,29 @@ from zerotrain.run.exported import ADAPTERS, MERGED, opened_or_exported
 from zerotrain.run.factory import build_on_meta
 from zerotrain.run.preflight import check as preflight
 from zerotrain.run.saved import OfRun, SavedRun
-from zerotrain.run.trust import names_others, require_trusted
+from zerotrain.run.trust import TARGET, are_known, names_others, require_trusted
 from zerotrain.settings import OffloadConfig
 from zerotrain.training.callbacks.stages import stage_at
+from zerotrain.training.metrics import Metric
 
 EXAMPLES = """\
-RUN is a run (its newest checkpoint is read), a checkpoint or an export. Settings are those of the run; SETTING=VALUE
-changes one by its full name. On a CPU the loss equals that of the run at this step, to the bit, if you change only
-settings of zero and launch. One process starts, unless launch.nproc_per_node or torchrun asks for more. Nothing is
-written to the folder of the run, which may still train, nor to the paths in its settings: text is prepared in your own
-cache, unless you give data.cache_dir.
+RUN is a run (its newest checkpoint is read), a checkpoint or an export. Settings and metrics are those of the run;
+SETTING=VALUE changes one by its full name. On a CPU all numbers equal those of the run at this step, to the bit, if you
+change only settings of zero and launch. One process starts, unless launch.nproc_per_node or torchrun asks for more.
+Nothing is written to the folder of the run, which may still train, nor to the paths in its settings: text is prepared
+in your own cache, unless you give data.cache_dir.
 
   python -m zerotrain evaluate outputs/2026-11-22/10-00-00
   python -m zerotrain evaluate outputs/2026-11-22/10-00-00 zero.stage=3 launch.nproc_per_node=4
   python -m zerotrain evaluate outputs/2026-11-22/10-00-00 --weights ema
   python -m zerotrain evaluate exported data.path=other_texts train.eval_batches=100
+  python -m zerotrain evaluate exported --metrics accuracy,perplexity 'data.validation_sets={docs: {path: docs}}'
 
 Exit code 0; 1: a rank failed; 2: an argument is wrong or the weights are damaged, one line a problem.
 """
 
 
+BUILT = (*CHECKED_GROUPS, "callbacks")
 GROUPS = tuple(each.name for each in fields(Config) if each.name != "seed")
 OPEN_GROUPS = ("model", "data")
 """Those whose settings their classes decide."""
@@ -71,9 +76,14 @@ AT_WORK += ("train.micro_batch_size", "train.deterministic", "launch.device", "l
 AT_WORK += ("launch.threads_per_rank", "launch.timeout_s", "launch.shared_memory")
 """How names of settings begin that an evaluation has a use for, but for those of `IDLE`."""
 IDLE = ("zero.schedule", "data.num_workers")
-_LOSS = {"loss": float, "by_source": Each(float)}
+_LOSS = {"metrics": Each(float)}
+METRICS = {name: {TARGET: f"zerotrain.training.metrics.{name.capitalize()}"} for name in ("accuracy", "perplexity")}
+"""Those that no run need have."""
+NO_METRICS = ("zerotrain.training.callbacks.", "zerotrain.training.loggers.")
+"""How names of classes begin that are known to be none."""
 MAX_LOSS_NBYTES = 1 << 20
 OTHER_WEIGHTS = "the run evaluates its average of weights, and this is the loss of the trained ones; give --weights ema"
+LEFT_OUT = "is left out; if it is a metric, --trust-code computes it"
 OTHER_DATA = "the data differs from that of the run: its files or their split have changed, and the loss may differ too"
 
 
@@ -85,16 +95,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="a setting to change")
     parser.add_argument("--weights", **WEIGHTS)
     parser.add_argument("--trust-code", **TRUST)
+    parser.add_argument("--metrics", metavar="NAMES", help="such as accuracy,perplexity, in place of those of the run")
     given = parser.parse_intermixed_args(arguments)
-    how = {"trust_code": given.trust_code, "weights": given.weights}
-    return exit_code(lambda: _run(given.path, given.settings, **how), is_told=not _is_one_of_others())
+    names = None if given.metrics is None else [each for each in given.metrics.split(",") if each]
+    told = {"metrics": names, "trust_code": given.trust_code, "weights": given.weights}
+    return exit_code(lambda: _run(given.path, given.settings, **told), is_told=not _is_one_of_others())
 
 
-def _run(path: Path, settings: Sequence[str], **how: Any) -> int:
+def _run(path: Path, settings: Sequence[str], **told: Any) -> int:
     ranks = RankEnvironment.read()
     try:
         with words_of_config():
-            step, loss, by_source = evaluate(path, settings, **how)
+            step, metrics = evaluate(path, settings, **told)
     except (ConfigError, CheckpointError):
         raise
     except Exception as error:
@@ -103,9 +115,9 @@ def _run(path: Path, settings: Sequence[str], **how: Any) -> int:
             exit_now(exits.FAILED)
         return exits.FAILED
     if not _is_one_of_others():
-        print(f"step {step}: validation loss {loss!r}")
-        for name, of_source in by_source.items():
-            print(f"  {printable(name, keep='')}: {of_source!r}")
+        print(f"step {step}: validation loss {metrics.pop('val_loss', 'of each set')}")
+        for name, value in metrics.items():
+            print(f"  {printable(name.removeprefix('val_').removeprefix('loss/'), keep='')}: {value!r}")
     return exits.COMPLETED
 
 
@@ -124,14 +136,20 @@ def _tell(error: Exception, rank: int) -> None:
 
 
 def evaluate(
-    path: str | os.PathLike[str], settings: Sequence[str] = (), *, trust_code: bool = False, weights: str = "trained"
-) -> tuple[int, float, dict[str, float]]:
-    """(step, validation loss, loss of each source of a mix) of a checkpoint: in this process, as one of torchrun's
-    ranks, or by ranks that are started for it.
+    path: str | os.PathLike[str],
+    settings: Sequence[str] = (),
+    *,
+    metrics: Sequence[str] | None = None,
+    trust_code: bool = False,
+    weights: str = "trained",
+) -> tuple[int, dict[str, float]]:
+    """(step, the numbers of `RunEvaluation.after`) of a checkpoint: in this process, as one of torchrun's ranks, or by
+    ranks that are started for it.
 
     Args:
         path: of a checkpoint, of a run, of which the newest is taken, or of an exported folder.
         settings: such as train.eval_batches=100, in place of those of the run.
+        metrics: names of the run's or of `METRICS`; None: all of the run's.
         trust_code: see `OfRun.trusts_code`. A class that one of `settings` names is trusted.
         weights: trained or ema.
 
@@ -144,20 +162,26 @@ def evaluate(
     ranks, averaged = RankEnvironment.read(), is_averaged(weights)
     with nothing_imported_from(path), opened_or_exported(path, averaged=averaged) as run:
         told: dict[str, Any] = {"weights": str(run.path), "step": run.step, "averaged": averaged}
-        is_other = not averaged and isinstance(run, SavedRun) and run.evaluates_average
-        config = with_settings(_of_evaluation(run), settings)
+        config = _of_evaluation(run)
+        config.callbacks, left_out = _metrics_of(config, metrics, trust_code)
+        warnings = [f"callbacks.{printable(name)} {LEFT_OUT}" for name in left_out]
+        if not averaged and isinstance(run, SavedRun) and run.evaluates_average:
+            warnings.append(OTHER_WEIGHTS)
+        config = with_settings(config, settings)
         if not trust_code:
             given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
-            require_trusted(config, CHECKED_GROUPS, run.path, given=given)
-        if problems := class_problems(config):
+            require_trusted(config, BUILT, run.path, given=given)
+        if problems := class_problems(config) + callback_problems(config):
             raise ConfigError(*problems)
         num_local, num_ranks = _num_ranks(config, ranks)
         config.launch.device, why = device_for(config.launch.device, num_local, num_gpus_for(num_local))
         try:
             with _known_in_one_line(config, run.path):
                 data = _checked(config, told["weights"], averaged, num_local, num_ranks)
-            for warning in _warnings(why, is_other, run.data_fingerprint not in (None, data), settings):
-                print(f"warning: {warning}", file=sys.stderr)
+            warnings += _warnings(why, run.data_fingerprint not in (None, data), settings)
+            if not _is_one_of_others():
+                for warning in warnings:
+                    print(f"warning: {warning}", file=sys.stderr)
             if ranks is None and num_ranks > 1:
                 result = _by_ranks(config, told, num_ranks)
             else:
@@ -169,7 +193,35 @@ def evaluate(
             raise CheckpointError(
                 f"{run.path} was removed by its run while it was read; try again with a newer one"
             ) from error
-    return told["step"], result["loss"], result["by_source"]
+    return told["step"], result["metrics"]
+
+
+def _metrics_of(config: Config, wanted: Sequence[str] | None, trust_code: bool) -> tuple[dict[str, Any], list[str]]:
+    """The metrics among the callbacks of a run, or those that are wanted; and the names of callbacks that may be some
+    too, and whose classes are not trusted. Of those nothing is imported.
+
+    Raises:
+        ConfigError: one that is wanted is not there, or not trusted.
+    """
+    found, left_out = {}, []
+    for name, values in config.callback_targets.items():
+        if not (trust_code or are_known(values)):
+            is_none = isinstance(values, dict) and str(values.get(TARGET)).startswith(NO_METRICS)
+            left_out += [] if is_none else [name]
+        elif makes(values.get(TARGET), Metric):
+            found[name] = values
+    if wanted is None:
+        return found, left_out
+    problems = []
+    for name in wanted:
+        if name in left_out:
+            problems.append(f"--metrics: {name} is of a class that is not known; give --trust-code to run its code")
+        elif name not in found | METRICS:
+            problems.append(f"--metrics: there is no {printable(name)}; there are {', '.join(found | METRICS)}")
+    if problems:
+        raise ConfigError(*problems)
+    chosen = {name: (METRICS | found)[name] for name in wanted}
+    return {name: {key: each for key, each in values.items() if key != "of"} for name, values in chosen.items()}, []
 
 
 @contextmanager
@@ -192,18 +244,15 @@ def _known_in_one_line(config: Config, path: Path) -> Iterator[None]:
     except ZeroTrainError:
         raise
     except Exception as error:
-        if names_others(config, CHECKED_GROUPS):
+        if names_others(config, BUILT):
             raise
         raise ConfigError(f"{path} cannot be evaluated: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _warnings(why: str | None, is_other_weights: bool, is_other_data: bool, settings: Sequence[str]) -> list[str]:
-    """The warnings that one rank prints before the loss is known."""
-    if _is_one_of_others():
-        return []
+def _warnings(why: str | None, is_other_data: bool, settings: Sequence[str]) -> list[str]:
+    """The warnings that follow from the device and the data."""
     is_meant = any(each.startswith(("data.", "seed=")) for each in settings)
-    others = [(OTHER_WEIGHTS, is_other_weights), (OTHER_DATA, is_other_data and not is_meant)]
-    return ([why] if why else []) + [said for said, is_so in others if is_so]
+    return ([why] if why else []) + ([OTHER_DATA] if is_other_data and not is_meant else [])
 
 
 def _of_evaluation(run: OfRun) -> Config:
@@ -215,7 +264,7 @@ def _of_evaluation(run: OfRun) -> Config:
         config.model["lora"] = None
     config.zero.stage, config.zero.schedule = stage_at(config.zero.stages, run.step), None
     config.train.virtual_ranks, config.train.gradient_accumulation_steps = None, 1
-    config.offload, config.checkpoint, config.callbacks = OffloadConfig(), CheckpointConfig(), {}
+    config.offload, config.checkpoint = OffloadConfig(), CheckpointConfig()
     config.data = _kept_in_own_cache(config.data)
     config.launch.nproc_per_node, config.launch.max_restarts = 1, 0
     return config
@@ -291,7 +340,7 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
 def _checked(config: Config, weights: str, averaged: bool, num_local: int, num_ranks: int) -> dict[str, Any]:
     """The data as it is after all that can be checked without ranks. A ConfigError with every problem found."""
     data = preflight.check(config, num_local, num_ranks)
-    if not data["validation_rows"]:
+    if not data["validation_rows"] and not config.validation_set_targets:
         raise ConfigError("data.validation is empty, so that there is nothing to evaluate on; give other data")
     model = build_on_meta(config)
     if model is not None and (misfits := weight_misfits(weights, model, averaged=averaged)):
@@ -300,7 +349,7 @@ def _checked(config: Config, weights: str, averaged: bool, num_local: int, num_r
 
 
 def _by_ranks(config: Config, told: dict[str, Any], num_ranks: int) -> dict[str, Any]:
-    """The loss by ranks that are started here. A ConfigError or RunError with the first cause of a failure."""
+    """The numbers by ranks that are started here. A ConfigError or RunError with the first cause of a failure."""
     with _folder_of_ranks() as folder:
         job = Job(config=config, run_dir=folder, overrides=[], evaluates=told)
         job.ranks_dir.mkdir()

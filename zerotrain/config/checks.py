@@ -18,6 +18,7 @@ from zerotrain.settings import Setting, settings_in
 OPEN_GROUPS = ("model", "data", "optimizer", "scheduler")
 CALLBACKS = "callbacks"
 COLLATE_FN = "data.collate_fn"
+SETS = "data.validation_sets"
 PARTIAL_GROUPS = ("optimizer", "scheduler", COLLATE_FN)
 """These get more arguments later: the parameters, the step, the items."""
 
@@ -50,6 +51,8 @@ def class_problems(config: Config) -> list[str]:
     collate = config.data_switches["collate_fn"]
     if isinstance(collate, dict) and "_target_" in collate:
         problems += _open_group_problems(collate, COLLATE_FN)
+    for name, values in config.validation_set_targets.items():
+        problems += _open_group_problems(values, f"{SETS}.{name}")
     return problems
 
 

@@ -20,7 +20,7 @@ from zerotrain.files.regular import only_regular
 
 LATER = (
     *(("train", "num_epochs"), ("train", "max_tokens"), ("train", "sample_prompts"), ("checkpoint", "best")),
-    *(("model", "freeze"), ("optimizer", "groups")),
+    *(("model", "freeze"), ("optimizer", "groups"), ("data", "validation_sets")),
 )
 """Settings that an earlier zerotrain does not know."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")

@@ -31,7 +31,8 @@ def with_place(problem: str, choices: Mapping[str, Any], folders: Sequence[Path]
         given: the overrides of the command line.
     """
     key = problem.partition(":")[0].lstrip("+")
-    if any(override.lstrip("+").startswith((f"{key}=", f"{key.rpartition('.')[0]}=")) for override in given):
+    names = [override.lstrip("+").partition("=")[0] for override in given]
+    if any(key == name or ("." in name and key.startswith(f"{name}.")) for name in names):
         return problem
     found = (find_yaml(f"{group}/{choice}", folders) for group, choice in choices.items() if choice is not None)
     # An experiment counts more than the group it changes.

@@ -35,14 +35,28 @@ COLLATE = Rule(
     "null, or a function such as {_target_: my_components.pad, _partial_: true}",
     lambda value: value is None or (isinstance(value, dict) and isinstance(value.get("_target_"), str)),
 )
+VALIDATION_SETS = Rule(
+    "null, or data by names of letters, digits, _ and -, such as {docs: {path: docs}}",
+    lambda value: (
+        value is None
+        or (
+            isinstance(value, dict)
+            and all(re.fullmatch(r"[\w-]+", str(key)) and isinstance(value[key], dict) for key in value)
+        )
+    ),
+)
 VALIDATION_OF_ITS_OWN = ("validation_path", "validation_split")
 """Arguments of data that name what is validated on, in place of a part of the rest."""
+VALIDATION_FRACTION = "validation_fraction"
+"""The argument that names that part."""
 PROMPTS = Rule(
     "a list of texts such as ['def main','class A'], or null",
     lambda value: value is None or (isinstance(value, list) and bool(value) and all(map(_is_prompt, value))),
 )
 EVALUATES = Effect(
-    lambda run, _: run.data.get("validation_fraction") != 0 or any(map(run.data.get, VALIDATION_OF_ITS_OWN)),
+    lambda run, _: (
+        run.data.get(VALIDATION_FRACTION) != 0 or any(map(run.data.get, (*VALIDATION_OF_ITS_OWN, "validation_sets")))
+    ),
     "with data.validation_fraction=0, which leaves nothing to evaluate on",
 )
 SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.on_nonfinite=stop; it has one with skip")
@@ -172,6 +186,10 @@ class DataSwitches:
     collate_fn: dict[str, Any] | None = setting(None, COLLATE)
     """Makes a batch of a list of items, in place of torch's default_collate: a function with `_partial_: true`, or a
     class whose objects can be called. Each micro-batch is put together apart, so it may pad to its longest item."""
+    validation_sets: dict[str, Any] | None = setting(None, VALIDATION_SETS)
+    """Further data to evaluate on, by name: each has val_loss/NAME, and `val_loss` stays as it is. One without a
+    `_target_` is read as the training data is, with its own arguments in place of those. All its rows count, unless it
+    has a validation part of its own."""
 
 
 LENGTHS = ("max_steps", "num_epochs", "max_tokens")
@@ -235,7 +253,7 @@ class TrainConfig:
 
 EVERY = rhythm_rule(times=True, others=", or null for never", allows=lambda value: value is None)
 BEST_OF = Rule(
-    "val_loss, val_NAME of a metric, or with /SOURCE that of a source of data=mix",
+    "val_loss, val_NAME of a metric, or with /NAME that of a source of data=mix or of one of data.validation_sets",
     lambda value: re.fullmatch(r"val_\w+(/.+)?", value) is not None,
 )
 SAVING = Effect(
@@ -393,6 +411,18 @@ class Config:
     def data_target(self) -> dict[str, Any]:
         """The dataset's class and its arguments, without the switches."""
         return {key: value for key, value in self.data.items() if key not in DATA_SWITCHES}
+
+    @property
+    def validation_set_targets(self) -> dict[str, dict[str, Any]]:
+        """The class of each of `data.validation_sets` and its arguments: without a class of its own that of the data,
+        with those arguments but for what the data is validated on."""
+        of_validation = (VALIDATION_FRACTION, *VALIDATION_OF_ITS_OWN)
+        shared = {key: value for key, value in self.data_target.items() if key not in of_validation}
+        given: Any = self.data_switches["validation_sets"]
+        return {
+            str(name): values if "_target_" in values else shared | values
+            for name, values in (given if VALIDATION_SETS.holds(given) and given else {}).items()
+        }
 
     @property
     def data_switches(self) -> dict[str, Any]:

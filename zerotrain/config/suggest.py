@@ -50,6 +50,8 @@ _WORDS = {
     "block_size context_length ctx_len max_length max_seq_length sequence_length": "data.seq_len",
     "data_dir data_path dataset_path train_file": "data.path",
     "dataloader_num_workers": "data.num_workers",
+    "eval_dataset eval_datasets eval_sets val_datasets": "data.validation_sets",
+    "compute_metrics": "metrics",
     "val_fraction val_split validation_split_percentage": "data.validation_fraction",
     "early_stopping": "callbacks=early_stopping",
     "early_stopping_patience patience": "callbacks=early_stopping callbacks.early_stopping.patience",

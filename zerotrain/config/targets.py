@@ -53,6 +53,23 @@ def makes_callables(path: Any) -> bool:
     return isinstance(target, type) and any("__call__" in vars(base) for base in target.__mro__)
 
 
+def makes(path: Any, kind: type) -> bool:
+    """Whether `path` names a class of a kind, or none that there is, which `target_problems` tells."""
+    try:
+        target = pkgutil.resolve_name(path)
+    except (Exception, SystemExit):
+        return True
+    return isinstance(target, type) and issubclass(target, kind)
+
+
+def takes(path: Any, argument: str) -> bool:
+    """Whether `path` names a class or function with an argument of this name."""
+    try:
+        return argument in inspect.signature(pkgutil.resolve_name(path)).parameters
+    except (Exception, SystemExit):  # `target_problems` says why
+        return False
+
+
 def _argument_problems(target: Callable[..., Any], values: dict[str, Any], name: str) -> Iterator[str]:
     try:
         signature = inspect.signature(target)

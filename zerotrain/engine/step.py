@@ -19,11 +19,13 @@ from zerotrain.engine.results import StepResult, TrainStepResult
 from zerotrain.engine.schedule.hooks import require_graph
 from zerotrain.engine.sharded_model import ShardedModel
 from zerotrain.engine.update.leaves import (
+    AfterEach,
     BeforeEach,
     MicroBatch,
     Weight,
     call_model,
     equal_weights,
+    loss_and_outputs,
     require_micro_batch,
     require_micro_batches,
     weighs_nothing,
@@ -255,6 +257,8 @@ class Steps:
         *,
         weights: Sequence[Weight] | None = None,
         before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
+        after_each: AfterEach | None = None,
+        with_outputs: bool = False,
     ) -> TrainStepResult:
         """Forward and backward of each micro-batch, then one step.
 
@@ -263,6 +267,9 @@ class Steps:
             weights: factor on the loss of each, as for `backward`; default 1 / number of those of a virtual rank.
             before_each: called before each forward with the number of the virtual rank, and that of the micro-batch in
                 it: the place to seed what the model draws.
+            after_each: called after each forward with the same numbers, the loss, and the model's outputs or None. It
+                must not wait for other ranks.
+            with_outputs: call the model with `with_outputs=True`, for which it returns (loss, outputs).
 
         An exception in the data, the model or a backward forgets the gradients of all micro-batches.
 
@@ -283,7 +290,8 @@ class Steps:
         total = torch.zeros((), dtype=torch.float64, device=self._held.world.device)
         with self._clean_after_error():
             for number in self.each_virtual_rank():
-                total += self._run_leaf(number, list(islice(weighted, per_leaf)), before_each)
+                mine = list(islice(weighted, per_leaf))
+                total += self._run_leaf(number, mine, before_each, after_each, with_outputs)
         return TrainStepResult(**vars(self.step()), loss=total / len(self.virtual_ranks))
 
     @outside_graphs
@@ -330,14 +338,26 @@ class Steps:
             self.stamps.num_backwards = num_backwards
 
     def _run_leaf(
-        self, number: int, weighted: Sequence[tuple[MicroBatch, Weight]], before_each: BeforeEach
+        self,
+        number: int,
+        weighted: Sequence[tuple[MicroBatch, Weight]],
+        before_each: BeforeEach,
+        after_each: AfterEach | None = None,
+        with_outputs: bool = False,
     ) -> torch.Tensor:
         """Forward and backward of a virtual rank's micro-batches. Returns the weighted sum of their losses, 0-dim."""
         total = torch.zeros((), dtype=torch.float32, device=self._held.world.device)
         for index, (inputs, weight) in enumerate(weighted):
             before_each(number, index)
             require_micro_batch(inputs)
-            loss = call_model(self.call, inputs)
+            if with_outputs:
+                loss, outputs = loss_and_outputs(self.call, inputs)
+            else:
+                loss, outputs = call_model(self.call, inputs), None
+            if after_each is not None:
+                with torch.no_grad():
+                    after_each(number, index, loss.detach(), outputs)
+            del outputs
             with nullcontext() if index == len(weighted) - 1 else self.no_sync():
                 self.backward(loss, weight=weight)
             if not weighs_nothing(weight):  # a loss that is nan would spoil the sum

@@ -59,15 +59,18 @@ class GPT(nn.Module):
         # Counted here, while every parameter is whole: an engine may keep only a shard of each later.
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor | None = None, *, with_outputs: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute the loss, or the logits where no labels are given.
 
         Args:
             ids: (B, T) int64 tokens, T <= max_seq_len.
             labels: (B, T) int64, labels[:, t] the token after ids[:, t], or -100 where there is none to learn.
+            with_outputs: give the logits beside the loss, detached.
 
         Returns:
-            The mean cross entropy over the labels (0-dim, fp32), or the logits (B, T, vocab_size).
+            The mean cross entropy over the labels (0-dim, fp32), or the logits (B, T, vocab_size), or (loss, logits).
 
         Raises:
             ValueError: a sequence is longer than `max_seq_len`.
@@ -80,7 +83,10 @@ class GPT(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         logits = F.linear(self.ln_f(hidden), self.wte.weight)  # (B, T, vocab_size)
-        return logits if labels is None else mean_cross_entropy(logits, labels)
+        if labels is None:
+            return logits
+        loss = mean_cross_entropy(logits, labels)
+        return (loss, logits.detach()) if with_outputs else loss
 
     def _initialize_weights(self) -> None:
         """GPT-2's: N(0, 0.02), zero biases, projections into the residual stream scaled by 1/sqrt(2 num_layers)."""

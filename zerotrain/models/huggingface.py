@@ -72,20 +72,22 @@ class HuggingFaceModel(nn.Module):
         labels: torch.Tensor | None = None,
         *,
         input_ids: torch.Tensor | None = None,
+        with_outputs: bool = False,
         **named: Any,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute the loss, or the logits where no labels are given.
 
         Args:
             ids: (B, T) int64 tokens.
             labels: (B, T) int64, labels[:, t] the token after ids[:, t], or -100 where there is none to learn.
             input_ids: another name for `ids`, that of transformers.
+            with_outputs: give the logits beside the loss, detached.
             named: what else the model takes, such as attention_mask (B, T).
 
         Returns:
             The mean cross entropy over the labels (0-dim, fp32), in training with what the model itself adds to its
             loss, such as the balancing loss of a mixture of experts that `output_router_logits` asks for; or the
-            logits (B, T, vocab_size).
+            logits (B, T, vocab_size), or (loss, logits).
 
         Raises:
             ValueError: a sequence is longer than `max_seq_len`, the positions that the model's config has; or there are
@@ -103,7 +105,8 @@ class HuggingFaceModel(nn.Module):
             return self.model(input_ids=ids, **named).logits
         given = {"labels": labels.contiguous()} if self.training and self._added_loss.may_come else {}
         outputs = self.model(input_ids=ids, **given, **named)
-        return mean_cross_entropy(outputs.logits, labels) + self._added_loss.take(outputs)
+        loss = mean_cross_entropy(outputs.logits, labels) + self._added_loss.take(outputs)
+        return (loss, outputs.logits.detach()) if with_outputs else loss
 
 
 class _AddedLoss:

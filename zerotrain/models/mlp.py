@@ -36,15 +36,18 @@ class MLP(nn.Module):
         # Counted here, while every parameter is whole: an engine may keep only a shard of each later.
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, labels: torch.Tensor | None = None, *, with_outputs: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute the loss, or the logits where no labels are given.
 
         Args:
             ids: (B, T) int64 tokens; before the first one the model sees zeros.
             labels: (B, T) int64, labels[:, t] the token after ids[:, t], or -100 where there is none to learn.
+            with_outputs: give the logits beside the loss, detached.
 
         Returns:
-            The mean cross entropy over the labels (0-dim, fp32), or the logits (B, T, vocab_size).
+            The mean cross entropy over the labels (0-dim, fp32), or the logits (B, T, vocab_size), or (loss, logits).
         """
         embedded = F.pad(self.wte(ids), (0, 0, self.context - 1, 0))  # (B, context - 1 + T, hidden_size)
         windows = embedded.unfold(1, self.context, 1).flatten(2)  # (B, T, hidden_size x context)
@@ -52,7 +55,10 @@ class MLP(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(self.ln_f(hidden))
-        return logits if labels is None else mean_cross_entropy(logits, labels)
+        if labels is None:
+            return logits
+        loss = mean_cross_entropy(logits, labels)
+        return (loss, logits.detach()) if with_outputs else loss
 
 
 class HiddenLayer(nn.Module):

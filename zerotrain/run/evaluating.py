@@ -1,4 +1,4 @@
-"""One rank of an evaluation: from joining the others to the validation loss of weights that lie somewhere."""
+"""One rank of an evaluation: from joining the others to the loss and the metrics of weights that lie somewhere."""
 
 import json
 from collections.abc import Callable
@@ -13,8 +13,16 @@ from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
-from zerotrain.run.factory import build_collate, build_data, build_engine_of, join_ranks
-from zerotrain.training.callbacks.evaluation import RunEvaluation, sources_in
+from zerotrain.run.factory import (
+    build_callbacks,
+    build_collate,
+    build_data,
+    build_engine_of,
+    build_validation_sets,
+    join_ranks,
+)
+from zerotrain.training.callbacks.evaluation import RunEvaluation
+from zerotrain.training.metrics.metric import OF_VALIDATION, metrics_in
 from zerotrain.training.sameness.deterministic import make_deterministic
 
 LOSS_NAME = "loss.json"
@@ -30,7 +38,7 @@ def run(
     enter: Callable[[str], None] = lambda phase: None,
     tell: Tell = tell_log,
 ) -> dict[str, Any]:
-    """The validation loss as a run of this config computes it, on as many ranks as the environment tells.
+    """The validation loss and metrics as a run of this config computes it, on as many ranks as the environment tells.
 
     Args:
         config: its values checked; the engine is at its first stage.
@@ -42,7 +50,7 @@ def run(
         tell: see `World.from_environment`.
 
     Returns:
-        `loss` in nats, and `by_source`: {source of a mix: its loss}.
+        `metrics`, those of `RunEvaluation.after`.
 
     Raises:
         ConfigError: the config does not make a run, or the weights are not what was written, or do not fit.
@@ -67,12 +75,13 @@ def run(
             engine=engine,
             world=world,
             dataset=build_data(config).validation,
+            validation_sets=build_validation_sets(config),
             micro_batch_size=config.train.micro_batch_size,
             seed=config.seed,
             collate=build_collate(config),
+            metrics=metrics_in(build_callbacks(config), OF_VALIDATION),
         )
-        metrics = evaluation.after(step)
-    result = {"loss": metrics["val_loss"], "by_source": sources_in(metrics)}
+        result = {"metrics": evaluation.after(step)}
     if folder is not None and world.rank == 0:
         (folder / LOSS_NAME).write_text(json.dumps(result))
     return result

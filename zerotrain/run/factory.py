@@ -1,6 +1,7 @@
 """The one place where config becomes objects: one rank of a run, from joining the others to its result."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,10 +16,12 @@ from torch.overrides import TorchFunctionMode
 from zerotrain.api import assemble_engine
 from zerotrain.comm.accounts.overdue import Tell, tell_log
 from zerotrain.comm.ranks.world import World
+from zerotrain.config.checks import SETS
 from zerotrain.config.compose import noted
 from zerotrain.config.interpolation import unresolved
 from zerotrain.config.rhythm import Rhythm
-from zerotrain.config.schema import Config, TrainConfig
+from zerotrain.config.schema import VALIDATION_FRACTION, Config, TrainConfig
+from zerotrain.config.targets import takes
 from zerotrain.config.words import words_of_config
 from zerotrain.data.reading.fetch import fetch_rows, seeded
 from zerotrain.engine.engine import ZeroEngine
@@ -41,6 +44,8 @@ ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtua
 _OF_NEITHER = ("num_epochs", "max_tokens", "deterministic")
 LOOP_SETTINGS = tuple(each.name for each in fields(TrainConfig) if each.name not in (*ENGINE_SETTINGS, *_OF_NEITHER))
 """Those that the Trainer gets."""
+_OF_DATA = re.compile(r"(?<![\w.])data\.(?!validation_sets\.)")
+"""How the names of the arguments of data begin in its messages."""
 TOO_LARGE_A_TENSOR = "Storage size calculation overflowed"
 """Torch's message for a tensor whose number of bytes overflows."""
 
@@ -107,6 +112,7 @@ def _trainer(
         engine=engine,
         world=world,
         dataset=dataset,
+        validation_sets=build_validation_sets(config),
         schedule=build("scheduler", config.scheduler),
         stages=config.zero.stages,
         frozen=frozen_steps(config, frozen, dataset.train, world.size),
@@ -212,6 +218,22 @@ def build_data(config: Config) -> Any:
     as `build`."""
     with seeded("data", config.seed):
         return build("data", config.data_target)
+
+
+def build_validation_sets(config: Config) -> dict[str, Any]:
+    """The data of `data.validation_sets`, by name. Raises as `build`, with the settings of the set at fault."""
+    sets = {}
+    for name, values in config.validation_set_targets.items():
+        called = f"{SETS}.{name}"
+        if takes(values.get("_target_"), VALIDATION_FRACTION):
+            values = {VALIDATION_FRACTION: 0} | values
+        try:
+            with seeded(called, config.seed):
+                sets[name] = build(called, values)
+        except ConfigError as error:
+            lines = (each.removeprefix(f"{called}: ") for each in error.problems)
+            raise ConfigError(*(_OF_DATA.sub(f"{called}.", line) for line in lines)) from error
+    return sets
 
 
 def build_callbacks(config: Config) -> dict[str, Callback]:

@@ -16,6 +16,7 @@ import torch
 import zerotrain
 import zerotrain.data
 import zerotrain.models
+import zerotrain.training.metrics
 from zerotrain.config.interpolation import nested, unresolved
 from zerotrain.config.schema import Config
 from zerotrain.engine.groups.muon import MuonWithAdamW
@@ -64,7 +65,12 @@ def require_trusted(
 
 def names_others(config: Config, groups: Collection[str]) -> bool:
     """Whether a config names a class that is not known, and so runs code of a user's."""
-    return not all(_is_known(target) for group in groups for _, target in _targets(getattr(config, group), group))
+    return not all(are_known(getattr(config, group)) for group in groups)
+
+
+def are_known(values: Any) -> bool:
+    """Whether all classes that some values name, at any depth, are known."""
+    return all(_is_known(target) for _, target in _targets(values, ""))
 
 
 def _targets(values: Any, group: str) -> Iterator[tuple[str, Any]]:
@@ -102,6 +108,6 @@ def _known() -> frozenset[Any]:
         for each in vars(package).values()
         if isinstance(each, type) and issubclass(each, kind) and each.__module__.startswith(home)
     ]
-    packages = (zerotrain.models, zerotrain.data)
+    packages = (zerotrain.models, zerotrain.data, zerotrain.training.metrics)
     ours = [vars(package).get(name) for package in packages for name in package.__all__]
     return frozenset([*of_torch, *filter(inspect.isclass, ours), MuonWithAdamW, constant, warmup_cosine])

@@ -31,8 +31,9 @@ class BestCheckpoint(Callback):
     `RunCheckpoints` saves and tells it what came of that.
 
     Args:
-        metric: of an evaluation, such as val_loss, val_accuracy, or val_loss/NAME of a source of a mix. Lower is
-            better, if the metric does not say otherwise; nan is never better. None: nothing is followed.
+        metric: of an evaluation, such as val_loss, val_accuracy, or val_loss/NAME of a source of a mix or of a
+            further validation set. Lower is better, if the metric does not say otherwise; nan is never better. None:
+            nothing is followed.
         folder: of the run's checkpoints.
     """
 

@@ -60,6 +60,9 @@ class Callback:
     def after_stage_change(self, run: "Run", change: StageSwitch) -> None:
         """The engine is at another stage. Collective."""
 
+    def before_save(self, run: "Run") -> None:
+        """A checkpoint is about to be made, for which `state_dict` of rank 0 is asked next. Collective."""
+
     def after_save(self, run: "Run", path: Path) -> None:
         """A checkpoint is on the disk: ranks see that at different steps."""
 

@@ -23,6 +23,7 @@ class TrainingFeed:
     def __init__(
         self,
         dataset: Any,
+        validation_sets: Mapping[str, Any],
         *,
         engine: ZeroEngine,
         world: World,
@@ -33,12 +34,15 @@ class TrainingFeed:
         num_workers: int,
         collate: Collate | None,
     ) -> None:
-        self._dataset, self._world, self._collectives = dataset, world, engine.collectives
+        self._dataset, self._validation_sets = dataset, validation_sets
+        self._world, self._collectives = world, engine.collectives
         self._num_workers, self._collate, self._vocab_size = num_workers, collate, tokens_known(engine.module)
         self.first_step = first_step
         """Steps done before."""
         self.reads_tokens = False
         """Whether the rows of the last step were of tokens."""
+        self.num_labels: list[int] = []
+        """Labels that count in each micro-batch of the last step."""
         self.tokens_per_sequence: int | None = getattr(dataset.train, "tokens_per_sequence", None)
         """Labels that count in each sequence, where all have the same number."""
         self.sampler = GlobalBatchSampler(
@@ -79,7 +83,9 @@ class TrainingFeed:
         Raises:
             ConfigError: on every rank, where it is another.
         """
-        self.sampler.fingerprint = fingerprint_of(self._dataset, seed=self.sampler.seed)
+        self.sampler.fingerprint = fingerprint_of(
+            self._dataset, seed=self.sampler.seed, validation_sets=self._validation_sets
+        )
         require_same_data(self._collectives, self.sampler.fingerprint, checked)
         if state is not None:
             try:
@@ -103,10 +109,10 @@ class TrainingFeed:
     def next_step(self, loader: StepLoader) -> tuple[list[Any], Sequence[float | torch.Tensor] | None, torch.Tensor]:
         """(inputs of each micro-batch, weight of each, [labels that count, tokens] over all ranks) of the next step.
         Tokens count with their padding; there are 0 in rows of something else."""
-        micro_batches, num_labels = loader.next_step()
+        micro_batches, self.num_labels = loader.next_step()
         num_tokens = sum(map(num_tokens_of, micro_batches))
         self.reads_tokens = num_tokens > 0
-        return [as_inputs(batch) for batch in micro_batches], *self._loss_weights(num_labels, num_tokens)
+        return [as_inputs(batch) for batch in micro_batches], *self._loss_weights(self.num_labels, num_tokens)
 
     def leaf(self, virtual_rank: int) -> tuple[list[Any], list[float | torch.Tensor] | None]:
         """(inputs of each micro-batch, weight of each) of one virtual rank in the next step, read here and alone. If

@@ -16,6 +16,7 @@ from zerotrain.training.figures.flops import ModelFlops
 from zerotrain.training.figures.metrics import StepClock
 from zerotrain.training.figures.report import RankUsage, print_report, say
 from zerotrain.training.figures.result import RunResult
+from zerotrain.training.metrics.steps import TrainingMetrics
 
 DATA_WAIT_SHOWN = 0.05
 """Share of the steps' time that a run may wait for its data without a word."""
@@ -32,12 +33,13 @@ class Measuring(Callback):
         result: RunResult,
         clock: StepClock,
         stages: RunStages,
+        metrics: TrainingMetrics,
         *,
         model_flops: ModelFlops | None,
         log_every: int,
     ) -> None:
         self._engine, self._world, self._feed, self._result = engine, world, feed, result
-        self._clock, self._stages = clock, stages
+        self._clock, self._stages, self._metrics = clock, stages, metrics
         self._model_flops, self._log_every = model_flops, log_every
         self._usages: list[RankUsage] = []
         """Usage of all ranks at the end."""
@@ -82,6 +84,7 @@ class Measuring(Callback):
         self._result.final_train_loss = loss
         return {
             "train_loss": loss,
+            **self._metrics.take(),
             **self._rates(),
             "grad_norm": outcome.grad_norm,
             "grad_norm_clipped": outcome.grad_norm * outcome.clip_coefficient,

@@ -15,7 +15,8 @@ from zerotrain.training.figures.metrics import StepClock
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.loggers.sinks import Sinks
 from zerotrain.training.measuring import Measuring
-from zerotrain.training.metrics import metrics_in
+from zerotrain.training.metrics.metric import OF_VALIDATION, metrics_in
+from zerotrain.training.metrics.steps import TrainingMetrics
 from zerotrain.training.settings import TrainerSettings
 from zerotrain.training.start import ShowStart
 
@@ -27,6 +28,7 @@ def callbacks_of(
     result: RunResult,
     clock: StepClock,
     checkpoints: RunCheckpoints,
+    metrics: TrainingMetrics,
 ) -> CallbackList:
     """All callbacks of a run. After a step they are called from first to last, at the end from last to first:
 
@@ -38,11 +40,22 @@ def callbacks_of(
     stages = RunStages(engine, world, result, console, given.stages, given.gradient_accumulation_steps)
     before: list[Callback] = [
         Sinks(given.sinks),
-        Measuring(engine, world, feed, result, clock, stages, model_flops=given.model_flops, log_every=given.log_every),
+        metrics,
+        Measuring(
+            engine,
+            world,
+            feed,
+            result,
+            clock,
+            stages,
+            metrics,
+            model_flops=given.model_flops,
+            log_every=given.log_every,
+        ),
         Sample(num_tokens=given.sample_tokens, prompts=given.sample_prompts, seed=given.seed),
         stages,
         RunFreezing(engine, console, given.frozen),
-        ShowStart(stages, feed.sampler),
+        ShowStart(stages, feed.sampler, given.validation_sets),
         ShowProgress(),
         Recording(trace=given.profile, memory=given.memory_snapshot),
     ]
@@ -55,10 +68,11 @@ def callbacks_of(
             engine=engine,
             world=world,
             dataset=given.dataset.validation,
+            validation_sets=given.validation_sets,
             micro_batch_size=given.micro_batch_size,
             seed=given.seed,
             collate=given.collate_fn,
-            metrics=metrics_in(given.callbacks),
+            metrics=metrics_in(given.callbacks, OF_VALIDATION),
         ),
         checkpoints.best,
         checkpoints,

@@ -25,6 +25,8 @@ class TrainerSettings:
     world: World
     dataset: Any
     """Map-style datasets `train` and `validation` of what the model takes; see `zerotrain.data`."""
+    validation_sets: Mapping[str, Any] = field(default_factory=dict)
+    """Further data of the same kind, by name, that is evaluated beside the validation of `dataset`."""
     schedule: Callable[[int, int], float]
     """(updates done, max_steps) -> factor on the learning rate. A skipped step is no update."""
     stages: Mapping[int, int] = field(default_factory=dict)

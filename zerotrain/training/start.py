@@ -1,6 +1,6 @@
 """Describes a run, in a few lines before its first step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +10,7 @@ from zerotrain.data.reading.batches import GlobalBatchSampler
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.training.callback import Callback, Run
+from zerotrain.training.callbacks.evaluation import rows_of_set
 from zerotrain.training.callbacks.stages import RunStages
 from zerotrain.training.figures.report import UNITS, in_unit, wrapped
 
@@ -21,8 +22,8 @@ class ShowStart(Callback):
 
     ranks = "first"
 
-    def __init__(self, stages: RunStages, sampler: GlobalBatchSampler) -> None:
-        self._stages, self._sampler = stages, sampler
+    def __init__(self, stages: RunStages, sampler: GlobalBatchSampler, validation_sets: Mapping[str, Any]) -> None:
+        self._stages, self._sampler, self._validation_sets = stages, sampler, validation_sets
 
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
@@ -30,6 +31,7 @@ class ShowStart(Callback):
             run.console,
             engine=run.engine,
             dataset=run.dataset,
+            validation_sets=self._validation_sets,
             sampler=self._sampler,
             plan_name=self._stages.named(run.step),
             num_steps=run.max_steps - run.step,
@@ -41,6 +43,7 @@ def print_start(
     *,
     engine: ZeroEngine,
     dataset: Any,
+    validation_sets: Mapping[str, Any],
     sampler: GlobalBatchSampler,
     plan_name: str,
     num_steps: int,
@@ -55,6 +58,7 @@ def print_start(
     lines = {
         "model": _model(engine),
         "data": _data(dataset),
+        "sets": ", ".join(f"{name}: {len(rows_of_set(each)):,} rows" for name, each in validation_sets.items()),
         "ranks": _ranks(engine),
         "sockets": engine.collectives.not_shared,
         "memory": ", ".join(_memory(engine, plan_name, sampler.num_micro_batches)),

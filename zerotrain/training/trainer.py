@@ -16,7 +16,8 @@ from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.figures.metrics import StepClock
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.figures.sinks import METRICS_NAME, keep_lines
-from zerotrain.training.metrics import rising
+from zerotrain.training.metrics.metric import rising
+from zerotrain.training.metrics.steps import TrainingMetrics
 from zerotrain.training.parts import callbacks_of
 from zerotrain.training.request import Request, decoded
 from zerotrain.training.sameness.seeds import seed_leaf
@@ -40,6 +41,7 @@ class Trainer(TrainerSettings):
             )
         self.feed = TrainingFeed(
             self.dataset,
+            self.validation_sets,
             engine=self.engine,
             world=self.world,
             seed=self.seed,
@@ -58,7 +60,15 @@ class Trainer(TrainerSettings):
         self.checkpoints = RunCheckpoints(
             self.engine, self.world, self.run_dir, policy=self.checkpoint, console=self.console, settings=self.settings
         )
-        self._callbacks = callbacks_of(self, self.console, self.feed, self.result, self.clock, self.checkpoints)
+        self.metrics = TrainingMetrics(
+            self.callbacks,
+            self.world,
+            num_virtual_ranks=self.feed.sampler.num_virtual_ranks,
+            num_micro_batches=self.gradient_accumulation_steps,
+        )
+        self._callbacks = callbacks_of(
+            self, self.console, self.feed, self.result, self.clock, self.checkpoints, self.metrics
+        )
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate, show a sample and the report; return the body of result.json. Collective.
@@ -158,7 +168,8 @@ class Trainer(TrainerSettings):
                     seed_each = partial(seed_leaf, self.seed, step)
                     wishes = Request(signal=stop.signum) | self._callbacks.ask(run)
                     self.engine.signal = wishes.encoded(self._callbacks.names)
-                    outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each)
+                    measuring = self.metrics.of_step(step + 1, micro_batches, self.feed.num_labels)
+                    outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each, **measuring)
                 # Read only now: the step has waited for the device anyway.
                 num_labels, num_tokens = counts.tolist()
                 self.clock.count(num_tokens, loader.wait_s, num_labels=num_labels)

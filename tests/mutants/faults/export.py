@@ -131,10 +131,10 @@ FAULTS = {
         OF_OUTPUT,
     ),
     "evaluate-adds-up-by-rank": Fault(
-        "training/callbacks/evaluation.py",
-        "            parts[number] = ",
-        "            parts[world.rank] += ",
-        "the last bits of the validation loss tell the number of ranks",
+        "training/metrics/states.py",
+        "        for [of_one] in kept[LOSS]:\n",
+        "        for [of_one] in sorted(kept[LOSS], key=lambda each: float(each[0][1])):\n",
+        "the last bits of the validation loss are not those of the micro-batches in their order",
         ("unit/training/callbacks/test_evaluation.py",),
     ),
     "evaluate-of-what-is-removed": Fault(

@@ -168,8 +168,8 @@ FAULTS = {
     ),
     "feeds-share-of-no-row": Fault(
         TRAINING + "callbacks/evaluation.py",
-        "share = max(1, round(num_sequences * shares[name]))",
-        "share = round(num_sequences * shares[name])",
+        "share = max(1, round(num_sequences * shares[source]))",
+        "share = round(num_sequences * shares[source])",
         "a source that weighs little is divided by no row in an evaluation",
         (
             "unit/training/callbacks/test_evaluation.py::test_a_source_that_weighs_next_to_nothing_is_evaluated_by_a_row",

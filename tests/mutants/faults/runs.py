@@ -203,8 +203,8 @@ FAULTS = {
     ),
     "checkpoints-due-for-ever": Fault(
         "training/callbacks/checkpoints.py",
-        "        self._begun_s = time.monotonic()\n        # What is measured",
-        "        # What is measured",
+        "        self._begun_s = time.monotonic()\n        run.callbacks",
+        "        run.callbacks",
         "with checkpoint.every=15m each step saves once the first 15 minutes are over",
         ("unit/training/callbacks/test_checkpoints.py",),
     ),

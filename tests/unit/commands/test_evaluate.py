@@ -1,12 +1,14 @@
 """`python -m zerotrain evaluate`, in one process: what counts, and what is told."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from zerotrain.checkpoint.kept import remove_old
@@ -17,6 +19,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.launching.end.failures import RunError
 from zerotrain.run import factory
 from zerotrain.run.exported import ABOUT
+from zerotrain.training import Metric
 
 ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3}
 COSINE = {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 2, "final_fraction": 0.1}
@@ -87,7 +90,66 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]
 def test_what_the_model_draws_when_it_is_built_is_what_the_run_drew(run: tuple[Path, float]) -> None:
     """Buffers that are not saved were others, and so was the loss (2026-11-22)."""
     torch.manual_seed(99)
-    assert evaluate.evaluate(run[0], trust_code=True) == (2, run[1], {})
+    assert evaluate.evaluate(run[0], trust_code=True) == (2, {"val_loss": run[1]})
+
+
+def callbacks_of(**targets: Any) -> Config:
+    return Config(callbacks={name: {"_target_": target} for name, target in targets.items()})
+
+
+class Steps(Metric):
+    def value(self, loss: float, kept: Any) -> float:
+        return 1.0
+
+
+MIXED = callbacks_of(
+    accuracy="zerotrain.training.metrics.Accuracy",
+    own=f"{__name__}.Steps",
+    other=f"{__name__}.Drawn",
+    early="zerotrain.training.callbacks.early_stopping.EarlyStopping",
+    curves="zerotrain.training.loggers.tensorboard.TensorBoard",
+)
+MIXED.callbacks |= {"none": None, "f1": {"_target_": "zerotrain.training.TorchMetric", "metric": {"_target_": "a.B"}}}
+
+
+def test_the_metrics_of_a_run_are_computed_and_no_class_of_others_is_looked_at_without_trust() -> None:
+    found, left_out = evaluate._metrics_of(MIXED, None, False)
+    assert (list(found), left_out) == (["accuracy"], ["own", "other", "f1"])
+    assert list(evaluate._metrics_of(MIXED, None, True)[0]) == ["accuracy", "own", "f1"]
+    assert list(evaluate._metrics_of(MIXED, ["perplexity"], False)[0]) == ["perplexity"]
+    assert list(evaluate._metrics_of(MIXED, ["own", "accuracy"], True)[0]) == ["own", "accuracy"]
+    assert evaluate._metrics_of(MIXED, [], False) == ({}, [])
+    with pytest.raises(ConfigError) as refused:
+        evaluate._metrics_of(MIXED, ["own", "acuracy"], False)
+    assert refused.value.problems == (
+        "--metrics: own is of a class that is not known; give --trust-code to run its code",
+        "--metrics: there is no acuracy; there are accuracy, perplexity",
+    )
+    of_training = {"accuracy": MIXED.callbacks["accuracy"] | {"of": ["training"]}}
+    assert evaluate._metrics_of(Config(callbacks=of_training), None, False)[0] == of_training
+    assert evaluate._metrics_of(Config(callbacks=of_training), ["accuracy"], False)[0] == {
+        "accuracy": evaluate.METRICS["accuracy"]
+    }
+
+
+def test_the_metrics_that_no_run_need_have_are_those_of_the_config() -> None:
+    yamls = Path(evaluate.__file__).parents[2].glob("conf/metrics/*.yaml")
+    given = [OmegaConf.to_container(OmegaConf.load(each)) for each in yamls]
+    assert {name: values["_target_"] for each in given for name, values in each.items()} == {
+        name: values["_target_"] for name, values in evaluate.METRICS.items()
+    }
+
+
+def test_sets_and_metrics_that_are_given_are_evaluated(run: tuple[Path, float], capsys) -> None:
+    """A run without any, and in one line each what cannot be."""
+    sets = "data.validation_sets={more: {num_sequences: 32}}"
+    step, found = evaluate.evaluate(run[0], [sets], metrics=["perplexity", "accuracy"], trust_code=True)
+    names = ["val_loss", "val_perplexity", "val_accuracy"]
+    assert (step, list(found), found["val_loss"]) == (2, [*names, *(f"{name}/more" for name in names)], run[1])
+    assert found["val_perplexity/more"] == math.exp(found["val_loss/more"])
+    wrong = ["data.validation_sets={'a/b': {}}", "--metrics", "accuracy"]
+    assert refused(capsys, run[0], *wrong)[0].startswith("data.validation_sets: got {'a/b': {}}; it must be null, or")
+    assert refused(capsys, run[0], "data.validation_sets={a: {rows: 3}}")[0].startswith("data.validation_sets.a.rows: ")
 
 
 def test_it_leaves_the_number_of_threads_as_it_was(run: tuple[Path, float]) -> None:
@@ -131,7 +193,7 @@ def test_text_is_prepared_where_the_user_says_and_never_where_a_file_does(tmp_pa
         monkeypatch.setenv("XDG_CACHE_HOME", str(mine))
         monkeypatch.chdir(tmp_path)
         for settings, used in (([], mine / "zerotrain"), (own, given)):
-            assert evaluate.evaluate(folder, settings, trust_code=True)[1] == loss
+            assert evaluate.evaluate(folder, settings, trust_code=True)[1]["val_loss"] == loss
             assert not of_file.exists()
             assert any(used.iterdir())
             shutil.rmtree(used)
@@ -151,8 +213,8 @@ def test_a_class_of_the_user_is_built_where_he_trusts_it_or_names_it(run: tuple[
     assert evaluate.main([str(run[0])]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"names model._target_={__name__}.Drawn; a file may only name " in line
-    assert evaluate.evaluate(run[0], [f"model._target_={__name__}.Drawn"]) == (2, run[1], {})
-    assert evaluate.evaluate(run[0], trust_code=True) == (2, run[1], {})
+    assert evaluate.evaluate(run[0], [f"model._target_={__name__}.Drawn"]) == (2, {"val_loss": run[1]})
+    assert evaluate.evaluate(run[0], trust_code=True) == (2, {"val_loss": run[1]})
 
 
 @pytest.mark.case(
@@ -223,7 +285,7 @@ def test_a_run_that_goes_on_does_not_remove_what_is_evaluated(run: tuple[Path, f
         return check(*given)
 
     monkeypatch.setattr(evaluate, "_checked", beside_saves)
-    assert evaluate.evaluate(tmp_path / "run", trust_code=True) == (2, run[1], {})
+    assert evaluate.evaluate(tmp_path / "run", trust_code=True) == (2, {"val_loss": run[1]})
     assert sorted(each.name for each in folder.iterdir()) == ["step-00000002", "step-00000045"]
 
 

@@ -87,9 +87,9 @@ def test_all_moments_come_in_the_order_of_the_steps(make_trainer):
         ("prepare", 0), ("start", 0), ("log", 0), ("after_evaluation", 0),
         ("before_step", 0), ("ask", 0), ("log", 1), ("after_step", 1),
         ("before_step", 1), ("ask", 1), ("log", 2), ("log", 2), ("after_stage_change", 2), ("after_step", 2),
-        ("log", 2), ("after_evaluation", 2), ("state_dict", None), ("after_save", 2),
+        ("log", 2), ("after_evaluation", 2), ("before_save", 2), ("state_dict", None), ("after_save", 2),
         ("before_step", 2), ("ask", 2), ("log", 3), ("after_step", 3), ("log", 3), ("after_evaluation", 3),
-        ("state_dict", None), ("after_save", 3), ("end", 3), ("completed", 3),
+        ("before_save", 3), ("state_dict", None), ("after_save", 3), ("end", 3), ("completed", 3),
     ]  # fmt: skip
 
 

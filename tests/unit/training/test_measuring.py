@@ -11,6 +11,7 @@ from zerotrain.testing.ranks import run_ranks
 from zerotrain.training.figures.metrics import StepClock
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.measuring import Measuring
+from zerotrain.training.metrics.steps import TrainingMetrics
 
 
 class Line(torch.nn.Linear):
@@ -28,7 +29,8 @@ def measured() -> dict[str, Any]:
     feed: Any = SimpleNamespace(epoch=0.5, num_samples=16, num_tokens=None, sampler=sampler, reads_tokens=False)
     stages: Any = None  # asked at the end alone
     clock, result = StepClock(), RunResult(world_size=world.size)
-    measuring = Measuring(engine, world, feed, result, clock, stages, model_flops=None, log_every=2)
+    metrics = TrainingMetrics({}, world, num_virtual_ranks=3, num_micro_batches=1)
+    measuring = Measuring(engine, world, feed, result, clock, stages, metrics, model_flops=None, log_every=2)
     for wait_s in (0.0, 0.5 * (world.rank % 2)):
         with clock:
             outcome = engine.train_step([(torch.full((1, 2), float(world.rank)),)])
@@ -55,7 +57,7 @@ def rates_of(*rates: float) -> dict[str, float]:
     engine = zerotrain.build_engine(model, optimizer=torch.optim.SGD, param_groups=groups, world=world)
     unused: Any = None
     measuring = Measuring(
-        engine, world, unused, RunResult(world_size=1), StepClock(), unused, model_flops=None, log_every=1
+        engine, world, unused, RunResult(world_size=1), StepClock(), unused, unused, model_flops=None, log_every=1
     )
     return measuring._rates()
 

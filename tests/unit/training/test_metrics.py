@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
 import zerotrain
 from zerotrain.errors import CallbackError
 from zerotrain.training import Accuracy, Metric, Perplexity, TorchMetric
 from zerotrain.training.callbacks.evaluation import evaluate_all, evaluate_sources
+from zerotrain.training.metrics.states import MAX_TOLD, MetricStates, are_told
 
 torchmetrics = pytest.importorskip("torchmetrics")
 CLASSES, ROWS = 32, 7
@@ -133,3 +135,62 @@ class Mean(torchmetrics.Metric):
 def test_what_cannot_be_the_same_on_any_number_of_ranks_is_refused(metric, problem) -> None:
     with pytest.raises(ValueError, match=problem):
         TorchMetric(metric)
+
+
+def test_what_a_checkpoint_says_of_metrics_of_training_is_looked_at_before_it_is_used() -> None:
+    states = MetricStates({"accuracy": Accuracy()}, "train_", "training")
+    states.add(3, torch.tensor(1.5), 2, torch.eye(3)[None, :2], torch.tensor([[0, 2]]))
+    told = json.loads(json.dumps({"num": 4, "kept": states.state_dict()}))
+    assert are_told(told)
+    again = MetricStates({"accuracy": Accuracy()}, "train_", "training")
+    again.load_state_dict(told["kept"], torch.device("cpu"))
+    assert again.state_dict() == states.state_dict()
+    kept = told["kept"]
+    for wrong in (
+        None, [], {"num": 4}, {"num": 2**40, "kept": kept}, {"num": 3, "kept": kept}, {"num": 4, "kept": [kept]},
+        {"num": 4, "kept": {"loss": {"x": kept["loss"]["3"]}}}, {"num": 4, "kept": {"loss": {"-1": kept["loss"]["3"]}}},
+        {"num": 4, "kept": {"loss": {"3": []}}}, {"num": 4, "kept": {"loss": {"3": [[6, [3], [1, 2, 3]]]}}},
+        {"num": 4, "kept": {"a": {"3": [[99, [1], [1]]]}}}, {"num": 4, "kept": {"a": {"3": [[0, [1 << 50], [1]]]}}},
+        {"num": 4, "kept": {"a": {"3": [[0, [1], [2**70]]]}}}, {"num": 4, "kept": {"a": {"3": [[0, [1], ["x"]]]}}},
+        {"num": 4, "kept": {"a": {"3": [[0, [1] * 9, [1]]]}}}, {"num": 4, "kept": {"a": {"3": [[0, [1]]]}}},
+    ):  # fmt: skip
+        assert not are_told(wrong), wrong
+
+
+def test_of_a_metric_that_keeps_many_numbers_a_checkpoint_has_none() -> None:
+    states = MetricStates({"all": TorchMetric(f1()), "accuracy": Accuracy()}, "train_", "training")
+    outputs, labels = torch.zeros(1, 2, CLASSES), torch.tensor([[0, 2]])
+    states.add(0, torch.tensor(1.0), 2, outputs, labels)
+    states._kept["all"][0] = [torch.zeros(MAX_TOLD + 1)]
+    assert list(states.state_dict()) == ["loss", "accuracy"]
+
+
+class Waits(TorchDispatchMode):
+    """Notes the operations whose result or its size the host has to know, for which it waits for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh"):
+            self.seen.append(str(func))
+        if "index" in str(func) and any(each is not None and each.dtype == torch.bool for each in args[1]):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_counted", [3, 4])
+def test_measuring_a_micro_batch_waits_for_no_device(num_counted: int) -> None:
+    labels = torch.tensor([[0, 1], [2, 1]])
+    if num_counted == 3:
+        labels[1, 0] = -100
+    states = MetricStates({"accuracy": Accuracy(), "perplexity": Perplexity()}, "train_", "training")
+    outputs, loss = torch.eye(3)[torch.tensor([[0, 1], [1, 2]])], torch.tensor(0.5, dtype=torch.float64)
+    with Waits() as waits:
+        states.add(0, loss, num_counted, outputs, labels)
+    assert not waits.seen
+    assert states.state_dict()["accuracy"]["0"] == [[0, [], [2]], [0, [], [num_counted]]]
+    with Waits() as waits:
+        outputs[labels != -100].sum().item()
+    assert len(waits.seen) >= 2

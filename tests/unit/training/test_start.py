@@ -29,6 +29,7 @@ def shown(trainer, **terminal) -> str:
         Console(file=file, legacy_windows=False, **terminal),
         engine=trainer.engine,
         dataset=trainer.dataset,
+        validation_sets=trainer.validation_sets,
         sampler=trainer.feed.sampler,
         plan_name="stage 2",
         num_steps=trainer.max_steps,

@@ -23,6 +23,8 @@ from zerotrain.data.reading.order import ORDER_VERSION, rows_at
 
 IGNORED_LABEL = -100
 """A label that stands for "nothing to learn here"; torch's cross entropy skips it by default."""
+OF_SET = "validation set "
+"""How the names in a fingerprint begin that are of a further validation set."""
 MAX_POSITION = 1 << 63
 _ORDER = "order of the data"
 """A hash, of a dataset that has an order of its own."""
@@ -155,6 +157,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         _require_position(rows_consumed)
         mine = _compared(self.state_dict())
         different = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
+        # A validation set may come or go: it changes no row that is trained on.
+        different = [name for name in different if not name.startswith(OF_SET) or (name in theirs and name in mine)]
         if different:
             said = "; ".join(
                 _OTHER_ORDER if name == _ORDER else f"{name}: {theirs.get(name)} there, {mine.get(name)} here"

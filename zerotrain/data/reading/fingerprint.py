@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from zerotrain.data.reading.batches import OF_SET
 from zerotrain.data.reading.fetch import fetch_rows
 from zerotrain.data.reading.inputs import as_inputs
 
@@ -16,17 +17,26 @@ _NUM_ORDERED = 1000
 """First rows of an order of the dataset's own, such as that of a mix, which its weights change."""
 
 
-def fingerprint_of(data: Any, *, seed: int = 0) -> Fingerprint:
+def fingerprint_of(data: Any, seed: int = 0, validation_sets: Mapping[str, Any] | None = None) -> Fingerprint:
     """Equal where the rows of `data.train` and `data.validation` are equal, as far as can be told without reading all.
 
     Args:
         data: its own `fingerprint()` is taken where it has one. Else some items are read: the first, the middle and the
             last of each dataset.
         seed: of the run, which what is drawn for an item follows from.
+        validation_sets: further data by name, whose fingerprints are in it too, behind `OF_SET` and the name.
 
     Raises:
         RowError: an item could not be read.
     """
+    known = _of_one(data, seed, "data")
+    for name, each in (validation_sets or {}).items():
+        of_set = _of_one(each, seed, f"data.validation_sets.{name}")
+        known |= {f"{OF_SET}{name}.{what}": value for what, value in of_set.items()}
+    return known
+
+
+def _of_one(data: Any, seed: int, called: str) -> Fingerprint:
     known: Fingerprint = {"rows": len(data.train), "validation_rows": len(data.validation)}
     if hasattr(data.train, "order"):
         first_rows, _ = data.train.order(np.arange(_NUM_ORDERED), seed=seed)
@@ -38,7 +48,7 @@ def fingerprint_of(data: Any, *, seed: int = 0) -> Fingerprint:
         rows = sorted({0, len(dataset := getattr(data, name)) // 2, len(dataset) - 1})
         if not len(dataset):
             continue
-        hashes = [_hash_of_item(dataset, row, seed, name) for row in [*rows, rows[0]]]
+        hashes = [_hash_of_item(dataset, row, seed, f"{called}.{name}") for row in [*rows, rows[0]]]
         same_again = hashes[0] == hashes.pop()
         said = hashlib.sha256("".join(hashes).encode()).hexdigest()[:16] if same_again else "never the same"
         known[f"items_of_{name}"] = said
@@ -46,7 +56,7 @@ def fingerprint_of(data: Any, *, seed: int = 0) -> Fingerprint:
 
 
 def _hash_of_item(dataset: Any, row: int, seed: int, name: str) -> str:
-    item = fetch_rows(dataset, [row], seed=seed, epochs=[0], step=1, collate=itemgetter(0), name=f"data.{name}")
+    item = fetch_rows(dataset, [row], seed=seed, epochs=[0], step=1, collate=itemgetter(0), name=name)
     digest = hashlib.sha256()
     _add(digest, item)
     return digest.hexdigest()

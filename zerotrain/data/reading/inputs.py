@@ -9,6 +9,8 @@ import torch
 from zerotrain.data.reading.batches import IGNORED_LABEL
 
 LABELS = "labels"
+WITH_OUTPUTS = "with_outputs"
+"""The argument of a model's forward that asks for (loss, outputs)."""
 IDS = ("ids", "input_ids")
 """Names of a language model's inputs in a batch; without names they stand first."""
 

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from zerotrain.data.reading.batches import IGNORED_LABEL
 from zerotrain.data.reading.fetch import Collate, draws, fetch_rows
-from zerotrain.data.reading.inputs import LABELS, as_inputs, ids_of, labels_of, num_labels
+from zerotrain.data.reading.inputs import LABELS, WITH_OUTPUTS, as_inputs, ids_of, labels_of, num_labels
 
 NUM_ITEMS = 8
 """Items looked at of each dataset."""
@@ -65,6 +65,8 @@ def _of_sources(sources: Mapping[str, Any], name: str, seed: int, collate: Colla
 
 def source_name(name: str, source: str) -> str:
     """The name for a source of a mix: "data.sources.code.data.train" for "data.train"."""
+    if name.startswith("data.validation_sets."):
+        return f"{name}.sources.{source}.data"
     return name.replace("data.", f"data.sources.{source}.data.", 1)
 
 
@@ -153,7 +155,7 @@ def require_taken(batches: Sequence[Any], name: str, model: nn.Module) -> None:
     """
     kind = type(model).__name__
     signature = inspect.signature(model.forward)
-    taken = f"{kind}.forward takes ({', '.join(signature.parameters)})"
+    taken = f"{kind}.forward takes ({', '.join(each for each in signature.parameters if each != WITH_OUTPUTS)})"
     for row, batch in enumerate(batches[:2]):
         inputs, whole = as_inputs(batch), f"{name}[{row}]"
         given = _named_parts(inputs)

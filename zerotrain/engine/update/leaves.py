@@ -13,6 +13,8 @@ MicroBatch = Sequence[Any] | Mapping[str, Any]
 Weight = float | torch.Tensor
 BeforeEach = Callable[[int, int], object]
 """Called with the number of a virtual rank, and that of a micro-batch in it."""
+AfterEach = Callable[[int, int, torch.Tensor, Any], object]
+"""Called with the same numbers, the loss of the micro-batch, and the outputs that the model gives beside it."""
 
 
 def weighs_nothing(weight: Weight) -> bool:
@@ -51,6 +53,21 @@ def equal_weights(num_micro_batches: int) -> list[Weight]:
     return [1.0 / max(1, num_micro_batches)] * num_micro_batches
 
 
-def call_model(model: Callable[..., Any], inputs: MicroBatch) -> Any:
+def call_model(model: Callable[..., Any], inputs: MicroBatch, **switches: bool) -> Any:
     """The model's output for a micro-batch."""
-    return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+    return model(**inputs, **switches) if isinstance(inputs, Mapping) else model(*inputs, **switches)
+
+
+def loss_and_outputs(model: Callable[..., Any], inputs: MicroBatch) -> tuple[torch.Tensor, Any]:
+    """The model's loss for a micro-batch, and its outputs in the same forward.
+
+    Raises:
+        EngineStateError: the model gives something else than these two.
+    """
+    given = call_model(model, inputs, with_outputs=True)
+    if not isinstance(given, tuple) or len(given) != 2:
+        kind = type(given).__name__
+        raise EngineStateError(
+            f"a model that is called with with_outputs=True must return (loss, outputs), not a {kind}"
+        )
+    return given

@@ -45,6 +45,7 @@ from zerotrain.run.preflight.data import (
     require_asked_for,
     require_callbacks_fit,
     require_fit,
+    validation_sets_of,
 )
 from zerotrain.run.preflight.length import take_max_steps
 from zerotrain.run.preflight.memory_room import Room, refusing_too_large, require_memory, require_rows
@@ -90,8 +91,9 @@ def check(
     if _take_vocab_size(config, data):
         with refusing_too_large(config, ranks, room):
             model = attempt("model", _require_module)
-    batches = None if data is None else attempt("data", lambda config: _first_batches(data, config, ranks, room))
-    fingerprint = None if batches is None else attempt("data", lambda config: fingerprint_of(data, seed=config.seed))
+    sets = None if data is None else attempt("data", lambda config: validation_sets_of(data, config))
+    batches = None if sets is None else attempt("data", lambda config: _first_batches(data, sets, config, ranks, room))
+    known = None if batches is None else attempt("data", lambda config: fingerprint_of(data, config.seed, sets))
     frozen = None if model is None else attempt("model", lambda config: _try_model(model, config))
     if model is not None and frozen is not None:
         problems += _start_misfits(model, config.checkpoint, goes_on_from)
@@ -110,13 +112,13 @@ def check(
     if not config.plan.only:  # which tells what there is no room for
         attempt("offload", lambda config: require_room(config, sized, run_dir, ranks))
     if sized is not None and batches is not None and not problems and not config.plan.only:
-        stages = _stages_to_come(goes_on_from, config)
-        attempt("model", lambda config: require_memory(config, sized, factory, batches[0][0], ranks, room, stages))
+        stages, first = _stages_to_come(goes_on_from, config), batches["data.train"][0]
+        attempt("model", lambda config: require_memory(config, sized, factory, first, ranks, room, stages))
     attempt("scheduler", _naming_the_argument("scheduler", try_schedule))
-    attempt("callbacks", lambda config: require_callbacks_fit(data, config))
+    attempt("callbacks", lambda config: require_callbacks_fit(data, sets or {}, config, model))
     if problems:
         raise ConfigError(*dict.fromkeys(problems))  # the model and the optimizer may both stumble over a pattern
-    return fingerprint or {}
+    return known or {}
 
 
 class _Attempts:
@@ -146,10 +148,10 @@ class _Attempts:
             problems.append(ended_in(group, ending, getattr(config, group)))
 
 
-def _first_batches(data: Any, config: Config, ranks: Ranks, room: Room) -> list[list[Any]]:
+def _first_batches(data: Any, sets: dict[str, Any], config: Config, ranks: Ranks, room: Room) -> dict[str, list[Any]]:
     if isinstance(length := getattr(data.train, "tokens_per_sequence", None), int):
         require_rows(config, length * torch.int64.itemsize, len(data.train), ranks, room)
-    return first_batches_of(data, config)
+    return first_batches_of(data, sets, config)
 
 
 def _start_misfits(model: nn.Module, checkpoint: CheckpointConfig, goes_on_from: Manifest | None) -> list[str]:
@@ -172,7 +174,7 @@ def _stages_to_come(goes_on_from: Manifest | None, config: Config) -> list[int]:
 def prepare_data(config: Config) -> None:
     """Let the data be made that lies in a cache of this machine; ConfigError where it cannot be."""
     with words_of_config():
-        dataset_of(config)
+        validation_sets_of(dataset_of(config), config)
 
 
 def _take_vocab_size(config: Config, data: Any) -> bool:

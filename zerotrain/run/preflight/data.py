@@ -1,21 +1,24 @@
 """Checks of the data before any rank starts."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from zerotrain.config.checks import SETS as SETS_OF
 from zerotrain.config.schema import Config
-from zerotrain.data.reading.inputs import ids_of
+from zerotrain.data.reading.inputs import WITH_OUTPUTS, ids_of
 from zerotrain.data.reading.items import first_batches, require_next_tokens, require_taken
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
-from zerotrain.run.factory import build_callbacks, build_collate, build_data
+from zerotrain.run.factory import build_callbacks, build_collate, build_data, build_validation_sets
 from zerotrain.settings import problems_in
 from zerotrain.training import Callback
 from zerotrain.training.callbacks.early_stopping import EarlyStopping
+from zerotrain.training.callbacks.evaluation import in_set, rows_of_set
 from zerotrain.training.callbacks.sample import prompts_of
-from zerotrain.training.metrics import metrics_in
+from zerotrain.training.metrics.metric import OF_TRAINING, OF_VALIDATION, Metric, metrics_in
 
 SETS = ("train", "validation")
 NO_VALIDATION = "data.validation is empty; give data.validation_fraction=0.1, or leave this out"
@@ -36,28 +39,53 @@ def dataset_of(config: Config) -> Any:
     return data
 
 
-def first_batches_of(data: Any, config: Config) -> list[list[Any]]:
-    """The first items of each of `SETS`, as batches of one; of no validation there are none."""
+def validation_sets_of(data: Any, config: Config) -> dict[str, Any]:
+    """The further data that is evaluated; ConfigError where one is no data, has no rows or does not fit the data."""
+    sets, problems = build_validation_sets(config), []
+    known, sources = getattr(data, "vocab_size", None), getattr(data.validation, "sources", ())
+    for name, each in sets.items():
+        called, size = f"{SETS_OF}.{name}", getattr(each, "vocab_size", None)
+        if any(getattr(each, part, None) is None for part in SETS):
+            problems.append(f"{called}: makes a {type(each).__name__}, which has not the datasets {' and '.join(SETS)}")
+        elif not has_rows(each.validation) and not has_rows(each.train):
+            problems.append(f"{called}: has no rows; give other data, or leave it out")
+        elif isinstance(known, int) and isinstance(size, int) and size != known:
+            problems.append(f"{called}.vocab_size={size}, but data.vocab_size={known}; both must be in the same tokens")
+        elif name in sources:
+            problems.append(f"{called}: a source of the data is called so too; give it another name")
+    if problems:
+        raise ConfigError(*problems)
+    return sets
+
+
+def first_batches_of(data: Any, sets: Mapping[str, Any], config: Config) -> dict[str, list[Any]]:
+    """The first items of each of `SETS` and of further sets, as batches of one, by their names in messages; of no
+    validation there are none."""
+    named = {f"data.{name}": getattr(data, name) for name in SETS if name == "train" or has_rows(data.validation)}
+    named |= {f"{SETS_OF}.{name}": rows_of_set(each) for name, each in sets.items()}
     collate = build_collate(config)
-    return [
-        first_batches(getattr(data, name), f"data.{name}", seed=config.seed, collate=collate)
-        for name in SETS
-        if name == "train" or has_validation(data)
-    ]
+    return {name: first_batches(rows, name, seed=config.seed, collate=collate) for name, rows in named.items()}
 
 
-def has_validation(data: Any) -> bool:
-    """Whether there is anything to evaluate on."""
-    return not hasattr(data.validation, "__len__") or len(data.validation) > 0
+def has_rows(dataset: Any) -> bool:
+    """Whether there is anything to read, as far as can be told."""
+    return not hasattr(dataset, "__len__") or len(dataset) > 0
 
 
-def require_callbacks_fit(data: Any, config: Config) -> dict[str, Callback]:
-    """The callbacks; ConfigError where one needs an evaluation that there is not, or a metric that an evaluation has
-    not."""
+def require_callbacks_fit(
+    data: Any, sets: Mapping[str, Any], config: Config, model: nn.Module | None = None
+) -> dict[str, Callback]:
+    """The callbacks; ConfigError where one needs an evaluation that there is not, a metric that an evaluation has not,
+    or outputs that the model does not give."""
     callbacks = build_callbacks(config)
-    metrics = metrics_in(callbacks)
+    metrics, of_training = metrics_in(callbacks, OF_VALIDATION), metrics_in(callbacks, OF_TRAINING)
     if "loss" in metrics:
         raise ConfigError("callbacks.loss: an evaluation has val_loss already; give the metric another name")
+    for name in ("loss", "s"):
+        if name in of_training:
+            raise ConfigError(f"callbacks.{name}: metrics.jsonl has train_{name} already; give the metric another name")
+    if model is not None:
+        require_outputs(model, of_training)
     if data is None:
         return callbacks
     followed = {
@@ -65,23 +93,41 @@ def require_callbacks_fit(data: Any, config: Config) -> dict[str, Callback]:
     }
     if config.checkpoint.best is not None:
         followed["checkpoint.best"] = config.checkpoint.best
-    if not has_validation(data) and (needing := [*followed, *(f"callbacks.{name}" for name in metrics)]):
+    has_validation = has_rows(data.validation)
+    if not (has_validation or sets) and (needing := [*followed, *(f"callbacks.{name}" for name in metrics)]):
         raise ConfigError(f"{needing[0]}: needs evaluations, and {NO_VALIDATION}")
-    sources = getattr(data.validation, "sources", ())
-    known = [f"val_{name}" for name in ("loss", *metrics)]
-    known += [f"{metric}/{source}" for metric in known for source in sources]
+    of_each = [f"val_{name}" for name in ("loss", *metrics)]
+    known = _with_sources(of_each, data.validation) if has_validation else []
+    for name, each in sets.items():
+        known += [in_set(metric, name) for metric in _with_sources(of_each, rows_of_set(each))]
     for name, metric in followed.items():
         if metric not in known:
             raise ConfigError(f"{name}: got {metric}; an evaluation has {', '.join(known)}")
     return callbacks
 
 
-def require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -> None:
+def _with_sources(metrics: Sequence[str], rows: Any) -> list[str]:
+    """The metrics of an evaluation of some rows, and those of each source."""
+    return [*metrics, *(f"{metric}/{source}" for metric in metrics for source in getattr(rows, "sources", ()))]
+
+
+def require_outputs(model: nn.Module, of_training: Mapping[str, Metric]) -> None:
+    """Check that the model gives its outputs beside its loss where a metric of training looks at them."""
+    for name, metric in of_training.items():
+        if metric.needs_outputs and WITH_OUTPUTS not in inspect.signature(model.forward).parameters:
+            raise ConfigError(
+                f"callbacks.{name}.of: has {OF_TRAINING}, for which {type(model).__name__}.forward must take "
+                f"{WITH_OUTPUTS}=True and return (loss, outputs); it has no such argument: give it one, or leave "
+                f"{OF_TRAINING} out"
+            )
+
+
+def require_fit(model: nn.Module, data: Any, batches: Mapping[str, Sequence[Any]]) -> None:
     """Check that the model takes the items, knows all tokens and positions of the data, where both tell how many there
     are, and that its labels are of the model's kind.
 
     Args:
-        batches: the first items of each of `SETS`.
+        batches: see `first_batches_of`.
 
     Raises:
         ConfigError: with the tokens or positions it does not know.
@@ -95,18 +141,21 @@ def require_fit(model: nn.Module, data: Any, batches: Sequence[Sequence[Any]]) -
             "data=tokenized, or a model with as many"
         )
     known = getattr(model, "max_seq_len", None)
-    ids = ids_of(batches[0][0])
-    if isinstance(known, int) and ids is not None and ids.ndim and (given := ids.shape[-1]) > known:
+    for name, each in batches.items():
+        ids, called = ids_of(each[0]), name if name.startswith(SETS_OF) else "data"
+        if not isinstance(known, int) or ids is None or not ids.ndim or (given := ids.shape[-1]) <= known:
+            continue
         problems.append(
-            f"data.seq_len={given}, but {kind} knows {known} positions; choose data.seq_len={known} or less or a "
-            f"model with more (model.max_seq_len={given}; transformers: +model.config.max_position_embeddings={given})"
+            f"{called}.seq_len={given}, but {kind} knows {known} positions; choose {called}.seq_len={known} or less "
+            f"or a model with more (model.max_seq_len={given}; transformers: "
+            f"+model.config.max_position_embeddings={given})"
         )
     if problems:
-        raise ConfigError(*problems)
-    for name, each in zip(SETS, batches, strict=False):  # of no validation there are none
-        require_taken(each, f"data.{name}", model)
+        raise ConfigError(*dict.fromkeys(problems))
+    for name, each in batches.items():
+        require_taken(each, name, model)
         if getattr(model, "next_token_labels", False):
-            require_next_tokens(each, f"data.{name}", model=kind, vocab_size=getattr(model, "vocab_size", None))
+            require_next_tokens(each, name, model=kind, vocab_size=getattr(model, "vocab_size", None))
 
 
 def require_asked_for(data: Any, config: Config) -> None:

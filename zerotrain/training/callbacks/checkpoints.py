@@ -211,6 +211,7 @@ class RunCheckpoints(Callback):
                 self._take_its_place(path)
             return
         self._begun_s = time.monotonic()
+        run.callbacks.call("before_save", run)
         # What is measured differs by rank; that of rank 0 is the run's.
         mine = {OF_TRAINER: {"run": run.state(), "built_groups": self._built_groups}} if self._world.rank == 0 else None
         [extra, *_] = self._engine.collectives.gather_objects(mine, name="what a checkpoint holds beside")

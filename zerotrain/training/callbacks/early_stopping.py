@@ -13,8 +13,8 @@ class EarlyStopping(Callback):
 
     Args:
         patience: evaluations.
-        metric: of an evaluation, such as val_loss, val_accuracy, or val_loss/NAME of a source of a mix. Lower is
-            better, if the metric does not say otherwise; nan is never better.
+        metric: of an evaluation, such as val_loss, val_accuracy, or val_loss/NAME of a source of a mix or of a
+            further validation set. Lower is better, if the metric does not say otherwise; nan is never better.
         min_delta: what a better one is better by, at least.
     """
 

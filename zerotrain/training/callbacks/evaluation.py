@@ -17,8 +17,10 @@ from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.engine.update.leaves import call_model
+from zerotrain.files.printable import printable
 from zerotrain.training.callback import Callback, Run
-from zerotrain.training.metrics import Metric, MetricStates
+from zerotrain.training.metrics import Metric
+from zerotrain.training.metrics.states import MetricStates
 
 ROWS_PER_EVAL_BATCH = 8
 """Rows of one of `train.eval_batches`. It is fixed: the validation rows must not depend on ranks."""
@@ -30,6 +32,7 @@ class RunEvaluation(Callback):
     Args:
         num_batches: of `ROWS_PER_EVAL_BATCH` sequences.
         dataset: the validation set; there are no evaluations of an empty one.
+        validation_sets: further data by name, of which `rows_of_set` are evaluated too.
         every: steps between two in training, with one before the first step; 0: after the last step alone.
         evaluated_at: steps done when the model was evaluated last; None: never.
         arguments: for `evaluate_sources`.
@@ -41,15 +44,17 @@ class RunEvaluation(Callback):
         *,
         num_batches: int,
         dataset: Any,
+        validation_sets: Mapping[str, Any] | None = None,
         every: int = 0,
         evaluated_at: int | None = None,
         **arguments: Any,
     ) -> None:
         self._console, self._warned = console, False
         self._every, self._evaluated_at = every, evaluated_at
-        self._is_empty = not len(dataset)
+        self._dataset = dataset if len(dataset) else None
+        self._sets = {name: rows_of_set(each) for name, each in (validation_sets or {}).items()}
         num_sequences = num_batches * ROWS_PER_EVAL_BATCH
-        self._evaluate = partial(evaluate_sources, dataset=dataset, num_sequences=num_sequences, **arguments)
+        self._evaluate = partial(evaluate_sources, num_sequences=num_sequences, **arguments)
 
     def start(self, run: Run) -> None:
         """Evaluate where it is due before the next step: the first of all, or one that a stop came before."""
@@ -71,11 +76,11 @@ class RunEvaluation(Callback):
         self._evaluated_at = state["evaluated_at"]
 
     def _evaluate_in(self, run: Run) -> None:
-        if self._is_empty:
-            return
         with run.engine.averaged() if run.evaluates_average else nullcontext():
             metrics = self.after(run.step)
-        run.result.final_val_loss, run.result.val_loss_by_source = metrics["val_loss"], sources_in(metrics) or None
+        if not metrics:
+            return
+        run.result.final_val_loss, run.result.val_loss_by_source = metrics.get("val_loss"), sources_in(metrics) or None
         others = {name: value for name, value in metrics.items() if name.partition("/")[0] != "val_loss"}
         run.result.val_metrics = others or None
         self._evaluated_at = run.step
@@ -83,29 +88,50 @@ class RunEvaluation(Callback):
         run.callbacks.call("after_evaluation", run, metrics)
 
     def after(self, step: int) -> dict[str, float]:
-        """The metrics after so many steps, as of `evaluate_sources`. Collective."""
-        metrics = self._evaluate(step=step)
-        if math.isnan(metrics["val_loss"]) and not self._warned:
+        """The metrics after so many steps, as of `evaluate_sources`; with "/NAME" those of further sets. Collective."""
+        metrics = {} if self._dataset is None else self._evaluate(dataset=self._dataset, step=step)
+        for name, rows in self._sets.items():
+            found = self._evaluate(dataset=rows, step=step, name=f"data.validation_sets.{name}")
+            metrics |= {in_set(metric, name): value for metric, value in found.items()}
+        losses = {"val_loss": metrics.get("val_loss", 0.0)} | sources_in(metrics)
+        nans = [name for name, loss in losses.items() if math.isnan(loss)]
+        if nans and not self._warned:
             self._warned = True
+            which = "" if nans[0] == "val_loss" else f" of {printable(nans[0])}"
             self._console.print(
-                "warning: the validation loss is nan: all validation labels are ignored, or the model's loss is nan",
+                f"warning: the validation loss{which} is nan: all validation labels are ignored, or the model's loss "
+                "is nan",
                 highlight=False,
             )
         return metrics
 
 
+def rows_of_set(data: Any) -> Any:
+    """The rows of further data that are evaluated: its validation, or all where it has none."""
+    return data.validation if len(data.validation) else data.train
+
+
+def in_set(metric: str, name: str) -> str:
+    """The name of a metric of a further validation set: "val_loss/docs", and "val_loss/docs/a" of a source of it."""
+    metric, *source = metric.split("/", 1)
+    return "/".join([metric, name, *source])
+
+
 def sources_in(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The loss of each source, by its name."""
+    """The loss of each source and further validation set, by its name."""
     return {name.removeprefix("val_loss/"): value for name, value in metrics.items() if name.startswith("val_loss/")}
 
 
-def evaluate_sources(*, dataset: Any, num_sequences: int, **arguments: Any) -> dict[str, float]:
+def evaluate_sources(
+    *, dataset: Any, num_sequences: int, name: str = "data.validation", **arguments: Any
+) -> dict[str, float]:
     """Mean loss and metrics over a validation set, and over each source of one that has several. Collective.
 
     Args:
         dataset: the validation set. One with `sources`, {name: dataset}, and `weights`, {name: weight}, is evaluated
             source by source; each reads its share of the sequences, at least one.
         num_sequences: how many sequences are read, over all ranks and sources.
+        name: of the set, for messages.
         arguments: as for `evaluate`.
 
     Returns:
@@ -115,18 +141,18 @@ def evaluate_sources(*, dataset: Any, num_sequences: int, **arguments: Any) -> d
     """
     sources: dict[str, Any] = getattr(dataset, "sources", {})
     if not sources:
-        return evaluate_all(dataset=dataset, num_sequences=num_sequences, **arguments)
+        return evaluate_all(dataset=dataset, num_sequences=num_sequences, name=name, **arguments)
     total = sum(dataset.weights.values())
     shares = {name: weight / total for name, weight in dataset.weights.items()}
     found: dict[str, dict[str, float]] = {}
-    for name, source in sources.items():
-        share = max(1, round(num_sequences * shares[name]))
-        called = source_name("data.validation", name)
-        found[name] = evaluate_all(dataset=source, num_sequences=share, name=called, **arguments)
+    for source, rows in sources.items():
+        share = max(1, round(num_sequences * shares[source]))
+        called = source_name(name, source)
+        found[source] = evaluate_all(dataset=rows, num_sequences=share, name=called, **arguments)
     # A source that weighs nothing may have any loss, nan too.
     metrics = next(iter(found.values()))
-    mean = {each: sum(shares[name] * of[each] for name, of in found.items() if shares[name]) for each in metrics}
-    return mean | {f"{each}/{name}": of[each] for each in metrics for name, of in found.items()}
+    mean = {each: sum(shares[source] * of[each] for source, of in found.items() if shares[source]) for each in metrics}
+    return mean | {f"{each}/{source}": of[each] for each in metrics for source, of in found.items()}
 
 
 def evaluate(**arguments: Any) -> float:
@@ -171,13 +197,11 @@ def evaluate_all(
     """
     rows = validation_rows(len(dataset), num_sequences)
     num_rounds = max(1, math.ceil(len(rows) / (world.size * micro_batch_size)))
-    # By the number of the micro-batch: sum of losses, number of labels. Each is filled in by one rank.
-    parts = torch.zeros(num_rounds * world.size, 2, dtype=torch.float64, device=world.device)
-    measured = MetricStates(metrics or {}, step)
+    measured = MetricStates(metrics or {}, "val_", f"evaluation after step {step}")
     known = tokens_known(engine.module)
     fetch = partial(fetch_rows, dataset, seed=seed, step=step, collate=collate, name=name, vocab_size=known)
     with torch.no_grad(), device_of(world.device).keep_generators(), in_evaluation_mode(engine):
-        for number in range(world.rank, len(parts), world.size):
+        for number in range(world.rank, num_rounds * world.size, world.size):
             mine = rows[number * micro_batch_size : (number + 1) * micro_batch_size]
             # A rank that has no row left runs a forward all the same and counts nothing of it: where parameters are
             # sharded, the others need its part of them.
@@ -185,21 +209,10 @@ def evaluate_all(
             batch = fetch(read, epochs=[0] * len(read))
             num_counted = num_labels(batch, len(mine)) if mine else 0
             batch = to_device(batch, world.device)
-            parts[number] = _loss_and_labels(engine, batch, num_counted)
+            loss = call_model(engine, as_inputs(batch))
             outputs = call_model(engine, without_labels(batch)) if measured.needs_outputs else None
-            if num_counted:
-                measured.add(number, outputs, labels_of(batch))
-        loss = _mean(world.sum(parts))
-        return {"val_loss": loss} | measured.values(world, loss, len(parts))
-
-
-def _mean(parts: torch.Tensor) -> float:
-    """The mean loss of (sum of losses, number of labels) of each micro-batch, (n, 2) fp64, added up in their order: the
-    sums of each rank, added up, would be other bits at another number of ranks."""
-    loss_sum, total = 0.0, 0.0
-    for loss, count in parts.tolist():
-        loss_sum, total = loss_sum + loss, total + count
-    return loss_sum / total if total else math.nan
+            measured.add(number, loss, num_counted, outputs, labels_of(batch))
+        return measured.values(world, num_rounds * world.size)
 
 
 @contextmanager
@@ -219,12 +232,3 @@ def validation_rows(num_available: int, num_wanted: int) -> list[int]:
     """Which sequences an evaluation reads: as many as wanted, or all, evenly spread over the validation set."""
     num_rows = min(num_available, num_wanted)
     return [row * num_available // num_rows for row in range(num_rows)]
-
-
-def _loss_and_labels(engine: ZeroEngine, batch: Any, count: int) -> torch.Tensor:
-    """(sum of losses, number of labels that count) of a micro-batch, (2,) fp64. A loss over no label counts nothing:
-    its mean is nan in many models."""
-    loss = call_model(engine, as_inputs(batch)).double()
-    if count == 0:
-        return loss.new_zeros(2)
-    return torch.stack([loss * count, torch.full_like(loss, count)])

@@ -56,15 +56,17 @@ class Measured:
     def __init__(self) -> None:
         self.training: dict[str, Any] = {}
         self.trained_at = 0
-        self.val_loss: float | None = None
+        self.val_losses: dict[str, float] = {}
+        """By the names in a line."""
         self.evaluated_at = 0
 
     def note(self, metrics: dict[str, Any], step: int) -> None:
         """Take what was measured after a step."""
         if "train_loss" in metrics:
             self.training, self.trained_at = metrics, step
-        if "val_loss" in metrics:
-            self.val_loss, self.evaluated_at = metrics["val_loss"], step
+        if losses := {name: loss for name, loss in metrics.items() if name.partition("/")[0] == "val_loss"}:
+            self.val_losses = {name.replace("val_loss", "val", 1): loss for name, loss in losses.items()}
+            self.evaluated_at = step
 
     def parts(self, step: int) -> list[str]:
         """The numbers, most important first. One that was not measured after `step` says its step, as in
@@ -72,9 +74,11 @@ class Measured:
         parts = []
         if self.training:
             parts.append(f"loss {self.training['train_loss']:.3f}{_at(self.trained_at, step)}")
-        if self.val_loss is not None:
-            parts.append(f"val {self.val_loss:.3f}{_at(self.evaluated_at, step)}")
-        return parts + self._place() + self._speed_and_gradient() if self.training else parts
+        at = _at(self.evaluated_at, step)
+        val = {name: f"{name} {loss:.3f}{at}" for name, loss in self.val_losses.items()}
+        parts += [said for name, said in val.items() if "/" not in name]
+        parts += self._place() + self._speed_and_gradient() if self.training else []
+        return parts + [said for name, said in val.items() if "/" in name]
 
     def _place(self) -> list[str]:
         """How much of the data was read when it was measured last."""

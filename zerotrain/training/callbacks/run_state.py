@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from zerotrain.errors import CheckpointError
-from zerotrain.files.untrusted import Each, Natural, Optional, UntrustedFileError, require_schema
+from zerotrain.files.untrusted import Check, Each, Natural, Optional, UntrustedFileError, require_schema
 from zerotrain.training.figures.metrics import EARLIER
+from zerotrain.training.metrics.states import are_told
 
 _LOSS = Optional((float, None))
 
@@ -35,6 +36,7 @@ _STATE = {
     "clock": _CLOCK, "sinks": [(dict, None)], "asked_stages": AskedStages(),
     "callbacks": Optional(Each(dict)), "frozen": Optional([str]),
     "best": Optional({"metric": str, "value": float, "step": Natural()}),
+    "training_metrics": Optional(Check(are_told, "numbers that metrics have kept")),
 }  # fmt: skip
 
 

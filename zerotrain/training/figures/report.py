@@ -121,6 +121,7 @@ def _summary(result: RunResult) -> str:
         parts.append(f"train loss {result.final_train_loss:.4f}")
     if result.final_val_loss is not None:
         parts.append(f"validation loss {result.final_val_loss:.4f}")
+    parts += [f"{name} {loss:.4f}" for name, loss in (result.val_loss_by_source or {}).items()]
     of_all = {name: value for name, value in (result.val_metrics or {}).items() if "/" not in name}
     parts += [f"{name.removeprefix('val_')} {value:.4g}" for name, value in of_all.items()]
     if result.tokens_per_s is not None:

@@ -82,7 +82,7 @@ class RunResult:
     final_val_loss: float | None = None
     """Mean loss over the tokens of the last evaluation, in nats."""
     val_loss_by_source: dict[str, float] | None = None
-    """Likewise of each source of `data=mix`; null where there is one."""
+    """Likewise of each source of `data=mix`, and of each of `data.validation_sets`; null where there are none."""
     val_metrics: dict[str, float] | None = None
     """Other metrics of the last evaluation, by name; null where there are none."""
     tokens_per_s: float | None = None

@@ -274,7 +274,9 @@ def test_an_exported_folder_has_the_loss_of_the_run(llama, adapters, tmp_path: P
     settings = [f"data.path={tmp_path}/text.txt", "data.seq_len=16", "train.eval_batches=1"]
     for name, run, size, options in (("llama", llama[0], 600, ()), ("merged", adapters[0], 256, ("--merge",))):
         out = exported(run, tmp_path / name, *options)
-        found, wanted = (evaluate.evaluate(path, [*settings, f"data.vocab_size={size}"])[1] for path in (out, run))
+        found, wanted = (
+            evaluate.evaluate(path, [*settings, f"data.vocab_size={size}"])[1]["val_loss"] for path in (out, run)
+        )
         assert found == (wanted if name == "llama" else pytest.approx(wanted, rel=1e-6))
     capsys.readouterr()
     assert evaluate.main([str(exported(adapters[0], tmp_path / "alone")), *settings]) == 2

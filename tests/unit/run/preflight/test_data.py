@@ -136,4 +136,4 @@ def test_the_best_is_of_a_loss_that_an_evaluation_has(best: str | None, problem:
     accuracy = {"_target_": "zerotrain.training.Accuracy"}
     settings = Config(checkpoint=CheckpointConfig(best=best), callbacks={"accuracy": accuracy})
     with nullcontext() if problem is None else pytest.raises(ConfigError, match=problem):
-        require_callbacks_fit(data, settings)
+        require_callbacks_fit(data, {}, settings)

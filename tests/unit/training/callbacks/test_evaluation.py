@@ -267,7 +267,7 @@ def test_the_loss_is_the_same_bits_at_any_number_of_ranks(stage, micro_batch_siz
 
     def summed(world, values):
         everyone = engines[world.size, world.rank].collectives.gather_objects(values.tolist(), name="metrics")
-        return torch.tensor(everyone, dtype=torch.float64).sum(0)
+        return torch.tensor(everyone, dtype=values.dtype).sum(0)
 
     def on_a_rank(world):
         zero = zerotrain.ZeroConfig(stage=stage)

@@ -1,0 +1,163 @@
+"""The metrics that there are, and how one of one's own is made."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from zerotrain.training.callback import Callback
+
+States = Sequence[torch.Tensor]
+"""The numbers that a metric keeps of one micro-batch."""
+OF_VALIDATION, OF_TRAINING = "validation", "training"
+"""What a metric may be of."""
+MERGED_BY = {
+    "dim_zero_sum": lambda states: sum(states[1:], start=states[0]),
+    "dim_zero_max": lambda states: torch.stack(states).amax(dim=0),
+    "dim_zero_min": lambda states: torch.stack(states).amin(dim=0),
+    "dim_zero_cat": torch.cat,
+}
+"""torchmetrics' reductions that come to the same digits however the micro-batches are split over the ranks."""
+
+
+class Metric(Callback):
+    """A number of each evaluation, val_NAME, where it is called callbacks.NAME, or of training, train_NAME.
+
+    Each micro-batch is measured apart, on the rank that has it; all ranks merge what came of them in the order of the
+    micro-batches. So the digits are those of one process that measures them one after the other.
+
+    Args:
+        of: `OF_VALIDATION` (each evaluation), `OF_TRAINING` (the micro-batches that were trained on since the last
+            line of train_loss), or both.
+
+    Raises:
+        ValueError: `of` has something else, or nothing.
+    """
+
+    of: Sequence[str] = (OF_VALIDATION,)
+    """As the argument, also where a constructor of one's own has none."""
+
+    higher_is_better: bool = True
+    """Which way `checkpoint.best` and early stopping prefer it."""
+    needs_outputs: ClassVar[bool] = True
+    """Whether it looks at the model's outputs: an evaluation then runs each micro-batch once more, without labels."""
+
+    def __init__(self, *, of: Sequence[str] = (OF_VALIDATION,)) -> None:
+        if not isinstance(of, list | tuple) or not of or not {*map(str, of)} <= {OF_VALIDATION, OF_TRAINING}:
+            raise ValueError(f"of: got {of}; it must be a list of {OF_VALIDATION}, {OF_TRAINING} or both")
+        self.of = tuple(of)
+
+    def measure(self, outputs: Any, labels: torch.Tensor | None) -> States:
+        """The numbers to keep of one micro-batch. Where outputs have one dimension more than whole-numbered labels,
+        classes in the last one, they come as (N, classes) and (N,), without ignored labels."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def value(self, loss: float, kept: Sequence[States]) -> float:
+        """The metric, of the mean loss and what `measure` gave for each micro-batch, in order; of none where no label
+        counts."""
+
+
+class Perplexity(Metric):
+    """The exponential of the mean loss in nats."""
+
+    higher_is_better = False
+    needs_outputs = False
+
+    def value(self, loss: float, kept: Sequence[States]) -> float:
+        """See `Metric.value`."""
+        try:
+            return math.exp(loss)
+        except OverflowError:
+            return math.inf
+
+
+class Accuracy(Metric):
+    """The share of labels whose class the model finds likeliest, 0 to 1."""
+
+    def measure(self, outputs: Any, labels: torch.Tensor | None) -> States:
+        """See `Metric.measure`."""
+        if labels is None or not isinstance(outputs, torch.Tensor) or outputs.shape[:-1] != labels.shape:
+            raise ValueError("accuracy needs labels, and outputs with the classes in one more dimension, the last")
+        right = (outputs.argmax(dim=-1) == labels).sum()
+        return right, torch.full_like(right, labels.numel())
+
+    def value(self, loss: float, kept: Sequence[States]) -> float:
+        """See `Metric.value`."""
+        total = sum(int(count) for _, count in kept)
+        return sum(int(right) for right, _ in kept) / total if total else math.nan
+
+
+class TorchMetric(Metric):
+    """A metric with the interface of torchmetrics (extra metrics).
+
+    Args:
+        metric: has `update(preds, target)`, `compute()` and `reset()`, and states made by `add_state` that are summed,
+            concatenated, or of which the largest or the smallest counts.
+        higher_is_better: None: as the metric says.
+        of: see `Metric`.
+
+    Raises:
+        ValueError: a state is reduced otherwise, or the metric does not say which way is better.
+    """
+
+    def __init__(
+        self, metric: Any, *, higher_is_better: bool | None = None, of: Sequence[str] = (OF_VALIDATION,)
+    ) -> None:
+        super().__init__(of=of)
+        name = type(metric).__name__
+        if not all(hasattr(metric, each) for each in ("update", "compute", "reset", "_defaults", "_reductions")):
+            raise ValueError(f"metric: {name} has not the interface of torchmetrics.Metric")
+        better = getattr(metric, "higher_is_better", None) if higher_is_better is None else higher_is_better
+        if better is None:
+            raise ValueError(f"metric: {name} does not say whether higher is better; give higher_is_better")
+        for state, reduction in metric._reductions.items():
+            default = metric._defaults[state]
+            is_started = isinstance(default, torch.Tensor) and bool((default != 0).any())
+            kind = getattr(reduction, "__name__", "nothing")
+            if kind not in MERGED_BY or (kind == "dim_zero_sum" and is_started):
+                allowed = "sum from 0, max, min or cat"
+                raise ValueError(f"metric: {name} reduces its state {state} by {kind}; it must be {allowed}")
+        metric.sync_on_compute = metric._to_sync = False  # `compute` gets the states of all ranks
+        self._metric, self.higher_is_better = metric, bool(better)
+
+    def measure(self, outputs: Any, labels: torch.Tensor | None) -> States:
+        """See `Metric.measure`."""
+        if isinstance(outputs, torch.Tensor) and hasattr(self._metric, "to"):
+            self._metric.to(outputs.device)
+        self._metric.reset()
+        self._metric.update(outputs, labels)
+        states = (getattr(self._metric, name) for name in self._metric._reductions)
+        return [_joined(each) if isinstance(each, list) else each for each in states]
+
+    def value(self, loss: float, kept: Sequence[States]) -> float:
+        """See `Metric.value`."""
+        if not kept:
+            return math.nan
+        self._metric.reset()
+        for (name, reduction), states in zip(self._metric._reductions.items(), zip(*kept, strict=True), strict=True):
+            if isinstance(self._metric._defaults[name], list):
+                setattr(self._metric, name, [each for each in states if each.numel()])
+            else:
+                setattr(self._metric, name, MERGED_BY[reduction.__name__](list(states)))
+        self._metric._update_count = len(kept)
+        return float(self._metric.compute())
+
+
+def _joined(values: list[torch.Tensor]) -> torch.Tensor:
+    """One tensor of all, as torchmetrics joins them; an empty one of none."""
+    return torch.cat([torch.atleast_1d(each) for each in values]) if values else torch.zeros(0)
+
+
+def metrics_in(callbacks: Mapping[str, object], of: str) -> dict[str, Metric]:
+    """The metrics of validation or of training among the callbacks of a run, by name."""
+    return {name: each for name, each in callbacks.items() if isinstance(each, Metric) and of in each.of}
+
+
+def rising(callbacks: Mapping[str, Callback]) -> frozenset[str]:
+    """The names in an evaluation of those metrics of which higher is better."""
+    return frozenset(
+        f"val_{name}" for name, each in metrics_in(callbacks, OF_VALIDATION).items() if each.higher_is_better
+    )

@@ -1,0 +1,218 @@
+"""What metrics have measured of each micro-batch, and how all ranks come to have it."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zerotrain.comm.ranks.world import World
+from zerotrain.data.reading.batches import IGNORED_LABEL
+from zerotrain.errors import CallbackError
+from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import Each, Natural, has_schema
+from zerotrain.training.metrics.metric import Metric, States
+
+NUM_DIMENSIONS = 8
+"""Dimensions that a state may have."""
+DTYPES = (
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+)
+"""Those that a state may have."""
+LOSS = "loss"
+MAX_TOLD = 2**16
+"""Numbers of one metric that a checkpoint keeps at most."""
+MAX_MICRO_BATCHES = 2**20
+"""As many are told of in a checkpoint at most."""
+
+
+class MetricStates:
+    """The loss and the metrics of some micro-batches, by name, and what they measured on this rank.
+
+    Args:
+        prefix: of their names, such as "val_".
+        where: for messages: "evaluation after step 3".
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], prefix: str, where: str) -> None:
+        self._metrics, self._prefix, self.where = metrics, prefix, where
+        names = [LOSS, *(name for name, metric in metrics.items() if metric.needs_outputs)]
+        self._kept: dict[str, dict[int, States]] = {name: {} for name in names}
+        """By name, and by the number of the micro-batch among those of all ranks."""
+
+    @property
+    def needs_outputs(self) -> bool:
+        """Whether the model is to be called for its outputs."""
+        return len(self._kept) > 1
+
+    def add(self, number: int, loss: torch.Tensor, num_counted: int, outputs: Any, labels: torch.Tensor | None) -> None:
+        """Measure a micro-batch, unless no label counts: then its mean loss is nan in many models. The device is not
+        waited for, if no metric does so.
+
+        Args:
+            loss: the mean, 0-dim.
+            num_counted: labels that count, as this process knows.
+            outputs: of the model, if `needs_outputs`.
+        """
+        if not num_counted:
+            return
+        loss = loss.double()
+        self._kept[LOSS][number] = [torch.stack([loss * num_counted, torch.full_like(loss, num_counted)])]
+        if self.needs_outputs:
+            outputs, labels = predictions(outputs, labels, num_counted)
+        for name, kept in self._kept.items():
+            if name == LOSS:
+                continue
+            with self._named(name):
+                kept[number] = self._metrics[name].measure(outputs, labels)
+                require_states(kept[number])
+
+    def values(self, world: World, num_micro_batches: int) -> dict[str, float]:
+        """The mean loss over all labels and all metrics, by their names with the prefix. Collective.
+
+        The loss is added up in the order of the micro-batches: the sums of each rank, added up, would be other bits at
+        another number of ranks. It is nan where no label counts.
+        """
+        found: dict[str, float] = {}
+        kept = {name: list(gathered(world, mine, num_micro_batches).values()) for name, mine in self._kept.items()}
+        loss_sum, total = 0.0, 0.0
+        for [of_one] in kept[LOSS]:
+            loss_sum, total = loss_sum + of_one[0].item(), total + of_one[1].item()
+        mean = loss_sum / total if total else math.nan
+        found[f"{self._prefix}{LOSS}"] = mean
+        for name, metric in self._metrics.items():
+            with self._named(name):
+                found[f"{self._prefix}{name}"] = metric.value(mean, kept.get(name, ()))
+        return found
+
+    def to_first(self, world: World, num_micro_batches: int) -> None:
+        """Let rank 0 have what all ranks have measured, as if it had done so alone. Collective."""
+        for name, mine in self._kept.items():
+            found = gathered(world, mine, num_micro_batches)
+            self._kept[name] = found if world.rank == 0 else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has, as values that JSON can hold. Of a metric that keeps many numbers there is nothing."""
+        return {
+            name: {str(number): [_told(state) for state in states] for number, states in kept.items()}
+            for name, kept in self._kept.items()
+            if sum(state.numel() for states in kept.values() for state in states) <= MAX_TOLD
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Have what `state_dict` gave, of those metrics that there are."""
+        for name in self._kept.keys() & state.keys():
+            self._kept[name] = {
+                int(number): [_of_told(each, device) for each in states] for number, states in state[name].items()
+            }
+
+    @contextmanager
+    def _named(self, metric: str) -> Iterator[None]:
+        """Inside, what a metric raises says whose it is."""
+        try:
+            yield
+        except Exception as error:
+            cause = printable(f"{type(error).__name__}: {error}")
+            raise CallbackError(f"callbacks.{metric}: {self.where}: {cause}") from error
+
+
+def predictions(outputs: Any, labels: torch.Tensor | None, num_counted: int) -> tuple[Any, torch.Tensor | None]:
+    """(outputs, labels) of a micro-batch as `Metric.measure` takes them. Of an output with several parts the logits
+    count, or else the first."""
+    if not isinstance(outputs, torch.Tensor):
+        found = getattr(outputs, "logits", None)
+        if found is None and isinstance(outputs, Mapping):
+            found = outputs.get("logits")
+        if found is None and isinstance(outputs, tuple | list) and outputs:
+            found = outputs[0]
+        outputs = outputs if found is None else found
+    is_of_classes = labels is not None and not labels.is_floating_point() and isinstance(outputs, torch.Tensor)
+    if not is_of_classes or labels is None or not labels.dim() or outputs.shape[:-1] != labels.shape:
+        return outputs, labels
+    outputs, labels = outputs.flatten(0, -2), labels.flatten()
+    if num_counted == len(labels):
+        return outputs, labels
+    # An index by a mask waits for the device, which alone knows how many there are. These are in the same order.
+    places = (labels == IGNORED_LABEL).to(torch.uint8).argsort(stable=True)[:num_counted]
+    return outputs[places], labels[places]
+
+
+def require_states(states: States) -> None:
+    """Make sure that states can be sent to other ranks; ValueError where one cannot."""
+    for each in states:
+        if each.dtype not in DTYPES or each.dim() > NUM_DIMENSIONS:
+            raise ValueError(
+                f"it keeps a {each.dim()}-dimensional tensor of {each.dtype}; it must be of real numbers with at most "
+                f"{NUM_DIMENSIONS} dimensions"
+            )
+
+
+def gathered(world: World, mine: Mapping[int, States], num_micro_batches: int) -> dict[int, States]:
+    """The states of all micro-batches by their number, in order, on every rank: of those that no rank measured none.
+    Collective.
+
+    Args:
+        mine: by the number of the micro-batch, on this rank's device. Each has the same number of states.
+    """
+    counts = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    counts[world.rank] = max(map(len, mine.values()), default=0)
+    num_states = int(world.sum(counts).max())
+    shapes = torch.zeros(num_micro_batches, num_states, 2 + NUM_DIMENSIONS, dtype=torch.int64)
+    for number, states in mine.items():
+        for place, state in enumerate(states):
+            about = (1 + DTYPES.index(state.dtype), state.dim(), *state.shape)
+            shapes[number, place, : len(about)] = torch.tensor(about)
+    told: list[list[list[int]]] = world.sum(shapes.to(world.device)).tolist()
+    parts = []
+    for number, of_states in enumerate(told):
+        for place, (_, num_dimensions, *shape) in enumerate(of_states):
+            own = _bits(mine[number][place]).flatten() if number in mine else None
+            size = math.prod(shape[:num_dimensions])
+            parts.append(torch.zeros(size, dtype=torch.int64, device=world.device) if own is None else own)
+    values = iter(world.sum(torch.cat(parts)).split([len(each) for each in parts]) if parts else ())
+    found: dict[int, States] = {}
+    for number, of_states in enumerate(told):
+        states = [
+            _of_bits(next(values), DTYPES[dtype - 1]).view(shape[:num_dimensions])
+            for dtype, num_dimensions, *shape in of_states
+        ]
+        if of_states and of_states[0][0]:
+            found[number] = states
+    return found
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The same values as int64, those of floats by their bits in fp64: a sum with zeros changes none."""
+    return values.double().view(torch.int64) if values.is_floating_point() else values.to(torch.int64)
+
+
+def _of_bits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (values.view(torch.float64) if dtype.is_floating_point else values).to(dtype)
+
+
+def _told(state: torch.Tensor) -> list[Any]:
+    return [DTYPES.index(state.dtype), list(state.shape), _bits(state).flatten().tolist()]
+
+
+def _of_told(told: list[Any], device: torch.device) -> torch.Tensor:
+    dtype, shape, bits = told
+    return _of_bits(torch.tensor(bits, dtype=torch.int64, device=device), DTYPES[dtype]).view(shape)
+
+
+def are_told(value: Any) -> bool:
+    """Whether a value out of a file has the form of {"num": how many micro-batches, "kept": `state_dict()`}."""
+    if not has_schema(value, {"num": Natural(MAX_MICRO_BATCHES), "kept": Each(Each([list]))}):
+        return False
+    try:
+        for name, kept in value["kept"].items():
+            for number, told in kept.items():
+                states = [_of_told(each, torch.device("cpu")) for each in told]
+                require_states(states)
+                is_loss = [state.shape for state in states] == [(2,)]
+                if not 0 <= int(number) < value["num"] or (name == LOSS and not is_loss):
+                    return False
+    except (ValueError, TypeError, LookupError, RuntimeError):  # whatever torch makes of it
+        return False
+    return True
