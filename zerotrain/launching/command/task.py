@@ -112,6 +112,8 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
     try:
         with exits.exits_raised():
             config, problems = _settings(composed, run_dir, ranks)
+            if config.plan.only and not problems:
+                require_alone()
             kept = None if problems or restarts or config.plan.only else earlier.completed_already(config, run_dir)
             data_checked, resume_from = (None, []) if kept else _checked(config, problems, run_dir, ranks)
         if ranks is not None:
@@ -121,7 +123,6 @@ def _run(composed: DictConfig, run_dir: Path, overrides: list[str]) -> tuple[dic
             write_refusal(run_dir, overrides, str(error))
         raise
     if config.plan.only:
-        require_alone()
         for warning in without_effect(config, _planned_ranks(config).num_ranks):
             print(f"warning: {warning}", file=sys.stderr)
         raise SystemExit(planned(config, _planned_ranks(config), run_dir, shown_from(Path.cwd(), run_dir)))
