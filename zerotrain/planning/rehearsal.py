@@ -20,7 +20,7 @@ from zerotrain.planning.live import OTHERS, SCRATCH, LiveMemory
 from zerotrain.planning.optimizer import RehearsedFactory, Seen
 from zerotrain.planning.unreal import Unreal, attention_of, nothing_known
 from zerotrain.planning.wire import Links
-from zerotrain.run.factory import build_engine_of, build_on_meta
+from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta
 
 MAX_MICRO_BATCHES = 2
 """Of a virtual rank: each further one is like the second."""
@@ -114,7 +114,10 @@ def _engine(
     wire = links.wire(zeros_on(_META), scratch)
     shards = Shards(rank, links.num_ranks, make_wire=lambda _: wire)
     world = World(rank, links.num_ranks, rank % links.num_local, _META, shards=shards)
-    return build_engine_of(config, world, stage, run_dir, model=model, optimizer=factory)
+    engine = build_engine_of(config, world, stage, run_dir, model=model, optimizer=factory)
+    if averages_in(config):  # which is as large with any settings
+        engine.keep_average()
+    return engine
 
 
 def _busiest(engine: ZeroEngine) -> int:
@@ -196,7 +199,8 @@ class _Rehearsal:
 
 def _make_state(engine: ZeroEngine) -> None:
     """Update with no gradient, so that all is there that a step finds which is not the first."""
-    update_all(engine.schedule.trained, engine.schedule.gathers, None)
+    share = None if engine.held.average is None else 1.0
+    update_all(engine.schedule.trained, engine.schedule.gathers, None, share)
     engine.schedule.end_update()
 
 
@@ -211,7 +215,8 @@ def name_state(live: LiveMemory, engine: ZeroEngine) -> None:
         live.name("gradients", trained.gradient.shard)
         if not trained.update.home.moves:
             copy = [trained.update.master_weight] if trained.update.has_copy else []
-            live.name("optimizer", *copy, *trained.update.kept.state_tensors())
+            average = [] if trained.update.kept.average is None else [trained.update.kept.average]
+            live.name("optimizer", *copy, *average, *trained.update.kept.state_tensors())
     live.name(SCRATCH, *engine.held.homes.windows)
     live.name(OTHERS, *engine.module.buffers())
 
