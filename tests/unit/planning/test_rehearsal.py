@@ -171,3 +171,25 @@ def test_a_plan_is_what_the_busiest_of_two_ranks_holds_and_sends(tmp_path: Path)
         for ranks in zip(*found, strict=True)
     ]
     require_planned(FEW, busiest, 2, tmp_path)
+
+
+def test_an_operation_that_asks_for_values_is_named_and_the_states_are_planned(tmp_path: Path):
+    plan = planned(config_of("mixtral"), 3, "mixtral", 2, tmp_path)
+
+    numel = sum(each.numel() for each in build("model", config_of("mixtral").model_target).parameters())
+    assert numel * 4 <= 2 * plan.parameters <= numel * 4 * 1.1
+    assert plan.optimizer == 2 * plan.parameters
+    assert (plan.activations, plan.peak, plan.sent) == (None, None, None)
+    assert plan.unknown_because is not None
+    assert plan.unknown_because.startswith("aten.")
+
+
+def test_the_average_of_the_weights_is_planned(tmp_path: Path):
+    average = {"ema": {"_target_": "zerotrain.training.callbacks.ema.EMA"}}
+    without = planned(config_of("gpt"), 1, "gpt", 2, tmp_path)
+    plan = planned(config_of("gpt", callbacks__ema=average["ema"]), 1, "gpt", 2, tmp_path)
+
+    assert plan.optimizer == without.optimizer + without.parameters // 2
+    assert plan.peak is not None
+    assert without.peak is not None
+    assert plan.peak == without.peak + without.parameters // 2
