@@ -23,8 +23,8 @@ test: $(INSTALLED_DEV) ## install, then run the tests
 bits: $(INSTALLED_DEV) ## one sha256: ranks x stages x precisions x how to train, and each setting that breaks it; under 7 minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/bits
 
-attack: $(INSTALLED_DEV) ## wrong commands, folders and machines, killed ranks; a checkpoint of each placement loads into every other
-	$(BIN)/python -m pytest -n 4 --dist worksteal tests/attack
+attack: $(INSTALLED_DEV) ## wrong commands, folders and machines, killed ranks, sweeps cut off; a checkpoint of each placement loads into every other
+	$(BIN)/python -m pytest -n 4 --dist worksteal tests/attack tests/sweep
 
 KILLS ?= 200
 SEED ?= 0

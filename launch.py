@@ -15,7 +15,7 @@ register_schema()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
-def main(composed: DictConfig) -> float:
+def main(composed: DictConfig) -> float | None:
     """One job: returns the final validation loss, the objective of a sweeper."""
     with importing():  # imports torch, which tab completion has no need of
         from zerotrain.launching.command.task import run_job

@@ -26,6 +26,7 @@ def asleep(folder: Path, start=by_hand, *more: str) -> Command:
     """A run whose rank 1 sleeps in its third forward."""
     command = start(*ASLEEP, *more, folder=folder)
     command.wait_for_text(folder / "run/ranks/1.log", "asleep")
+    command.wait_for_text(folder / "run/ranks/0.state", f"{'2':<16}{{")  # steps done: rank 0 writes nothing more
     return command
 
 
@@ -128,17 +129,18 @@ def test_a_job_of_a_sweep_does_not_erase_an_earlier_one_even_with_leave_to_overw
     )
     assert result_of(tmp_path / "sweep/same")["status"] == "completed"
     assert from_values(OmegaConf.load(tmp_path / "sweep/same/config.yaml")).seed == 0
-    assert "weights: 1 of 1 jobs" in command.stdout
+    assert "weights: 1 of 2 jobs" in command.stdout
 
 
-def test_a_sweep_in_the_folder_of_another_shows_no_results_of_that_one(launch, tmp_path: Path):
+def test_a_sweep_in_the_folder_of_another_takes_what_it_has_and_runs_the_rest(launch, tmp_path: Path):
     commands = []
-    for stages in ("2", "2,3"):
+    for stages in ("2", "3,2"):
         commands.append(launch("-m", *TINY, f"zero.stage={stages}", "hydra.sweep.dir=sweep", folder=tmp_path))
         commands[-1].wait()
-    assert [command.process.returncode for command in commands] == [0, 1]
-    assert commands[1].stderr.startswith("job 0: launch.overwrite: got false")
-    assert "weights: 1 of 1 jobs" in commands[1].stdout
+    assert [command.process.returncode for command in commands] == [0, 0]
+    assert "job 0 begins in 0_2: zero.stage=3\n" in commands[1].stdout
+    assert "job 1 is taken as it lies in 0: completed" in commands[1].stdout
+    assert "weights: 2 of 2 jobs have the same sha256" in commands[1].stdout
 
 
 @pytest.mark.parametrize("start", [by_hand, by_torchrun], ids=["by hand", "by torchrun"])

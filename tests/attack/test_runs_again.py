@@ -11,14 +11,14 @@ from commands import TINY, by_hand, by_torchrun, result_of
 from tests.zygote.client import Ending, Zygote
 
 AUTO = "checkpoint.resume=auto"
+NOTES = (".lock", "multirun.yaml", "sweep.jsonl", "report.html", "sweep.csv", "sweep.json")
+TAKEN = "is taken as it lies in"
 LEFT = "holds this run already, and it is completed; nothing is changed"
 
 
 def state_of(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """All files but the lock, Hydra's note of the newest sweep, and the report, which each sweep writes anew; what they
-    hold and when they were written."""
-    of_sweeps = (".lock", "multirun.yaml", "report.html", "sweep.csv", "sweep.json")
-    paths = (path for path in folder.rglob("*") if path.is_file() and path.name not in of_sweeps)
+    """All files but the lock, and the notes of sweeps; what they hold and when they were written."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name not in NOTES)
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
 
 
@@ -35,6 +35,8 @@ def swept(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert ending.code == 0, ending.err
     shutil.copytree(folder / "sweep/1", folder / "sweep/2")
     (folder / "sweep/2/result.json").unlink()
+    config = folder / "sweep/2/config.yaml"
+    config.write_text(config.read_text().replace("seed: 1", "seed: 2"))
     return folder
 
 
@@ -45,39 +47,24 @@ def sweep(zygote: Zygote, folder: Path, *more: str, seeds: str = "0,1,2") -> End
 def test_a_sweep_again_leaves_completed_jobs_and_goes_on_with_the_others(zygote, swept: Path, tmp_path: Path):
     shutil.copytree(swept / "sweep", tmp_path / "sweep")
     before = [state_of(tmp_path / "sweep" / str(job)) for job in range(2)]
-    for num_left in (2, 3):
-        ending = sweep(zygote, tmp_path, AUTO)
+    for num_taken, more in ((2, ()), (3, (AUTO,))):
+        ending = sweep(zygote, tmp_path, *more)
         assert (ending.code, ending.err) == (0, "")
-        assert ending.out.count(LEFT) == num_left
+        assert ending.out.count(TAKEN) == num_taken
         assert [state_of(tmp_path / "sweep" / str(job)) for job in range(2)] == before
         assert result_of(tmp_path / "sweep/2")["status"] == "completed"
         assert rows_of(ending) == [[str(job), f"seed={job}", "completed"] for job in range(3)]
         assert "in 3 jobs" in ending.out
 
 
-def test_what_the_refusal_of_a_sweep_recommends_is_what_works(zygote, swept: Path, tmp_path: Path):
+def test_completed_jobs_are_taken_by_their_settings_and_not_by_their_numbers(zygote, swept: Path, tmp_path: Path):
     shutil.copytree(swept / "sweep", tmp_path / "sweep")
     before = state_of(tmp_path / "sweep")
-    ending = sweep(zygote, tmp_path, seeds="0,1")
-    assert ending.code == 1
-    assert "or checkpoint.resume=auto, which keeps completed jobs" in ending.err.splitlines()[0]
-    assert state_of(tmp_path / "sweep") == before
-    assert rows_of(ending) == []
-    assert sweep(zygote, tmp_path, AUTO, seeds="0,1").code == 0
-    assert state_of(tmp_path / "sweep") == before
-
-
-def test_completed_jobs_of_another_sweep_are_neither_taken_nor_erased(zygote, swept: Path, tmp_path: Path):
-    shutil.copytree(swept / "sweep", tmp_path / "sweep")
-    before = state_of(tmp_path / "sweep")
-    ending = sweep(zygote, tmp_path, AUTO, seeds="1,0")
-    assert ending.code == 1
-    first, *_ = ending.err.splitlines()
-    assert first.startswith(
-        f"job 0: checkpoint.resume: got auto, but {tmp_path}/sweep/0 holds a completed run with other settings "
-        "(seed: 0 there, 1 here), and no checkpoint to resume from; "
-    )
-    assert rows_of(ending) == []
+    ending = sweep(zygote, tmp_path, seeds="1,0")
+    assert (ending.code, ending.err) == (0, "")
+    assert [line.split(":")[0] for line in ending.out.splitlines()[:2]] == [
+        f"job {job} is taken as it lies in {1 - job}" for job in range(2)
+    ]
     assert state_of(tmp_path / "sweep") == before
 
 
@@ -95,7 +82,7 @@ def test_a_result_that_cannot_be_read_is_not_replaced_and_the_other_jobs_are_don
     assert ending.code == 1
     assert ending.err.splitlines()[0].startswith(f"job 1: hydra.run.dir: got {tmp_path}/sweep/1, wh")
     assert "Traceback" not in ending.err
-    assert "in 1 jobs" in ending.out or "1 of 1 jobs" in ending.out
+    assert "1 of 2 jobs" in ending.out
     assert state_of(tmp_path / "sweep") == before
 
 
@@ -139,10 +126,11 @@ def test_a_completed_run_is_trained_longer_by_what_its_refusal_says(zygote, comp
 def test_under_torchrun_a_completed_run_is_left_by_all_ranks(completed: Path, tmp_path: Path):
     shutil.copytree(completed / "run", tmp_path / "run")
     before = state_of(tmp_path / "run")
-    for settings in (("hydra.run.dir=run",), ("-m", "hydra.sweep.dir=.", "hydra.sweep.subdir=run")):
-        command = by_torchrun(*TINY, *settings, AUTO, folder=tmp_path)
+    alone, swept = ("hydra.run.dir=run", AUTO), ("-m", "hydra.sweep.dir=.", "hydra.sweep.subdir=run")
+    for settings, said in ((alone, f"run {LEFT}"), (swept, f"job 0 {TAKEN} run: completed with loss ")):
+        command = by_torchrun(*TINY, *settings, folder=tmp_path)
         assert command.wait() == 0, command.stderr
-        assert command.stdout.splitlines()[0] == f"run {LEFT}"
+        assert command.stdout.startswith(said)
         assert state_of(tmp_path / "run") == before
 
 

@@ -101,6 +101,11 @@ OPTIONS = """
     launch.shared_memory
     launch.max_restarts
     launch.overwrite
+    sweep.again
+    sweep.diverged
+    sweep.max_failures_in_a_row
+    sweep.output
+    sweep.jobs
 """
 
 

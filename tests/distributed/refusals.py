@@ -364,6 +364,11 @@ def freeze_while_others_step(engine: Any, folder: Path) -> None:
     engine.zero_grad()
 
 
+def keep_average(engine: Any, decays: tuple[float, float], said: str) -> None:
+    """The first decay on rank 0, the second on the others."""
+    refused(lambda: engine.keep_average(decay=decays[engine.world.rank > 0]), said)
+
+
 WAITS = "while a gradient waits"
 IN_FORWARD = "during a forward"
 STATES = {
@@ -441,6 +446,11 @@ ARGUMENTS: dict[str, Case] = {
     "load_state_dict, no tensor on rank 0": by_rank("load_state_dict", [{"out.bias": [1.0] * 64}], [{}], "strict"),
     "load_state_dict, another shape": on_all("load_state_dict", {"out.bias": torch.ones(5)}, says=["of shape (5,)"]),
     "load_state_dict, nothing": on_all("load_state_dict", {}, says=["missing"]),
+    "keep_average, other decays": lambda engine, folder: keep_average(engine, (0.9, 0.95), DIFFERS),
+    "keep_average, a decay of one on one rank": lambda engine, folder: keep_average(engine, (1.0, 0.9), "decay"),
+    "averaged, without an average": in_a_step(
+        lambda engine: engine.averaged().__enter__(), "call engine.keep_average()", rank=None
+    ),
     "own_of, no such checkpoint": in_a_step(lambda engine: engine.own_of("/no"), "/no"),
     "signal, of a wrong type": in_a_step(signals, "engine.signal: got None"),
     "any_rank, of a wrong type": in_a_step(lambda engine: engine.any_rank("no")),

@@ -93,7 +93,13 @@ class Clocks:
 
     def clock(self, actor: str) -> Clock:
         """That of a thread or stream."""
-        return self._clocks.setdefault(actor, {})
+        with self._lock:
+            return self._clocks.setdefault(actor, {})
+
+    def known_by(self, actor: str) -> Clock:
+        """A copy of its clock, as it is now."""
+        with self._lock:
+            return dict(self.clock(actor))
 
     def thread(self) -> str:
         """This thread's name as an actor."""
@@ -170,13 +176,16 @@ class Clocks:
             self._require_unused(self._memories.pop(key))
 
     def _require_unused(self, memory: Memory) -> None:
-        """It goes back to the stream it was made on, whose next kernel may write to it."""
+        """It goes back to the stream it was made on, whose next kernel may write to it.
+
+        Which thread has let go of it is not seen, so what any thread has waited for counts as waited for.
+        """
         if memory.on_host:  # torch itself waits for copies of pinned memory
             return
-        known = dict(self.clock(memory.made_on))
-        # Any thread may have freed it, and each looks here before it knows more: what one knows had happened by then.
-        for actor in [actor for actor in self._clocks if actor.startswith(_HOST)]:
-            join(known, self._clocks[actor])
+        known = self.known_by(memory.made_on)
+        for actor, clock in self._clocks.items():
+            if actor.startswith(_HOST):
+                join(known, clock)
         for each in (*memory.writes, *memory.reads):
             if not each.is_before(known) and each.actor not in memory.recorded:
                 self._say(f"memory of {memory.made_on} is freed while {each.actor} may use it in {each.what}")

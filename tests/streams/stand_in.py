@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from tests.streams.clocks import Clock, Clocks, HostReads, Kernels
+from tests.streams.clocks import Clock, Clocks, HostReads, Kernels, join
 from zerotrain.comm.ranks.world import Shards, World
 from zerotrain.comm.scratch import zeros_on
 from zerotrain.comm.wire import Wire
@@ -75,7 +75,7 @@ class SimulatedEvent:
 
     def record(self, stream: SimulatedStream) -> None:
         clocks().tell(stream.name)
-        self.clock = dict(clocks().clock(stream.name))
+        self.clock = clocks().known_by(stream.name)
 
     def synchronize(self) -> None:
         clocks().sync(self.clock, "event")
@@ -154,7 +154,7 @@ class Group:
         known.access(received, place, what, writes=True)
         with unseen():
             fill(self.exchanged(sent.clone()))
-        return Work(dict(known.clock(self.stream)))
+        return Work(known.known_by(self.stream))
 
 
 @contextmanager
@@ -350,14 +350,14 @@ def _starting(start: Any) -> Any:
         if known is None:
             start(thread)
             return
-        begins = dict(known.clock(known.thread()))
+        begins = known.known_by(known.thread())
 
         def watched_run() -> None:
             here.clocks = known
             known.know(known.thread(), begins)
             with watched():
                 run()
-            thread.ends = dict(known.clock(known.thread()))  # type: ignore[attr-defined]
+            thread.ends = known.known_by(known.thread())  # type: ignore[attr-defined]
 
         thread.run = watched_run  # type: ignore[method-assign]
         start(thread)
@@ -387,10 +387,9 @@ class KnowingCondition(threading.Condition):
 
     def _teach(self) -> None:
         if here.clocks is not None:
-            self._known = self._known | {
-                actor: max(count, self._known.get(actor, 0))
-                for actor, count in dict(here.clocks.clock(here.clocks.thread())).items()
-            }
+            known = here.clocks.known_by(here.clocks.thread())
+            join(known, self._known)
+            self._known = known
 
     def __enter__(self) -> bool:
         entered = super().__enter__()
@@ -412,7 +411,7 @@ class KnowingAttribute:
     """Of an object. Who reads it knows all that the thread knew which has set it; None at first."""
 
     def __set__(self, owner: Any, value: Any) -> None:
-        known = {} if here.clocks is None else dict(here.clocks.clock(here.clocks.thread()))
+        known = {} if here.clocks is None else here.clocks.known_by(here.clocks.thread())
         owner.__dict__["known"] = value, known
 
     def __get__(self, owner: Any, _: Any = None) -> Any:
@@ -425,7 +424,7 @@ class KnowingAttribute:
 def _telling(set_result: Any) -> Any:
     def told(future: Any, result: Any) -> None:
         if here.clocks is not None:
-            future.known = dict(here.clocks.clock(here.clocks.thread()))
+            future.known = here.clocks.known_by(here.clocks.thread())
         set_result(future, result)
 
     return told

@@ -32,7 +32,7 @@ from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.printable import printable
 from zerotrain.files.untrusted import Each, read_json
-from zerotrain.launching.command.task import device_for, num_local_ranks
+from zerotrain.launching.command.placing import device_for, num_local_ranks
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import Failure, RunError
 from zerotrain.launching.job.job import Job, num_threads_per_rank
@@ -162,11 +162,10 @@ def evaluate(
     ranks, averaged = RankEnvironment.read(), is_averaged(weights)
     with nothing_imported_from(path), opened_or_exported(path, averaged=averaged) as run:
         told: dict[str, Any] = {"weights": str(run.path), "step": run.step, "averaged": averaged}
+        is_other = not averaged and isinstance(run, SavedRun) and run.evaluates_average
         config = _of_evaluation(run)
         config.callbacks, left_out = _metrics_of(config, metrics, trust_code)
-        warnings = [f"callbacks.{printable(name)} {LEFT_OUT}" for name in left_out]
-        if not averaged and isinstance(run, SavedRun) and run.evaluates_average:
-            warnings.append(OTHER_WEIGHTS)
+        warnings = [OTHER_WEIGHTS] * is_other + [f"callbacks.{printable(name)} {LEFT_OUT}" for name in left_out]
         config = with_settings(config, settings)
         if not trust_code:
             given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(settings)), resolve=False)
@@ -198,7 +197,7 @@ def evaluate(
 
 def _metrics_of(config: Config, wanted: Sequence[str] | None, trust_code: bool) -> tuple[dict[str, Any], list[str]]:
     """The metrics among the callbacks of a run, or those that are wanted; and the names of callbacks that may be some
-    too, and whose classes are not trusted. Of those nothing is imported.
+    too, and whose classes are not trusted: nothing of those is imported.
 
     Raises:
         ConfigError: one that is wanted is not there, or not trusted.

@@ -90,10 +90,11 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def noted(config: Config) -> dict[str, Any]:
-    """The settings as a checkpoint has them: without those that are not given and that an earlier zerotrain, which may
-    read it too, does not know."""
+    """The settings as a checkpoint has them: without those of a plan or the sweep, and without those that are not given
+    and that an earlier zerotrain, which may read it too, does not know."""
     values = asdict(config)
-    del values["plan"]  # of a run there is none
+    del values["plan"]
+    del values["sweep"]
     if not config.callbacks:
         del values["callbacks"]
     for group, name in LATER:
@@ -103,9 +104,9 @@ def noted(config: Config) -> dict[str, Any]:
 
 
 def config_hash(config: Config) -> str:
-    """16 hex digits that two runs share if they compute the same: a hash of all settings but `launch` and `checkpoint`,
-    of which only `init_from` counts, where it is given. Steps that follow from epochs or tokens are left out: the data
-    that they follow from too is not read yet where the first hash is made."""
+    """16 hex digits that two runs share if they compute the same: a hash of all settings but `launch`, `sweep` and
+    `checkpoint`, of which only `init_from` counts, where it is given. Steps that follow from epochs or tokens are left
+    out: the data that they follow from too is not read yet where the first hash is made."""
     values = noted(config)
     del values["launch"]
     if {"num_epochs", "max_tokens"} & values["train"].keys():

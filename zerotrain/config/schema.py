@@ -4,17 +4,23 @@
 of rules and effects are in `zerotrain.settings`; rules across fields are in `checks.py`. Imports no torch.
 """
 
-import math
 import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from zerotrain.config.rhythm import Rhythm, rhythm_rule
+from zerotrain.config.rules import (
+    COLLATE,
+    FREEZE,
+    GROUPS,
+    PROMPTS,
+    SCHEDULE,
+    VALIDATION_SETS,
+    rhythm_rule,
+)
 from zerotrain.settings import (
     CLIPPING,
     SENT,
     SHARES,
-    STAGE,
     STEPS,
     TRUE_OR_FALSE,
     VIRTUAL_RANKS,
@@ -31,28 +37,10 @@ from zerotrain.settings import (
     setting,
 )
 
-COLLATE = Rule(
-    "null, or a function such as {_target_: my_components.pad, _partial_: true}",
-    lambda value: value is None or (isinstance(value, dict) and isinstance(value.get("_target_"), str)),
-)
-VALIDATION_SETS = Rule(
-    "null, or data by names of letters, digits, _ and -, such as {docs: {path: docs}}",
-    lambda value: (
-        value is None
-        or (
-            isinstance(value, dict)
-            and all(re.fullmatch(r"[\w-]+", str(key)) and isinstance(value[key], dict) for key in value)
-        )
-    ),
-)
 VALIDATION_OF_ITS_OWN = ("validation_path", "validation_split")
 """Arguments of data that name what is validated on, in place of a part of the rest."""
 VALIDATION_FRACTION = "validation_fraction"
 """The argument that names that part."""
-PROMPTS = Rule(
-    "a list of texts such as ['def main','class A'], or null",
-    lambda value: value is None or (isinstance(value, list) and bool(value) and all(map(_is_prompt, value))),
-)
 EVALUATES = Effect(
     lambda run, _: (
         run.data.get(VALIDATION_FRACTION) != 0 or any(map(run.data.get, (*VALIDATION_OF_ITS_OWN, "validation_sets")))
@@ -60,28 +48,6 @@ EVALUATES = Effect(
     "with data.validation_fraction=0, which leaves nothing to evaluate on",
 )
 SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.on_nonfinite=stop; it has one with skip")
-
-
-def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _is_schedule(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict) and bool(value) and all(_is_entry(*each) for each in value.items())
-    )
-
-
-def _is_entry(step: Any, number: Any) -> bool:
-    """A step may be a text: JSON and `+zero.schedule.500=3` have no other."""
-    is_step = (isinstance(step, int) and not isinstance(step, bool)) or (isinstance(step, str) and step.isdecimal())
-    return is_step and int(step) >= 0 and STAGE.holds(number)
-
-
-SCHEDULE = Rule(
-    "steps done and the stage (0 to 3) from there on, such as {0: 2, 500: 3}, or null for zero.stage in all steps",
-    _is_schedule,
-)
 
 
 @dataclass
@@ -114,41 +80,8 @@ class ZeroGroup(ZeroConfig):
         return ZeroConfig(**given | {"stage": self.stages[0] if stage is None else stage})
 
 
-def _is_match(value: Any) -> bool:
-    patterns = value if isinstance(value, list) else [value]
-    return bool(patterns) and all(isinstance(each, str) and each for each in patterns)
-
-
-def _is_frozen(entry: Any) -> bool:
-    if not isinstance(entry, dict):
-        return isinstance(entry, str) and bool(entry)
-    rhythm = Rhythm.read(entry.get("until", 1))
-    is_until = rhythm is not None and rhythm.unit != "seconds"
-    return entry.keys() <= {"match", "until"} and _is_match(entry.get("match")) and is_until
-
-
-def _is_group(name: Any, entry: Any) -> bool:
-    if entry is None:
-        return True
-    if not isinstance(name, str) or not isinstance(entry, dict) or not {"params", "name"}.isdisjoint(entry):
-        return False
-    numbers = [value for value in entry.values() if isinstance(value, float)]
-    return len(entry) > 1 and _is_match(entry.get("match")) and all(map(math.isfinite, numbers))
-
-
 def _as_list(match: str | list[str]) -> list[str]:
     return match if isinstance(match, list) else [match]
-
-
-FREEZE = Rule(
-    "a list of name patterns such as [*.wte.*] and of entries such as {match: blocks.0.*, until: 100} (steps, "
-    "5e6tokens or 0.1epoch), or null",
-    lambda value: value is None or (isinstance(value, list) and all(map(_is_frozen, value))),
-)
-GROUPS = Rule(
-    "names, each with patterns and what differs, such as {head: {match: lm_head.*, lr: 1e-4}}, or null",
-    lambda value: value is None or (isinstance(value, dict) and all(_is_group(*each) for each in value.items())),
-)
 
 
 @dataclass
@@ -339,6 +272,27 @@ class PlanConfig:
 
 
 @dataclass
+class SweepConfig:
+    """The jobs of a sweep (`-m`) as a whole. None of these makes a run another one."""
+
+    again: str = setting("failed", one_of("failed", "all", "none"))
+    """When jobs run anew that lie in the sweep's folder already, with equal settings. failed: those that failed or
+    diverged; completed ones are taken as they are, stopped and killed ones go on. all: every one, each in a new folder.
+    none: no failed one either."""
+    diverged: str = setting("report", one_of("report", "fail"))
+    """fail: a job whose loss is no number lets the sweep end with exit code 1, as a failed one does."""
+    max_failures_in_a_row: int = setting(5, at_least(0, "jobs"))
+    """As many jobs that fail one after the other end the sweep: its machine is broken, or its code. Jobs that are
+    refused for a setting do not count. 0: the sweep never ends so."""
+    output: str | None = setting(None, or_null(one_of("full", "summary"), " for summary with more than 4 jobs"))
+    """summary: what jobs print goes to job.log in their folders, and a line here tells when one begins or ends. full:
+    all of it comes here too."""
+    jobs: int | None = setting(None, or_null(between(1, 1024, "jobs")))
+    """Jobs at a time on one machine, each with GPUs or CPU cores of its own; more wait. null: `n_jobs` of
+    hydra/launcher=joblib, else as many as the launcher starts, which then share all devices."""
+
+
+@dataclass
 class Config:
     """One run. The open groups (model, data, optimizer, scheduler) name a class or function with `_target_`;
     their other keys are its arguments. So does each entry of `callbacks`."""
@@ -365,6 +319,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
     @property
     def callback_targets(self) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """The kind of a device, decided here alone."""
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -8,6 +11,8 @@ from zerotrain.device.cpu import Cpu
 from zerotrain.device.cuda import Cuda
 from zerotrain.device.device import Device
 from zerotrain.device.nowhere import Nowhere
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @cache
@@ -19,6 +24,27 @@ def device_of(device: torch.device) -> Device:
 def num_gpus() -> int:
     """GPUs that torch can use here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def visible_gpus() -> list[str]:
+    """The names of the GPUs that this process may use, as `only_gpus` takes them."""
+    given = os.environ.get(_VISIBLE)
+    names = [str(number) for number in range(num_gpus())] if given is None else given.split(",")
+    return names[: num_gpus()]
+
+
+@contextmanager
+def only_gpus(names: Sequence[str]) -> Iterator[None]:
+    """Inside, this process, if it has used no GPU yet, and those that it starts see these alone."""
+    before = os.environ.get(_VISIBLE)
+    os.environ[_VISIBLE] = ",".join(names)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VISIBLE]
+        else:
+            os.environ[_VISIBLE] = before
 
 
 def is_gpu_in_use() -> bool:

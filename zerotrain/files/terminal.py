@@ -5,11 +5,19 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
+
+from zerotrain.files.regular import only_regular
 
 _NOBODY_READS = (errno.EPIPE, errno.EIO)
 """Errors of a closed pipe, and of a closed terminal."""
+
+
+_errors: list[int] = []
+"""Descriptors on which the user reads errors while a file takes what is printed."""
 
 
 class StandIn(io.TextIOBase):
@@ -132,3 +140,35 @@ def escape_what_cannot_be_written(stream: TextIO) -> None:
     """Let no text end the process: a terminal of another language, or half a character in a sample of text."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def printed_to(path: Path) -> Iterator[None]:
+    """Inside, all that this process and those that it starts print is added to a file, and nothing else is shown but by
+    `say_at_once`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with open(path, "ab", opener=only_regular) as file:
+        kept = [os.dup(descriptor) for descriptor in (1, 2)]
+        _print_by(file.fileno(), file.fileno())
+    _errors.append(kept[1])
+    try:
+        yield
+    finally:
+        _errors.pop()
+        _print_by(*kept)
+        for descriptor in kept:
+            os.close(descriptor)
+
+
+def say_at_once(text: str) -> None:
+    """Print a line of errors from a signal handler, which may have interrupted a print."""
+    os.write(_errors[-1] if _errors else 2, text.encode())
+
+
+def _print_by(*descriptors: int) -> None:
+    for stream, number, descriptor in zip((sys.stdout, sys.stderr), (1, 2), descriptors, strict=True):
+        stream.flush()
+        os.dup2(descriptor, number)

@@ -8,7 +8,7 @@ begins. The device holds one unit's saved tensors in a forward, and two units' i
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerotrain.device.device import DONE, Event
+from zerotrain.errors import OffloadError
 from zerotrain.offload.tier import Place
 from zerotrain.offload.windows import Windows
 
@@ -165,10 +166,6 @@ class SavedTensors:
         """By the identity of the memory that the bytes come from."""
         self._staying: frozenset[int] = frozenset()
 
-    def __del__(self) -> None:
-        for _, _, arriving, _ in self.ended:
-            arriving.wait()  # before its memory is given back, which is the device's to use again
-
     def leave_alone(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing that lies in the memory of these is kept elsewhere."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -232,6 +229,12 @@ class SavedTensors:
             arriving.wait()  # before its memory is given back, which is the device's to use again
             storing.settle()
             self.windows.tier.free(place)
+
+    def __del__(self) -> None:
+        # The engine is gone, and the memory of what still arrives is the device's to use again.
+        for _, _, arriving, _ in self.ended:
+            with suppress(OffloadError):  # of what nobody needs any more
+                arriving.wait()
 
 
 def _unpack(saved: Any) -> torch.Tensor:

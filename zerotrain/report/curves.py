@@ -16,7 +16,7 @@ from zerotrain.report.values import number
 MAX_POINTS = 200
 """Points of a curve."""
 NUM_WINDOWS, WINDOW_NBYTES = 128, 2**14
-"""Of a long file so many windows are read, at equal distances."""
+"""So many windows of a long file are read, at equal distances."""
 AXES = ("step", "tokens", "train_s")
 _NUMBER = Optional((float, None))
 _SCHEMA = dict.fromkeys((*AXES, "train_loss", "val_loss"), _NUMBER)

@@ -51,7 +51,7 @@ def write_files(report: Report, out: Path) -> None:
 
 
 def csv_of(report: Report) -> bytes:
-    """A line for each job. What a program of tables would take for a formula begins with an apostrophe."""
+    """A line for each job. An apostrophe precedes text that a program of tables would take for a formula."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     bodies = [row_body(row, report) for row in report.rows]

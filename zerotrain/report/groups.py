@@ -1,4 +1,5 @@
-"""What jobs have in common: equal weights, settings that differ in the seed alone, and what a setting explains."""
+"""Groups of jobs that have something in common: equal weights, settings that differ in the seed alone, and effects of
+a setting."""
 
 import math
 import statistics

@@ -21,7 +21,7 @@ FILES_OF_RUNS = (RESULT_NAME, METRICS_NAME)
 MAX_DEPTH = 6
 """Folders within each other in which a run is looked for."""
 MAX_CONFIG_NBYTES, MAX_JOURNAL_NBYTES = 10**5, 2**24
-"""Of the largest that are read: a yaml of more may take minutes. Ours have 2 kB, and 400 bytes an event."""
+"""Largest files that are read: a longer yaml may take minutes. Ours have 2 kB, and 400 bytes an event."""
 MAX_ENTRIES = 200_000
 """Folders that are looked through."""
 _SECTION = re.compile(rb"^(?=[A-Za-z_])", re.MULTILINE)
@@ -34,7 +34,7 @@ _EVENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class JobFiles:
-    """What the folder of a job holds."""
+    """The files in the folder of a job."""
 
     name: str
     """As people call the job: its folder within that of the sweep."""

@@ -15,7 +15,7 @@ from zerotrain.report.reading import JobFiles, read_jobs
 from zerotrain.report.values import at, cell, first_line, number, numbers_at, shortened
 
 KINDS = ("parameters", "gradients", "optimizer", "offloaded")
-"""What a rank holds at rest."""
+"""Kinds of bytes that a rank holds at rest."""
 OF_A_RESUMED_RUN = "checkpoint.resume"
 """The setting that lets a job go on, and tells no job from another."""
 NOT_FINITE = "the gradient was not finite"

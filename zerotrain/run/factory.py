@@ -19,7 +19,7 @@ from zerotrain.comm.ranks.world import World
 from zerotrain.config.checks import SETS
 from zerotrain.config.compose import noted
 from zerotrain.config.interpolation import unresolved
-from zerotrain.config.rhythm import Rhythm
+from zerotrain.config.rules import Rhythm
 from zerotrain.config.schema import VALIDATION_FRACTION, Config, TrainConfig
 from zerotrain.config.targets import takes
 from zerotrain.config.words import words_of_config

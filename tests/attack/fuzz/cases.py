@@ -105,5 +105,6 @@ TARGETS: dict[str, Target] = {
     "lock of a store": _of_run(runs.make_lock, "lock", runs.read_lock, json=True),
     "metrics.jsonl": _of_run(runs.make_metrics, "metrics.jsonl", runs.read_metrics),
     "result.json": _of_run(runs.make_result, "0/result.json", runs.read_result, json=True),
+    "sweep.jsonl": _of_run(runs.make_result, "sweep.jsonl", runs.read_journal),
     "control.yaml": _of_run(runs.make_control, "control.yaml", runs.read_control),
 }

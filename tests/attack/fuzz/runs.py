@@ -13,15 +13,17 @@ from zerotrain.config.schema import Config
 from zerotrain.data.files import sources
 from zerotrain.data.preparing import lock as prepare_lock
 from zerotrain.files.lock import holder
-from zerotrain.launching.command import sweep
 from zerotrain.launching.end.failures import Failure, first_failure
 from zerotrain.launching.end.presence import RankState, continue_stopped, read_states, seen_alive
 from zerotrain.launching.job import folder_lock
 from zerotrain.launching.job.job import Job, write_ending
+from zerotrain.launching.sweep.journal import JOURNAL_NAME, JobEvent, SweepJournal
+from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.launching.sweep.table import print_table, read_results
 from zerotrain.report.curves import read_curves
 from zerotrain.report.page.page import page_of
 from zerotrain.report.rows import read_report
-from zerotrain.report.table import print_table
+from zerotrain.report.table import print_table as print_report
 from zerotrain.training.callbacks import control
 from zerotrain.training.figures.result import RunResult
 from zerotrain.training.figures.sinks import keep_lines
@@ -33,15 +35,19 @@ def make_result(folder: Path) -> None:
     result = RunResult(world_size=2, overrides=["zero.stage=1"], status="completed", final_val_loss=2.5, steps=9)
     result.weights_sha256, result.tokens_per_s, result.step_ms_median = "a" * 64, 120.5, 3.2
     result.write(folder / "0")
+    for event, status in (("begun", None), ("ended", "completed")):
+        said = JobEvent(event=event, job=0, folder="0", hash="a", overrides=["zero.stage=1"], status=status)
+        SweepJournal(folder).append(said)
 
 
 def read_result(folder: Path) -> Any:
     """By the table and the page of a sweep, by what goes on with the folder, and by the end of a job."""
 
     said = io.StringIO()
-    results = sweep.read_results(folder)
-    told = read_report(folder, [folder / job for job in results])
-    print_table(told, Console(file=said, width=100))
+    results = read_results(Sweep(folder=folder, start=0))
+    print_table(results, Console(file=said, width=100)) if results else None
+    told = read_report(folder, [folder / "0"])
+    print_report(told, Console(file=said, width=100))
     said.write(page_of(told).decode())
     require_printable(said.getvalue().splitlines())
     job = Job(config=Config(), run_dir=folder / "0", overrides=[])
@@ -49,6 +55,17 @@ def read_result(folder: Path) -> Any:
     ended = json.loads((folder / "0" / "result.json").read_text())
     assert ended["status"] == "failed"
     return results
+
+
+def read_journal(folder: Path) -> Any:
+    """By the next job of its sweep, which adds to it."""
+
+    journal = SweepJournal(folder)
+    before = journal.events()
+    journal.append(JobEvent(event="begun", job=1, folder="1", hash="b", overrides=[]))
+    assert [event.job for event in SweepJournal(folder).events()] == [*(event.job for event in before), 1]
+    assert (folder / JOURNAL_NAME).read_bytes().endswith(b"\n")
+    return read_results(Sweep(folder=folder, start=0))
 
 
 def make_job(folder: Path) -> None:

@@ -23,11 +23,11 @@ FAULTS = {
         OF_STEPS,
     ),
     "rhythms-hours-of-minutes": Fault(
-        "config/rhythm.py",
+        "config/rules.py",
         '"h": ("seconds", 3600)',
         '"h": ("seconds", 60)',
         "a run saves each two minutes that was to save each two hours",
-        ("unit/config/test_rhythm.py",),
+        ("unit/config/test_rules.py",),
     ),
     "rhythms-words-without-values": Fault(
         "config/suggest.py",

@@ -3,7 +3,9 @@
 from tests.mutants.fault import Fault
 
 OF_EARLIER = ("unit/launching/job/test_earlier.py",)
-OF_SWEEPS = ("unit/launching/command/test_sweep.py",)
+OF_SWEEPS = ("unit/launching/sweep/test_table.py",)
+OF_PLACES = ("unit/launching/sweep/test_places.py",)
+OF_JOURNAL = ("unit/launching/sweep/test_journal.py",)
 OF_CONTROL = ("unit/training/callbacks/test_control.py",)
 OF_LOCKS = ("unit/launching/job/test_folder_lock.py",)
 OF_FILES = ("unit/files/test_regular.py",)
@@ -88,38 +90,80 @@ FAULTS = {
         OF_FILES,
     ),
     "sweep-shows-an-earlier-one": Fault(
-        "launching/command/sweep.py",
-        "if _written(path) not in _earlier or _is_kept(path.parent)]",
-        "if path.is_file()]",
-        "the results of an earlier sweep pass for those of this one",
+        "launching/sweep/sweep.py",
+        "        return self.journal.events(self.start)\n",
+        "        return self.journal.events()\n",
+        "jobs of an earlier sweep pass for those of this one",
         OF_SWEEPS,
     ),
-    "sweep-shows-what-an-earlier-one-left": Fault(
-        "launching/command/sweep.py",
-        "    return _written(run_dir / LOCK_NAME) not in _earlier and was_kept(run_dir)\n",
-        "    return was_kept(run_dir)\n",
-        "a job that was refused is shown as completed, since an earlier sweep had left it as it was",
+    "sweep-believes-the-journal": Fault(
+        "launching/sweep/table.py",
+        '        return result | {"status": outcome(result, event.status)',
+        '        return result | {"status": event.status',
+        "the journal hides what a job's result says",
         OF_SWEEPS,
-    ),
-    "sweep-forgets-what-it-left": Fault(
-        "launching/job/folder_lock.py",
-        "note_holder(file, kept=True)",
-        "note_holder(file)",
-        "completed jobs are missing in the table of a sweep that goes on",
-        OF_LOCKS,
     ),
     "sweep-succeeds-with-a-failed-job": Fault(
-        "launching/command/sweep.py",
-        "    return exits.FAILED if any_failed and code == exits.COMPLETED else code\n",
+        "launching/sweep/table.py",
+        "    return exits.FAILED if has_failed and code == exits.COMPLETED else code\n",
         "    return code\n",
         "a sweep ends with exit code 0 though a job has failed",
         OF_SWEEPS,
     ),
     "sweep-shares-a-folder": Fault(
-        "launching/command/sweep.py",
-        "    if earlier != job:\n",
-        "    if earlier > job:\n",
+        "launching/sweep/places.py",
+        "        if wanted.sweep.folder / event.folder == wanted.named and not event.is_of(wanted.identity):\n",
+        "        if False:\n",
         "the second job of a folder erases the first",
+        OF_PLACES,
+    ),
+    "sweep-takes-the-folder-of-another-job": Fault(
+        "launching/sweep/places.py",
+        "        is_free = was_refused or of_named[-1].is_of(wanted.identity)\n",
+        "        is_free = True\n",
+        "a job erases what another one, that failed, has left in the folder of its number",
+        OF_PLACES,
+    ),
+    "sweep-trains-a-diverged-job-over": Fault(
+        "launching/sweep/places.py",
+        '    if result["status"] == COMPLETED:\n        return None\n',
+        '    if result["status"] == COMPLETED:\n        return going_on\n',
+        "a job that diverged is trained over what it has left",
+        OF_PLACES,
+    ),
+    "sweep-runs-a-job-twice": Fault(
+        "launching/sweep/places.py",
+        "            if last is not None or holding_job(run_dir) == note:\n",
+        "            if last is not None:\n",
+        "two drivers of one folder run a job that neither has begun yet",
+        OF_PLACES,
+    ),
+    "sweep-confuses-jobs-of-one-hash": Fault(
+        "launching/sweep/journal.py",
+        "        return cls(config_hash, keys, tuple(sorted(",
+        "        return cls(config_hash, keys, () and tuple(sorted(",
+        "the job with 2 ranks is taken for that with one",
+        OF_JOURNAL,
+    ),
+    "sweep-joins-half-a-line": Fault(
+        "launching/sweep/journal.py",
+        '            if end and os.pread(self._file.fileno(), 1, end - 1) != b"\\n":',
+        "            if False:",
+        "the first event after a kill is lost",
+        OF_JOURNAL,
+    ),
+    "sweep-shares-a-gpu": Fault(
+        "launching/sweep/slots.py",
+        "                except BlockingIOError:\n                    continue\n",
+        "                except BlockingIOError:\n                    pass\n",
+        "two jobs at once train on one GPU",
+        ("unit/launching/sweep/test_slots.py",),
+    ),
+    "sweep-counts-refused-jobs-as-other-ranks": Fault(
+        "launching/sweep/table.py",
+        "for result in results.values()} - {0}) > 1",
+        "for result in results.values()}) > 1",
+        "one refused job makes the numbers of ranks a column of its own",
         OF_SWEEPS,
     ),
     "control-answers-over-a-later-request": Fault(

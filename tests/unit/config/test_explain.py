@@ -98,7 +98,7 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
             "model={_target_:torch.nn.Linear,in_features:3}",
             "model.in_features: there is no such setting; +model.in_features=... adds it",
         ),
-        ("hydra/launcher=ray", "hydra/launcher=ray: is not installed; pip install hydra-ray-launcher; there"),
+        ("hydra/launcher=rq", "hydra/launcher=rq: is not installed; pip install hydra-rq-launcher; there"),
         ("hydra/sweeper=ax", "hydra/sweeper=ax: is not installed; pip install hydra-ax-sweeper; there"),
         ("data.path='a${b'", "data.path='a${b': ${ begins a reference and needs a } to close it"),
         ("zero.stage=", "zero.stage: got ''; it must be 0, 1, 2 or 3; the default is 2"),

@@ -1,4 +1,4 @@
-"""Whose fault an error of a collective is: that of this rank and its device, or that of other ranks."""
+"""Tells errors of this rank and its device from those of other ranks, in a collective."""
 
 import torch
 import torch.distributed as dist

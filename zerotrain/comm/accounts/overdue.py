@@ -62,7 +62,7 @@ class Overdue:
         self._thread: threading.Thread | None = None
 
     def watch(self, collective: str, is_done: Callable[[], bool]) -> None:
-        """A collective, such as "gather of blocks.0", was issued. What it holds is let go of when it has ended."""
+        """A collective, such as "gather of blocks.0", was issued. Its memory is let go of when it has ended."""
         where = f"{collective} ({self._whereabouts.describe()})"
         with self._changing:
             self._drop_done()

@@ -79,11 +79,11 @@ class ParamGroups:
         self._home: dict[nn.Parameter, str] = {}
         """The name of the group of each, without "whole "."""
         self._settings: dict[str, dict[str, Any]] = {}
-        """What was given for those groups, by the same names."""
+        """The options given for those groups, by the same names."""
         self._generation: dict[nn.Parameter, int] = {}
         self._num_changes = 0
         self._classified: set[nn.Parameter] = set()
-        """What has been trained: of no other is it known whether it is updated whole."""
+        """The parameters that have been trained: only those are known to be updated whole or not."""
         self._whole: set[nn.Parameter] = set()
         self._decays = not decay_all and self.samples.decays
         """Whether weight decay is for matrices alone."""

@@ -14,11 +14,12 @@ from typing import NoReturn
 from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.terminal import code_of, outlast_readers, with_output_written
-from zerotrain.launching.command import sweep
 from zerotrain.launching.command.command_line import is_sweep, problems_with, put_options_last
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.signals import end_with_parent
 from zerotrain.launching.start.imports import importing
+from zerotrain.launching.sweep import table
+from zerotrain.launching.sweep.driver import find_latest
 
 
 def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
@@ -111,6 +112,7 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
                 "-m: a sweep runs on one machine; with torchrun on several, start each job by itself", file=sys.stderr
             )
             return exits.CONFIG_PROBLEM
+        find_latest(sys.argv)
         main()
         code = exits.COMPLETED
     except KeyboardInterrupt:
@@ -119,12 +121,13 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
         code = exits.of_signal(signal.SIGINT)
     except SystemExit as ending:
         code = code_of(ending)
-    except ZeroTrainError:  # of a job of a sweep, and said when it happened
-        code = exits.FAILED
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        code = exits.CONFIG_PROBLEM
     except Exception as error:  # jobs raise nothing else
         problems = problems_with(error, conf)
         of_disk = [str(error)] if isinstance(error, OSError) else []
         for problem in problems or of_disk or traceback.format_exception(error):
             print(problem, file=sys.stderr)
         code = exits.CONFIG_PROBLEM if problems else exits.FAILED
-    return with_output_written(sweep.report(code))
+    return with_output_written(table.report(code))

@@ -16,10 +16,19 @@ from zerotrain.planning.table import print_plan
 from zerotrain.run.preflight.room import Ranks
 
 
-def require_alone() -> None:
-    """Make sure that one process is to plan, once; ConfigError otherwise."""
+def require_alone(config: Config | None) -> None:
+    """Make sure that one process plans, once, if any does.
+
+    Args:
+        config: None: it could not be read.
+
+    Raises:
+        ConfigError: it is a job of a sweep, or a rank of torchrun.
+    """
+    if config is None or not config.plan.only:
+        return
     if HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise ConfigError("plan.only: got true in a sweep; a plan shows all stages: leave out -m")
+        raise ConfigError("plan.only: got true in a sweep; a plan is of one run and shows all stages: leave out -m")
     if RankEnvironment.read() is not None:
         raise ConfigError("plan.only: got true under torchrun; a plan starts no rank: use python launch.py")
 

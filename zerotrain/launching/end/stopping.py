@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from zerotrain.files.terminal import say_at_once
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.presence import read_states
 from zerotrain.launching.end.signals import STOP_SIGNALS
@@ -83,6 +84,5 @@ def pass_on(ranks_dir: Path, num_ranks: int, signum: int) -> bool:
         if state.stopped_by is None:
             with suppress(ProcessLookupError):  # it has just ended
                 os.kill(state.pid, signum)
-    said = f"{signal.Signals(signum).name}: the running step ends, then the run; once more stops at once\n"
-    os.write(2, said.encode())  # in a signal handler, which may have interrupted a print
+    say_at_once(f"{signal.Signals(signum).name}: the running step ends, then the run; once more stops at once\n")
     return True

@@ -22,7 +22,7 @@ _KINDS = dict.fromkeys((CHECKPOINTS, RANKS, COMPOSITION), stat.S_IFDIR)
 _KINDS |= dict.fromkeys((RESULT_NAME, METRICS_NAME, CONFIG_NAME), stat.S_IFREG)
 _KINDS |= {f"{COMPOSITION}/{name}.yaml": stat.S_IFREG for name in ("config", "hydra", "overrides")}
 """The files and folders that a run has in its folder, by kind."""
-_OF_ONE_START = ("launch.", "checkpoint.")
+_OF_ONE_START = ("launch.", "checkpoint.", "sweep.")
 """Settings by which no run is another one."""
 _MAX_CONFIG_NBYTES = 2**20
 _NUM_DIFFERENCES = 3
@@ -86,6 +86,20 @@ def completed_already(config: Config, run_dir: Path) -> dict[str, Any] | None:
     if result is None or _differences(config, result, run_dir):
         return None
     return result if checkpoints_in(run_dir / CHECKPOINTS) else result | {"checkpoint": None}
+
+
+def holds(config: Config, run_dir: Path) -> bool | None:
+    """Whether the run in a folder is one of this config, however it has ended; None where there is none, or nobody can
+    tell."""
+    try:
+        result = read_result(run_dir / RESULT_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        result = {"config_hash": None}
+    except (OSError, UntrustedFileError):
+        return None
+    if not os.path.lexists(run_dir / CONFIG_NAME) and result["config_hash"] is None:  # none, or one that was refused
+        return None
+    return not _differences(config, result, run_dir)
 
 
 def _problems_of_completed(

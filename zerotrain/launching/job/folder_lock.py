@@ -3,12 +3,12 @@
 import errno
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from zerotrain.errors import ConfigError
-from zerotrain.files.lock import holder, lock, note_holder, open_lock, read_note
+from zerotrain.files.lock import can_lock, holder, lock, note_holder, open_lock, read_note
 from zerotrain.files.regular import NotRegularError
 
 LOCK_NAME = ".lock"
@@ -19,38 +19,55 @@ _OF_THE_FOLDER = (
 """Errors of a folder as such: a setting can mend them, unlike a full disk."""
 
 
+class FolderInUseError(ConfigError):
+    """Another run is under way in the folder."""
+
+
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def locked(run_dir: Path, **note: str) -> Iterator[None]:
     """Keep other runs out of a folder; two at once trained one's config and reported the other's success (2026-11-21).
     The file stays, so that nobody locks one that is about to go.
 
+    Args:
+        note: what the lock says of its holder beside its process.
+
     Raises:
-        ConfigError: another run is under way there, or it is no folder that can be written.
+        FolderInUseError: another run is under way there.
+        ConfigError: it is no folder that can be written.
     """
     with _opened(run_dir) as file:
         try:
             problem = lock(file)
         except BlockingIOError:
-            raise ConfigError(
+            raise FolderInUseError(
                 f"hydra.run.dir: got {run_dir}, where a run is under way ({holder(run_dir / LOCK_NAME)}); wait for "
                 "that run to end, or give another folder"
             ) from None
         if problem is not None:
             print(f"warning: {run_dir} cannot be locked ({problem}); start no other run there", file=sys.stderr)
-        note_holder(file)
+        note_holder(file, **note)
         yield
 
 
-def note_kept(run_dir: Path) -> None:
-    """Say in the lock, which this process holds, that the completed run in the folder was left as it is."""
-    with open_lock(run_dir / LOCK_NAME) as file:
-        note_holder(file, kept=True)
+def holding_job(run_dir: Path) -> str | None:
+    """The job of a sweep that the last holder of a folder's lock was, as it has noted; None if none."""
+    said = read_note(run_dir / LOCK_NAME, {"job": str})
+    return None if said is None else str(said["job"])
 
 
-def was_kept(run_dir: Path) -> bool:
-    """Whether the last process that held the lock of a folder has said so."""
-    said = read_note(run_dir / LOCK_NAME, {"kept": bool})
-    return said is not None and said["kept"]
+def await_free(run_dir: Path) -> None:
+    """Wait until the run that is under way in a folder has ended."""
+    with suppress(OSError), open_lock(run_dir / LOCK_NAME, make=False) as file:
+        lock(file, wait=True)
+
+
+def is_in_use(run_dir: Path) -> bool:
+    """Whether a run is under way in a folder, as far as anybody can tell."""
+    try:
+        with open_lock(run_dir / LOCK_NAME, make=False) as file:
+            return not can_lock(file)
+    except OSError:
+        return False
 
 
 def _opened(run_dir: Path) -> BinaryIO:

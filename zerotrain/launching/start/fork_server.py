@@ -1,9 +1,9 @@
 """A fork server: a process that has imported torch and done nothing else. A rank that it forks imports nothing again.
 
-A forked rank has, of the launcher, what a new Python would have: the environment and the search path as they are when
-it is started, the working folder, standard input, output and error. It has a session of its own, default signal
-handlers (an ignored signal stays ignored), no other open file, and random generators of its own. Its memory is that of
-the launcher right after the imports, shared until one of the two writes to it. Torch's threads are set by
+A forked rank has, of the launcher, what a new Python would have: the environment, the search path and the CPU cores as
+they are when it is started, the working folder, standard input, output and error. It has a session of its own, default
+signal handlers (an ignored signal stays ignored), no other open file, and random generators of its own. Its memory is
+that of the launcher right after the imports, shared until one of the two writes to it. Torch's threads are set by
 `launch.threads_per_rank`; numpy's linear algebra has one thread (`imports.importing`).
 """
 
@@ -48,6 +48,8 @@ class _Start:
     job_path: str
     environment: dict[str, str]
     search_path: list[str]
+    cores: set[int] | None
+    """CPU cores; None where the system does not tell."""
     standard: list[int]
     """Those of standard input, output and error that are open; sent along, behind the working folder."""
 
@@ -85,7 +87,8 @@ class ForkServer:
         folder = os.open(".", os.O_RDONLY)
         try:
             standard = [each for each in _STANDARD if _is_inherited(each)]
-            self.send(_Start(job_path, environment, list(sys.path), standard), [folder, *standard])
+            cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+            self.send(_Start(job_path, environment, list(sys.path), cores, standard), [folder, *standard])
         finally:
             os.close(folder)
         while not self.is_gone:
@@ -281,6 +284,8 @@ def _become_rank(request: _Start, files: Sequence[int], handlers: dict[signal.Si
             os.dup2(received, descriptor)
         for each in files:
             os.close(each)
+        if request.cores is not None:
+            os.sched_setaffinity(0, request.cores)
         _forget_launcher()
         os.environ.clear()
         os.environ.update(request.environment)

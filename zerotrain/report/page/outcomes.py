@@ -1,4 +1,4 @@
-"""What came of the jobs: causes of those that did not complete, groups of equal weights, the spread over seeds."""
+"""Outcomes of the jobs: causes of those that did not complete, groups of equal weights, the spread over seeds."""
 
 import re
 

@@ -87,10 +87,8 @@ def check(
     data = attempt("data", dataset_of)
     ranks = Ranks(num_ranks, num_local_ranks)
     room = Room(math.inf, math.inf) if config.plan.only else Room.of_machine(device, num_local_ranks)
-    model = None
-    if _take_vocab_size(config, data):
-        with refusing_too_large(config, ranks, room):
-            model = attempt("model", _require_module)
+    with refusing_too_large(config, ranks, room):
+        model = attempt("model", _require_module) if _take_vocab_size(config, data) else None
     sets = None if data is None else attempt("data", lambda config: validation_sets_of(data, config))
     batches = None if sets is None else attempt("data", lambda config: _first_batches(data, sets, config, ranks, room))
     known = None if batches is None else attempt("data", lambda config: fingerprint_of(data, config.seed, sets))

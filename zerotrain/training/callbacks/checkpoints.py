@@ -38,7 +38,7 @@ from zerotrain.training.sameness.generators import generator_states, restore_gen
 
 OF_TRAINER = "trainer"
 """Under which name `extra` has what is here."""
-FREE = ("launch.", "checkpoint.", "zero.")
+FREE = ("launch.", "checkpoint.", "zero.", "sweep.")
 """Settings that may change in a run and change nothing of what it computes, but for `NOT_FREE`."""
 NOT_FREE = ("launch.threads_per_rank", "zero.reduction", "zero.accumulate")
 

@@ -146,8 +146,8 @@ class RunStages(Callback):
 class RunFreezing(Callback):
     """Lets parameters train from the step on that the settings say. All ranks have one, and call the same.
 
-    A parameter that does not train yet is frozen in the engine: it has no gradient and no optimizer state. What others
-    freeze or unfreeze, or the model does itself, stays as it is.
+    A parameter that does not train yet is frozen in the engine: it has no gradient and no optimizer state. It leaves
+    alone the parameters that others, or the model itself, freeze or unfreeze.
 
     Args:
         until: by first name the steps for which a parameter does not train; None: all.
@@ -157,7 +157,7 @@ class RunFreezing(Callback):
         self._engine, self._console, self._until = engine, console, until
         self._changes = {each for each in until.values() if each is not None}
         self._frozen: list[str] = []
-        """What the settings have frozen, by name; of a run that goes on, those of the run that saved."""
+        """Names that the settings have frozen; of a run that goes on, those of the run that saved."""
 
     def start(self, run: Run) -> None:
         """Let train what is to train after this step, whatever the settings were before."""

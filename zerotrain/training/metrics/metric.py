@@ -12,7 +12,7 @@ from zerotrain.training.callback import Callback
 States = Sequence[torch.Tensor]
 """The numbers that a metric keeps of one micro-batch."""
 OF_VALIDATION, OF_TRAINING = "validation", "training"
-"""What a metric may be of."""
+"""Kinds of micro-batches that a metric may measure."""
 MERGED_BY = {
     "dim_zero_sum": lambda states: sum(states[1:], start=states[0]),
     "dim_zero_max": lambda states: torch.stack(states).amax(dim=0),
@@ -50,8 +50,8 @@ class Metric(Callback):
         self.of = tuple(of)
 
     def measure(self, outputs: Any, labels: torch.Tensor | None) -> States:
-        """The numbers to keep of one micro-batch. Where outputs have one dimension more than whole-numbered labels,
-        classes in the last one, they come as (N, classes) and (N,), without ignored labels."""
+        """The numbers to keep of one micro-batch. Outputs and labels come as (N, classes) and (N,), without ignored
+        labels, where labels are whole numbers and outputs have one dimension more, with the classes."""
         raise NotImplementedError
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What metrics have measured of each micro-batch, and how all ranks come to have it."""
+"""The states that metrics keep of each micro-batch, and their exchange between ranks."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -94,7 +94,7 @@ class MetricStates:
             self._kept[name] = found if world.rank == 0 else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank has, as values that JSON can hold. Of a metric that keeps many numbers there is nothing."""
+        """The states of this rank, as values that JSON can hold. A metric that keeps many numbers is left out."""
         return {
             name: {str(number): [_told(state) for state in states] for number, states in kept.items()}
             for name, kept in self._kept.items()
@@ -119,8 +119,8 @@ class MetricStates:
 
 
 def predictions(outputs: Any, labels: torch.Tensor | None, num_counted: int) -> tuple[Any, torch.Tensor | None]:
-    """(outputs, labels) of a micro-batch as `Metric.measure` takes them. Of an output with several parts the logits
-    count, or else the first."""
+    """(outputs, labels) of a micro-batch as `Metric.measure` takes them. The logits
+    count of an output with several parts, or else the first."""
     if not isinstance(outputs, torch.Tensor):
         found = getattr(outputs, "logits", None)
         if found is None and isinstance(outputs, Mapping):

@@ -56,11 +56,11 @@ def test_a_wrong_setting_is_refused_as_by_the_run(zygote: Zygote, tmp_path: Path
     assert not (tmp_path / "run/plan.json").exists()
 
 
-def test_a_plan_of_a_sweep_is_refused(zygote: Zygote, tmp_path: Path):
-    done = plan(zygote, tmp_path, "-m", "hydra.sweep.dir=sweep", "zero.stage=3")
+def test_a_plan_of_a_sweep_is_refused_once_before_its_first_job(zygote: Zygote, tmp_path: Path):
+    done = plan(zygote, tmp_path, "-m", "hydra.sweep.dir=sweep", "zero.stage=0,1,2,3")
 
-    assert done.code == 1  # of a sweep in which jobs have failed
-    assert "plan.only: got true in a sweep; a plan shows all stages: leave out -m" in done.err
+    said = "plan.only: got true in a sweep; a plan is of one run and shows all stages: leave out -m\n"
+    assert (done.code, done.out, done.err) == (2, "", said)
     assert not list(tmp_path.rglob("plan.json"))
 
 

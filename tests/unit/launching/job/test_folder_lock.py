@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zerotrain.errors import ConfigError
-from zerotrain.launching.job.folder_lock import LOCK_NAME, locked, note_kept, was_kept
+from zerotrain.launching.job.folder_lock import LOCK_NAME, holding_job, is_in_use, locked
 
 
 def test_a_folder_is_locked_once_and_free_again(tmp_path: Path):
@@ -21,22 +21,23 @@ def test_a_folder_is_locked_once_and_free_again(tmp_path: Path):
         pass
 
 
-def test_what_was_kept_is_known_until_the_next_process_has_the_lock(tmp_path: Path):
-    assert not was_kept(tmp_path)
-    with locked(tmp_path):
-        assert not was_kept(tmp_path)
-        note_kept(tmp_path)
+def test_a_lock_says_which_job_of_a_sweep_has_the_folder(tmp_path: Path):
+    assert holding_job(tmp_path) is None
+    assert not is_in_use(tmp_path)
+    with locked(tmp_path, job="0123 launch.nproc_per_node=2"):
+        assert holding_job(tmp_path) == "0123 launch.nproc_per_node=2"
+        assert is_in_use(tmp_path)
         with pytest.raises(ConfigError, match=f"pid {os.getpid()} on"), locked(tmp_path):
             raise AssertionError
-    assert was_kept(tmp_path)
+    assert not is_in_use(tmp_path)
     with locked(tmp_path):
-        assert not was_kept(tmp_path)
+        assert holding_job(tmp_path) is None
 
 
-@pytest.mark.parametrize("content", ["", "x", "[]", '{"kept": 1}', '{"kept": "true"}', "[" * 5000])
+@pytest.mark.parametrize("content", ["", "x", "[]", '{"job": 1}', '{"jobs": "1"}', "[" * 5000])
 def test_a_lock_of_anybody_says_nothing(tmp_path: Path, content: str):
     (tmp_path / LOCK_NAME).write_text(content)
-    assert not was_kept(tmp_path)
+    assert holding_job(tmp_path) is None
 
 
 @pytest.mark.parametrize(

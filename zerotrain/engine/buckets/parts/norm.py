@@ -13,8 +13,8 @@ A sum of floating-point numbers depends on its order, and the order would follow
 
 A GPU adds the elements of a block in an order that depends on how many blocks there are, and each small operation is a
 launch. So there the 64 squares of a block are added by halves, which is one tree for every block, and digits are summed
-once a step: 8 kernels for each bucket. Where the reduction has no fixed bits either (`native`, `fp32`) a shard is one
-block: 3 kernels.
+once a step: 8 kernels for each bucket. A shard is one block, 3 kernels, with reductions that have no fixed bits either
+(`native`, `fp32`).
 """
 
 import torch
@@ -49,7 +49,7 @@ class BlockSquares:
         self._on_host, self._exact = lies_on_host(shard), exact
         num_blocks = shard.numel() // ALIGN_NUMEL if exact or self._on_host else 1
         self._roots = torch.empty(num_blocks, dtype=torch.float64, device=shard.device)
-        """Of the sums of squares; a tree on a GPU gives those sums themselves."""
+        """Roots of the sums of squares; a tree on a GPU gives those sums themselves."""
         self._widened = None
         if exact and self._on_host:
             self._widened = torch.empty(min(CHUNK_NUMEL, shard.numel()), dtype=torch.float64, device=shard.device)

@@ -1,0 +1,197 @@
+"""Sweeps that people act on: what fails is told at once and runs again, what is done is taken as it is, and nothing is
+lost when a sweep is cut off."""
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Command, result_of
+
+EIGHT = "well0,raises,well1,killed,refused,well2,no_number,well3"
+NOT_WELL = {"raises", "killed", "refused", "no_number"}
+LAUNCHERS = {
+    "basic": (),
+    "joblib": ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
+    "submitit": ("hydra/launcher=submitit_local",),
+}
+
+
+def launcher(name: str) -> tuple[str, ...]:
+    if name != "basic":
+        pytest.importorskip(f"hydra_plugins.hydra_{name}_launcher")
+    return LAUNCHERS[name]
+
+
+def journal_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "sweep/sweep.jsonl").read_text().splitlines()]
+
+
+def case_of(event: dict[str, Any]) -> str:
+    [case] = [each.removeprefix("+case=") for each in event["overrides"] if each.startswith("+case=")]
+    return str(case)
+
+
+def said_of(events: list[dict[str, Any]], *kinds: str) -> dict[str, str | None]:
+    """The status of each case in the events of some kinds; each has one."""
+    found = [(case_of(event), event["status"]) for event in events if event["event"] in kinds]
+    assert len(found) == len(dict(found)), found
+    return dict(found)
+
+
+def rows_of(command: Command, num: int) -> dict[str, str]:
+    """The status of each case in the table."""
+    lines = command.stdout.splitlines()
+    [first] = [place for place, line in enumerate(lines) if line.split()[:2] == ["job", "overrides"]]
+    words = [line.split() for line in lines[first + 2 : first + 2 + num]]
+    of_case = [row[3:5] if row[1] == "in" else row[1:3] for row in words]
+    return {case.removeprefix("+case="): status for case, status in of_case}
+
+
+def state_of(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+
+@pytest.mark.parametrize("name", ["basic", "joblib"])
+def test_eight_jobs_of_which_four_do_not_do_well(sweep: Callable[..., Command], tmp_path: Path, name: str):
+    settings = launcher(name)
+    first = sweep(EIGHT, *settings)
+    assert first.wait() == 1, first.stderr
+    events = journal_of(tmp_path)
+    well = {f"well{number}": "completed" for number in range(4)}
+    expected = {**well, "raises": "failed", "killed": "failed", "no_number": "diverged"}
+    assert said_of(events, "ended") == expected
+    assert said_of(events, "refused") == {"refused": "failed"}
+    assert rows_of(first, 8) == {**expected, "refused": "failed"}
+    of_causes = [line.split(": ", 1)[1] for line in first.stderr.splitlines() if line.startswith("job ")]
+    causes = [
+        "rank 1 failed: ValueError: the third batch is unlucky",
+        "rank 1 was killed by SIGKILL",
+        "zero.stage: got 9",
+    ]
+    assert len(of_causes) == 3
+    assert all(any(cause in line for line in of_causes) for cause in causes)
+    assert "Error executing job" not in first.stderr
+    assert "(8/8, 3 failed, best " in first.stdout
+    assert "step 4/4" not in first.stdout
+    folders = {case_of(event): tmp_path / "sweep" / event["folder"] for event in events}
+    assert "step 4/4" in (folders["well0"] / "job.log").read_text()
+    for event in (each for each in events if each["status"] == "completed"):
+        assert event["final_val_loss"] == result_of(folders[case_of(event)])["final_val_loss"]
+    before = {case: state_of(folders[case]) for case in (*well, "no_number")}
+
+    again = sweep(EIGHT, *settings)
+    assert again.wait() == 1, again.stderr
+    events = journal_of(tmp_path)[len(events) :]
+    assert said_of(events, "taken") == well
+    assert said_of(events, "begun") == dict.fromkeys(["raises", "killed", "no_number"])
+    assert said_of(events, "ended") == {"raises": "failed", "killed": "completed", "no_number": "diverged"}
+    assert said_of(events, "refused") == {"refused": "failed"}
+    assert {case: state_of(folders[case]) for case in before} == before
+    assert rows_of(again, 8)["killed"] == "completed"
+    result = result_of(folders["killed"])
+    assert result["resumed_from"].endswith("step-00000002")
+    never_killed = sweep("killed", "hydra.sweep.dir=another", "checkpoint.every=null")
+    assert never_killed.wait() == 0, never_killed.stderr
+    assert result["weights_sha256"] == result_of(tmp_path / "another/0")["weights_sha256"]
+
+    seen = len(journal_of(tmp_path))
+    third = sweep(EIGHT.replace("raises", "one_more,raises"), *settings, "sweep.again=none")
+    assert third.wait() == 1, third.stderr
+    events = journal_of(tmp_path)[seen:]
+    assert said_of(events, "begun") == {"one_more": None}
+    assert len(said_of(events, "taken")) == 8
+    [folder] = [event["folder"] for event in events if event["event"] == "begun"]
+    assert folder == "1_2"
+    assert third.wait_until_gone() == []
+
+
+def test_jobs_of_submitit_are_in_the_journal_and_taken_again(sweep: Callable[..., Command], tmp_path: Path):
+    settings = launcher("submitit")
+    first = sweep("well0,raises,refused", *settings)
+    assert first.wait() == 1, first.stderr
+    events = journal_of(tmp_path)
+    assert said_of(events, "ended", "refused") == {"well0": "completed", "raises": "failed", "refused": "failed"}
+    assert len({event["pid"] for event in events}) == 3
+    assert sum(line.startswith("job ") for line in first.stderr.splitlines()) == 2
+    again = sweep("refused,well0", *settings)
+    assert again.wait() == 1, again.stderr
+    assert said_of(journal_of(tmp_path)[len(events) :], "taken") == {"well0": "completed"}
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", "kill -9"])
+def test_a_sweep_that_is_cut_off_goes_on_with_its_job(sweep: Callable[..., Command], tmp_path: Path, end: str):
+    cases = "well0,pauses,refused,well1"
+    first = sweep(cases)
+    first.wait_for_text(tmp_path / "sweep/1/ranks/1.log", "pausing")
+    if end == "Ctrl-C":
+        first.send_signal_as_terminal(signal.SIGINT)
+        assert first.wait() == 130
+        assert rows_of(first, 2) == {"well0": "completed", "pauses": "stopped"}
+        assert "to go on: the same command with hydra.sweep.dir=sweep, " in first.stdout
+    else:
+        first.kill()
+        first.wait()
+    assert first.wait_until_gone() == []
+    events = journal_of(tmp_path)
+    ended = {"well0": "completed"} | ({"pauses": "stopped"} if end == "Ctrl-C" else {})
+    assert said_of(events, "ended") == ended
+    again = sweep(cases)
+    assert again.wait() == 1, again.stderr
+    events = journal_of(tmp_path)[len(events) :]
+    assert said_of(events, "taken") == {"well0": "completed"}
+    assert said_of(events, "ended") == {"pauses": "completed", "well1": "completed"}
+    assert result_of(tmp_path / "sweep/1")["resumed_from"] is not None
+    assert rows_of(again, 4) == {**said_of(events, "taken", "ended"), "refused": "failed"}
+
+
+def test_two_drivers_of_one_folder_run_each_job_once(sweep: Callable[..., Command], tmp_path: Path):
+    cases = "well0,well1,well2,well3,one_more,pauses"
+    drivers = [sweep(cases, "launch.nproc_per_node=1") for _ in range(2)]
+    assert [driver.wait() for driver in drivers] == [0, 0], [driver.stderr for driver in drivers]
+    events = journal_of(tmp_path)
+    assert Counter(map(case_of, (event for event in events if event["event"] == "begun"))) == Counter(cases.split(","))
+    assert said_of(events, "ended") == dict.fromkeys(cases.split(","), "completed")
+    assert len({event["pid"] for event in events if event["event"] != "begun"}) == 2
+    for driver in drivers:
+        assert rows_of(driver, 6).keys() == set(cases.split(","))
+        assert set(rows_of(driver, 6).values()) <= {"completed", "running"}
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()) == list("012345")
+
+
+def test_a_machine_on_which_all_fails_ends_the_sweep(sweep: Callable[..., Command], tmp_path: Path):
+    command = sweep(
+        "raises", "seed=0,1,2,3", "launch.nproc_per_node=1", "+model.rank=0", "sweep.max_failures_in_a_row=2"
+    )
+    assert command.wait() == 1
+    assert "2 jobs have failed one after the other, so the sweep ends" in command.stderr
+    assert len(said := journal_of(tmp_path)) == 4
+    assert [event["status"] for event in said if event["event"] == "ended"] == ["failed", "failed"]
+    assert not (tmp_path / "sweep/2").exists()
+
+
+def test_the_latest_sweep_goes_on_by_that_name(sweep: Callable[..., Command], tmp_path: Path):
+    none = sweep("refused", "hydra.sweep.dir=latest")
+    assert none.wait() == 2
+    assert none.stderr == "hydra.sweep.dir: got latest, but there is no sweep in multirun/ yet; leave it out\n"
+    for name in ("2026-01-01/10-00-00", "2026-01-02/09-00-00"):
+        (tmp_path / "multirun" / name).mkdir(parents=True)
+        (tmp_path / "multirun" / name / "sweep.jsonl").touch()
+    command = sweep("refused", "hydra.sweep.dir=latest")
+    assert command.wait() == 1
+    assert (tmp_path / "multirun/2026-01-02/09-00-00/sweep.jsonl").stat().st_size
+    assert not (tmp_path / "multirun/2026-01-01/10-00-00/sweep.jsonl").stat().st_size
+
+
+def test_a_journal_that_cannot_be_written_ends_the_sweep_in_one_line(sweep: Callable[..., Command], tmp_path: Path):
+    (tmp_path / "sweep").mkdir()
+    os.mkfifo(tmp_path / "sweep/sweep.jsonl")
+    command = sweep("well0,well1")
+    assert command.wait() == 2
+    [line] = command.stderr.splitlines()
+    assert "whose sweep.jsonl cannot be written: it is a FIFO" in line

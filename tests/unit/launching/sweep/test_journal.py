@@ -1,0 +1,107 @@
+"""sweep.jsonl: whole lines of many processes, whatever else somebody has written there."""
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from zerotrain.errors import ConfigError
+from zerotrain.launching.sweep.journal import JOURNAL_NAME, Identity, JobEvent, SweepJournal, note_earlier_results
+from zerotrain.training.figures.result import RunResult
+
+
+def event(job: int, **fields) -> JobEvent:
+    return JobEvent(**{"event": "begun", "job": job, "folder": str(job), "hash": "a", "overrides": ["seed=1"]} | fields)
+
+
+def append_many(folder: Path, first: int) -> None:
+    for job in range(first, first + 50):
+        SweepJournal(folder).append(event(job, overrides=["x" * 5000]))
+
+
+def test_lines_of_many_processes_are_whole(tmp_path: Path):
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=append_many, args=(tmp_path, first)) for first in (0, 1000, 2000)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    jobs = [each.job for each in SweepJournal(tmp_path).events()]
+    assert sorted(jobs) == [first + job for first in (0, 1000, 2000) for job in range(50)]
+    assert [job for job in jobs if job < 1000] == list(range(50))
+
+
+def test_a_line_that_a_killed_process_has_left_half_spoils_no_other(tmp_path: Path):
+    journal = SweepJournal(tmp_path)
+    journal.append(event(0))
+    with journal.path.open("a") as file:
+        file.write('{"event": "begun", "job": 1, "fol')
+    assert [each.job for each in journal.events()] == [0]
+    journal.append(event(2))
+    assert [each.job for each in journal.events()] == [0, 2]
+    assert [each.job for each in SweepJournal(tmp_path).events()] == [0, 2]
+
+
+@pytest.mark.parametrize("line", ["", "null", "[]", "\xff", "{" * 9000, '{"event": "begun"}', "\r"])
+def test_lines_of_somebody_else_are_left_out(tmp_path: Path, line: str):
+    (tmp_path / JOURNAL_NAME).write_bytes(line.encode("latin-1") + b"\n")
+    journal = SweepJournal(tmp_path)
+    journal.append(event(1))
+    assert [each.job for each in journal.events()] == [1]
+
+
+def test_what_was_said_before_a_sweep_is_told_from_what_it_says(tmp_path: Path):
+    journal = SweepJournal(tmp_path)
+    journal.append(event(0))
+    start = journal.nbytes
+    journal.append(event(1, status="completed", final_val_loss=2.5))
+    assert [each.job for each in journal.events(start)] == [1]
+    assert journal.events()[1] == journal.events(start)[0]
+    journal.path.unlink()
+    journal.append(event(7))
+    assert [each.job for each in journal.events()] == [7]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_refused_in_one_line(tmp_path: Path, make):
+    make(tmp_path / JOURNAL_NAME)
+    with pytest.raises(ConfigError, match=r"^hydra.sweep.dir: got .*, whose sweep.jsonl cannot be written: "):
+        SweepJournal(tmp_path).append(event(0))
+    assert SweepJournal(tmp_path).events() == []
+
+
+def test_a_sweep_of_before_the_journal_has_one(tmp_path: Path):
+    for job, seed in enumerate((3, 4)):
+        (tmp_path / str(job)).mkdir()
+        result = RunResult(world_size=1, config_hash=f"{seed}", overrides=[f"seed={seed}"], status="completed")
+        result.write(tmp_path / str(job))
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2/result.json").write_text("[" * 3000)
+    note_earlier_results(tmp_path)
+    note_earlier_results(tmp_path)
+    noted = SweepJournal(tmp_path).events()
+    assert [(each.job, each.folder, each.hash, each.status) for each in noted] == [
+        (0, "0", "3", "completed"),
+        (1, "1", "4", "completed"),
+    ]
+
+
+def test_an_empty_folder_gets_no_journal(tmp_path: Path):
+    note_earlier_results(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_jobs_of_one_hash_are_told_apart_by_what_the_sweep_varies():
+    keys = ("launch.nproc_per_node",)
+    one, two = (Identity.of("a", [f"launch.nproc_per_node={num}", "launch.device=cpu"], keys) for num in (1, 2))
+    assert one != two
+    assert event(0, overrides=["launch.nproc_per_node=1", "launch.device=auto"]).is_of(one)
+    assert not event(0, overrides=["launch.nproc_per_node=2"]).is_of(one)
+    assert not event(0, hash=None).is_of(Identity.of(None, [], ()))
+
+
+def test_numbers_that_json_has_not_are_not_written(tmp_path: Path):
+    SweepJournal(tmp_path).append(event(0, final_val_loss=None))
+    assert json.loads((tmp_path / JOURNAL_NAME).read_text())["final_val_loss"] is None

@@ -1,0 +1,214 @@
+"""sweep.jsonl: the fate of each job of a sweep. A line is an event, which the process that runs the job appends
+under the file's lock, so that all launchers, and several drivers of one folder, write one truth. Imports no torch.
+
+A process that is killed leaves a job that has begun and not ended. A job's result.json counts more.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from zerotrain.errors import ConfigError
+from zerotrain.files.lock import lock, open_lock
+from zerotrain.files.regular import NotRegularError, only_regular
+from zerotrain.files.untrusted import FilePath, Natural, OneOf, Optional, UntrustedFileError, parse_json, read_json
+
+JOURNAL_NAME = "sweep.jsonl"
+RESULT_NAME = "result.json"
+COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING = "completed", "diverged", "failed", "stopped", "running"
+BEGUN, ENDED, TAKEN, REFUSED = "begun", "ended", "taken", "refused"
+_MAX_NBYTES = 2**28
+_MAX_RESULT_NBYTES = 2**26
+_SCHEMA = {
+    "event": OneOf((BEGUN, ENDED, TAKEN, REFUSED)),
+    "job": Natural(),
+    "folder": str,
+    "hash": (str, None),
+    "overrides": [str],
+    "pid": Natural(),
+    "host": str,
+    "time": float,
+    "status": OneOf((COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING, None)),
+    "error": (str, None),
+    "final_val_loss": (float, None),
+}
+_OF_A_RESULT = {
+    "status": OneOf((COMPLETED, FAILED, STOPPED)),
+    "overrides": (list, None),
+    "config_hash": Optional((str, None)),
+    "error": Optional((str, None)),
+    "final_val_loss": Optional((float, None)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEvent:
+    """One line."""
+
+    event: str
+    """begun, ended, taken (left as it is, with its status) or refused (for its settings)."""
+    job: int
+    """Number of the job in the sweep that the driver runs."""
+    folder: str
+    """The job's, below that of the sweep."""
+    hash: str | None
+    """Equal where all settings are equal but those of `launch`, `checkpoint` and `sweep`; null of settings that could
+    not be read. It is made before the data is read: that in result.json may differ."""
+    overrides: list[str]
+    """The job's own settings."""
+    status: str | None = None
+    """Null of a job that has begun."""
+    error: str | None = None
+    final_val_loss: float | None = None
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
+    time: float = field(default_factory=time.time)
+    """Seconds since the epoch, by the clock of `host`."""
+
+    @property
+    def is_within(self) -> bool:
+        """Whether its folder lies below that of the sweep: no other is looked into."""
+        return FilePath().problem(self.folder) is None
+
+    def is_of(self, identity: "Identity") -> bool:
+        """Whether it is about this job, whatever number it had."""
+        return identity.hash is not None and identity == Identity.of(self.hash, self.overrides, identity.keys)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Tells a job of a sweep from its others, and finds the same job in the next sweep."""
+
+    hash: str | None
+    keys: tuple[str, ...]
+    """The settings that differ between the jobs and that the hash leaves out, such as `launch.nproc_per_node`."""
+    values: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config_hash: str | None, overrides: list[str], keys: tuple[str, ...]) -> "Identity":
+        """The identity of a job by its settings."""
+        return cls(config_hash, keys, tuple(sorted(each for each in overrides if each.partition("=")[0] in keys)))
+
+
+class JournalError(ConfigError):
+    """The journal cannot be written, so that no job of the sweep can be run."""
+
+
+class Book:
+    """The journal while it is locked."""
+
+    def __init__(self, journal: "SweepJournal", file: BinaryIO) -> None:
+        self._journal, self._file = journal, file
+
+    def events(self) -> list[JobEvent]:
+        """All that it says by now."""
+        return self._journal.events()
+
+    def append(self, event: JobEvent) -> None:
+        """Add a line. A disk that is full keeps no job from running: its result.json says the same."""
+        line = json.dumps(asdict(event)).encode() + b"\n"
+        try:
+            end = self._file.seek(0, os.SEEK_END)
+            if end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":  # of a process that was killed meanwhile
+                line = b"\n" + line
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            print(f"warning: {self._journal.path} cannot be written: {error.strerror}", file=sys.stderr)
+
+
+class SweepJournal:
+    """The journal of a sweep.
+
+    Args:
+        folder: of the sweep.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / JOURNAL_NAME
+        self._events: list[tuple[int, JobEvent]] = []
+        """With the place in the file behind each."""
+        self._num_read = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Its size by now."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    @contextmanager
+    def held(self) -> Iterator[Book]:
+        """Lock it; inside nobody else writes. The lock goes with the process.
+
+        Raises:
+            JournalError: it is no file that can be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = open_lock(self.path)
+        except (NotRegularError, OSError) as error:
+            raise JournalError(
+                f"hydra.sweep.dir: got {self.path.parent}, whose {JOURNAL_NAME} cannot be written: {error.strerror}; "
+                "move that away, or give another folder"
+            ) from error
+        with file:
+            lock(file, wait=True)
+            yield Book(self, file)
+
+    def append(self, event: JobEvent) -> None:
+        """Lock it and add a line."""
+        with self.held() as book:
+            book.append(event)
+
+    def events(self, start: int = 0) -> list[JobEvent]:
+        """The events by now, in order; lines that are none of its own are left out.
+
+        Args:
+            start: bytes of it to leave out.
+        """
+        if self.nbytes < self._num_read:  # another file
+            self._events, self._num_read = [], 0
+        with suppress(OSError), open(self.path, "rb", opener=only_regular) as file:
+            file.seek(self._num_read)
+            *lines, _ = file.read(_MAX_NBYTES).split(b"\n")  # of the last one the rest is about to come
+            for line in lines:
+                self._num_read += len(line) + 1
+                with suppress(UntrustedFileError, TypeError):
+                    said = parse_json(line, _SCHEMA)
+                    self._events.append((self._num_read, JobEvent(**{name: said[name] for name in _SCHEMA})))
+        return [event for end, event in self._events if end > start]
+
+
+def note_earlier_results(folder: Path) -> None:
+    """Begin the journal of a sweep that has none with what lies in its folder."""
+    found: list[JobEvent] = []
+    for path in sorted(folder.rglob(RESULT_NAME)):
+        with suppress(OSError, UntrustedFileError, TypeError):
+            said: dict[str, Any] = read_json(path, _OF_A_RESULT, max_nbytes=_MAX_RESULT_NBYTES)
+            name = path.parent.relative_to(folder).as_posix()
+            found.append(
+                JobEvent(
+                    event=ENDED,
+                    job=int(name) if name.isdecimal() else len(found),
+                    folder=name,
+                    hash=said.get("config_hash"),
+                    overrides=[str(each) for each in said["overrides"] or []],
+                    status=said["status"],
+                    error=said.get("error"),
+                    final_val_loss=said.get("final_val_loss"),
+                    time=path.stat().st_mtime,
+                )
+            )
+    if found:
+        with SweepJournal(folder).held() as book:
+            for event in found if not book.events() else ():
+                book.append(event)

@@ -1,0 +1,136 @@
+"""One job of a sweep, in the process that runs it: it takes its place, and says in the journal what becomes of it."""
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from zerotrain.config.compose import config_hash
+from zerotrain.config.schema import EVALUATES, Config
+from zerotrain.errors import ConfigError, ZeroTrainError
+from zerotrain.launching.end import exits
+from zerotrain.launching.job.folder_lock import await_free
+from zerotrain.launching.sweep.driver import driven
+from zerotrain.launching.sweep.journal import (
+    BEGUN,
+    COMPLETED,
+    DIVERGED,
+    ENDED,
+    FAILED,
+    REFUSED,
+    RUNNING,
+    STOPPED,
+    TAKEN,
+    JobEvent,
+)
+from zerotrain.launching.sweep.places import JobPlace, WantedPlace, outcome, take_place
+from zerotrain.launching.sweep.sweep import Sweep
+
+BY_NUMBER = "${hydra:job.num}"
+"""The default of hydra.sweep.subdir."""
+JOB_LOG = "job.log"
+"""Gets what a job prints that is not shown."""
+
+
+class Member:
+    """A job of a sweep.
+
+    Args:
+        number: the job's.
+        overrides: its own settings.
+        config: what they come to; None where they could not be read.
+    """
+
+    def __init__(self, sweep: Sweep, number: int, overrides: list[str], config: Config | None) -> None:
+        self.sweep = sweep
+        self.run_dir: Path | None = None
+        """The folder it runs in, once it is known."""
+        self._number, self._overrides, self._config = number, overrides, config
+        self._hash = None if config is None else config_hash(config)
+        self._has_begun = False
+
+    def require_hope(self) -> None:
+        """Go on unless so many jobs have failed one after the other that the sweep ends.
+
+        Raises:
+            SystemExit: it does.
+        """
+        if self.sweep.gives_up_after(self.sweep.events()):
+            raise SystemExit(exits.FAILED)
+
+    def take_place(self, named: Path, may_move: bool, stack: ExitStack) -> JobPlace:
+        """Find the job's folder and lock it.
+
+        Args:
+            named: the folder that Hydra names.
+            may_move: whether another does as well.
+            stack: gets the folder's lock.
+
+        Raises:
+            ConfigError: there is none for it.
+        """
+        identity = self.sweep.identity(self._hash, self._overrides)
+        wanted = WantedPlace(sweep=self.sweep, identity=identity, config=self._config, named=named, may_move=may_move)
+        while True:
+            with self.sweep.journal.held() as book:
+                place = take_place(wanted, book, stack)
+            if not place.runs_elsewhere or not self.sweep.waits:
+                self.run_dir = place.run_dir
+                return place
+            await_free(place.run_dir)
+
+    def leave(self, place: JobPlace) -> float | None:
+        """The job is left as it is: it is done, or another process runs it. Return its loss."""
+        if place.taken is None:
+            self._say(TAKEN, place.run_dir, RUNNING)
+            return None
+        status = outcome(place.taken, self._said_before(place.run_dir))
+        self._say(TAKEN, place.run_dir, status, loss=place.taken["final_val_loss"])
+        return place.taken["final_val_loss"] if status == COMPLETED else None
+
+    def begin(self) -> None:
+        """Its ranks are about to start."""
+        assert self.run_dir is not None
+        self._has_begun = True
+        self._say(BEGUN, self.run_dir)
+
+    def end(self, result: dict[str, Any]) -> None:
+        """It has ended with this result."""
+        assert self.run_dir is not None
+        assert self._config is not None
+        has_lost = result["final_val_loss"] is None and EVALUATES.holds(self._config, result["world_size"])
+        status = outcome(result, DIVERGED if has_lost else None)
+        self._say(ENDED, self.run_dir, status, error=result["error"], loss=result["final_val_loss"])
+
+    def end_failed(self, error: ZeroTrainError, named: Path) -> None:
+        """It has failed, or was refused."""
+        was_refused = isinstance(error, ConfigError) and not self._has_begun
+        status = outcome({"status": FAILED, "error": str(error), "final_val_loss": None, "final_train_loss": None})
+        self._say(REFUSED if was_refused else ENDED, self.run_dir or named, status, error=str(error))
+
+    def end_stopped(self) -> None:
+        """A signal ends it at once."""
+        if self._has_begun and self.run_dir is not None:
+            self._say(ENDED, self.run_dir, STOPPED, error="stopped by a signal")
+
+    def _said_before(self, run_dir: Path) -> str | None:
+        events = [event for event in self.sweep.journal.events() if self.sweep.folder / event.folder == run_dir]
+        return events[-1].status if events else None
+
+    def _say(
+        self, event: str, run_dir: Path, status: str | None = None, error: str | None = None, loss: float | None = None
+    ) -> None:
+        self.sweep.journal.append(
+            JobEvent(
+                event=event,
+                job=self._number,
+                folder=Path(os.path.relpath(run_dir, self.sweep.folder)).as_posix(),
+                hash=self._hash,
+                overrides=self._overrides,
+                status=status,
+                error=error,
+                final_val_loss=loss,
+            )
+        )
+        if self.sweep.is_driven_here and (found := driven()) is not None:
+            found[1].look()

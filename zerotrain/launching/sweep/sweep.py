@@ -1,0 +1,121 @@
+"""A sweep as its driver has begun it, and as each process knows it that runs one of its jobs. Imports no torch."""
+
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from zerotrain.config.schema import SweepConfig
+from zerotrain.launching.sweep.journal import ENDED, FAILED, Identity, JobEvent, SweepJournal
+
+FEW = 4
+"""Jobs of which all that they print is shown."""
+_NOT_HASHED = ("launch.", "checkpoint.")
+_BASIC = ("hydra._internal.core_plugins.basic_launcher.", "hydra._internal.core_plugins.basic_sweeper.")
+_SETTINGS = ("again", "diverged", "max_failures_in_a_row", "output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """One sweep, from the start of its driver to its end."""
+
+    folder: Path
+    start: int
+    """Bytes that the journal had before."""
+    swept: tuple[str, ...] = ()
+    """The settings that have several values."""
+    total: int | None = None
+    """Jobs; None: nobody knows yet."""
+    again: str = SweepConfig.again
+    diverged: str = SweepConfig.diverged
+    max_failures_in_a_row: int = SweepConfig.max_failures_in_a_row
+    output: str | None = None
+    waits: bool = False
+    """Whether the sweeper needs the loss of a job that another process runs."""
+    in_driver: bool = True
+    """Whether the driver runs the jobs itself, one after the other."""
+    num_at_once: int = 1
+    """Jobs that a machine runs side by side, each with devices of its own; 1: each has all."""
+    driver: tuple[int, str] = field(default_factory=lambda: (os.getpid(), socket.gethostname()))
+    """Its process and machine."""
+    begun_s: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, config: DictConfig) -> "Sweep":
+        """The sweep that a driver is about to begin.
+
+        Args:
+            config: as Hydra tells it to its callbacks, with `hydra`.
+        """
+        folder = Path(config.hydra.sweep.dir).absolute()
+        given = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+        swept, total = _grid([f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()])
+        more, num = _grid(list(map(str, given)))  # type: ignore[arg-type]
+        is_basic = [str(config.hydra[each].get("_target_", "")).startswith(_BASIC) for each in ("launcher", "sweeper")]
+        total = None if total is None or num is None else total * num
+        settings = {name: OmegaConf.select(config, f"sweep.{name}") for name in _SETTINGS}
+        num_jobs = OmegaConf.select(config, "sweep.jobs") or config.hydra.launcher.get("n_jobs") or 1
+        return cls(
+            folder=folder,
+            start=SweepJournal(folder).nbytes,
+            swept=(*swept, *more),
+            total=total if is_basic[1] else config.hydra.sweeper.get("n_trials"),
+            waits=not is_basic[1],
+            in_driver=is_basic[0],
+            num_at_once=num_jobs if num_jobs > 0 else os.cpu_count() or 1,
+            **{name: value for name, value in settings.items() if value is not None},
+        )
+
+    @cached_property
+    def journal(self) -> SweepJournal:
+        """The file of its events."""
+        return SweepJournal(self.folder)
+
+    @property
+    def is_driven_here(self) -> bool:
+        """Whether this process drives it."""
+        return self.driver == (os.getpid(), socket.gethostname())
+
+    @property
+    def shows_all(self) -> bool:
+        """Whether what its jobs print is shown."""
+        return self.output == "full" or (self.output is None and self.total is not None and self.total <= FEW)
+
+    def gives_up_after(self, events: list[JobEvent]) -> bool:
+        """Whether as many jobs have failed one after the other that it ends. One that was refused tells nothing of the
+        machine."""
+        last = [event.status for event in events if event.event == ENDED][-self.max_failures_in_a_row :]
+        return 0 < self.max_failures_in_a_row == last.count(FAILED)
+
+    def events(self) -> list[JobEvent]:
+        """The events of its jobs since it was begun."""
+        return self.journal.events(self.start)
+
+    def identity(self, config_hash: str | None, overrides: list[str]) -> Identity:
+        """The settings that tell one of its jobs from the others."""
+        keys = tuple(key for key in self.swept if key.startswith(_NOT_HASHED))
+        return Identity.of(config_hash, overrides, keys)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "journal"}
+
+
+def _grid(overrides: list[str]) -> tuple[list[str], int | None]:
+    """The settings that have several values, and the number of their combinations; None where Hydra alone can tell."""
+    swept, num = [], 1
+    try:
+        for override in OverridesParser.create().parse_overrides(overrides):
+            if override.is_sweep_override():
+                swept.append(override.get_key_element().lstrip("+"))
+                is_listed = override.is_discrete_sweep()
+                num *= len(list(override.sweep_string_iterator())) if is_listed else 0
+    except HydraException:
+        return swept, None
+    return swept, num or None

@@ -1,0 +1,100 @@
+"""The lines that a running sweep prints: one when a job begins, one when it ends, and the cause if it failed."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+from zerotrain.files.printable import duration, printable
+from zerotrain.files.terminal import LastingStream
+from zerotrain.launching.sweep.journal import BEGUN, ENDED, FAILED, REFUSED, RUNNING, STOPPED, TAKEN, JobEvent
+from zerotrain.launching.sweep.sweep import Sweep
+
+_LOOK_EVERY_S = 0.2
+_MAX_ERROR = 10_000
+"""Characters."""
+
+
+class Teller:
+    """Reads the journal, and tells of each event once. It prints to the driver's own output, wherever jobs print.
+
+    A driver that runs the jobs itself lets it look after each event; for jobs in other processes a thread does.
+    """
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        self._out, self._err = (_copy_of(descriptor) for descriptor in (1, 2))
+        self._last: dict[tuple[int, str], JobEvent] = {}
+        """The last line of each job."""
+        self._num_told = 0
+        self._lock = threading.Lock()
+        if not sweep.in_driver:
+            threading.Thread(target=self._watch, name="sweep-teller", daemon=True).start()
+
+    def look(self) -> None:
+        """Tell what is new."""
+        with self._lock:
+            events = self._sweep.events()
+            for event in events[self._num_told :]:
+                self._num_told += 1
+                self._last[event.job, event.folder] = event
+                if event.error and event.event in (ENDED, REFUSED) and event.status != STOPPED:
+                    self._print(self._err, f"job {event.job}: {printable(event.error, _MAX_ERROR)}")
+                self._print(self._out, " ".join(self._line(event)))
+                if event.status == FAILED and self._sweep.gives_up_after(events[: self._num_told]):
+                    self._print(
+                        self._err,
+                        f"{self._sweep.max_failures_in_a_row} jobs have failed one after the other, so the sweep ends; "
+                        "mend their cause and give the same command with the same hydra.sweep.dir; "
+                        "sweep.max_failures_in_a_row=0 goes on whatever fails",
+                    )
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_LOOK_EVERY_S)
+            self.look()
+
+    def _line(self, event: JobEvent) -> Iterator[str]:
+        given = [each for each in event.overrides if each.lstrip("+").partition("=")[0] in self._sweep.swept]
+        yield f"job {event.job}"
+        if event.event == BEGUN:
+            yield f"begins in {printable(event.folder, keep='')}:"
+            yield printable(" ".join(given or event.overrides), keep="")
+            return
+        if event.status == RUNNING:
+            yield f"is run by pid {event.pid} on {printable(event.host, keep='')}"
+        elif event.event == TAKEN:
+            yield f"is taken as it lies in {printable(event.folder, keep='')}: {event.status}"
+        else:
+            yield "refused" if event.event == REFUSED else str(event.status)
+        if event.final_val_loss is not None:
+            yield f"with loss {event.final_val_loss:.4f}"
+        yield f"({', '.join(self._sums())})"
+
+    def _sums(self) -> Iterator[str]:
+        done = [event for event in self._last.values() if event.event != BEGUN]
+        total = self._sweep.total
+        yield f"{len(done)}/{total}" if total else f"{len(done)} done"
+        if num_failed := sum(event.status == FAILED for event in done):
+            yield f"{num_failed} failed"
+        losses = [(event.final_val_loss, event.job) for event in done if event.final_val_loss is not None]
+        if losses:
+            loss, job = min(losses)
+            yield f"best {loss:.4f} job {job}"
+        num_run = sum(event.event == ENDED for event in done)
+        if total and total > len(done) and num_run:
+            left_s = (time.time() - self._sweep.begun_s) / num_run * (total - len(done))
+            yield f"{duration(left_s)} left"
+
+    def _print(self, stream: TextIO, line: str) -> None:
+        sys.stdout.flush()
+        stream.write(f"{line}\n")
+        stream.flush()
+
+
+def _copy_of(descriptor: int) -> TextIO:
+    """A stream that goes where this descriptor of the process goes now."""
+    stream = os.fdopen(os.dup(descriptor), "w", encoding="utf-8", errors="backslashreplace")
+    return LastingStream(stream)  # type: ignore[return-value]
