@@ -1,5 +1,8 @@
 """A device without memory, on which a plan rehearses: torch's meta device."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from zerotrain.device.cpu import Cpu
@@ -16,3 +19,13 @@ class Nowhere(Cpu):
 
     def bytes_for(self, nbytes: int, *streams: Stream) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+
+@contextmanager
+def rehearsing(*, on_host: bool) -> Iterator[None]:
+    """In here it stands for a device that computes in the host's memory, or for one that does not."""
+    before, Nowhere.is_host = Nowhere.is_host, on_host
+    try:
+        yield
+    finally:
+        Nowhere.is_host = before

@@ -25,26 +25,26 @@ class Seen:
     """Whether they are of all tensors at once, and not of one after the other."""
 
 
-def look_at(factory: OptimizerFactory, device: str) -> Seen | None:
+def look_at(factory: OptimizerFactory, *, on_host: bool) -> Seen | None:
     """Make two steps on the CPU; None of an optimizer that updates all its tensors whole.
 
     Args:
-        device: for which it is to be seen; where torch takes many tensors at once on a GPU, it does here.
+        on_host: False: to be seen as on a GPU; where torch takes many tensors at once there, it does here.
     """
     if updates_whole(factory) and not hasattr(factory, "needs_whole"):
         return None
-    taken = [_taken(factory, device, num) for num in (1, 2)]
+    taken = [_taken(factory, num, on_host=on_host) for num in (1, 2)]
     kept = {name: value for name, value in taken[0][1].items() if isinstance(value, torch.Tensor)}
     states = {name: value.dtype for name, value in kept.items() if value.shape == (SAMPLE_NUMEL,)}
     counters = {name: value.dtype for name, value in kept.items() if value.ndim == 0}
     return Seen(states, counters, taken[0][0] / SAMPLE_NUMEL, at_once=taken[1][0] > 1.5 * taken[0][0])
 
 
-def _taken(factory: OptimizerFactory, device: str, num: int) -> tuple[int, dict[str, Any]]:
+def _taken(factory: OptimizerFactory, num: int, *, on_host: bool) -> tuple[int, dict[str, Any]]:
     params = [torch.zeros(SAMPLE_NUMEL) for _ in range(num)]
     optimizer = build_optimizer(factory, [{"params": params, "name": "matrices"}])
     for group in optimizer.param_groups:
-        if device == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
+        if not on_host and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
     for each in params:
         each.grad = torch.zeros_like(each)

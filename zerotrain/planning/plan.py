@@ -30,7 +30,7 @@ class Memory:
 
     device: float
     host: float
-    is_cpu: bool
+    on_host: bool
     """Whether both are the same memory."""
     process: int
     """Of a rank's process without its tensors."""
@@ -38,23 +38,23 @@ class Memory:
     @classmethod
     def of(cls, config: Config, device: torch.device, num_local: int) -> "Memory":
         """As `plan.memory_gb` says; else of this machine."""
-        room, given, is_cpu = Room.of_machine(device, num_local), config.plan.memory_gb, device_of(device).is_host
-        there = room.host if is_cpu else room.gpu
+        room, given, on_host = Room.of_machine(device, num_local), config.plan.memory_gb, device_of(device).is_host
+        there = room.host if on_host else room.gpu
         now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return cls(
             device=there if given is None else given * 1e9,
             host=room.host,
-            is_cpu=is_cpu,
-            process=now if is_cpu else 0,
+            on_host=on_host,
+            process=now if on_host else 0,
         )
 
     def taken(self, plan: StagePlan) -> int:
         """Bytes of the memory that a rank computes in."""
-        return plan.at_least + (plan.host + self.process if self.is_cpu else 0)
+        return plan.at_least + (plan.host + self.process if self.on_host else 0)
 
     def fits(self, plan: StagePlan) -> bool:
         """Whether a rank can have all that it holds, as far as it is known."""
-        return self.taken(plan) <= self.device and (self.is_cpu or plan.host <= self.host)
+        return self.taken(plan) <= self.device and (self.on_host or plan.host <= self.host)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +99,12 @@ def plan_run(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) 
     Raises:
         ConfigError: the model cannot be built without memory.
     """
-    is_cpu = device_of(device).is_host
-    ordered = config.zero.reduction in ("ordered", "fp32") or (config.zero.reduction == "auto" and is_cpu)
-    links = Links(ranks.num_ranks, ranks.num_local, is_cpu, ordered, config.launch.shared_memory == "auto")
+    on_host = device_of(device).is_host
+    ordered = config.zero.reduction in ("ordered", "fp32") or (config.zero.reduction == "auto" and on_host)
+    links = Links(ranks.num_ranks, ranks.num_local, on_host, ordered, config.launch.shared_memory == "auto")
     memory = Memory.of(config, device, ranks.num_local)
     [row] = [first_batches(build_data(config).train, "data.train", seed=config.seed, collate=build_collate(config))[0]]
     optimizer = build("optimizer", config.optimizer_target)
-    seen = look_at(optimizer, device.type)
+    seen = look_at(optimizer, on_host=on_host)
     stages = {stage: rehearse(config, stage, links, row, optimizer, seen, run_dir) for stage in range(len(STAGES))}
     return RunPlan(stage=config.zero.stages[0], num_ranks=ranks.num_ranks, memory=memory, stages=stages)

@@ -11,6 +11,7 @@ from zerotrain.comm.ranks.world import Shards, World
 from zerotrain.comm.scratch import zeros_on
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.inputs import as_inputs, with_tensors
+from zerotrain.device.nowhere import rehearsing
 from zerotrain.engine.buckets.places.homes import Homes
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
@@ -90,7 +91,7 @@ def rehearse(
     rank = 0
     while True:
         mode = Unreal()
-        with mode, attention_of("cpu" if links.is_cpu else "cuda"):
+        with mode, rehearsing(on_host=links.on_host), attention_of(on_host=links.on_host):
             engine = _engine(config, stage, links, rank, factory, mode, run_dir)
             if (busiest := _busiest(engine)) == rank:
                 return _Rehearsal(mode, engine, config, row).plan()

@@ -105,15 +105,11 @@ class Unreal(LiveMemory):
 
 
 @contextmanager
-def attention_of(device: str) -> Iterator[None]:
-    """In here attention without memory is the kernel that a device would take; else torch takes the one that has each
-    pair of tokens at once.
-
-    Args:
-        device: cpu or cuda.
-    """
+def attention_of(*, on_host: bool) -> Iterator[None]:
+    """In here attention without memory is the kernel that the CPU would take, or a GPU; else torch takes the one that
+    has each pair of tokens at once."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", partial(_attention, device == "cpu"), "AutogradMeta")
+    library.impl("scaled_dot_product_attention", partial(_attention, on_host), "AutogradMeta")
     try:
         yield
     finally:
@@ -121,7 +117,7 @@ def attention_of(device: str) -> Iterator[None]:
 
 
 def _attention(
-    is_cpu: bool,
+    on_host: bool,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -134,14 +130,14 @@ def _attention(
 ) -> torch.Tensor:
     given = (query, key, value, mask, dropout_p, is_causal, enable_gqa)
     out: torch.Tensor
-    if is_cpu and _choice(*map(_shown, given)) != FLASH:
+    if on_host and _choice(*map(_shown, given)) != FLASH:
         out, _ = _aten._scaled_dot_product_attention_math(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return out
     if mask is not None and mask.dtype == torch.bool:  # which torch makes numbers of, to be added
         mask = torch.zeros_like(mask, dtype=query.dtype, device=_META).masked_fill(mask.to(_META), 0.0)
-    if is_cpu:
+    if on_host:
         out, _ = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
         )

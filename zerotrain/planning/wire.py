@@ -21,7 +21,7 @@ class Links:
     num_ranks: int
     num_local: int
     """Ranks of this machine; the others have as many."""
-    is_cpu: bool
+    on_host: bool
     ordered: bool
     """Reductions are added by one tree."""
     shared_memory: bool
@@ -33,7 +33,7 @@ class Links:
         num_hosts, rest = divmod(self.num_ranks, self.num_local)
         is_tree = not rest and self.num_local > 1 and not self.num_local & (self.num_local - 1)
         one_host = num_hosts == 1 and not rest
-        return self.is_cpu and self.shared_memory and (one_host or (is_tree and num_hosts <= MAX_RANKS_OF_EXCHANGE))
+        return self.on_host and self.shared_memory and (one_host or (is_tree and num_hosts <= MAX_RANKS_OF_EXCHANGE))
 
     def received(self, wire_itemsize: int, out_itemsize: int) -> tuple[int, bool]:
         """(bytes that a reduction receives into, for each element of a rank's part; whether its receives are posted
@@ -44,14 +44,14 @@ class Links:
             num_hosts = self.num_ranks // self.num_local
             roots = 0 if num_hosts == 1 else num_hosts * 4
             return (roots if wire_itemsize == 4 else 2 * roots), True
-        if self.is_cpu and self.num_ranks <= MAX_RANKS_OF_EXCHANGE:
+        if self.on_host and self.num_ranks <= MAX_RANKS_OF_EXCHANGE:
             return (self.num_ranks - 1) * wire_itemsize, True
         return self.num_ranks * wire_itemsize, False
 
     def added_nbytes(self, numel: int) -> int:
         """Bytes that one mean over `numel` elements of each rank is added in."""
         pairs = ((self.num_local if self.reads_memory else self.num_ranks) + 1) // 2
-        return 4 * pairs * (min(numel, max(1, CHUNK_NUMEL // pairs)) if self.is_cpu else numel)
+        return 4 * pairs * (min(numel, max(1, CHUNK_NUMEL // pairs)) if self.on_host else numel)
 
     def wire(self, zeros: Zeros, name: Callable[[torch.Tensor], torch.Tensor]) -> Wire:
         """The wire of a rank.
@@ -100,7 +100,7 @@ class _Reduction(Reduction):
     def __init__(self, spec: ReductionSpec, links: Links) -> None:
         super().__init__(spec)
         self._links = links
-        num_sent = 2 if links.is_cpu and not links.ordered else 1  # of gloo's own, each byte is sent twice
+        num_sent = 2 if links.on_host and not links.ordered else 1  # of gloo's own, each byte is sent twice
         self.sent_nbytes = num_sent * self._part_nbytes * (links.num_ranks - 1)
 
     def _prepare(self) -> None:

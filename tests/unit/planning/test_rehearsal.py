@@ -78,8 +78,8 @@ def row_of(model: str) -> Any:
 def planned(config: Config, stage: int, model: str, num_ranks: int, folder: Path) -> StagePlan:
     """The plan of a stage, of ranks on one host."""
     factory = build("optimizer", config.optimizer_target)
-    links = Links(num_ranks, num_ranks, is_cpu=True, ordered=True, shared_memory=True)
-    return rehearse(config, stage, links, row_of(model), factory, look_at(factory, "cpu"), folder)
+    links = Links(num_ranks, num_ranks, on_host=True, ordered=True, shared_memory=True)
+    return rehearse(config, stage, links, row_of(model), factory, look_at(factory, on_host=True), folder)
 
 
 def step(engine: ZeroEngine, config: Config, model: str) -> None:

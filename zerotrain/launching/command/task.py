@@ -325,7 +325,8 @@ def _settings(read: _ReadConfig, run_dir: Path, ranks: RankEnvironment | None) -
     wanted = config.launch.nproc_per_node
     if ranks is not None and wanted not in (None, started.num_local):
         problems.append(f"launch.nproc_per_node: got {wanted}; torchrun has started {started.num_local}; leave it out")
-    if not problems and is_on_host(config):  # a number of ranks that cannot be has no files to count
+    # A number of ranks that cannot be has no files to count, and a plan opens none.
+    if not problems and is_on_host(config) and not config.plan.only:
         problems += file_problems(started.num_ranks)
     return config, problems + _folder_problems(config, run_dir, ranks)
 
