@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.offload.tier import Tier
 
 OTHERS = "activations"
 """The kind of all memory that nobody has named: what a forward saves, and what is alive for a moment."""
@@ -30,6 +31,8 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._engine: ZeroEngine | None = None
+        self._tiers: list[Tier] = []
+        """Those that it offloads to."""
         self.peak_phase = ""
         """The part of a step in which there were most."""
         self._most = 0
@@ -44,12 +47,11 @@ class LiveMemory(TorchDispatchMode):
     @property
     def nbytes(self) -> int:
         """Bytes alive now."""
-        away = 0 if self._engine is None else self._engine.held.homes.placed_nbytes
-        return sum(self._by_kind.values()) - away
+        return sum(self._by_kind.values()) - sum(tier.placed_nbytes for tier in self._tiers)
 
     def begin(self, engine: ZeroEngine) -> None:
         """Look for the most from now on, in the steps of an engine."""
-        self._engine = engine
+        self._engine, self._tiers = engine, engine.held.homes.tiers
         self._most = 0
         self._look()
 

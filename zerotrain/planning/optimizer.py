@@ -70,6 +70,8 @@ class RehearsedFactory:
 
     def __init__(self, factory: OptimizerFactory, seen: Seen | None) -> None:
         self._factory, self._seen = factory, seen
+        self._made: dict[str, torch.optim.Optimizer] = {}
+        """On one number for each group, by the groups' settings: buckets are many and alike."""
 
     def __getattr__(self, name: str) -> Any:
         """What the factory has beside, such as `needs_whole`."""
@@ -80,12 +82,12 @@ class RehearsedFactory:
         is_real = not all(each.is_meta for group in groups for each in group["params"])
         if is_real or self._seen is None or str(groups[0].get("name")).startswith("whole "):
             return self._factory(groups)
-        small = [group | {"params": [torch.zeros(1) for _ in group["params"]]} for group in groups]
-        settings = self._factory(small)
-        given = [
-            {**group, "params": named["params"]} for group, named in zip(settings.param_groups, groups, strict=True)
-        ]
-        return RehearsedOptimizer(given, settings.defaults, self._seen)
+        key = repr([group | {"params": None} for group in groups])
+        if key not in self._made:
+            self._made[key] = self._factory([group | {"params": [torch.zeros(1)]} for group in groups])
+        made = self._made[key]
+        given = [{**group, "params": named["params"]} for group, named in zip(made.param_groups, groups, strict=True)]
+        return RehearsedOptimizer(given, made.defaults, self._seen)
 
 
 class RehearsedOptimizer(torch.optim.Optimizer):

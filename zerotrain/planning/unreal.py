@@ -1,7 +1,8 @@
 """Operations on tensors without memory: each gives tensors of the right shapes, and computes nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -26,6 +27,10 @@ FLASH = 1
 """torch's number of the attention that never has all pairs of tokens at once."""
 
 
+_IS_SET_TO, _NUMBER = _aten.is_set_to.default, _aten._local_scalar_dense.default
+
+_OPERATIONS: dict[int, "_Operation"] = {}
+"""By the id of torch's object, which is there for good."""
 _RESULTS: dict[Any, Any] = {}
 """(shape, stride, dtype) of each result, by operation and arguments: layers are alike, and so are stages."""
 
@@ -36,6 +41,11 @@ class Unreal(LiveMemory):
     What follows from weights has no values. What a model makes of positions, masks and inputs alone has: it is computed
     on the CPU, since models choose their way by it, and small.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing in here is compiled, so torch need not step out of its compiler at each operation."""
+        return False
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,19 +58,20 @@ class Unreal(LiveMemory):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if "device" in kwargs and kwargs["device"] == _META:
+        operation = _OPERATIONS.get(id(func)) or _Operation.of(func)
+        if kwargs and kwargs.get("device") == _META:
             kwargs = self._with_values(func, args, kwargs)
-        tensors = list(_tensors_in(args, kwargs))
-        if any(each.is_meta for each in tensors):
-            if func is _aten.is_set_to.default:
+        tensors = _tensors_in((args, kwargs.values()) if kwargs else (args,))
+        if num_unreal := sum([each.is_meta for each in tensors]):
+            if func is _IS_SET_TO:
                 return True
-            if func is _aten._local_scalar_dense.default and self.unknown is not None:
+            if func is _NUMBER and self.unknown is not None:
                 return self.unknown
-            if not all(each.is_meta for each in tensors):
-                if func._schema.is_mutable and not tensors[0].is_meta:
+            if num_unreal < len(tensors):
+                if operation.is_mutable and not tensors[0].is_meta:
                     return tensors[0]  # a number that is known goes on being what it was
                 args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
-            given = self._result(func, args, kwargs)
+            given = self._result(func, operation, args, kwargs)
         else:
             given = func(*args, **kwargs)
         for each in given if isinstance(given, tuple | list) else (given,):
@@ -68,12 +79,12 @@ class Unreal(LiveMemory):
                 self._note(each)
         return given
 
-    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if (written := _written(func)) is not None:
+    def _result(self, func: Any, operation: "_Operation", args: Any, kwargs: Any) -> Any:
+        if (written := operation.written) is not None:
             into = kwargs.get(written[1], args[written[0]] if written[0] < len(args) else None)
             if isinstance(into, torch.Tensor) and into.numel():  # an empty one is to be made as large as the result
                 return into
-        key = _key(func, args, kwargs) if _makes_new(func) else None
+        key = _key(operation, args, kwargs) if operation.makes_new else None
         if key is not None and (known := _RESULTS.get(key)) is not None:
             made = [None if each is None else _made(*each) for each in known]
             return made[0] if len(made) == 1 else tuple(made)
@@ -165,12 +176,15 @@ def _choice(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_ca
         return chosen
 
 
-def _tensors_in(args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from (inner for inner in each if isinstance(inner, torch.Tensor))
+def _tensors_in(given: Iterable[Iterable[Any]]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for arguments in given:
+        for each in arguments:
+            if isinstance(each, torch.Tensor):
+                found.append(each)
+            elif isinstance(each, list | tuple):
+                found += [inner for inner in each if isinstance(inner, torch.Tensor)]
+    return found
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,29 +195,36 @@ def _made(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> tor
     return torch.empty_strided(shape, stride, dtype=dtype, device=_META)
 
 
-@cache
-def _makes_new(func: Any) -> bool:
-    """Whether all that an operation gives is new memory, and nothing that it gets is written to."""
-    schema = func._schema
-    return not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
+@dataclass(frozen=True, eq=False)
+class _Operation:
+    """One of torch's operations, looked at once."""
+
+    is_mutable: bool
+    makes_new: bool
+    """Whether all that it gives is new memory, and nothing that it gets is written to."""
+    written: tuple[int, str] | None
+    """(place, name) of the argument that it writes into, and gives: that stays what it was, without values."""
+
+    @classmethod
+    def of(cls, func: Any) -> "_Operation":
+        schema = func._schema
+        places = [
+            (place, each.name)
+            for place, each in enumerate(schema.arguments)
+            if each.alias_info is not None and each.alias_info.is_write
+        ]
+        is_plain = len(places) == len(schema.returns) == 1 and schema.returns[0].alias_info is not None
+        changes_shape = torch.Tag.inplace_view in func.tags or func in _CHANGES_MEMORY
+        made = _OPERATIONS[id(func)] = cls(
+            schema.is_mutable,
+            not schema.is_mutable and all(each.alias_info is None for each in schema.returns),
+            places[0] if is_plain and not changes_shape else None,
+        )
+        return made
 
 
-@cache
-def _written(func: Any) -> tuple[int, str] | None:
-    """(place, name) of the argument that an operation writes into, and gives: it stays what it was, without values."""
-    schema = func._schema
-    places = [
-        (place, each.name)
-        for place, each in enumerate(schema.arguments)
-        if each.alias_info is not None and each.alias_info.is_write
-    ]
-    is_plain = len(places) == len(schema.returns) == 1 and schema.returns[0].alias_info is not None
-    changes_shape = torch.Tag.inplace_view in func.tags or func in _CHANGES_MEMORY
-    return places[0] if is_plain and not changes_shape else None
-
-
-def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    key = (func, tuple(map(_part, args)), tuple((name, _part(each)) for name, each in kwargs.items()))
+def _key(operation: _Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    key = (operation, tuple(map(_part, args)), tuple((name, _part(each)) for name, each in kwargs.items()))
     try:
         hash(key)
     except TypeError:
