@@ -1,7 +1,7 @@
 """One step of a run at a stage, rehearsed: its own engine and model, without memory, without values, without ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,7 @@ def rehearse(
         ConfigError: the model or the optimizer cannot be trained so, or the model cannot be built without memory.
     """
     factory = RehearsedFactory(optimizer, seen)
+    config = replace(config, model=config.model | {"compile": False})
     rank = 0
     while True:
         mode = Unreal()
@@ -154,13 +155,15 @@ class _Rehearsal:
         leaves, accumulated = len(engine.virtual_ranks), self._config.train.gradient_accumulation_steps
         with nothing_known(mode, 1.0):
             _make_state(engine)
-        name_state(mode, engine)
         held = engine.memory_bytes()
-        mode.begin(engine)
         failed, num = None, leaves * min(accumulated, MAX_MICRO_BATCHES)
         rows = [_rows(self._row, self._config.train.micro_batch_size)] * num
         engine.train()
         try:
+            if self._homes.tiers:  # whose windows are as large as they become from the second step on
+                engine.train_step(rows)
+            name_state(mode, engine)
+            mode.begin(engine)
             engine.train_step(rows)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             failed = mode.failed or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

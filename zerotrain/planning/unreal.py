@@ -28,6 +28,7 @@ FLASH = 1
 
 
 _IS_SET_TO, _NUMBER = _aten.is_set_to.default, _aten._local_scalar_dense.default
+_GROUPED = _aten._grouped_mm.default
 
 _OPERATIONS: dict[int, "_Operation"] = {}
 """By the id of torch's object, which is there for good."""
@@ -41,11 +42,6 @@ class Unreal(LiveMemory):
     What follows from weights has no values. What a model makes of positions, masks and inputs alone has: it is computed
     on the CPU, since models choose their way by it, and small.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing in here is compiled, so torch need not step out of its compiler at each operation."""
-        return False
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +85,7 @@ class Unreal(LiveMemory):
             made = [None if each is None else _made(*each) for each in known]
             return made[0] if len(made) == 1 else tuple(made)
         try:
-            given = func(*args, **kwargs)
+            given = _grouped(args, kwargs) if func is _GROUPED else func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
             self.failed = self.failed or str(func).removesuffix(".default")
             raise
@@ -174,6 +170,14 @@ def _choice(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_ca
         choose: Any = torch._fused_sdp_choice  # whose stub lacks an argument
         chosen: int = choose(*made, of_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
         return chosen
+
+
+def _grouped(args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """A product of matrices by groups, such as the experts of a mixture: torch knows its shape in bf16 alone."""
+    dtype = kwargs.get("out_dtype") or args[0].dtype
+    first, second = (_made(each.shape, each.stride(), torch.bfloat16) for each in args[:2])
+    known: torch.Tensor = _GROUPED(first, second, *args[2:], **kwargs | {"out_dtype": None})
+    return _made(known.shape, known.stride(), dtype)
 
 
 def _tensors_in(given: Iterable[Iterable[Any]]) -> list[torch.Tensor]:

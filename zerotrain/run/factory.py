@@ -172,7 +172,7 @@ def build_engine_of(
         return built
 
     return assemble_engine(
-        build_model,
+        build_model if model is None else build_model(),
         given,
         optimizer=optimizer or build("optimizer", config.optimizer_target),
         world=world,
