@@ -12,11 +12,12 @@ from zerotrain.comm.scratch import zeros_on
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.inputs import as_inputs, with_tensors
 from zerotrain.device.nowhere import rehearsing
-from zerotrain.engine.buckets.places.homes import Homes
+from zerotrain.engine.buckets.places.homes import OPTIMIZER_WINDOWS, Homes
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.update.optimizer_step import update_all
 from zerotrain.errors import ConfigError
+from zerotrain.offload.memory import PAGE_NBYTES
 from zerotrain.planning.live import OTHERS, SCRATCH, LiveMemory
 from zerotrain.planning.optimizer import RehearsedFactory, Seen
 from zerotrain.planning.unreal import Unreal, attention_of, nothing_known
@@ -25,8 +26,8 @@ from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta
 
 MAX_MICRO_BATCHES = 2
 """Of a virtual rank: each further one is like the second."""
-LEFT_NBYTES = 1024
-"""Of small numbers that a step leaves to the next, such as sums for the norm."""
+LEFT_NBYTES = 4096
+"""Of small numbers that a step leaves to the next, such as sums for the norm, and that ranks tell each other."""
 _META = torch.device("meta")
 
 
@@ -167,8 +168,6 @@ class _Rehearsal:
             engine.train_step(rows)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             failed = mode.failed or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        # Another rank, which owns other tensors, may take a little more at once than the one that keeps most.
-        owns = engine.plan.shards_optimizer and any(bucket.update.owners for bucket in engine.schedule.trained)
         at_peak = {} if failed else mode.at_peak
         placed = {"cpu": 0, "disk": 0}
         for (where, _), tier in self._homes.tiers_by_place.items():
@@ -182,7 +181,7 @@ class _Rehearsal:
             scratch=at_peak.get(SCRATCH, 0),
             sums=engine.sums_nbytes(accumulated),
             activations=None if failed else at_peak.get(OTHERS, 0),
-            peak=None if failed else mode.peak_nbytes + LEFT_NBYTES + mode.peak_nbytes // 100 * owns,
+            peak=None if failed else mode.peak_nbytes + self._others_nbytes() + LEFT_NBYTES,
             peak_phase=None if failed else mode.peak_phase,
             host=placed["cpu"],
             disk=placed["disk"],
@@ -192,6 +191,13 @@ class _Rehearsal:
             largest_unit=max(_unit_nbytes(unit.buckets) for unit in engine.schedule.units),
             unknown_because=failed,
         )
+
+    def _others_nbytes(self) -> int:
+        """So much more another rank may hold at once than the one that keeps most: it owns other tensors, and what it
+        has offloaded begins elsewhere on a page."""
+        owns = self._engine.plan.shards_optimizer and any(each.update.owners for each in self._engine.schedule.trained)
+        pages = OPTIMIZER_WINDOWS if self._config.offload.optimizer != "device" and self._engine.world.size > 1 else 0
+        return self._mode.peak_nbytes // 100 * owns + PAGE_NBYTES * pages
 
     def _sent(self, num_rehearsed: int) -> int:
         """Bytes sent in a step of all its micro-batches."""

@@ -13,6 +13,10 @@ COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "scratch", "activ
 HEADS = {"parameters": "para-\nmeters", "gathered": "gath-\nered", "gradients": "gra-\ndients"}
 HEADS |= {"optimizer": "opti-\nmizer", "activations": "activ-\nations", "sent": "sent/\nstep"}
 
+PARTS, MARKS = ("parameters", "gradients", "optimizer", "all else at the peak"), ("█▓▒░", "#=-.")
+BAR_WIDTH = 60
+"""Characters of the longest bar."""
+
 
 def print_plan(console: Console, plan: RunPlan, *, compiles: bool) -> None:
     """Print a row for each stage, readable at 80 columns, and the answer in a line.
@@ -33,8 +37,27 @@ def print_plan(console: Console, plan: RunPlan, *, compiles: bool) -> None:
         cells = ["?" if nbytes is None else f"{nbytes / unit_nbytes:.4g}" for nbytes in numbers]
         table.add_row(str(stage), *cells, "yes" if plan.memory.fits(each) else "no")
     console.print(table)
-    for line in _lines(plan, compiles=compiles):
+    bars = _bars(plan, MARKS[-1 if console.options.ascii_only else 0])
+    for line in (*bars, *_lines(plan, compiles=compiles)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _bars(plan: RunPlan, marks: str) -> Iterator[str]:
+    """A bar for each stage: the state, and all that comes and goes, at the peak, without the process itself. A `|` is
+    the end of the memory that is left for them."""
+    process, room = plan.memory.process, plan.memory.device - plan.memory.process
+    longest = max(plan.memory.taken(each) for each in plan.stages.values()) - process
+    for stage, each in sorted(plan.stages.items()):
+        state = (each.parameters, each.gradients, each.optimizer)
+        bar, held = "", 0
+        for mark, nbytes in zip(marks, (*state, plan.memory.taken(each) - process - sum(state)), strict=True):
+            held += nbytes
+            bar += mark * (round(BAR_WIDTH * held / longest) - len(bar))
+        limit = max(0, round(BAR_WIDTH * room / longest))
+        if limit < BAR_WIDTH:
+            bar = f"{bar.ljust(limit)[:limit]}|{bar[limit:]}"
+        yield f"stage {stage}  {bar}"
+    yield "  ".join(f"{mark} {name}" for mark, name in zip(marks, PARTS, strict=True)) + "\n"
 
 
 def _lines(plan: RunPlan, *, compiles: bool) -> Iterator[str]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from zerotrain.comm.handles import Exchange, ExchangeSpec, Gather, GatherSpec, Reduction, ReductionSpec
 from zerotrain.comm.means import CHUNK_NUMEL
 from zerotrain.comm.process_groups import MAX_RANKS_OF_EXCHANGE
-from zerotrain.comm.scratch import Zeros
+from zerotrain.comm.scratch import Scratch, ScratchPool, Zeros
 from zerotrain.comm.wire import Wire
 from zerotrain.comm.wires.backend_handles import ring_nbytes
 
@@ -61,15 +61,26 @@ class Links:
             name: counts memory as scratch.
         """
 
+        shared: set[int] = set()
+
         def made(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            return name(zeros(numel, dtype))
+            memory = name(zeros(numel, dtype))
+            shared.add(memory.untyped_storage()._cdata)
+            return memory
+
+        staging = ScratchPool(dtype=torch.uint8, device=zeros(1, torch.uint8).device, zeros=made)
+
+        def stage(shard: torch.Tensor) -> Scratch | None:
+            """A copy that others can read, of a shard that was offloaded."""
+            reads = self.reads_memory and self.num_ranks > 1
+            return staging.take(shard.nbytes) if reads and shard.untyped_storage()._cdata not in shared else None
 
         def alike(values: torch.Tensor, _: str) -> torch.Tensor:
             """Zeros of each rank, which are known: what ranks compare is alike."""
             return torch.zeros(self.num_ranks, values.numel(), dtype=values.dtype)
 
         return Wire(
-            gather=lambda spec: _Gather(spec, self),
+            gather=lambda spec: _Gather(spec, self, stage, staging.give_back),
             reduction=lambda spec: _Reduction(spec, self),
             exchange=_Exchange,
             gather_small=alike,
@@ -80,15 +91,25 @@ class Links:
 
 
 class _Gather(Gather):
-    def __init__(self, spec: GatherSpec, links: Links) -> None:
+    def __init__(
+        self,
+        spec: GatherSpec,
+        links: Links,
+        stage: Callable[[torch.Tensor], Scratch | None],
+        unstage: Callable[[Scratch], None],
+    ) -> None:
         super().__init__(spec)
         self.sent_nbytes = ring_nbytes(spec.full, links.num_ranks)
+        self._stage, self._unstage = stage, unstage
+        self._staged: Scratch | None = None
 
     def _issue(self) -> None:
-        pass
+        self._staged = self._stage(self.shard)
 
     def _wait(self) -> None:
-        pass
+        if self._staged is not None:
+            self._unstage(self._staged)
+            self._staged = None
 
     def _done(self) -> bool:
         return True

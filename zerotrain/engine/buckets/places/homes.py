@@ -23,6 +23,8 @@ NOT_ON_HOST = (
     "offload.update: got host; tensors that the optimizer updates whole are exchanged and updated on the device: it "
     "must be device"
 )
+OPTIMIZER_WINDOWS = 3
+"""One is updated in, one fetched and one stored."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Homes:
         self.rates = {}
         self.tiers_by_place: dict[tuple[str, torch.device], Tier] = {}
         """By cpu or disk, and the device of their windows."""
-        self._optimizer = self._kind(given.optimizer, 3, given.update == "host")
+        self._optimizer = self._kind(given.optimizer, OPTIMIZER_WINDOWS, given.update == "host")
         # One is gathered from, as many as units are ahead are waiting, and one more is fetched.
         self._parameters = self._kind(given.parameters, prefetch + 2, in_place=False)
         activations = self._kind(given.activations, 3, in_place=False)
