@@ -20,7 +20,7 @@ OTHER_YAMLS = ("debug", "experiment", "precision")
 HEAD = """# Which settings are there, and what does each mean?
 
 `python docs/settings.py` writes this page from the code. Do not edit it. `python launch.py --cfg job` prints a run's
-settings. They go on the command line (`zero.stage=3`) or into a yaml; `null` is no value. One without an effect in a run
+settings. They go on the command line (`zero.stage=3`) or into a yaml; `null` is none. One without an effect in a run
 gets a warning. Models, data, optimizers, schedules, callbacks, metrics and loggers are [choices](choices.md).
 """
 HEAD_OF_CHOICES = """# Which models, data, optimizers, schedules, callbacks, metrics and loggers can I choose?

@@ -20,13 +20,8 @@ class Windows:
         self._num_lent = 0
 
     @property
-    def held_nbytes(self) -> int:
-        """Bytes of the windows that are not lent."""
-        return sum(window.memory.nbytes for window, _ in self._resting)
-
-    @property
     def memories(self) -> list[torch.Tensor]:
-        """The memory of those."""
+        """The memory of the windows that are not lent."""
         return [window.memory for window, _ in self._resting]
 
     def take(self, nbytes: int) -> Window:

@@ -56,11 +56,4 @@ FAULTS = {
         "the activations of a mixture of experts are unknown",
         OF_REHEARSAL,
     ),
-    "plan-in-a-sweep": Fault(
-        "launching/command/planned.py",
-        "HydraConfig.get().mode == RunMode.MULTIRUN",
-        "False",
-        "each job of a sweep ends the sweep with a plan",
-        OF_COMMAND,
-    ),
 }

@@ -75,7 +75,9 @@ def run_job(composed: DictConfig) -> float | None:
         with locked(run_dir):
             read = _read(composed)
             if read.config is not None and read.config.plan.only:
-                raise SystemExit(_plan(read, run_dir))
+                with exits.exits_raised():
+                    code = _plan(read, run_dir)
+                raise SystemExit(code)
             result, signum = _run(composed, read, run_dir, overrides=_given(hydra))
     except Exception as error:
         failure = _told(error, run_dir)
