@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_BENCH := $(VENV)/.installed-bench
 
-.PHONY: help train test bits attack chaos test-gpu check format sweep bench bench-link bench-gpu install clean
+.PHONY: help train test thorough bits attack chaos test-gpu check format sweep bench bench-link bench-gpu install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -21,10 +21,13 @@ test: $(INSTALLED_DEV) ## install, then run the tests
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 bits: $(INSTALLED_DEV) ## one sha256: ranks x stages x precisions x how to train, and each setting that breaks it; under 7 minutes
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/bits
+	$(BIN)/python -m pytest -n 2 --dist worksteal --all-rows tests/bits
+
+thorough: $(INSTALLED_DEV) ## the tests with each row of their products, of which `make test` leaves out some; before a release
+	$(BIN)/python -m pytest -n 4 --dist worksteal --all-rows
 
 attack: $(INSTALLED_DEV) ## wrong commands, folders and machines, killed ranks, sweeps cut off; a checkpoint of each placement loads into every other
-	$(BIN)/python -m pytest -n 4 --dist worksteal tests/attack tests/sweep
+	$(BIN)/python -m pytest -n 4 --dist worksteal --all-rows tests/attack tests/sweep
 
 KILLS ?= 200
 SEED ?= 0

@@ -100,7 +100,7 @@ def settings_page() -> str:
     parts = [HEAD + f"`seed` (default `{seed.default}`, {seed.rule.allowed}): {meanings['Config', 'seed']}\n"]
     for group, config in groups().items():
         title = " ".join(re.split(r"\.(?:\s|$)", config.__mro__[-2].__doc__ or "")[0].split())
-        parts.append(f"## `{group}`\n\n{title}.\n\n| setting | default | it must be | meaning |\n|---|---|---|---|")
+        parts.append(f"## `{group}`: {title}\n\n| setting | default | it must be | meaning |\n|---|---|---|---|")
         parts.append("\n".join(rows_of(group, config, meanings)) + "\n")
     return "\n".join(parts)
 

@@ -23,6 +23,30 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-rows", action="store_true", help="run each row of a test that is marked as thinned")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a thinned test leave out the rows that are not its turn: a diagonal of the product, so that each value of each
+    parameter is still there."""
+    if not config.getoption("--all-rows") and not any("[" in each for each in config.args):  # one row, by its name
+        left_out = [item for item in items if not is_run(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_run(item)]
+
+
+def is_run(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("thinned")
+    if mark is None or not isinstance(item, pytest.Function):
+        return True
+    number, place = max(item.callspec.indices.values()), 0
+    for each in reversed(list(item.iter_markers("parametrize"))):  # the last one varies fastest
+        number, index = divmod(number, len(each.args[1]))
+        place += index
+    return place % mark.args[0] == mark.kwargs.get("first", 0)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.set_num_threads(1)  # whatever the test before it has left
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():

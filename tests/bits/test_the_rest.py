@@ -19,7 +19,6 @@ from tests.unit.checkpoint import test_beside_training
 from tests.unit.checkpoint.runs import KINDS
 from tests.unit.engine import test_inference_mode, test_offload, test_set_stage, test_weight_habits
 from tests.unit.engine.habits import EVERYWHERE
-from zerotrain.testing import run_ranks
 
 SIZES = (1, 2, 3)
 BESIDE_A_SAVE = [
@@ -71,10 +70,9 @@ def test_hard_parameters_on_three_ranks() -> None:
     assert test_parameters.differing([run for run in runs if run not in test_parameters.HARD_RUNS], 3) == []
 
 
-@pytest.mark.parametrize(("stage", "which"), [(0, test_refusals.ODD), (1, test_refusals.EVEN)])
-def test_refusals_at_the_stages_that_share_them(stage: int, which: slice, tmp_path: Path) -> None:
-    names = test_refusals.cases_at(stage)[which]
-    assert run_ranks(test_refusals.wrong_after, 2, stage, 1 + stage % 2, names, tmp_path) == [[], []]
+@pytest.mark.parametrize("placement", test_refusals.ALL)
+def test_refusals_at_another_placement(placement: int, tmp_path: Path) -> None:
+    test_refusals.require_bits_after_refusals(placement, [(placement + 1) % len(test_refusals.ALL)], tmp_path)
 
 
 # ---- on threads
@@ -121,5 +119,6 @@ def test_calls_in_inference_mode(call: str, settings: int, mode: object, tmp_pat
     [each for each in EVERYWHERE.args[1] if each[0] < 3],  # at 3 always in a scope
 )
 @pytest.mark.parametrize("write", test_weight_habits.WRITES.values(), ids=test_weight_habits.WRITES)
+@pytest.mark.thinned(2)
 def test_weights_that_users_write(write: Callable[[nn.Module], None], stage: int, size: int, precision: str) -> None:
     test_weight_habits.require_trained_on(write, stage, size, precision, scoped=size == 3)

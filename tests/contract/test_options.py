@@ -109,6 +109,9 @@ OPTIONS = """
     sweep.max_failures_in_a_row
     sweep.output
     sweep.jobs
+    sweep.objective
+    sweep.direction
+    sweep.pruner
 """
 
 

@@ -67,7 +67,7 @@ class Document:
 
 
 README = Document("README.md")
-GUIDES = ("own_model", "own_data", "own_optimizer", "own_loop")
+GUIDES = ("own_model", "own_data", "own_optimizer", "own_loop", "ema")
 DOCUMENTS = [README, *(Document(f"docs/guides/{name}.md") for name in GUIDES)]
 ELSEWHERE = {SHOWN_BY_HAND, SHOWN_SWEEP}
 """Run by tests/distributed/test_launching.py, which looks at all that they leave."""

@@ -186,6 +186,7 @@ def trained(folder: Path, name: str, callbacks: dict[str, Callback], **changes: 
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
+@pytest.mark.thinned(3, first=2)
 def test_the_moments_of_all_ranks_are_the_same_and_those_of_the_first_are_its_own(tmp_path, num_ranks):
     callbacks = {"all": Noting(), "first": NotingFirst()}
     ranks = run_ranks(functools.partial(trained, stages={2: 3}), num_ranks, tmp_path, "moments", callbacks)
@@ -219,6 +220,7 @@ def plain_hashes(tmp_path_factory) -> Callable[[int], list[str]]:
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
+@pytest.mark.thinned(3, first=2)
 def test_a_stage_that_any_rank_asks_for_is_taken_by_all_and_the_bits_stay(tmp_path, num_ranks, plain_hashes):
     asking = Asking(num_ranks - 1, after_1=Request(stage=3), after_3=Request(stage=0))
     ranks = run_ranks(trained, num_ranks, tmp_path, "asking", {"a": asking, "noting": Noting()})

@@ -229,6 +229,7 @@ def test_groups_and_freezing_until_a_step_give_the_bits_of_plain_pytorch_at_ever
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.thinned(2, first=1)
 def test_other_numbers_of_ranks_give_the_bits_of_plain_pytorch_too(tmp_path: Path, num_ranks: int) -> None:
     stages = (3, 1, 0, 2)
     jobs = [Job(*kind, stage, num_ranks, tmp_path) for kind, stage in zip(KINDS, stages, strict=True)]

@@ -80,6 +80,7 @@ def require_bits(num_ranks: int, num_hosts: int, reference: Case, cases: list[Ca
     "the bits of plain PyTorch",
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.thinned(2, first=1)
 def test_on_two_hosts_every_stage_has_the_bits_of_plain_pytorch(precision: str) -> None:
     """Stages 1 and 2 issue the same collectives: precisions have them in turns; tests/bits has the other."""
     require_bits_of_stages(precision, STAGES_OF[precision])

@@ -3,12 +3,13 @@
 Runs by hand and under torchrun are started as a user does, once each at least. What torchrun starts are new Pythons.
 """
 
+import functools
 import os
 import shlex
 from pathlib import Path
 
 import pytest
-from commands import SHOWN_BY_HAND, SHOWN_SWEEP, TINY, Command, by_hand, by_torchrun, free_port, result_of
+from commands import SHOWN_BY_HAND, SHOWN_SWEEP, TINY, Command, by_hand, by_torchrun, free_port, is_free, result_of
 from omegaconf import OmegaConf
 
 from tests.zygote.client import Zygote
@@ -87,6 +88,26 @@ def test_two_machines_run_one_job(hand_run, tmp_path: Path, zygote: Zygote):
     assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
     assert sorted(command.stdout.count("run folder: ") for command in commands) == [0, 1]
     assert {path.name for path in (run_dir / "ranks").iterdir()} == {"0.log", "1.log"}
+    assert result_of(run_dir)["weights_sha256"] == result_of(hand_run[1])["weights_sha256"]
+
+
+def task_of_slurm(rank: int, job: int) -> dict[str, str]:
+    """What srun tells a task of a step of two, on two nodes."""
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "localhost,other"}
+    own = {"SLURM_PROCID": f"{rank}", "SLURM_NODEID": f"{rank}", "SLURM_LOCALID": "0"}
+    return {"SLURM_JOB_ID": f"{job}", "SLURM_STEP_ID": "0", **step, **own}
+
+
+def test_the_tasks_of_a_slurm_step_are_the_ranks_of_one_job(hand_run, tmp_path: Path, zygote: Zygote):
+    """They trained a model each, without a word (2026-11-24)."""
+    job = next(port for port in range(23_000, 30_000) if is_free(port)) - 20_000
+    start = functools.partial(by_hand, *TINY, *STAGE_3, folder=tmp_path, zygote=zygote)
+    commands = [start(**task_of_slurm(rank, job)) for rank in range(2)]
+    assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
+    [run_dir] = (tmp_path / "outputs").glob("*/*")
+    assert {path.name for path in (run_dir / "ranks").iterdir()} == {"0.log", "1.log"}
+    assert [command.stdout.count("run folder: ") for command in commands] == [1, 0]
+    assert "to go on: srun ... python " in commands[0].stdout
     assert result_of(run_dir)["weights_sha256"] == result_of(hand_run[1])["weights_sha256"]
 
 

@@ -21,6 +21,7 @@ def at_rest(case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.thinned(2, first=1)
 def test_at_rest_a_rank_holds_the_sum_of_its_placements(precision: str, num_ranks: int) -> None:
     itemsize, optimizer_itemsize = {"fp32": (4, 8), "bf16": (2, 12)}[precision]
     cases = [Case(ZeroConfig(stage=stage, bucket_mb=0.05), precision=precision) for stage in range(4)]

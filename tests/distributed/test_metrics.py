@@ -109,6 +109,7 @@ def on_a_rank(stage: int) -> dict[str, float]:
     "the digits of one process on 1, 2 and 3 ranks, at stages 0 and 3, also where a rank has no row left",
 )
 @pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.thinned(3, first=2)
 def test_metrics_are_those_of_one_process_to_the_last_digit(size: int) -> None:
     wanted = in_one_process()
     for stage, by_rank in zip((0, 3), run_over([0, 3], on_a_rank, size), strict=True):

@@ -54,6 +54,7 @@ def require_bits(case: Case, num_ranks: int, settings: list[Case]) -> None:
     "the bits of plain PyTorch, also by sockets",
 )
 @pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.thinned(3, first=1)
 def test_every_setting_gives_the_bits_of_plain_pytorch(name: str) -> None:
     """On two ranks. The six trainings together have each stage with each size of buckets, overlapped and not; each
     training with all of them is in tests/bits."""
@@ -66,6 +67,7 @@ def test_every_setting_gives_the_bits_of_plain_pytorch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.thinned(3)
 def test_more_ranks_give_the_bits_of_plain_pytorch(name: str) -> None:
     """At stage 3 and another, cut fine and whole in turns; three ranks, no power of two, for half of the trainings,
     four for the others. All of it is in tests/bits."""

@@ -93,6 +93,7 @@ HALF_PRECISIONS = {
     "precision", "fp16 and bf16; names kept in fp32", "same bits, the reference following the same dtypes"
 )
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 1), (3, 2)])
+@pytest.mark.thinned(2, first=1)
 def test_half_precisions_give_the_bits_of_plain_pytorch(num_ranks: int, num_micro_batches: int) -> None:
     """At stage 3 and another; tests/bits has the others."""
     require_bits(num_ranks, num_micro_batches, two_stages)

@@ -1,6 +1,7 @@
 """A refusal changes nothing: each public call refused, and then the bits of a run that never was."""
 
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,16 @@ def behind(engine: Any, never: Any, folder: Path) -> list[str]:
     return wrong + ["after a load"] * (engine.weights_sha256() != never.weights_sha256())
 
 
-EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
+PLACEMENTS = [(2, 0, 1), (2, 1, 2), (3, 2, 2), (2, 3, 2)]
+"""Ranks, stage, micro-batches."""
+ALL = range(len(PLACEMENTS))
+
+
+def require_bits_after_refusals(placement: int, shares: Sequence[int], folder: Path) -> None:
+    """Of the cases, which the placements share, those of these shares."""
+    num_ranks, stage, num_micro_batches = PLACEMENTS[placement]
+    names = [name for number, name in enumerate(cases_at(stage)) if number % len(PLACEMENTS) in shares]
+    assert run_ranks(wrong_after, num_ranks, stage, num_micro_batches, names, folder) == [[]] * num_ranks
 
 
 @pytest.mark.case(
@@ -96,17 +106,12 @@ EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
     "other names, settings, stages or paths by rank; a wrong call on one rank alone, or on all",
     "refused on all ranks with the arguments of each, and nothing changes",
 )
-@pytest.mark.parametrize(("stage", "which"), [(0, EVEN), (1, ODD), (3, slice(None))])
+@pytest.mark.parametrize("placement", ALL)
 def test_after_each_refusal_training_goes_on_with_the_bits_of_a_run_that_was_never_refused(
-    stage: int, which: slice, tmp_path: Path
+    placement: int, tmp_path: Path
 ) -> None:
-    """Stages 0 and 1 share the cases; tests/bits has them at the other."""
-    assert run_ranks(wrong_after, 2, stage, 1 + stage % 2, cases_at(stage)[which], tmp_path) == [[], []]
-
-
-def test_three_ranks_with_micro_batches_go_on_likewise(tmp_path: Path) -> None:
-    """At the stage that is left."""
-    assert run_ranks(wrong_after, 3, 2, 2, cases_at(2), tmp_path) == [[]] * 3
+    """Each case at one placement; tests/bits has it at another."""
+    require_bits_after_refusals(placement, [placement], tmp_path)
 
 
 # ---- the list of what is public

@@ -90,6 +90,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     "weights, losses, norms and lines of metrics.jsonl of the run that never stopped",
 )
 @pytest.mark.parametrize(("stage", "num_ranks"), PLACEMENTS)
+@pytest.mark.thinned(2)
 def test_a_run_goes_on_at_any_stage_and_on_any_number_of_ranks(whole, stage: int, num_ranks: int) -> None:
     folder, wanted = whole
     assert run_ranks(trained, num_ranks, folder, stage, 0.02, True)[0] == wanted

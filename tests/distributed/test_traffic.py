@@ -33,6 +33,7 @@ def last_step(case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.thinned(2, first=1)
 def test_a_step_with_replicated_parameters_sends_each_byte_down_and_up_once(precision: str, num_ranks: int) -> None:
     itemsize = {"fp32": 4, "bf16": 2}[precision]
     cases = [

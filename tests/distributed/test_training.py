@@ -105,6 +105,7 @@ def train(
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["all labels", "ragged labels"])
+@pytest.mark.thinned(2, first=1)
 def test_the_losses_and_tokens_of_a_run_do_not_depend_on_the_ranks_and_micro_batches_that_share_a_batch(
     tmp_path: Path, ragged: bool
 ) -> None:

@@ -137,6 +137,7 @@ def in_one_process(num_virtual_ranks: int) -> list[dict[str, float]]:
     "the digits of one process on 1, 2 and 3 ranks, at stages 0 and 3; bits, bytes and collectives of steps as without",
 )
 @pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.thinned(3, first=2)
 def test_metrics_of_training_are_those_of_one_process_and_other_steps_send_what_they_did(
     size: int, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def runs_on(num_ranks: int, stages: tuple[int, ...], folder: Path) -> list[list[
     "ranks", "a run of the Trainer: dropout, checkpointing, labels of which few count, Muon", "same weights"
 )
 @pytest.mark.parametrize(("num_ranks", "stages"), [(1, (0,)), (2, (1, 3)), (4, (0, 2))])
+@pytest.mark.thinned(3, first=1)
 def test_any_number_of_ranks_ends_with_the_same_weights(
     num_ranks: int, stages: tuple[int, ...], alone: list[str], tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ TRAININGS: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.thinned(2)
 def test_all_that_is_done_to_the_same_bytes_is_ordered(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +80,7 @@ def test_the_code_of_a_gpu_comes_to_the_bits_of_a_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.thinned(2)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault, disk = FAULTS[name], SlowDisk(monkeypatch)
     with fault.planted():

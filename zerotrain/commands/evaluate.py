@@ -7,7 +7,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,9 @@ def _run(path: Path, settings: Sequence[str], **told: Any) -> int:
 
 
 def _is_one_of_others() -> bool:
-    """Whether this is one of several ranks of torchrun, and another one tells what all know."""
+    """Whether this is one of several ranks of torchrun or srun, and another one tells what all know."""
+    with suppress(ConfigError):  # that is told later
+        RankEnvironment.read()
     return os.environ.get("RANK", "0") != "0"
 
 
@@ -331,7 +333,7 @@ def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]
         return (num_ranks := num_local_ranks(config)), num_ranks
     if wanted not in (None, 1, ranks.local_world_size):
         raise ConfigError(
-            f"launch.nproc_per_node: got {wanted}; torchrun has started {ranks.local_world_size}; leave it out"
+            f"launch.nproc_per_node: got {wanted}; {ranks.starter} has started {ranks.local_world_size}; leave it out"
         )
     return ranks.local_world_size, ranks.world_size
 

@@ -21,7 +21,7 @@ register_schema()
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
-def train(composed: DictConfig) -> float | None:
+def train(composed: DictConfig) -> float | list[float] | None:
     """See launch.py."""
     with importing():  # imports torch
         from zerotrain.launching.command.task import run_job

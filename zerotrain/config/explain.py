@@ -27,7 +27,9 @@ _PLUGINS = {
     "hydra/launcher": ("joblib", "ray", "rq", "submitit_local", "submitit_slurm"),
     "hydra/sweeper": ("ax", "nevergrad", "optuna"),
 }
-"""Choices that come with a package of their own, such as hydra-submitit-launcher."""
+"""Choices that come with a package of their own, such as hydra-ray-launcher."""
+_OF_EXTRA = ("joblib", "submitit_local", "submitit_slurm", "optuna")
+"""Those of an extra of ours, which also says which packages go together."""
 
 
 def composition_problems(
@@ -106,7 +108,7 @@ def _line(override: str | None, error: Exception, known: list[str], folders: Seq
         adding = f"; +{key}=... adds it" if may_be_added else ""
         is_own = key.startswith((f"{CALLBACKS}.", "optimizer.groups."))  # whose names are the user's
         meant = "" if is_own else we_call_it(key, got) or did_you_mean(key, known)
-        return f"{key}: there is no such setting{meant or adding}"
+        return f"{key}: there is no such setting{_of_callback(key, known, folders) or meant or adding}"
     if "An item is already at" in str(error) or "Multiple values for" in str(error):
         return f"{override}: {key} has a value already; leave out the +"
     if override.startswith("~") and key in known:
@@ -128,12 +130,14 @@ def _missing_choice(override: str, error: MissingConfigException, folders: Seque
     asked = error.missing_cfg_file or ""
     options = error.options or _choices_of(asked.rpartition("/")[0], folders)  # Hydra has none of a list
     choices = f"; there are {', '.join(options)}" if options else ""
-    if got in _PLUGINS.get(key, ()):
+    is_missing = asked in ("", f"{key}/{got}", got)
+    if is_missing and got in _PLUGINS.get(key, ()):
         package = f"hydra-{got.partition('_')[0]}-{key.removeprefix('hydra/')}"
+        package = "'zerotrain[sweeps]'" if got in _OF_EXTRA else package
         return f"{override}: is not installed; pip install {package}{choices}"
     name = asked.rpartition("/")[2] or got
     meant = we_call_it(key, got) or did_you_mean(name, options) or _of_another_group(name, folders)
-    if asked in ("", f"{key}/{got}", got):
+    if is_missing:
         return f"{override}: there is no such choice{meant}{choices}"
     return f"{override}: needs {asked}, which does not exist{meant}{choices}"
 
@@ -147,6 +151,16 @@ def _of_another_group(name: str, folders: Sequence[Path]) -> str:
     """The suggestion of the group that has a choice of this name."""
     found = sorted(path for folder in folders for path in folder.glob("*/*.yaml") if path.stem == name)
     return f"; did you mean {found[0].parent.name}={name}?" if found else ""
+
+
+def _of_callback(key: str, known: list[str], folders: Sequence[Path]) -> str:
+    """The choice that brings the callback whose setting this is, if the run has no callback of that name."""
+    group, _, rest = key.partition(".")
+    name = rest.partition(".")[0]
+    if group != CALLBACKS or any(each.startswith(f"{group}.{name}.") for each in known):
+        return ""
+    found = sorted(path for folder in folders for path in folder.glob("*/*.yaml") if path.stem == name)
+    return f"; {found[0].parent.name}={name} brings that callback" if found else ""
 
 
 def _line_of_file(name: str, override: str | None, cause: Exception, known: list[str], folders: Sequence[Path]) -> str:

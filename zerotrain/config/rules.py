@@ -124,3 +124,22 @@ GROUPS = Rule(
     "names, each with patterns and what differs, such as {head: {match: lm_head.*, lr: 1e-4}}, or null",
     lambda value: value is None or (isinstance(value, dict) and all(_is_group(*each) for each in value.items())),
 )
+
+
+def listed(value: Any) -> list[Any]:
+    """A list as it is, and one of a value alone."""
+    return value if isinstance(value, list) else [value]
+
+
+OBJECTIVE = Rule(
+    "a number of result.json or a metric of an evaluation, such as val_accuracy, or a list of them",
+    lambda value: bool(listed(value)) and all(isinstance(each, str) and each for each in listed(value)),
+)
+DIRECTION = Rule(
+    "minimize or maximize, or a list with one for each objective",
+    lambda value: bool(listed(value)) and all(each in ("minimize", "maximize") for each in listed(value)),
+)
+PRUNER = Rule(
+    "a class of optuna.pruners with its arguments, {_target_: ..., argument: ...}",
+    lambda value: isinstance(value, dict) and isinstance(value.get("_target_"), str),
+)

@@ -4,6 +4,7 @@ import hashlib
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,8 @@ from zerotrain.files.printable import printable
 from zerotrain.report.curves import Curve
 from zerotrain.report.reading import JobFiles, read_jobs
 from zerotrain.report.values import at, cell, first_line, number, numbers_at, shortened
+from zerotrain.training.figures.objective import value_in
+from zerotrain.training.request import PRUNER
 
 KINDS = ("parameters", "gradients", "optimizer", "offloaded")
 """Kinds of bytes that a rank holds at rest."""
@@ -21,6 +24,8 @@ OF_A_RESUMED_RUN = "checkpoint.resume"
 NOT_FINITE = "the gradient was not finite"
 """Begins the error of a run that train.on_nonfinite has ended."""
 MAX_LABEL = 60
+COLUMN = {"val_loss": "final_val_loss"}
+"""Columns of objectives that have another name."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,7 +35,7 @@ class Row:
     job: str
     folder: Path
     status: str
-    """completed, diverged, failed, stopped or running; unfinished where nothing says more."""
+    """completed, pruned, diverged, failed, stopped or running; unfinished where nothing says more."""
     settings: dict[str, Any]
     """Those that differ between the jobs, by their dotted names."""
     overrides: list[str]
@@ -60,18 +65,29 @@ class Report:
     rows: list[Row]
     settings: list[str]
     """The names of the settings that differ, those of command lines first."""
+    objective: str | None = None
+    """The column that `sweep.objective` names; None where jobs have different ones."""
+    rises: bool = False
+    """Whether the most of it is the best."""
 
     @cached_property
     def loss(self) -> str:
-        """The column of the loss that jobs are compared by."""
+        """The column that jobs are compared by: the objective, or a loss."""
+        if self.objective is not None and any(row[self.objective] is not None for row in self.rows):
+            return self.objective
         has_val = any(row["final_val_loss"] is not None for row in self.rows)
         return "final_val_loss" if has_val else "final_train_loss"
+
+    @property
+    def loss_name(self) -> str:
+        """It as people call it."""
+        return {"final_val_loss": "validation loss", "final_train_loss": "training loss"}.get(self.loss, self.loss)
 
     @cached_property
     def ranked(self) -> list[Row]:
         """The completed jobs with a loss, the best first."""
         known = [row for row in self.rows if row.status == "completed" and row[self.loss] is not None]
-        return sorted(known, key=lambda row: row[self.loss] or 0.0)
+        return sorted(known, key=lambda row: row[self.loss] or 0.0, reverse=self.rises and self.loss == self.objective)
 
     @cached_property
     def telling(self) -> list[str]:
@@ -108,8 +124,15 @@ def read_report(folder: Path, run_dirs: Sequence[Path] | None = None) -> Report:
 def report_of(jobs: Sequence[JobFiles], title: str) -> Report:
     """The report of jobs that were read."""
     names = _differing(jobs)
-    rows = [_row(job, names) for job in jobs]
-    return Report(title=printable(title, keep=""), rows=rows, settings=names)
+    objective, rises = _objective(jobs)
+    rows = [_row(job, names, objective) for job in jobs]
+    return Report(
+        title=printable(title, keep=""),
+        rows=rows,
+        settings=names,
+        objective=objective and COLUMN.get(objective, objective),
+        rises=rises,
+    )
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
@@ -130,7 +153,24 @@ def value_text(name: str, value: Any) -> str:
     return text.rpartition(".")[2] or text if name.endswith("_target_") else text
 
 
-def _row(job: JobFiles, names: Sequence[str]) -> Row:
+def _objective(jobs: Sequence[JobFiles]) -> tuple[str | None, bool]:
+    """The first objective of the sweep, and whether the most of it is the best."""
+    given = {
+        (str(_first(job.settings.get("sweep.objective"))), _first(job.settings.get("sweep.direction")) == "maximize")
+        for job in jobs
+        if job.settings.get("sweep.objective")
+    }
+    if len(given) != 1:
+        return None, False
+    [(name, rises)] = given
+    return (name, rises) if name == printable(name, keep="") and len(name) <= MAX_LABEL else (None, False)
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else value
+
+
+def _row(job: JobFiles, names: Sequence[str], objective: str | None) -> Row:
     result = job.result
     known = job.settings or _given(result["overrides"])
     settings = {name: _plain(known[name]) for name in names if name in known}
@@ -143,7 +183,7 @@ def _row(job: JobFiles, names: Sequence[str]) -> Row:
         overrides=[printable(each, keep="") for each in overrides],
         command=printable(shlex.join(["python", "-m", "zerotrain", *overrides]), keep=""),
         error=first_line(result["error"]),
-        figures=_figures(result),
+        figures=_figures(result, objective),
         weights_sha256=None if result["weights_sha256"] is None else shortened(result["weights_sha256"], 64),
         config_hash=None if result["config_hash"] is None else shortened(result["config_hash"], 64),
         but_for_seed=_but_for_seed(job.settings),
@@ -152,8 +192,8 @@ def _row(job: JobFiles, names: Sequence[str]) -> Row:
     )
 
 
-def _figures(result: dict[str, Any]) -> dict[str, float | None]:
-    """The columns of numbers: losses in nats, times in ms and s, bytes of rank 0."""
+def _figures(result: dict[str, Any], objective: str | None) -> dict[str, float | None]:
+    """The columns of numbers: losses in nats, times in ms and s, bytes of rank 0, and the objective."""
     memory, theory = numbers_at(result, "memory_bytes"), numbers_at(result, "memory_bytes", "theory")
     found: dict[str, Any] = {
         "ranks": result["world_size"] or None,
@@ -166,12 +206,18 @@ def _figures(result: dict[str, Any]) -> dict[str, float | None]:
         **{f"theory_{kind}_nbytes": theory.get(kind) for kind in KINDS},
         "peak_nbytes": memory.get("peak"),
     }
+    if objective is not None and COLUMN.get(objective, objective) not in found:
+        with suppress(LookupError):
+            found[objective] = None
+            found[objective] = number(value_in(result, objective))
     return {name: None if name.endswith("nbytes") and value and value < 0 else value for name, value in found.items()}
 
 
 def _status(job: JobFiles) -> str:
     """The status, which tells a run whose loss became nan or infinite: result.json has null for those."""
     result = job.result
+    if result["status"] == "stopped" and result["stopped_by"] == PRUNER:
+        return "pruned"
     if result["status"] == "failed" and NOT_FINITE in (result["error"] or ""):
         return "diverged"
     no_val = result["final_val_loss"] is None and len(job.val.loss) > 0

@@ -37,6 +37,7 @@ from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 from zerotrain.training.callbacks.ema import EMA
 from zerotrain.training.figures.flops import ModelFlops, count_flops
 from zerotrain.training.figures.metrics import device_peak_flops
+from zerotrain.training.pruning import Pruning, Trial
 from zerotrain.training.sameness.deterministic import make_deterministic
 
 ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
@@ -62,6 +63,7 @@ def run(
     restarts: int = 0,
     stage: int | None = None,
     tell: Tell = tell_log,
+    trial: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
@@ -76,6 +78,7 @@ def run(
         restarts: repeated in result.json too.
         stage: to build the engine at, which the first of `resume_from` is due to go on at; None: the run's first.
         tell: see `World.from_environment`.
+        trial: arguments of `zerotrain.training.pruning.Trial`; None: nobody prunes this run.
     """
     if config.train.deterministic:
         make_deterministic()
@@ -84,7 +87,7 @@ def run(
     facts = {"stage": stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
     with words_of_config(), join_ranks(config, tell) as world:
         enter(f"building {config.model.get('_target_')}")
-        told = {"run_facts": facts, "begin": begin, "data_checked": data_checked}
+        told = {"run_facts": facts, "begin": begin, "data_checked": data_checked, "pruning": _pruning(trial, world)}
         trainer = _trainer(config, world, run_dir, stage, resume_from, **told)
         enter(f"training {config.model.get('_target_')}")
         return trainer.run()
@@ -205,6 +208,14 @@ def _settings(config: Config, virtual_ranks: int) -> dict[str, Any]:
     values["train"]["virtual_ranks"] = virtual_ranks
     values["launch"]["threads_per_rank"] = torch.get_num_threads()
     return values
+
+
+def _pruning(trial: Mapping[str, Any] | None, world: World) -> Pruning | None:
+    """On rank 0 alone, which has the pruner."""
+    if trial is None or world.rank > 0:
+        return None
+    told = Trial(**trial)
+    return Pruning(told, build("sweep.pruner", told.pruner))
 
 
 def build_collate(config: Config) -> Callable[[list[Any]], Any] | None:

@@ -18,10 +18,21 @@ from unittest.mock import patch
 
 from zerotrain.testing.limits import HANG_S
 
-_PRELOADED = ("torch._dynamo", "zerotrain.api", "zerotrain.models", "zerotrain.training", "hydra", "pytest")
+_PRELOADED = (
+    "torch._dynamo",
+    "zerotrain.api",
+    "zerotrain.config.schema",
+    "zerotrain.models",
+    "zerotrain.training",
+    "hydra",
+    "psutil",
+    "pytest",
+)
 """Imported once by the fork server and not by each rank, which takes 1.5 s: the first step of an optimizer imports
 torch._dynamo.
 """
+_PRELOADED_AS_HERE = ("peft", "torchmetrics", "transformers")
+"""Likewise, where this process has imported them: each rank of a test of theirs would take 1 to 2 s."""
 GRACE_S = 30.0
 """A rank that has lost another one is told of only if no cause comes from another rank within this: it may be heard
 before the rank that died (seen under load)."""
@@ -47,7 +58,7 @@ def run_ranks(
     """
     # Forking a process that has run torch's thread pools can hang; a fork server has run none.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
+    context.set_forkserver_preload([*_PRELOADED, *(name for name in _PRELOADED_AS_HERE if name in sys.modules)])
     _start_fork_server()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")

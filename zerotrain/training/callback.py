@@ -16,7 +16,7 @@ from zerotrain.files.printable import printable
 from zerotrain.training.figures.metrics import StepClock
 from zerotrain.training.figures.report import say
 from zerotrain.training.figures.result import RunResult
-from zerotrain.training.request import ASKED, Request
+from zerotrain.training.request import ASKED, PRUNER, Request
 
 
 class Callback:
@@ -176,7 +176,7 @@ class CallbackList:
         named = [(f"callbacks.{name}", each) for name, each in own.items()]
         entries = [("", each) for each in before] + named + [("", each) for each in after]
         self._entries = [_Entry(*each) for each in entries if each[1].ranks == "all" or world.rank == 0]
-        self.names = (ASKED, *(name for name, _ in named))
+        self.names = (ASKED, PRUNER, *(name for name, _ in named))
         """All who may ask for a stop."""
         self._of_moment = {
             moment: [each for each in self._entries if _overrides(each.callback, moment)]

@@ -74,6 +74,7 @@ def callbacks_of(
             collate=given.collate_fn,
             metrics=metrics_in(given.callbacks, OF_VALIDATION),
         ),
+        *([] if given.pruning is None else [given.pruning]),
         checkpoints.best,
         checkpoints,
         Control(given.run_dir / CONTROL_NAME, world, console),

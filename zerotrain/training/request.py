@@ -15,6 +15,8 @@ STOP = SAVE << 4
 """Times the place, from 1 on, that the one who asks for a stop has among the names."""
 ASKED = "control.yaml"
 """The first of the names."""
+PRUNER = "sweep.pruner"
+"""The second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class Request:
         """The name of the signal, or of the one who has asked for the stop; None: the run goes on."""
         return signal.Signals(self.signal).name if self.signal else str(self.stop) if self.stop else None
 
-    def encoded(self, names: Sequence[str] = (ASKED,)) -> int:
+    def encoded(self, names: Sequence[str] = (ASKED, PRUNER)) -> int:
         """The number that tells this to the other ranks.
 
         Args:
@@ -64,7 +66,7 @@ def _may_be_asked_for(asked: Any) -> bool:
     return asked is None or Natural(3).problem(asked) is None
 
 
-def decoded(numbers: Sequence[int], names: Sequence[str] = (ASKED,)) -> Request:
+def decoded(numbers: Sequence[int], names: Sequence[str] = (ASKED, PRUNER)) -> Request:
     """The joint request of all ranks: each has sent its number with a step. The lowest rank with a wish for a stage or
     a stop is followed. SIGINT counts if signals differ, as when Ctrl-C comes to a run that a scheduler stops: the run
     is to exit as by it.

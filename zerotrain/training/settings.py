@@ -77,5 +77,7 @@ class TrainerSettings:
     """When to save, and what to go on from; None: neither."""
     settings: Mapping[str, Any] | None = None
     """The run's settings as checkpoints note them: nested dicts of values that JSON can hold."""
+    pruning: Callback | None = None
+    """Ends a job of a sweep that is worse than the others: `zerotrain.training.pruning`."""
     callbacks: Mapping[str, Callback] = field(default_factory=dict)
     """The user's own by name, the same on all ranks; they are called in this order."""

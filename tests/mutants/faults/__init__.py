@@ -10,6 +10,7 @@ from tests.mutants.faults import (
     export,
     feeds,
     gradient,
+    groups,
     habits,
     launching,
     lengths,
@@ -31,6 +32,7 @@ from tests.mutants.faults import (
     starts,
     state,
     step,
+    studies,
     texts,
     tokens,
     trust,
@@ -43,6 +45,7 @@ FAULTS: dict[str, Fault] = {
         comm,
         shared,
         gradient,
+        groups,
         weights,
         schedule,
         state,
@@ -67,13 +70,13 @@ FAULTS: dict[str, Fault] = {
         texts,
         refusals,
         rhythms,
-        rhythms,
         trust,
         rows,
         saves,
         ends,
         feeds,
         averages,
+        studies,
     )
     for name, fault in room.FAULTS.items()
 }

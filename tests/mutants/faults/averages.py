@@ -49,6 +49,13 @@ FAULTS = {
         "the start of a run promises less memory than it takes",
         OF_AVERAGE,
     ),
+    "average-not-offloaded": Fault(
+        "engine/buckets/parts/kept.py",
+        '        if self.average is not None:\n            yield "average", self.average\n',
+        "",
+        "the average of an offloaded state stays in the device's memory",
+        OF_AVERAGE,
+    ),
     "average-trained": Fault(
         AVERAGE,
         "        if self.is_in_use:\n",

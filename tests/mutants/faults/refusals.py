@@ -5,7 +5,10 @@ from tests.mutants.fault import Fault
 TOGETHER, COLLECTIVES = "engine/state/together.py", "comm/collectives.py"
 OF_TOGETHER = ("unit/engine/state/test_together.py",)
 OF_REFUSALS = ("unit/engine/test_refusals.py",)
-OF_ALL_CALLS = ("distributed/test_refusals.py::test_three_ranks_with_micro_batches_go_on_likewise",)
+OF_ALL_CALLS = (
+    "distributed/test_refusals.py"
+    "::test_after_each_refusal_training_goes_on_with_the_bits_of_a_run_that_was_never_refused",
+)
 OF_GROUPS = ("unit/comm/test_process_groups.py",)
 
 FAULTS = {

@@ -123,7 +123,7 @@ def build(
     world: zerotrain.World, kind: Kind, stage: int, *, seed: int = 0, bucket_mb: float = 0.004, **how: Any
 ) -> zerotrain.ZeroEngine:
     with _ONE_SEED_AT_A_TIME:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model = kind.model()
     zero = zerotrain.ZeroConfig(stage=stage, bucket_mb=bucket_mb, reduction="ordered")
     return zerotrain.build_engine(

@@ -57,6 +57,7 @@ def trained_nbytes(engine: zerotrain.ZeroEngine) -> int:
     "the bits of training without; the checkpoint is the state at the begin, bit for bit",
 )
 @pytest.mark.parametrize(("kind", "stage", "size"), PLACES)
+@pytest.mark.thinned(3)
 def test_training_beside_a_save_comes_to_the_same_bits_and_the_state_at_its_begin_is_saved(
     kind: str, stage: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +283,7 @@ WRITES: dict[str, Callable[[torch.nn.Parameter], object]] = {
 @pytest.mark.parametrize(
     ("stage", "precision"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
 )
+@pytest.mark.thinned(2)
 def test_a_weight_that_is_written_beside_a_save_is_saved_as_it_was_or_the_save_fails_with_its_name(
     stage: int, precision: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

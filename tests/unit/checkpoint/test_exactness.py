@@ -39,6 +39,7 @@ def train_virtually(engine: zerotrain.ZeroEngine, *steps: int) -> None:
     "same bits as the run that never stopped",
 )
 @pytest.mark.parametrize(("index", "saving", "loading"), [(i, *pair) for i, pair in enumerate(SHARED)], ids=str)
+@pytest.mark.thinned(2)
 def test_a_run_goes_on_at_any_placement_to_the_bits_of_the_one_that_never_stopped(
     index: int, saving: tuple[int, int], loading: tuple[int, int], tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ DIAGONAL = [(kind, *PAIRS[(index + more) % 6]) for index, kind in enumerate(KIND
     "the same state, bit for bit, and one step more is the same",
 )
 @pytest.mark.parametrize(("kind", "saving", "loading"), DIAGONAL, ids=str)
+@pytest.mark.thinned(2)
 def test_another_stage_number_of_ranks_and_size_of_buckets_goes_on_as_the_run_that_saved(
     kind: str, saving: tuple[int, int], loading: tuple[int, int], tmp_path: Path
 ) -> None:

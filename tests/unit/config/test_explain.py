@@ -6,6 +6,8 @@ import pytest
 
 from zerotrain.config.explain import composition_problems
 
+CONF = Path(__file__).resolve().parents[3] / "conf"
+
 
 @pytest.mark.parametrize(
     ("override", "line"),
@@ -68,8 +70,7 @@ def test_a_refused_override_gets_one_line_that_helps(compose, override, line):
 
 @pytest.mark.parametrize("chosen", ["tensorboard", "[early_stopping,tensorboard]"])
 def test_a_choice_of_another_group_is_told(compose, chosen):
-    conf = Path(__file__).resolve().parents[3] / "conf"
-    [line] = composition_problems([f"callbacks={chosen}"], compose, is_sweep=False, folders=[conf])
+    [line] = composition_problems([f"callbacks={chosen}"], compose, is_sweep=False, folders=[CONF])
     assert "; did you mean logger=tensorboard?; there are early_stopping" in line
 
 
@@ -98,6 +99,14 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
             "model={_target_:torch.nn.Linear,in_features:3}",
             "model.in_features: there is no such setting; +model.in_features=... adds it",
         ),
+        (
+            "callbacks.early_stopping.patience=2",
+            "callbacks.early_stopping.patience: there is no such setting; callbacks=early_stopping brings that",
+        ),
+        (
+            "callbacks.tensorboard.max_queue=3",
+            "callbacks.tensorboard.max_queue: there is no such setting; logger=tensorboard brings that callback",
+        ),
         ("hydra/launcher=rq", "hydra/launcher=rq: is not installed; pip install hydra-rq-launcher; there"),
         ("hydra/sweeper=ax", "hydra/sweeper=ax: is not installed; pip install hydra-ax-sweeper; there"),
         ("data.path='a${b'", "data.path='a${b': ${ begins a reference and needs a } to close it"),
@@ -112,7 +121,7 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
     ],
 )
 def test_the_inner_key_is_named_and_what_is_not_installed(compose, override: str, line: str):
-    [said] = composition_problems([override], compose, is_sweep=False)
+    [said] = composition_problems([override], compose, is_sweep=False, folders=[CONF])
     assert said.startswith(line)
 
 

@@ -4,7 +4,7 @@ import torch
 from zerotrain.device.cpu import Cpu
 from zerotrain.device.cuda import Cuda
 from zerotrain.device.device import lies_on_host
-from zerotrain.device.kinds import device_of, num_gpus
+from zerotrain.device.kinds import device_of, num_gpus, seed_torch
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,12 @@ def test_there_are_as_many_gpus_as_torch_can_use() -> None:
 def test_only_values_in_the_memory_of_the_host_lie_there() -> None:
     assert lies_on_host(torch.zeros(2))
     assert not lies_on_host(torch.zeros(2, device="meta"))
+
+
+def test_torch_draws_what_it_draws_after_its_own_way_to_seed():
+    number = 2**64 - 3
+    torch.manual_seed(number)
+    wanted = torch.rand(4)
+    seed_torch(number)
+    assert torch.equal(torch.rand(4), wanted)
+    assert torch.initial_seed() == number

@@ -79,6 +79,7 @@ def trained(world: World, stage: int, place: Any, compiled: Any) -> dict[str, to
 )
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.thinned(2)
 def test_a_compiled_function_that_calls_the_engine_trains_as_one_that_is_not(place: Any, stage: int) -> None:
     torch._dynamo.reset()
     plain = trained(alone(), stage, place, lambda function: function)

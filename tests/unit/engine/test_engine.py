@@ -18,6 +18,7 @@ MOMENTUM: Any = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 @pytest.mark.parametrize("nasty", [{}, {"late_rank": 0}, {"late_rank": 1, "done_rank": 0}], ids=str)
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.thinned(2)
 def test_three_ranks_train_to_the_bits_of_plain_pytorch_and_issue_the_same_in_the_same_order(
     stage: int, prefetch: int, nasty: dict[str, int]
 ) -> None:

@@ -76,6 +76,7 @@ CASES += [(call, place % len(SETTINGS), torch.no_grad) for place, call in enumer
     "within `inference_mode` or `no_grad`",
 )
 @pytest.mark.parametrize(("call", "settings", "mode"), CASES)
+@pytest.mark.thinned(2)
 def test_a_call_within_a_mode_without_gradients_comes_to_the_bits_of_one_outside(
     call: str, settings: int, mode: Any, tmp_path: Path
 ) -> None:

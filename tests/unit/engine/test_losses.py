@@ -103,6 +103,7 @@ def rows_of_text(step: int, rank: int) -> list[tuple[tuple[torch.Tensor, ...], f
     "trained by `model=huggingface` with the model's own coefficient; a coefficient without it is refused",
 )
 @EVERYWHERE
+@pytest.mark.thinned(2, first=1)
 def test_the_balancing_loss_of_a_mixture_of_experts_is_trained_as_transformers_weighs_it(
     stage: int, size: int, precision: str
 ) -> None:

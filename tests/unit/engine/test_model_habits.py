@@ -66,6 +66,7 @@ def images(step: int, rank: int) -> list[tuple[tuple[torch.Tensor, ...], float]]
     ("stage", "size", "precision"),
     [(stage, size, precision) for stage in range(4) for size in (2, 3) for precision in ("fp32", "bf16", "fp16")],
 )
+@pytest.mark.thinned(5)
 def test_batch_norms_of_all_kinds_are_kept_in_fp32_without_being_named(stage: int, size: int, precision: str) -> None:
     expected = in_plain_pytorch(Convnet, images, size, precision, batch_norms_in_fp32)
     assert_same(on_ranks(Convnet, images, size, stage, precision), expected)
@@ -175,6 +176,7 @@ def encoder() -> nn.Module:
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @EVERYWHERE
+@pytest.mark.thinned(3)
 def test_an_encoder_gives_zeros_at_padded_places_in_evaluation_as_in_plain_pytorch(
     stage: int, size: int, precision: str
 ) -> None:

@@ -53,6 +53,7 @@ COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
 )
 @EVERYWHERE
 @pytest.mark.parametrize("name", COPIES)
+@pytest.mark.thinned(2)
 def test_a_copy_of_the_module_is_a_plain_module_with_the_weights_of_now(
     name: str, stage: int, size: int, precision: str
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_copy_of_the_module_is_a_plain_module_with_the_weights_of_now(
     "as in plain PyTorch; at stage 3 inside `with torch.no_grad(), engine.forward_scope()`",
 )
 @EVERYWHERE
+@pytest.mark.thinned(3)
 def test_an_average_of_the_weights_is_that_of_plain_pytorch(stage: int, size: int, precision: str) -> None:
     """What AveragedModel does, of a model in the compute precision."""
 

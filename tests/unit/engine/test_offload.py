@@ -78,6 +78,7 @@ def trained(world: zerotrain.World, kind: Kind, stages: Sequence[int], offload: 
         for place, size in enumerate((1, 2 + index % 2))
     ],
 )
+@pytest.mark.thinned(3)
 def test_wherever_it_lies_and_whatever_the_stage_the_bits_are_the_same(
     kind: str, size: int, where: str, tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_wherever_it_lies_and_whatever_the_stage_the_bits_are_the_same(
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", ["hard parameters, AdamW", "Muon and AdamW, bf16"])
+@pytest.mark.thinned(2)
 def test_a_checkpoint_goes_from_any_place_to_any_other(kind: str, stage: int, tmp_path: Path) -> None:
     """Saved beside the training, which goes on meanwhile, with a disk too slow for it."""
 

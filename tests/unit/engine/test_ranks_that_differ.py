@@ -196,6 +196,7 @@ def test_ranks_that_differ_have_one_order_with_a_bucket_for_each_parameter(make:
 
 @pytest.mark.parametrize("bucket_mb", [0.002, 0.02])
 @pytest.mark.parametrize("make", SMALL)
+@pytest.mark.thinned(2)
 def test_ranks_that_differ_have_one_order_with_larger_buckets_and_accumulation(
     make: type[nn.Module], bucket_mb: float
 ) -> None:

@@ -43,6 +43,7 @@ PLACES = [(kind, size) for index, kind in enumerate(KINDS) for size in ((1, 2), 
     "the bits of a fixed stage, after each step; bytes held as at that stage",
 )
 @pytest.mark.parametrize(("kind", "size"), PLACES)
+@pytest.mark.thinned(2)
 def test_the_stage_changes_in_mid_run_and_the_bits_do_not(kind: str, size: int) -> None:
     def fixed(world: zerotrain.World, stage: int) -> tuple[list[str], Any, Any, Any]:
         """As many steps at the stage that comes last; what rests at the others is known after two."""

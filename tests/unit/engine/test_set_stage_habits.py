@@ -235,6 +235,7 @@ WITHIN_A_STEP: dict[Callable[[zerotrain.ZeroEngine], str], str] = {
     ("attempt", "size", "accumulate"),
     [(each, size, "local") for each in WITHIN_A_STEP for size in (1, 2)] + [(while_it_accumulates, 2, "reduced")],
 )
+@pytest.mark.thinned(3)
 def test_within_a_step_it_is_refused_and_the_next_step_works(
     attempt: Callable[[zerotrain.ZeroEngine], str], size: int, accumulate: str
 ) -> None:

@@ -89,6 +89,7 @@ def plain(size: int) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.case("optimizers", "two engines against each other (GAN)", "same bits, see below")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.thinned(2, first=1)
 def test_a_generator_and_its_critic_train_as_in_plain_pytorch(size: int, precision: str) -> None:
     """To the bit; in bf16 the stages alike, and as plain PyTorch in fp32 but for rounding."""
     expected = plain(size)

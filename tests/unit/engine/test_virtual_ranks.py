@@ -56,6 +56,7 @@ def train(engine: zerotrain.ZeroEngine) -> None:
         (6, "fp32", 3, True),
     ],
 )
+@pytest.mark.thinned(2)
 def test_any_number_of_ranks_comes_to_the_bits_of_plain_pytorch(
     virtual_ranks: int, precision: str, stage: int, muon: bool
 ) -> None:

@@ -146,6 +146,7 @@ def require_equal(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 )
 @EVERYWHERE
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.thinned(2)
 def test_weights_written_between_steps_are_trained_on(
     write: Callable[[nn.Module], None], stage: int, size: int, precision: str
 ) -> None:

@@ -65,6 +65,7 @@ def test_the_command_of_a_job_is_one_for_a_shell(tmp_path: Path):
         ({"status": "failed", "error": "TrainingError: the gradient was not finite; lower"}, [5.0], "diverged"),
         ({"status": "failed", "error": "the disk is full"}, [5.0, None], "failed"),
         ({"status": "stopped", "final_val_loss": None}, [5.0, None], "stopped"),
+        ({"status": "stopped", "stopped_by": "sweep.pruner"}, [5.0], "pruned"),
     ],
 )
 def test_a_loss_that_is_no_number_is_told_as_diverged(tmp_path: Path, fields, losses, status):
@@ -193,3 +194,37 @@ def test_a_journal_that_names_folders_outside_or_is_damaged_is_passed_over(tmp_p
 def test_a_config_that_cannot_be_read_is_none(tmp_path: Path, content: bytes):
     (job(tmp_path / "0") / "config.yaml").write_bytes(content)
     assert read_report(tmp_path).rows[0].status == "completed"
+
+
+def compared_by(folder: Path, objective: str, direction: str = "minimize") -> None:
+    """Let a job's config say what its sweep compares."""
+    with (folder / "config.yaml").open("a") as file:
+        file.write(f"sweep:\n  objective: {objective}\n  direction: {direction}\n")
+
+
+def test_the_objective_of_the_sweep_tells_the_best_job(tmp_path: Path):
+    for place, (accuracy, sent) in enumerate([(0.5, 30), (0.7, 20), (None, 10)]):
+        metrics = {"val_accuracy": accuracy} if accuracy else None
+        job(tmp_path / str(place), val_metrics=metrics, comm_bytes_per_step={"sent": sent}, final_val_loss=1.0 + place)
+    for objective, direction, best, value in [
+        ("val_accuracy", "maximize", ["1", "0"], 0.7),
+        ("[val_accuracy, steps]", "[maximize, minimize]", ["1", "0"], 0.7),
+        ("comm_bytes_per_step.sent", "minimize", ["2", "1", "0"], 10),
+        ("val_loss", "maximize", ["2", "1", "0"], 3.0),
+        ("final_val_loss", "minimize", ["0", "1", "2"], 1.0),
+        ("val_unknown", "maximize", ["0", "1", "2"], 1.0),
+    ]:
+        for place in range(3):
+            config = tmp_path / f"{place}/config.yaml"
+            config.write_text(config.read_text().partition("sweep:")[0])
+            compared_by(tmp_path / str(place), objective, direction)
+        told = read_report(tmp_path)
+        assert [row.job for row in told.ranked] == best, objective
+        assert told.ranked[0][told.loss] == value
+        assert "sweep.objective" not in told.settings
+
+
+def test_jobs_of_different_objectives_are_compared_by_their_loss(tmp_path: Path):
+    for place, objective in enumerate(("tokens_per_s", "steps")):
+        compared_by(job(tmp_path / str(place)), objective, "maximize")
+    assert read_report(tmp_path).loss == "final_val_loss"

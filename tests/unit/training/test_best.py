@@ -113,6 +113,7 @@ class KilledError(Exception):
     under="`checkpoint.best`: the best evaluation is neither the first nor the last, saves wait or not",
 )
 @pytest.mark.parametrize("step", range(3, NUM_STEPS + 1))
+@pytest.mark.thinned(3)
 def test_a_run_that_dies_goes_on_with_what_was_the_best(start, step):
     whole = start("whole", checkpoint=policy(every_steps=1))
     whole.run()

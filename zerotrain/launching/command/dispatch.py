@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.config.interpolation import quoted
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.terminal import code_of, outlast_readers, with_output_written
 from zerotrain.launching.command.command_line import is_sweep, problems_with, put_options_last
@@ -19,7 +20,8 @@ from zerotrain.launching.end import exits
 from zerotrain.launching.end.signals import end_with_parent
 from zerotrain.launching.start.imports import importing
 from zerotrain.launching.sweep import table
-from zerotrain.launching.sweep.driver import find_latest
+from zerotrain.launching.sweep.driver import driven, find_latest
+from zerotrain.launching.sweep.study import StudyError, StudyIsFullError
 
 
 def dispatch(main: Callable[[], None], conf: Path) -> NoReturn:
@@ -113,7 +115,7 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
             )
             return exits.CONFIG_PROBLEM
         find_latest(sys.argv)
-        main()
+        _run_to_its_end(main)
         code = exits.COMPLETED
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would cut off the table of the sweep
@@ -121,6 +123,9 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
         code = exits.of_signal(signal.SIGINT)
     except SystemExit as ending:
         code = code_of(ending)
+    except StudyError as error:
+        print(error, file=sys.stderr)
+        code = exits.FAILED
     except ConfigError as error:
         print(error, file=sys.stderr)
         code = exits.CONFIG_PROBLEM
@@ -131,3 +136,13 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
             print(problem, file=sys.stderr)
         code = exits.CONFIG_PROBLEM if problems else exits.FAILED
     return with_output_written(table.report(code))
+
+
+def _run_to_its_end(main: Callable[[], None]) -> None:
+    """Run Hydra; again, where other drivers of a study have left fewer trials than were its own to run."""
+    while True:
+        try:
+            return main()
+        except StudyIsFullError:
+            if (found := driven()) is not None and not any(each.startswith("hydra.sweep.dir=") for each in sys.argv):
+                sys.argv.insert(1, f"hydra.sweep.dir={quoted(str(found[0].folder))}")  # the default has the time in it

@@ -29,8 +29,8 @@ def require_alone(config: Config | None) -> None:
         return
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("plan.only: got true in a sweep; a plan is of one run and shows all stages: leave out -m")
-    if RankEnvironment.read() is not None:
-        raise ConfigError("plan.only: got true under torchrun; a plan starts no rank: use python launch.py")
+    if (ranks := RankEnvironment.read()) is not None:
+        raise ConfigError(f"plan.only: got true under {ranks.starter}; a plan starts no rank: use python launch.py")
 
 
 def planned(config: Config, ranks: Ranks, run_dir: Path, shown: Path) -> int:

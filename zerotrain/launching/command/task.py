@@ -39,24 +39,25 @@ from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.torchrun import job_exchange, run_here
 from zerotrain.launching.sweep.driver import joined
 from zerotrain.launching.sweep.journal import JournalError
-from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member
+from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, named_by_trial
 from zerotrain.launching.sweep.slots import devices_of_own
 from zerotrain.run.preflight import check as preflight
 from zerotrain.run.preflight.length import length_given
 from zerotrain.run.preflight.room import file_problems, in_memory, is_on_host
 from zerotrain.training.callbacks.stages import stage_at, stages_named
 from zerotrain.training.figures.result import RESULT_NAME, read_result
+from zerotrain.training.request import PRUNER
 
 MAX_TRACEBACK = 20_000
 """Characters."""
 
 
-def run_job(composed: DictConfig) -> float | None:
+def run_job(composed: DictConfig) -> Value:
     """Run one job, alone or of a sweep.
 
     Returns:
-        The final validation loss in nats. None where it is no number, or the job of a sweep has failed: to a sweeper
-        that is a failed trial, after which it goes on. Optuna's ends with the first nan, and with an exception.
+        In a sweep `sweep.objective`, else the final validation loss in nats. None where it is no number, or the job
+        of a sweep has failed: to a sweeper that is a failed trial, after which it goes on.
 
     Raises:
         SystemExit: the job, alone, has failed; a signal has ended it, and with it the sweep; or too many have failed.
@@ -88,11 +89,14 @@ def run_job(composed: DictConfig) -> float | None:
     return result["final_val_loss"]
 
 
-def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> float | None:
-    read, overrides = _read(composed), _given(hydra)
-    require_alone(read.config)
+def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> Value:
+    require_alone(_read(composed).config)
+    sweep = joined(Path(hydra.sweep.dir).absolute())
     subdir = OmegaConf.to_container(hydra, resolve=False)["sweep"]["subdir"]  # type: ignore[index, call-overload]
-    member = Member(joined(Path(hydra.sweep.dir).absolute()), hydra.job.num, overrides, read.config)
+    if sweep.study is not None:
+        named = named_by_trial(sweep.study, named, hydra, subdir == BY_NUMBER)
+    read, overrides = _read(composed), _given(hydra)
+    member = Member(sweep, hydra.job.num, overrides, read.config)
     member.require_hope()
     with ExitStack() as stack:
         try:
@@ -109,7 +113,7 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> float | None
                 stack.enter_context(devices_of_own(member.sweep, read.config))
             if not member.sweep.shows_all:
                 stack.enter_context(printed_to(place.run_dir / JOB_LOG))
-            result, signum = _run(composed, read, place.run_dir, overrides, member.begin)
+            result, signum = _run(composed, read, place.run_dir, overrides, member.begin, member.trial)
         except JournalError:
             raise
         except Exception as error:
@@ -118,13 +122,14 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> float | None
         except BaseException:
             member.end_stopped()
             raise
+    value = None
     if result is not None:
-        member.end(result)
+        value = member.end(result)
         if result["stopped_by"] is not None:
             _print_place(result, shown_from(Path.cwd(), place.run_dir))
         _end_as_stopped(result, signum)
     member.require_hope()
-    return None if result is None else result["final_val_loss"]
+    return value
 
 
 def _told(error: Exception, run_dir: Path) -> ZeroTrainError:
@@ -139,8 +144,11 @@ def _told(error: Exception, run_dir: Path) -> ZeroTrainError:
 
 
 def _end_as_stopped(result: dict[str, Any], signum: int) -> None:
-    """End this process where a signal has stopped its job, and with it the sweep."""
+    """End this process where a signal or control.yaml has stopped its job, and with it the sweep. A job that ended by
+    itself, as EarlyStopping or a pruner wants it, ends no other."""
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    if is_sweep and not signum and (result["stopped_by"] or "").startswith((f"{CALLBACKS}.", PRUNER)):
+        return
     if result["stopped_by"] is not None:
         signum = signum or getattr(signal.Signals, result["stopped_by"], 0)  # by control.yaml is by no signal
     if is_sweep and signum == signal.SIGINT:
@@ -188,11 +196,13 @@ def _run(
     run_dir: Path,
     overrides: list[str],
     begin: Callable[[], None] = lambda: None,
+    trial: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], int]:
     """The body of result.json, and the signal to stop that has come to this process; 0 for none.
 
     Args:
         begin: called once all is checked, before the ranks start.
+        trial: see `Job.trial`.
     """
     ranks = RankEnvironment.read()
     restarts = 0 if ranks is None else num_restarts()
@@ -227,6 +237,7 @@ def _run(
         data_checked=data_checked,
         resume_from=resume_from,
         restarts=restarts,
+        trial=trial,
     )
     if restarts:
         job = going_on(job)
@@ -326,7 +337,9 @@ def _settings(read: _ReadConfig, run_dir: Path, ranks: RankEnvironment | None) -
         config.launch.device = device
     wanted = config.launch.nproc_per_node
     if ranks is not None and wanted not in (None, started.num_local):
-        problems.append(f"launch.nproc_per_node: got {wanted}; torchrun has started {started.num_local}; leave it out")
+        problems.append(
+            f"launch.nproc_per_node: got {wanted}; {ranks.starter} has started {started.num_local}; leave it out"
+        )
     # A number of ranks that cannot be has no files to count, and a plan opens none.
     if not problems and is_on_host(config) and not config.plan.only:
         problems += file_problems(started.num_ranks)

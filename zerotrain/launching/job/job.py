@@ -28,6 +28,7 @@ _OF_A_RANK = re.compile(r"[0-9]+\.(log|state|error\.json(\.[0-9a-f]+\.tmp)?)|end
 _JOB = {
     "config": dict, "run_dir": str, "overrides": [str], "data_checked": (dict, None), "resume_from": [str],
     "restarts": Natural(), "stage": (int, None), "evaluates": (dict, None),
+    "trial": (dict, None),
 }  # fmt: skip
 """Schema of the job that is sent to ranks in other processes."""
 
@@ -51,6 +52,8 @@ class Job:
     """ZeRO stage that its ranks build their engine at; None: the run's first."""
     evaluates: dict[str, Any] | None = None
     """The evaluation, as arguments of `zerotrain.run.evaluating.run`; None: the job trains."""
+    trial: dict[str, Any] | None = None
+    """What a pruner needs to know, as arguments of `zerotrain.training.pruning.Trial`; None: there is none."""
 
     @cached_property
     def config_hash(self) -> str:

@@ -120,7 +120,7 @@ def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment
     Args:
         overrides: the run's own.
         run_dir: as it is to be written.
-        ranks: of torchrun, where that has started them; None: they were started by us.
+        ranks: of torchrun or srun, where that has started them; None: they were started by us.
         more: settings that are to be others.
     """
     program, _, of_module = sys.argv[0].rpartition("python ")
@@ -128,7 +128,9 @@ def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment
     starter = "python"
     if ranks is not None:
         is_one_machine = ranks.local_world_size == ranks.world_size
-        starter = f"torchrun --nproc-per-node {ranks.world_size}" if is_one_machine else "torchrun ..."
+        number = {"torchrun": "--nproc-per-node", "srun": "--ntasks"}[ranks.starter]
+        starter = f"{ranks.starter} {f'{number} {ranks.world_size}' if is_one_machine else '...'}"
+        starter += " python" if ranks.starter == "srun" else ""
     replaced = (*_OF_RESUMING, *(f"{each.partition('=')[0]}=" for each in more))
     if any(each.startswith("train.max_steps=") for each in more):
         replaced += tuple(f"train.{name}=" for name in LENGTHS)  # a run has one length

@@ -90,6 +90,7 @@ def _do(job: Job, presence: Presence, rank: int) -> dict[str, Any]:
         job.restarts,
         job.stage,
         tell,
+        job.trial,
     )
 
 

@@ -1,6 +1,9 @@
 """The process that drives a sweep, and those that run its jobs. Imports no torch."""
 
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +11,18 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from zerotrain.config.schema import SweepConfig
+from zerotrain.config.suggest import did_you_mean
+from zerotrain.config.targets import target_problems
+from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
+from zerotrain.files.printable import printable
+from zerotrain.launching.end import exits
 from zerotrain.launching.sweep.journal import JOURNAL_NAME, SweepJournal, note_earlier_results
-from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.launching.sweep.study import begin_study, has_study
+from zerotrain.launching.sweep.sweep import Sweep, objective_of
 from zerotrain.launching.sweep.telling import Teller
+from zerotrain.settings import settings_in
 
 LATEST = "hydra.sweep.dir=latest"
 _driven: list[tuple[Sweep, Teller]] = []
@@ -29,18 +40,77 @@ class SweepFolder(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """The first job is about to start."""
+        sweep = None
         # A ${...} that leads nowhere, a range without a step, no launcher: Hydra is about to say so.
         with suppress(OmegaConfBaseException, ValueError, AttributeError):
             folder = Path(config.hydra.sweep.dir).absolute()
             if not SweepJournal(folder).nbytes:
                 note_earlier_results(folder)
-            self.sweep = Sweep.of(config)
+            sweep = Sweep.of(config)
+        if sweep is not None:
+            for _, teller in _driven:  # of a study that begins again
+                teller.end()
+            self.sweep = _with_study(sweep, config)
             _driven.append((self.sweep, Teller(self.sweep)))
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """A job is about to start, in this process."""
         if self.sweep is not None:
             _joined[:] = [self.sweep]
+
+
+def _with_study(sweep: Sweep, config: DictConfig) -> Sweep:
+    """The sweep with its study, where Optuna chooses its jobs. Ends the process where that cannot be: of another
+    exception Hydra would make a warning."""
+    try:
+        if problems := list(_objective_problems(config)):
+            raise ConfigError(*problems)
+        return replace(sweep, study=begin_study(config, sweep)) if has_study(config) else sweep
+    except (ConfigError, ImportError) as error:
+        said = str(error)
+    except Exception as error:  # of whatever database it is
+        said = f"hydra.sweeper.storage: the study cannot be used: {type(error).__name__}: {error}".partition("\n")[0]
+    print(printable(said), file=sys.stderr)
+    raise SystemExit(exits.CONFIG_PROBLEM)
+
+
+def _objective_problems(config: DictConfig) -> Iterator[str]:
+    """A line for each thing that is wrong with what the jobs are compared by, as far as nobody need train for it."""
+    given = SweepConfig(**objective_of(config))
+    settings = settings_in(given, "sweep.")
+    if refused := [
+        setting.must_be(name, value, word) for name, setting, value in settings if not setting.allows(value)
+    ]:
+        yield from refused
+        return
+    names, directions, pruner = given.objectives, given.directions, given.pruner
+    if len(names) != len(directions):
+        yield f"sweep.direction: got {len(directions)} for {len(names)} objectives; give one for each, or one for all"
+    if len(names) > 1 and not has_study(config):
+        yield f"sweep.objective: got {len(names)}; several need hydra/sweeper=optuna; give one"
+    if names != [SweepConfig.objective] or pruner is not None:
+        from zerotrain.training.figures.objective import in_evaluation, known_names, may_be_known  # imports torch
+
+        for name in names:
+            if not may_be_known(name):
+                known = known_names()
+                yield (
+                    f"sweep.objective: got {name}; there is no such value{did_you_mean(name, known)}; there are "
+                    f"{', '.join(known)}, and val_NAME of a metric"
+                )
+        if pruner is not None and len(names) == 1 and in_evaluation(names[0]) is None:
+            yield (
+                f"sweep.objective: got {names[0]}, which no evaluation measures, with sweep.pruner; give val_loss or "
+                "another metric, or leave the pruner out"
+            )
+    if pruner is None:
+        return
+    if not has_study(config):
+        yield "sweep.pruner: needs hydra/sweeper=optuna; leave it out, or give that"
+    elif len(names) > 1:
+        yield f"sweep.pruner: got one for {len(names)} objectives; Optuna prunes by one; leave it out"
+    else:
+        yield from target_problems(pruner, name="sweep.pruner")
 
 
 def joined(folder: Path) -> Sweep:

@@ -23,6 +23,7 @@ from zerotrain.files.untrusted import FilePath, Natural, OneOf, Optional, Untrus
 JOURNAL_NAME = "sweep.jsonl"
 RESULT_NAME = "result.json"
 COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING = "completed", "diverged", "failed", "stopped", "running"
+PRUNED = "pruned"
 BEGUN, ENDED, TAKEN, REFUSED = "begun", "ended", "taken", "refused"
 _MAX_NBYTES = 2**28
 _MAX_RESULT_NBYTES = 2**26
@@ -35,9 +36,10 @@ _SCHEMA = {
     "pid": Natural(),
     "host": str,
     "time": float,
-    "status": OneOf((COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING, None)),
+    "status": OneOf((COMPLETED, DIVERGED, FAILED, STOPPED, RUNNING, PRUNED, None)),
     "error": (str, None),
     "final_val_loss": (float, None),
+    "value": Optional((float, None)),
 }
 _OF_A_RESULT = {
     "status": OneOf((COMPLETED, FAILED, STOPPED)),
@@ -67,6 +69,8 @@ class JobEvent:
     """Null of a job that has begun."""
     error: str | None = None
     final_val_loss: float | None = None
+    value: float | None = None
+    """The first of the sweep's objectives."""
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     time: float = field(default_factory=time.time)
@@ -184,7 +188,7 @@ class SweepJournal:
                 self._num_read += len(line) + 1
                 with suppress(UntrustedFileError, TypeError):
                     said = parse_json(line, _SCHEMA)
-                    self._events.append((self._num_read, JobEvent(**{name: said[name] for name in _SCHEMA})))
+                    self._events.append((self._num_read, JobEvent(**{name: said.get(name) for name in _SCHEMA})))
         return [event for end, event in self._events if end > start]
 
 

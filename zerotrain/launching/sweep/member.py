@@ -1,9 +1,11 @@
 """One job of a sweep, in the process that runs it: it takes its place, and says in the journal what becomes of it."""
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+
+from omegaconf import read_write
 
 from zerotrain.config.compose import config_hash
 from zerotrain.config.schema import EVALUATES, Config
@@ -17,6 +19,7 @@ from zerotrain.launching.sweep.journal import (
     DIVERGED,
     ENDED,
     FAILED,
+    PRUNED,
     REFUSED,
     RUNNING,
     STOPPED,
@@ -24,10 +27,14 @@ from zerotrain.launching.sweep.journal import (
     JobEvent,
 )
 from zerotrain.launching.sweep.places import JobPlace, WantedPlace, outcome, take_place
+from zerotrain.launching.sweep.study import Study
 from zerotrain.launching.sweep.sweep import Sweep
+from zerotrain.training.figures.objective import in_evaluation, value_in
 
 BY_NUMBER = "${hydra:job.num}"
 """The default of hydra.sweep.subdir."""
+Value = float | list[float] | None
+"""The objective of a job, or several; None of a job without one."""
 JOB_LOG = "job.log"
 """Gets what a job prints that is not shown."""
 
@@ -79,14 +86,25 @@ class Member:
                 return place
             await_free(place.run_dir)
 
-    def leave(self, place: JobPlace) -> float | None:
-        """The job is left as it is: it is done, or another process runs it. Return its loss."""
+    def leave(self, place: JobPlace) -> Value:
+        """The job is left as it is: it is done, or another process runs it. Return its value."""
         if place.taken is None:
             self._say(TAKEN, place.run_dir, RUNNING)
             return None
         status = outcome(place.taken, self._said_before(place.run_dir))
-        self._say(TAKEN, place.run_dir, status, loss=place.taken["final_val_loss"])
-        return place.taken["final_val_loss"] if status == COMPLETED else None
+        value, _ = self._value(place.taken, status)
+        self._say(TAKEN, place.run_dir, status, loss=place.taken["final_val_loss"], value=value)
+        return value
+
+    @property
+    def trial(self) -> dict[str, Any] | None:
+        """What a pruner needs to know, as arguments of `zerotrain.training.pruning.Trial`; None: there is none."""
+        study, config = self.sweep.study, self._config
+        if study is None or config is None or config.sweep.pruner is None:
+            return None
+        metric = in_evaluation(self.sweep.objectives[0])
+        pruner = config.sweep.pruner
+        return {"url": study.url, "study": study.name, "number": self._number, "metric": metric, "pruner": pruner}
 
     def begin(self) -> None:
         """Its ranks are about to start."""
@@ -94,13 +112,16 @@ class Member:
         self._has_begun = True
         self._say(BEGUN, self.run_dir)
 
-    def end(self, result: dict[str, Any]) -> None:
-        """It has ended with this result."""
+    def end(self, result: dict[str, Any]) -> Value:
+        """It has ended with this result. Return its value."""
         assert self.run_dir is not None
         assert self._config is not None
         has_lost = result["final_val_loss"] is None and EVALUATES.holds(self._config, result["world_size"])
         status = outcome(result, DIVERGED if has_lost else None)
-        self._say(ENDED, self.run_dir, status, error=result["error"], loss=result["final_val_loss"])
+        value, problem = self._value(result, status)
+        error = result["error"] or problem
+        self._say(ENDED, self.run_dir, status, error=error, loss=result["final_val_loss"], value=value)
+        return value
 
     def end_failed(self, error: ZeroTrainError, named: Path) -> None:
         """It has failed, or was refused."""
@@ -113,12 +134,32 @@ class Member:
         if self._has_begun and self.run_dir is not None:
             self._say(ENDED, self.run_dir, STOPPED, error="stopped by a signal")
 
+    def _value(self, result: dict[str, Any], status: str) -> tuple[Value, str | None]:
+        """What a sweeper gets of a job, a list where there are several objectives, and why it gets nothing though the
+        job did well. A trial without a value has failed."""
+        if status not in (COMPLETED, PRUNED, STOPPED):
+            return None, None
+        try:
+            values = [value_in(result, name) for name in self.sweep.objectives]
+        except LookupError as error:
+            return None, f"sweep.objective: {error.args[0]}"
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            return None, None
+        return (known[0] if len(known) == 1 else known), None
+
     def _said_before(self, run_dir: Path) -> str | None:
         events = [event for event in self.sweep.journal.events() if self.sweep.folder / event.folder == run_dir]
         return events[-1].status if events else None
 
     def _say(
-        self, event: str, run_dir: Path, status: str | None = None, error: str | None = None, loss: float | None = None
+        self,
+        event: str,
+        run_dir: Path,
+        status: str | None = None,
+        error: str | None = None,
+        loss: float | None = None,
+        value: Value = None,
     ) -> None:
         self.sweep.journal.append(
             JobEvent(
@@ -130,7 +171,20 @@ class Member:
                 status=status,
                 error=error,
                 final_val_loss=loss,
+                value=value[0] if isinstance(value, list) else value,
             )
         )
         if self.sweep.is_driven_here and (found := driven()) is not None:
             found[1].look()
+
+
+def named_by_trial(study: Study, named: Path, hydra: Any, by_number: bool) -> Path:
+    """The folder of a job that has the number of its trial: that counts on where Hydra begins again with 0."""
+    with read_write(hydra):
+        hydra.job.num = study.trials[hydra.job.num]
+        if by_number and named.name != str(hydra.job.num):
+            with suppress(OSError):  # Hydra has made it; it stays where it holds something
+                named.rmdir()
+            named = named.with_name(str(hydra.job.num))
+            hydra.runtime.output_dir = str(named)
+    return named

@@ -16,9 +16,20 @@ from zerotrain.files.untrusted import UntrustedFileError
 from zerotrain.launching.job.earlier import holds
 from zerotrain.launching.job.folder_lock import FolderInUseError, holding_job, locked
 from zerotrain.launching.job.job import CONFIG_NAME
-from zerotrain.launching.sweep.journal import COMPLETED, DIVERGED, FAILED, REFUSED, STOPPED, Book, Identity, JobEvent
+from zerotrain.launching.sweep.journal import (
+    COMPLETED,
+    DIVERGED,
+    FAILED,
+    PRUNED,
+    REFUSED,
+    STOPPED,
+    Book,
+    Identity,
+    JobEvent,
+)
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.training.figures.result import RESULT_NAME, read_result
+from zerotrain.training.request import PRUNER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +60,7 @@ class WantedPlace:
 
 
 def outcome(result: dict[str, Any], said: str | None = None) -> str:
-    """The status of a job by its result.json: completed, diverged, failed or stopped.
+    """The status of a job by its result.json: completed, pruned, diverged, failed or stopped.
 
     Args:
         said: its status in the journal, which knows whether there was an evaluation whose loss may be no number.
@@ -57,6 +68,8 @@ def outcome(result: dict[str, Any], said: str | None = None) -> str:
     status, lost = str(result["status"]), result["final_val_loss"] is None
     if status == FAILED and f" {TrainingError.__name__}: " in (result["error"] or ""):
         return DIVERGED
+    if status == STOPPED and result["stopped_by"] == PRUNER:
+        return PRUNED
     no_number = result["final_train_loss"] is None or (lost and said == DIVERGED)
     return DIVERGED if status == COMPLETED and no_number else status
 
@@ -150,7 +163,7 @@ def _judged(wanted: WantedPlace, run_dir: Path, last: JobEvent | None) -> JobPla
         return going_on
     status = outcome(result, None if last is None else last.status)
     keeps_failed = wanted.sweep.again == "none" or not wanted.may_move
-    if status == COMPLETED or (status == DIVERGED and result["status"] == COMPLETED and keeps_failed):
+    if status in (COMPLETED, PRUNED) or (status == DIVERGED and result["status"] == COMPLETED and keeps_failed):
         return JobPlace(run_dir=run_dir, taken=result)
     if status in (FAILED, DIVERGED) and wanted.sweep.again == "none":
         return JobPlace(run_dir=run_dir, taken=result)

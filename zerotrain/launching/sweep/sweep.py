@@ -14,12 +14,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from zerotrain.config.schema import SweepConfig
 from zerotrain.launching.sweep.journal import ENDED, FAILED, Identity, JobEvent, SweepJournal
+from zerotrain.launching.sweep.study import Study
 
 FEW = 4
 """Jobs of which all that they print is shown."""
 _NOT_HASHED = ("launch.", "checkpoint.")
 _BASIC = ("hydra._internal.core_plugins.basic_launcher.", "hydra._internal.core_plugins.basic_sweeper.")
 _SETTINGS = ("again", "diverged", "max_failures_in_a_row", "output")
+_GRID = "optuna.samplers.GridSampler"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,11 @@ class Sweep:
     """Whether the driver runs the jobs itself, one after the other."""
     num_at_once: int = 1
     """Jobs that a machine runs side by side, each with devices of its own; 1: each has all."""
+    objectives: tuple[str, ...] = (SweepConfig.objective,)
+    directions: tuple[str, ...] = (SweepConfig.direction,)
+    """Of each objective. The first one tells the best job."""
+    study: Study | None = None
+    """Of Optuna; None: there is none."""
     driver: tuple[int, str] = field(default_factory=lambda: (os.getpid(), socket.gethostname()))
     """Its process and machine."""
     begun_s: float = field(default_factory=time.time)
@@ -61,12 +68,15 @@ class Sweep:
         is_basic = [str(config.hydra[each].get("_target_", "")).startswith(_BASIC) for each in ("launcher", "sweeper")]
         total = None if total is None or num is None else total * num
         settings = {name: OmegaConf.select(config, f"sweep.{name}") for name in _SETTINGS}
+        compared = SweepConfig(**objective_of(config))
         num_jobs = OmegaConf.select(config, "sweep.jobs") or config.hydra.launcher.get("n_jobs") or 1
         return cls(
             folder=folder,
             start=SweepJournal(folder).nbytes,
             swept=(*swept, *more),
-            total=total if is_basic[1] else config.hydra.sweeper.get("n_trials"),
+            total=total if is_basic[1] else _num_trials(config.hydra.sweeper, total),
+            objectives=tuple(compared.objectives),
+            directions=tuple(compared.directions),
             waits=not is_basic[1],
             in_driver=is_basic[0],
             num_at_once=num_jobs if num_jobs > 0 else os.cpu_count() or 1,
@@ -98,6 +108,14 @@ class Sweep:
         """The events of its jobs since it was begun."""
         return self.journal.events(self.start)
 
+    def events_to_count(self) -> list[JobEvent]:
+        """Those of its jobs: of a study also before it was begun, as the sweeper does not ask for them again."""
+        return self.events() if self.study is None else self.journal.events()
+
+    def value_of(self, event: JobEvent) -> float | None:
+        """The first objective of a job; None where it is not known, or no number."""
+        return event.final_val_loss if self.objectives[0] == SweepConfig.objective else event.value
+
     def identity(self, config_hash: str | None, overrides: list[str]) -> Identity:
         """The settings that tell one of its jobs from the others."""
         keys = tuple(key for key in self.swept if key.startswith(_NOT_HASHED))
@@ -105,6 +123,22 @@ class Sweep:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "journal"}
+
+
+def _num_trials(sweeper: DictConfig, num_in_grid: int | None) -> int | None:
+    """How many jobs a sweeper of a plugin runs; None where nobody knows."""
+    wanted = sweeper.get("n_trials")
+    is_grid = OmegaConf.select(sweeper, "sampler._target_") == _GRID
+    return min(wanted, num_in_grid) if wanted is not None and is_grid and num_in_grid is not None else wanted
+
+
+def objective_of(config: DictConfig) -> dict[str, Any]:
+    """The settings of `sweep` that say what its jobs are compared by, as given."""
+    found = {name: OmegaConf.select(config, f"sweep.{name}") for name in ("objective", "direction", "pruner")}
+    known = {name: value for name, value in found.items() if value is not None}
+    return {
+        name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for name, value in known.items()
+    }
 
 
 def _grid(overrides: list[str]) -> tuple[list[str], int | None]:

@@ -16,7 +16,7 @@ from zerotrain.files.untrusted import UntrustedFileError
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.folder_lock import is_in_use
 from zerotrain.launching.sweep.driver import driven
-from zerotrain.launching.sweep.journal import COMPLETED, DIVERGED, FAILED, REFUSED, RUNNING, JobEvent
+from zerotrain.launching.sweep.journal import COMPLETED, DIVERGED, FAILED, PRUNED, REFUSED, RUNNING, STOPPED, JobEvent
 from zerotrain.launching.sweep.sweep import Sweep
 
 _SHORT_HASH = 12
@@ -41,7 +41,10 @@ def report(code: int) -> int:
         print_table(results, Console())
         write_report(sweep.folder)
     counts = Counter(result["status"] for result in results.values())
-    if counts and counts[COMPLETED] < max(len(results), sweep.total or 0):
+    num_done = counts[COMPLETED] + counts[PRUNED]
+    if sweep.study is not None:  # which runs no failed trial again
+        num_done = len(results) - counts[STOPPED] - counts[RUNNING]
+    if counts and num_done < max(len(results), sweep.total or 0):
         shown = sweep.folder.relative_to(Path.cwd()) if sweep.folder.is_relative_to(Path.cwd()) else sweep.folder
         print(f"to go on: the same command with hydra.sweep.dir={shown}, which takes completed jobs as they are")
     has_failed = counts[FAILED] or (counts[DIVERGED] and sweep.diverged == "fail")
@@ -62,7 +65,7 @@ def write_report(folder: Path) -> None:
 def read_results(sweep: Sweep) -> dict[str, dict[str, Any]]:
     """The body of the result.json of each job that was begun, taken or refused since the sweep was begun, in the order
     of their numbers: by number, and folder where that has another name. `status` is the job's, as of now."""
-    last = {(event.job, event.folder): event for event in sweep.events()}
+    last = {(event.job, event.folder): event for event in sweep.events_to_count()}
     labels = {key: str(key[0]) if str(key[0]) == key[1] else f"{key[0]} in {key[1]}" for key in sorted(last)}
     return {label: _result_of(sweep, last[key]) for key, label in labels.items()}
 

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
+from zerotrain.config.schema import SweepConfig
 from zerotrain.files.printable import duration, printable
 from zerotrain.files.terminal import LastingStream
-from zerotrain.launching.sweep.journal import BEGUN, ENDED, FAILED, REFUSED, RUNNING, STOPPED, TAKEN, JobEvent
+from zerotrain.launching.sweep.journal import BEGUN, ENDED, FAILED, PRUNED, REFUSED, RUNNING, STOPPED, TAKEN, JobEvent
 from zerotrain.launching.sweep.sweep import Sweep
 
 _LOOK_EVERY_S = 0.2
@@ -28,19 +29,25 @@ class Teller:
         self._out, self._err = (_copy_of(descriptor) for descriptor in (1, 2))
         self._last: dict[tuple[int, str], JobEvent] = {}
         """The last line of each job."""
-        self._num_told = 0
-        self._lock = threading.Lock()
+        self._num_run = self._num_told = 0
+        events = sweep.events_to_count()
+        for event in events[: len(events) - len(sweep.events())]:  # of a study, before it went on
+            self._last[event.job, event.folder] = event
+        self._lock, self._is_done = threading.Lock(), False
         if not sweep.in_driver:
             threading.Thread(target=self._watch, name="sweep-teller", daemon=True).start()
 
     def look(self) -> None:
         """Tell what is new."""
         with self._lock:
+            if self._is_done:
+                return
             events = self._sweep.events()
             for event in events[self._num_told :]:
                 self._num_told += 1
                 self._last[event.job, event.folder] = event
-                if event.error and event.event in (ENDED, REFUSED) and event.status != STOPPED:
+                self._num_run += event.event == ENDED
+                if event.error and event.event in (ENDED, REFUSED) and event.status not in (STOPPED, PRUNED):
                     self._print(self._err, f"job {event.job}: {printable(event.error, _MAX_ERROR)}")
                 self._print(self._out, " ".join(self._line(event)))
                 if event.status == FAILED and self._sweep.gives_up_after(events[: self._num_told]):
@@ -51,8 +58,13 @@ class Teller:
                         "sweep.max_failures_in_a_row=0 goes on whatever fails",
                     )
 
+    def end(self) -> None:
+        """Tell what is new, and then no more: another one goes on."""
+        self.look()
+        self._is_done = True
+
     def _watch(self) -> None:
-        while True:
+        while not self._is_done:
             time.sleep(_LOOK_EVERY_S)
             self.look()
 
@@ -69,8 +81,9 @@ class Teller:
             yield f"is taken as it lies in {printable(event.folder, keep='')}: {event.status}"
         else:
             yield "refused" if event.event == REFUSED else str(event.status)
-        if event.final_val_loss is not None:
-            yield f"with loss {event.final_val_loss:.4f}"
+        name = self._sweep.objectives[0]
+        if (value := self._sweep.value_of(event)) is not None:
+            yield f"with {'loss' if name == SweepConfig.objective else printable(name, keep='')} {_figures(value)}"
         yield f"({', '.join(self._sums())})"
 
     def _sums(self) -> Iterator[str]:
@@ -79,19 +92,26 @@ class Teller:
         yield f"{len(done)}/{total}" if total else f"{len(done)} done"
         if num_failed := sum(event.status == FAILED for event in done):
             yield f"{num_failed} failed"
-        losses = [(event.final_val_loss, event.job) for event in done if event.final_val_loss is not None]
-        if losses:
-            loss, job = min(losses)
-            yield f"best {loss:.4f} job {job}"
-        num_run = sum(event.event == ENDED for event in done)
-        if total and total > len(done) and num_run:
-            left_s = (time.time() - self._sweep.begun_s) / num_run * (total - len(done))
+        if num_pruned := sum(event.status == PRUNED for event in done):
+            yield f"{num_pruned} pruned"
+        sign = -1 if self._sweep.directions[0] == "maximize" else 1
+        compared = [event for event in done if event.status != PRUNED]
+        values = [(sign * value, event.job) for event in compared if (value := self._sweep.value_of(event)) is not None]
+        if values:
+            value, job = min(values)
+            yield f"best {_figures(sign * value)} job {job}"
+        if total and total > len(done) and self._num_run:
+            left_s = (time.time() - self._sweep.begun_s) / self._num_run * (total - len(done))
             yield f"{duration(left_s)} left"
 
     def _print(self, stream: TextIO, line: str) -> None:
         sys.stdout.flush()
         stream.write(f"{line}\n")
         stream.flush()
+
+
+def _figures(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def _copy_of(descriptor: int) -> TextIO:

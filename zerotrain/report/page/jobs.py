@@ -59,7 +59,7 @@ def jobs_section(report: Report) -> Markup:
     by_loss = len(report.rows) > NUM_IN_ORDER and len(report.ranked) > 1
     others = [row for row in report.rows if row not in report.ranked]
     table = _Table(report=report, rows=[*report.ranked, *others] if by_loss else report.rows)
-    sorted_by = COLUMNS[report.loss] if by_loss else None
+    sorted_by = COLUMNS.get(report.loss) if by_loss else None
     notes = ["\N{BLACK STAR} is the best job; the best number of a column has the colour."] if table.compares else []
     notes += ["Small numbers are ratios to the row that is 1.00."] if table.compares else []
     more = len(report.settings) - MAX_SETTINGS

@@ -80,8 +80,7 @@ def _figures(report: Report) -> list[tuple[str, str, str]]:
     found = []
     if report.ranked:
         best = report.ranked[0]
-        loss = "validation" if report.loss == "final_val_loss" else "training"
-        found.append((f"Best {loss} loss", f"{best[report.loss]:.4f}", _of(report, best)))
+        found.append((f"Best {report.loss_name}", f"{best[report.loss]:.4f}", _of(report, best)))
     for title, value, sign, shown in _KINDS:
         known = [row for row in report.ranked if value(row)]
         if known:

@@ -43,7 +43,7 @@ def parallel_section(report: Report) -> Markup:
     values = [float(row[report.loss] or 0.0) for row in rows]
     losses = scale_of(values, usual=values)
     ticks = [(losses.part(tick), in_short(tick)) for tick in losses.ticks()]
-    axes.append(Axis("val loss" if report.loss == "final_val_loss" else "train loss", "low is best", {}, ticks))
+    axes.append(Axis(report.loss_name, "high is best" if report.rises else "low is best", {}, ticks))
     best = rows[: max(1, len(rows) // BEST_PART)]
     lines = []
     for row in reversed(rows):

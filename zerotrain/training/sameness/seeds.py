@@ -4,7 +4,8 @@ import hashlib
 import random
 
 import numpy as np
-import torch
+
+from zerotrain.device.kinds import seed_torch
 
 _NUMPY_SEEDS = 1 << 32
 
@@ -20,6 +21,6 @@ def seed_leaf(seed: int, step: int, virtual_rank: int, micro_batch: int) -> None
     """
     place = f"{seed} {step} {virtual_rank} {micro_batch}"
     number = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8])
-    torch.manual_seed(number)
+    seed_torch(number)
     random.seed(number)
     np.random.seed(number % _NUMPY_SEEDS)

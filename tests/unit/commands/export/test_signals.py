@@ -35,6 +35,7 @@ run_command(main)
     [((signal.SIGTERM,), 143), ((signal.SIGHUP,), 129), ((signal.SIGINT, signal.SIGINT, signal.SIGTERM), 130)],
     ids=["SIGTERM", "SIGHUP", "Ctrl-C, again and again"],
 )
+@pytest.mark.thinned(3, first=1)
 def test_a_signal_leaves_nothing_and_what_was_there(
     signals: tuple[signal.Signals, ...], code: int, run: Path, tmp_path: Path
 ) -> None:

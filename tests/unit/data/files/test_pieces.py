@@ -64,6 +64,7 @@ def tokens_of(request):
     "tokenised in pieces of at most 64 kB, with the tokens of one piece",
 )
 @pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.thinned(3)
 def test_the_pieces_of_a_document_have_the_tokens_of_the_whole(text: str, tokens_of, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_NBYTES", SMALL_NBYTES)
     document = TEXTS[text].encode()

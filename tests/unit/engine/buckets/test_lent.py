@@ -87,6 +87,7 @@ def optimizer_of(update: Any, *, whole: bool = False) -> type[Habit]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("whole", [False, True], ids=["in parts", "whole"])
 @pytest.mark.parametrize(("update", "stage", "size"), CASES)
+@pytest.mark.thinned(2)
 def test_what_replaces_weights_or_keeps_gradients_trains_as_in_plain_pytorch(
     update: Any, stage: int, size: int, whole: bool, precision: str
 ) -> None:

@@ -98,6 +98,7 @@ def changing(world: World, optimizer: Any, folder: Path) -> dict[str, torch.Tens
 )
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("optimizer", TAKEN)
+@pytest.mark.thinned(2, first=1)
 def test_what_is_kept_in_state_and_groups_goes_on_over_every_change_as_in_plain_pytorch(
     optimizer: Any, size: int, tmp_path: Path
 ) -> None:

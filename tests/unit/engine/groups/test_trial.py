@@ -39,6 +39,7 @@ def declared(kind: type[Own]) -> type[Own]:
 @pytest.mark.case("optimizers", "an optimizer of your own, element by element", "same bits")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", FITTING)
+@pytest.mark.thinned(2, first=1)
 def test_what_fits_trains_at_every_stage_as_in_plain_pytorch(kind: type[Own], size: int) -> None:
     def on_a_rank(world: World, stage: int) -> dict[str, torch.Tensor]:
         engine = engine_on(world, optimizer=kind, zero={"stage": stage})

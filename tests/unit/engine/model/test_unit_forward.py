@@ -97,6 +97,7 @@ class CheckpointsItself(Energies):
 )
 @pytest.mark.parametrize("zero", [{}, {"prefetch": 0}, {"prefetch": 2}, {"overlap": False}, {"stage": 2}], ids=str)
 @pytest.mark.parametrize(("model", "by_engine"), [(Energies, True), (CheckpointsItself, False), (Energies, False)])
+@pytest.mark.thinned(2)
 def test_gradients_taken_in_a_forward_that_is_computed_again_are_those_of_plain_pytorch(
     model: type[nn.Module], by_engine: bool, zero: dict[str, Any]
 ) -> None:

@@ -98,6 +98,7 @@ def test_the_order_of_a_step(zero: dict[str, Any], expected: list[str]) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("make", [OneLinearOfOneRank, EveryBlockOnAnotherRank, Mixture])
+@pytest.mark.thinned(2, first=1)
 def test_both_groups_have_one_order_on_all_ranks_whatever_gradients_each_has(
     make: Callable[[], nn.Module], size: int
 ) -> None:

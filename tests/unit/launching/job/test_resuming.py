@@ -106,11 +106,21 @@ def test_how_far_a_run_of_epochs_goes_is_told_by_the_data():
             (2, 4),
             "torchrun ... launch.py hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto",
         ),
+        (
+            ["launch.py"],
+            (2, 2, "srun"),
+            "srun --ntasks 2 python launch.py hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto",
+        ),
+        (
+            ["launch.py"],
+            (2, 4, "srun"),
+            "srun ... python launch.py hydra.run.dir=out a=1 train.max_steps=8 checkpoint.resume=auto",
+        ),
     ],
 )
 def test_the_command_to_go_on_is_that_of_the_run_and_says_where(monkeypatch, argv, ranks, command):
     monkeypatch.setattr(sys, "argv", argv)
     overrides = ["a=1", "train.num_epochs=4", "++train.max_tokens=4", "train.max_steps=null"]
     overrides += ["+checkpoint.resume=x", "hydra.run.dir=else", "launch.overwrite=true"]
-    started = ranks and RankEnvironment(0, ranks[1], 0, ranks[0])
+    started = ranks and RankEnvironment(0, ranks[1], 0, ranks[0], starter=ranks[2] if ranks[2:] else "torchrun")
     assert resuming.command_to_go_on(overrides, Path("out"), started, "train.max_steps=8") == command

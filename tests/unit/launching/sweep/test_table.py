@@ -10,6 +10,7 @@ from zerotrain.launching.end import exits
 from zerotrain.launching.job.folder_lock import locked
 from zerotrain.launching.sweep import driver, table
 from zerotrain.launching.sweep.journal import JobEvent, SweepJournal
+from zerotrain.launching.sweep.study import Study
 from zerotrain.launching.sweep.sweep import Sweep
 from zerotrain.launching.sweep.table import print_table, read_results
 from zerotrain.launching.sweep.telling import Teller
@@ -209,3 +210,52 @@ def test_the_override_that_lets_a_sweep_go_on_tells_no_job_from_another(tmp_path
     write(tmp_path, 0, overrides=["seed=0"])
     write(tmp_path, 1, overrides=["seed=1", "checkpoint.resume=auto"])
     assert "checkpoint.resume" not in table_of(tmp_path)
+
+
+def test_the_best_job_is_told_by_the_objective_and_pruned_ones_are_counted(tmp_path: Path, capfd):
+    sweep = sweep_in(tmp_path, total=4, objectives=("val_accuracy",), directions=("maximize",))
+    teller = Teller(sweep)
+    values = [("completed", 0.5), ("completed", 0.75), ("pruned", 0.9), ("completed", 0.6)]
+    for job, (status, value) in enumerate(values):
+        given = {
+            "job": job,
+            "folder": str(job),
+            "hash": None,
+            "overrides": [],
+            "error": "x" if status == "pruned" else None,
+        }
+        sweep.journal.append(JobEvent(event="ended", status=status, value=value, final_val_loss=9.0 - job, **given))
+    teller.look()
+    told = capfd.readouterr()
+    assert told.out.splitlines() == [
+        "job 0 completed with val_accuracy 0.5000 (1/4, best 0.5000 job 0, 0 s left)",
+        "job 1 completed with val_accuracy 0.7500 (2/4, best 0.7500 job 1, 0 s left)",
+        "job 2 pruned with val_accuracy 0.9000 (3/4, 1 pruned, best 0.7500 job 1, 0 s left)",
+        "job 3 completed with val_accuracy 0.6000 (4/4, 1 pruned, best 0.7500 job 1)",
+    ]
+    assert told.err == ""
+
+
+def test_of_a_study_all_trials_are_counted_also_those_of_drivers_before(tmp_path: Path, capfd):
+    write(tmp_path, 0)
+    write(tmp_path, 1, status="failed", error="the disk is full")
+    study = Study(url="sqlite:///study.db", name="sweep", num_trials=3)
+    sweep = Sweep(folder=tmp_path, start=SweepJournal(tmp_path).nbytes, total=3, study=study)
+    assert list(read_results(sweep)) == ["0", "1"]
+    teller = Teller(sweep)
+    write(tmp_path, 2, final_val_loss=2.0)
+    teller.look()
+    [line] = capfd.readouterr().out.splitlines()
+    assert line.startswith("job 2 completed (3/3, 1 failed")
+    assert list(read_results(sweep)) == ["0", "1", "2"]
+
+
+def test_a_study_that_has_all_its_trials_has_nothing_to_go_on_with(tmp_path: Path, monkeypatch, capsys):
+    write(tmp_path, 0)
+    write(tmp_path, 1, status="failed", error="the disk is full")
+    for total, goes_on in ((2, False), (3, True)):
+        study = Study(url="sqlite:///study.db", name="sweep", num_trials=total)
+        sweep = sweep_in(tmp_path, total=total, study=study)
+        monkeypatch.setattr(driver, "_driven", [(sweep, Teller(sweep))])
+        assert table.report(exits.COMPLETED) == exits.FAILED
+        assert ("to go on: " in capsys.readouterr().out) == goes_on

@@ -39,6 +39,7 @@ from zerotrain.testing.fake_wire import run_threads
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.thinned(2)
 def test_a_file_is_loaded_at_any_placement_as_plain_pytorch_loads_it(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ WRITERS = {"torch.save": in_a_file, "DCP of one process": in_one_piece, "DCP of 
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.thinned(2)
 def test_it_is_loaded_at_any_placement_as_plain_pytorch_loads_it(name: str, writer: str, tmp_path: Path) -> None:
     kind = MODELS[name]
     state = tensors_of(plain(kind, 7))

@@ -45,6 +45,7 @@ EVERYWHERE = pytest.mark.parametrize(
     "loads rank 0's dict at every stage; names and shapes are checked before anything changes",
 )
 @EVERYWHERE
+@pytest.mark.thinned(5)
 def test_what_was_taken_out_trains_on_to_the_same_bits_in_another_engine(stage: int, size: int, precision: str) -> None:
     def on_a_rank(world: World) -> list[str]:
         one = engine_on(world, Kept, zero={"stage": stage}, precision=precision)

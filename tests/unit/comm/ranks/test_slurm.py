@@ -1,0 +1,118 @@
+"""Which rank a task of a Slurm step is: the variables are those that Slurm 22.05 has set for `srun` and `sbatch`."""
+
+import os
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+
+from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.ranks.slurm import variables_of_step
+from zerotrain.errors import ConfigError
+
+STEP = {
+    "SLURM_JOB_ID": "19999",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEPID": "0",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "n[08-09],other",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+"""Of the second task on the second of three nodes."""
+
+
+def test_a_task_of_a_step_of_several_is_the_rank_of_its_number():
+    assert variables_of_step(STEP) == {
+        "RANK": "3",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "n08",
+        "MASTER_PORT": "39999",
+    }
+    last = {"SLURM_PROCID": "4", "SLURM_NODEID": "2", "SLURM_LOCALID": "0", "SLURM_RESTART_COUNT": "1"}
+    of_last = variables_of_step(STEP | last)
+    assert of_last["LOCAL_WORLD_SIZE"] == "1"
+    assert of_last["MASTER_PORT"] == "20000"  # another one after a requeue
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("gpu-a.x,gpu-b.x", "gpu-a.x"),
+        ("n[3,7-9]", "n3"),
+        ("rack[1-2]-n,z", "rack1-n"),
+        ("a1,b[1-2]", "a1"),
+    ],
+)
+def test_the_ranks_meet_on_the_first_node_of_the_step(nodes: str, first: str):
+    assert variables_of_step(STEP | {"SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
+
+
+def test_a_batch_script_a_step_of_one_task_and_a_process_without_slurm_are_no_ranks():
+    batch = {name: value for name, value in STEP.items() if "STEP" not in name} | {"SLURM_NTASKS": "5"}
+    for environment in ({}, batch, STEP | {"SLURM_STEP_NUM_TASKS": "1"}):
+        assert variables_of_step(environment) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"SLURM_PROCID": "5"}, "SLURM_PROCID: got '5'; it must be a whole number from 0 to 4; in a Slurm step"),
+        ({"SLURM_PROCID": None}, "SLURM_PROCID: not set, though this is a task of a Slurm step of several; in a"),
+        ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID: got '2'; it must be a whole number from 0 to 1; "),
+        ({"SLURM_NODEID": "3"}, "SLURM_NODEID: got '3'; it must be a whole number from 0 to 2; "),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS: got 'many'; it must be a whole number from 1 to "),
+        ({"SLURM_STEP_NUM_TASKS": "6"}, "SLURM_STEP_TASKS_PER_NODE: got '2(x2),1'; it must be counts of tasks such as"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x99999999)"}, "SLURM_STEP_TASKS_PER_NODE: got "),
+        ({"SLURM_STEP_TASKS_PER_NODE": "0(x3),5"}, "SLURM_STEP_TASKS_PER_NODE: got "),
+        (
+            {"SLURM_STEP_NODELIST": "[1-3"},
+            "SLURM_STEP_NODELIST: got '[1-3'; it must be names of nodes such as n[01-03]",
+        ),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST: got ''; it must be names of nodes"),
+        ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID: got 'x'; it must be a whole number"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_named_in_one_line(changes: dict[str, str | None], problem: str):
+    environment = {name: value for name, value in (STEP | changes).items() if value is not None}
+    with pytest.raises(ConfigError) as refused:
+        variables_of_step(environment)
+    [line] = refused.value.problems
+    assert line.startswith(problem)
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    """That of the task, of this process until the end of the test: what `read` sets goes with it."""
+    with patch.dict(os.environ, STEP | {"SLURM_STEP_NODELIST": "localhost"}):
+        RankEnvironment.leave()
+        os.environ.update(STEP | {"SLURM_STEP_NODELIST": "localhost"})
+        yield os.environ
+
+
+def test_what_is_set_of_torchruns_variables_comes_first_and_the_others_are_set(environment: dict[str, str]):
+    ranks = RankEnvironment.read()
+    assert ranks == RankEnvironment(3, 5, 1, 2, address="localhost", port=39999, starter="srun")
+    assert (environment["RANK"], environment["LOCAL_RANK"]) == ("3", "1")
+    assert RankEnvironment.read() == ranks
+    del environment["RANK"]
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    ranks = RankEnvironment.read()
+    assert ranks is not None
+    assert (ranks.rank, ranks.address, ranks.port) == (3, "127.0.0.1", 29500)
+    environment |= {"RANK": "4", "TORCHELASTIC_RUN_ID": "none"}  # srun has started torchrun, and that a rank
+    assert RankEnvironment.read() == RankEnvironment(4, 5, 1, 2, address="127.0.0.1", port=29500)
+
+
+def test_a_world_size_of_another_run_is_refused_and_a_process_that_leaves_is_no_rank(environment: dict[str, str]):
+    environment["WORLD_SIZE"] = "2"
+    with pytest.raises(ConfigError, match=r"RANK: got 3; it must be below WORLD_SIZE=2; in a Slurm step srun tells"):
+        RankEnvironment.read()
+    RankEnvironment.leave()
+    assert RankEnvironment.read() is None

@@ -1,0 +1,78 @@
+"""The value by which the jobs of a sweep are compared: a number of result.json, or a metric of the last evaluation."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from zerotrain.files.printable import printable
+from zerotrain.training.figures.result import RunResult
+
+VAL_LOSS = "final_val_loss"
+_OF_AN_EVALUATION = re.compile(r"val_\w+(/.+)?")
+_NUMBERS = tuple(each.name for each in fields(RunResult) if each.type in (int, float | None))
+_OBJECTS = tuple(each.name for each in fields(RunResult) if each.type in (dict[str, int] | None, dict[str, Any] | None))
+_MAX_TOLD = 40
+
+
+def may_be_known(name: str) -> bool:
+    """Whether a result.json may have this value; the metrics of an evaluation are known only when there was one."""
+    if name in _NUMBERS or name.partition(".")[0] in _OBJECTS:
+        return True
+    return _OF_AN_EVALUATION.fullmatch(name) is not None and name not in (each.name for each in fields(RunResult))
+
+
+def known_names() -> list[str]:
+    """The names that do not depend on a run's metrics."""
+    return [*_NUMBERS, "val_loss"]
+
+
+def in_evaluation(name: str) -> str | None:
+    """What an evaluation calls this value; None where none measures it."""
+    if name == VAL_LOSS:
+        return "val_loss"
+    return name if name not in _NUMBERS and _OF_AN_EVALUATION.fullmatch(name) else None
+
+
+def value_in(result: Mapping[str, Any], name: str) -> float | None:
+    """The value in the body of a result.json; None where it is no number.
+
+    Args:
+        name: of a number there, with dots where that lies within an object, such as comm_bytes_per_step.sent; or of a
+            metric of an evaluation, such as val_accuracy, or val_loss/NAME of a source or a further validation set.
+
+    Raises:
+        LookupError: there is no such value, and which there are.
+    """
+    known = _values(result)
+    if name not in known:
+        names = printable(", ".join(list(known)[:_MAX_TOLD]), keep="")
+        raise LookupError(f"got {name}, which this job has not measured; it has {names}")
+    return known[name]
+
+
+def _values(result: Mapping[str, Any]) -> dict[str, float | None]:
+    losses, metrics = result.get("val_loss_by_source"), result.get("val_metrics")
+    found = {"val_loss": _number(result.get(VAL_LOSS))}
+    found |= {f"val_loss/{name}": _number(value) for name, value in _items(losses)}
+    found |= {str(name): _number(value) for name, value in _items(metrics)}
+    found |= {name: _number(result.get(name)) for name in _NUMBERS}
+    for name in _OBJECTS:
+        for key, value in _items(result.get(name)):
+            inner = {f"{name}.{key}.{each}": _number(item) for each, item in _items(value)}
+            found |= inner if isinstance(value, dict) else {f"{name}.{key}": _number(value)}
+    return found
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    return list(value.items()) if isinstance(value, dict) else []
+
+
+def _number(value: Any) -> float | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer of hundreds of digits
+        return None
