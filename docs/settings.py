@@ -19,10 +19,9 @@ OTHER_YAMLS = ("debug", "experiment", "precision")
 """Folders of conf/ whose yamls choose no class."""
 HEAD = """# Which settings are there, and what does each mean?
 
-`python docs/settings.py` writes this page from `zerotrain/settings.py`, `zerotrain/config/schema.py` and `conf/`. Do
-not edit it. `python launch.py --cfg job` prints all settings of a run with their values. A setting goes on the command
-line (`zero.stage=3`) or into a yaml. `null` is no value. A setting without an effect in a run gets a warning.
-Models, data, optimizers, schedules, callbacks, metrics and loggers are [choices](choices.md).
+`python docs/settings.py` writes this page from the code. Do not edit it. `python launch.py --cfg job` prints a run's
+settings. They go on the command line (`zero.stage=3`) or into a yaml; `null` is none. One without an effect in a run
+gets a warning. Models, data, optimizers, schedules, callbacks, metrics and loggers are [choices](choices.md).
 """
 HEAD_OF_CHOICES = """# Which models, data, optimizers, schedules, callbacks, metrics and loggers can I choose?
 
@@ -97,13 +96,12 @@ def settings_page() -> str:
     meanings = docstrings_of(REPOSITORY / "zerotrain/settings.py") | docstrings_of(
         REPOSITORY / "zerotrain/config/schema.py"
     )
-    parts = [HEAD]
-    for group, config in groups().items():
-        title = re.split(r"\.(?:\s|$)", config.__mro__[-2].__doc__ or "")[0]
-        parts.append(f"## `{group}`\n\n{title}.\n\n| setting | default | it must be | meaning |\n|---|---|---|---|")
-        parts.append("\n".join(rows_of(group, config, meanings)) + "\n")
     seed = next(each for each in fields(schema.Config) if each.name == "seed").metadata["setting"]
-    parts.append(f"`seed` (default `{seed.default}`, {seed.rule.allowed}): {meanings['Config', 'seed']}\n")
+    parts = [HEAD + f"`seed` (default `{seed.default}`, {seed.rule.allowed}): {meanings['Config', 'seed']}\n"]
+    for group, config in groups().items():
+        title = " ".join(re.split(r"\.(?:\s|$)", config.__mro__[-2].__doc__ or "")[0].split())
+        parts.append(f"## `{group}`: {title}\n\n| setting | default | it must be | meaning |\n|---|---|---|---|")
+        parts.append("\n".join(rows_of(group, config, meanings)) + "\n")
     return "\n".join(parts)
 
 

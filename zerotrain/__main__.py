@@ -1,4 +1,4 @@
-"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect, report, prepare; without a verb it trains."""
+"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect, report, prepare or plan; else it trains."""
 
 import importlib
 import sys
@@ -11,9 +11,10 @@ MODULES = {
     "inspect": "zerotrain.commands.inspection",
     "report": "zerotrain.commands.report",
     "prepare": "zerotrain.commands.prepare",
+    "plan": "zerotrain.commands.plan",
 }
 """Verb -> the module with its `main`: each imports what it needs, and no more."""
-ONLY_PRINT = ("generate", "inspect")
+ONLY_PRINT = ("generate", "inspect", "plan")
 """They have nothing to do when nobody reads their output any more."""
 
 

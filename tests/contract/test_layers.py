@@ -36,7 +36,7 @@ MAY_IMPORT = {
 FROM_EVERYWHERE = {"files", "device"}
 """They import nothing of ours; the first no torch either."""
 
-TOGETHER = {"commands", "run", "launching", "generate", "evaluate", "prepare", "export"}
+TOGETHER = {"commands", "planning", "run", "launching", "generate", "evaluate", "prepare", "export"}
 
 SPEAK_OF_ARGUMENTS = ("api.py", "comm", "checkpoint", "sharding", "engine")
 """Messages from here are read by users of `build_engine`, who have no config; `config/words.py` translates them."""
@@ -44,8 +44,8 @@ CONFIG_NAMES = re.compile(
     r"\b(train|launch)\.[a-z_]+|\bmodel\.(compile|activation)|\boptimizer\.[a-z]|=(true|false|null)\b"
 )
 
-MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "testing"}
-"""The collectives, the launcher's start of ranks, and the ranks of tests."""
+MAY_TALK_TO_OTHER_RANKS = {"comm", "launching", "planning", "testing"}
+"""The collectives, the launcher's start of ranks, the wire to nobody of a plan, and the ranks of tests."""
 
 WRITES_ITS_FORMAT = {"commands"}
 """Folders of torch.distributed.checkpoint, in one process."""

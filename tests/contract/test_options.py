@@ -101,6 +101,9 @@ OPTIONS = """
     launch.shared_memory
     launch.max_restarts
     launch.overwrite
+    plan.only
+    plan.num_ranks
+    plan.memory_gb
     sweep.again
     sweep.diverged
     sweep.max_failures_in_a_row

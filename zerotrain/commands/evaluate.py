@@ -32,7 +32,7 @@ from zerotrain.errors import CheckpointError, ConfigError, ZeroTrainError
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.printable import printable
 from zerotrain.files.untrusted import Each, read_json
-from zerotrain.launching.command.task import device_for, num_local_ranks
+from zerotrain.launching.command.placing import device_for, num_local_ranks
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import Failure, RunError
 from zerotrain.launching.job.job import Job, num_threads_per_rank

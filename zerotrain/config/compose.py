@@ -90,9 +90,10 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def noted(config: Config) -> dict[str, Any]:
-    """The settings as a checkpoint has them: without those of the sweep, and without those that are not given and that
-    an earlier zerotrain, which may read it too, does not know."""
+    """The settings as a checkpoint has them: without those of a plan or the sweep, and without those that are not given
+    and that an earlier zerotrain, which may read it too, does not know."""
     values = asdict(config)
+    del values["plan"]
     del values["sweep"]
     if not config.callbacks:
         del values["callbacks"]

@@ -8,19 +8,7 @@ import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from zerotrain.config.rules import (
-    COLLATE,
-    DIRECTION,
-    FREEZE,
-    GROUPS,
-    OBJECTIVE,
-    PROMPTS,
-    PRUNER,
-    SCHEDULE,
-    VALIDATION_SETS,
-    listed,
-    rhythm_rule,
-)
+from zerotrain.config import rules
 from zerotrain.settings import (
     CLIPPING,
     SENT,
@@ -58,7 +46,7 @@ SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.o
 class ZeroGroup(ZeroConfig):
     """The engine's settings, and the schedule of stages: the training loop changes the stage."""
 
-    schedule: Any = setting(None, SCHEDULE, SHARES)
+    schedule: Any = setting(None, rules.SCHEDULE, SHARES)
     """The stage by steps done: {0: 2, 500: 3} trains 500 steps at stage 2 and all further ones at 3. Before its first
     entry `stage` counts. A run that goes on is at the stage of its step."""
 
@@ -98,7 +86,7 @@ class ModelSwitches:
     activation_checkpointing: bool = setting(False, TRUE_OR_FALSE)
     """Keep of a unit's forward its inputs alone, and compute the rest again in its backward: less memory for about a
     third more compute, and the same bits."""
-    freeze: Any = setting(None, FREEZE)
+    freeze: Any = setting(None, rules.FREEZE)
     """Parameters that do not train, by patterns of their names; with `until` they train after so many steps, tokens or
     epochs. The first entry that matches a parameter counts."""
 
@@ -108,7 +96,7 @@ class OptimizerSwitches:
     """Settings of every optimizer, also of the user's own: keys of the group `optimizer` that its class does not
     get."""
 
-    groups: Any = setting(None, GROUPS)
+    groups: Any = setting(None, rules.GROUPS)
     """Groups of parameters with options of their own, such as lr, weight_decay or betas: {NAME: {match: patterns,
     option: value}}. The first group that matches a parameter has it; all else is as without groups, also that vectors
     have no weight decay where a group does not set it."""
@@ -120,10 +108,10 @@ class DataSwitches:
 
     num_workers: int = setting(0, between(0, 1024, "processes"))
     """Processes of each rank that read the training data ahead; the rows are the same. 0: none."""
-    collate_fn: dict[str, Any] | None = setting(None, COLLATE)
+    collate_fn: dict[str, Any] | None = setting(None, rules.COLLATE)
     """Makes a batch of a list of items, in place of torch's default_collate: a function with `_partial_: true`, or a
     class whose objects can be called. Each micro-batch is put together apart, so it may pad to its longest item."""
-    validation_sets: dict[str, Any] | None = setting(None, VALIDATION_SETS)
+    validation_sets: dict[str, Any] | None = setting(None, rules.VALIDATION_SETS)
     """Further data to evaluate on, by name: each has val_loss/NAME, and `val_loss` stays as it is. One without a
     `_target_` is read as the training data is, with its own arguments in place of those. All its rows count, unless it
     has a validation part of its own."""
@@ -135,7 +123,9 @@ MODEL_SWITCHES = tuple(switch.name for switch in fields(ModelSwitches))
 OPTIMIZER_SWITCHES = tuple(switch.name for switch in fields(OptimizerSwitches))
 DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
 
-EVAL_EVERY = rhythm_rule(others=", or 0 for only the last", allows=lambda value: type(value) is int and value == 0)
+EVAL_EVERY = rules.rhythm_rule(
+    others=", or 0 for only the last", allows=lambda value: type(value) is int and value == 0
+)
 SAMPLES = Effect(lambda run, _: run.train.sample_tokens > 0, "with train.sample_tokens=0")
 
 
@@ -170,12 +160,12 @@ class TrainConfig:
     eval_batches: int = setting(16, at_least(1, "batches"), EVALUATES)
     """Batches of 8 sequences, or fewer if validation has no more, read in one evaluation: the same sequences at any
     batch size and number of ranks."""
-    log_every: Any = setting(10, rhythm_rule())
+    log_every: Any = setting(10, rules.rhythm_rule())
     """Optimizer steps between lines of metrics.jsonl, or tokens or epochs, which become whole steps."""
     sample_tokens: int = setting(200, at_least(0, "tokens"))
     """Tokens of text generated at the end of the run, fewer where the text ends; 0 for none. Needs a dataset that can
     decode."""
-    sample_prompts: Any = setting(None, PROMPTS, SAMPLES)
+    sample_prompts: Any = setting(None, rules.PROMPTS, SAMPLES)
     """Texts that are continued at the end of the run; null: the beginning of the validation text. Needs a dataset that
     can encode."""
     deterministic: bool = setting(False, TRUE_OR_FALSE)
@@ -188,7 +178,7 @@ class TrainConfig:
     the run folder."""
 
 
-EVERY = rhythm_rule(times=True, others=", or null for never", allows=lambda value: value is None)
+EVERY = rules.rhythm_rule(times=True, others=", or null for never", allows=lambda value: value is None)
 BEST_OF = Rule(
     "val_loss, val_NAME of a metric, or with /NAME that of a source of data=mix or of one of data.validation_sets",
     lambda value: re.fullmatch(r"val_\w+(/.+)?", value) is not None,
@@ -259,6 +249,22 @@ class LaunchConfig:
     """Run in a folder that holds a completed run, and erase that. One that did not complete needs no leave."""
 
 
+PLANNING = Effect(lambda run, _: run.plan.only, "without plan.only=true")
+
+
+@dataclass
+class PlanConfig:
+    """A plan in place of a run: what it would hold and send, at each stage."""
+
+    only: bool = setting(False, TRUE_OR_FALSE)
+    """Start no rank and train nothing: print what each rank would hold and send at each stage, write plan.json into the
+    run's folder, and end with exit code 0 if `zero.stage` fits, or 3 if it does not."""
+    num_ranks: int | None = setting(None, or_null(between(1, 2**17, "ranks")), PLANNING)
+    """Ranks that are planned for, on all machines; null: those that `launch` would start."""
+    memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), PLANNING)
+    """Memory of a rank; null: of its GPU, or on the CPU its share of what is free on this machine."""
+
+
 @dataclass
 class SweepConfig:
     """The jobs of a sweep (`-m`) as a whole. None of these makes a run another one."""
@@ -278,25 +284,25 @@ class SweepConfig:
     jobs: int | None = setting(None, or_null(between(1, 1024, "jobs")))
     """Jobs at a time on one machine, each with GPUs or CPU cores of its own; more wait. null: `n_jobs` of
     hydra/launcher=joblib, else as many as the launcher starts, which then share all devices."""
-    objective: Any = setting("final_val_loss", OBJECTIVE)
+    objective: Any = setting("final_val_loss", rules.OBJECTIVE)
     """The value that tells the best job, and that a sweeper gets: a number of result.json, with dots where it lies
     within an object, such as comm_bytes_per_step.sent, or a metric of the last evaluation, such as val_accuracy. A list
     is for a sweeper of several objectives; the first tells the best job."""
-    direction: Any = setting("minimize", DIRECTION)
+    direction: Any = setting("minimize", rules.DIRECTION)
     """minimize or maximize the objective; a list has one for each."""
-    pruner: Any = setting(None, or_null(PRUNER, " for none"))
+    pruner: Any = setting(None, or_null(rules.PRUNER, " for none"))
     """Ends a job that is worse than the others by then, with hydra/sweeper=optuna: a class of optuna.pruners and its
     arguments, which is told the objective after each evaluation. The job saves, and counts as pruned."""
 
     @property
     def objectives(self) -> list[str]:
         """The objectives, the first one first."""
-        return listed(self.objective)
+        return rules.listed(self.objective)
 
     @property
     def directions(self) -> list[str]:
         """The direction of each objective; one alone counts for all."""
-        given = listed(self.direction)
+        given = rules.listed(self.direction)
         return given * len(self.objectives) if len(given) == 1 else given
 
 
@@ -326,6 +332,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     @property
@@ -383,7 +390,7 @@ class Config:
         given: Any = self.data_switches["validation_sets"]
         return {
             str(name): values if "_target_" in values else shared | values
-            for name, values in (given if VALIDATION_SETS.holds(given) and given else {}).items()
+            for name, values in (given if rules.VALIDATION_SETS.holds(given) and given else {}).items()
         }
 
     @property

@@ -70,6 +70,8 @@ class Device(ABC):
     """The backend of torch.distributed whose ranks compute on such devices."""
     is_host: ClassVar[bool]
     """Whether it computes in the host's memory, and has done a piece of work when it is told the next."""
+    holds_values: ClassVar[bool] = True
+    """False for one without memory, where a step is only rehearsed."""
     peak_of: ClassVar[str]
     """Subject of `peak_nbytes`, in words."""
     activities: ClassVar[tuple[torch.profiler.ProfilerActivity, ...]]

@@ -10,6 +10,7 @@ import torch
 from zerotrain.device.cpu import Cpu
 from zerotrain.device.cuda import Cuda
 from zerotrain.device.device import Device
+from zerotrain.device.nowhere import Nowhere
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -17,7 +18,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 @cache
 def device_of(device: torch.device) -> Device:
     """The same device as one that can be asked; every other device than a GPU is asked as the CPU is."""
-    return Cuda(device) if device.type == "cuda" else Cpu(device)
+    return {"cuda": Cuda, "meta": Nowhere}.get(device.type, Cpu)(device)
 
 
 def num_gpus() -> int:

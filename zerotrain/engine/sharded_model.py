@@ -93,7 +93,7 @@ class ShardedModel:
     ) -> None:
         walked = walk(model)
         require_plain(walked)
-        require_values(walked)
+        require_values(walked, world.device)
         require_no_engine(walked)
         require_leaves(walked, options.leaves_per_rank)
         require_own_memory(walked)

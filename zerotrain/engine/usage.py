@@ -119,7 +119,7 @@ class Usage:
         """
         found = []
         for tier, rates in self.homes.rates.items():
-            fetched, stored = self._moved_nbytes(num_micro_batches, tier.name)
+            fetched, stored = self.moved_nbytes(num_micro_batches, tier.name)
             activations = self.homes.has_activations(tier)
             found.append(
                 Offloaded(tier.where, tier.placed_nbytes, fetched, stored, rates.fetched, rates.stored, activations)
@@ -175,7 +175,7 @@ class Usage:
         copies += [bucket for bucket in trained if bucket.update.kept.average is not None]
         return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)
 
-    def _moved_nbytes(self, num_micro_batches: int, tier: str) -> tuple[int, int]:
+    def moved_nbytes(self, num_micro_batches: int, tier: str) -> tuple[int, int]:
         """(fetched, stored) in a step, of what lies on a tier: the optimizer's, for the update and back; shards, for
         each gather and behind the update."""
         offload, trained = self.options.offload, self.schedule.trained

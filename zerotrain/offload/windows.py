@@ -20,9 +20,9 @@ class Windows:
         self._num_lent = 0
 
     @property
-    def held_nbytes(self) -> int:
-        """Bytes of the windows that are not lent."""
-        return sum(window.memory.nbytes for window, _ in self._resting)
+    def memories(self) -> list[torch.Tensor]:
+        """The memory of the windows that are not lent."""
+        return [window.memory for window, _ in self._resting]
 
     def take(self, nbytes: int) -> Window:
         """A window of at least so many bytes, whole pages. All become as large as the largest ever asked for.

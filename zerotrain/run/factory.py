@@ -25,6 +25,7 @@ from zerotrain.config.targets import takes
 from zerotrain.config.words import words_of_config
 from zerotrain.data.reading.fetch import fetch_rows, seeded
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
 from zerotrain.run.rhythms import rhythms_in_steps
@@ -137,6 +138,9 @@ def build_engine_of(
     stage: int | None = None,
     run_dir: Path | None = None,
     frozen: dict[str, Any] | None = None,
+    *,
+    model: nn.Module | None = None,
+    optimizer: OptimizerFactory | None = None,
 ) -> ZeroEngine:
     """The engine of a run around its model, with the model's first weights. Collective.
 
@@ -144,6 +148,7 @@ def build_engine_of(
         stage: None: the run's first.
         run_dir: None: of no run that trains; nothing is offloaded.
         frozen: gets what `zerotrain.run.trained.freeze` returns.
+        model, optimizer: in place of those that the config names, for a rehearsal.
 
     Raises:
         ConfigError: a class cannot be found or refuses its arguments, or the model cannot be trained so.
@@ -162,17 +167,17 @@ def build_engine_of(
         virtual_ranks=train.virtual_ranks,
     )
 
-    def model() -> nn.Module:
-        built: nn.Module = build("model", config.model_target)
+    def build_model() -> nn.Module:
+        built: nn.Module = build("model", config.model_target) if model is None else model
         found = freeze(config, built)
         if frozen is not None:
             frozen.update(found)
         return built
 
     return assemble_engine(
-        model,
+        build_model if model is None else build_model(),
         given,
-        optimizer=build("optimizer", config.optimizer_target),
+        optimizer=optimizer or build("optimizer", config.optimizer_target),
         world=world,
         decay_all=False,
         param_groups=config.optimizer_groups,

@@ -165,7 +165,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="weight of model Linear is on the meta device"):
-        require_values(walk(model))
+        require_values(walk(model), torch.device("cpu"))
     complex_ = nn.ParameterDict({"phase": nn.Parameter(torch.zeros(2, dtype=torch.complex64))})
     complex_["other"] = nn.Parameter(torch.zeros(2))
     with pytest.raises(ConfigError, match=r"phase is torch.complex64"):

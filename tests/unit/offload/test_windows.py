@@ -45,7 +45,7 @@ def test_another_is_made_where_all_are_lent_and_it_stays() -> None:
     assert len({id(window) for window in taken}) == 4
     for window in taken:
         lent.give_back(window, DONE)
-    assert lent.held_nbytes == 4 * PAGE_NBYTES
+    assert [memory.nbytes for memory in lent.memories] == [PAGE_NBYTES] * 4
 
 
 def test_one_that_is_too_small_makes_room_for_a_larger_one() -> None:
@@ -53,7 +53,7 @@ def test_one_that_is_too_small_makes_room_for_a_larger_one() -> None:
     lent.give_back(lent.take(PAGE_NBYTES), DONE)
     larger = lent.take(2 * PAGE_NBYTES)
     lent.give_back(larger, DONE)
-    assert lent.held_nbytes == 2 * PAGE_NBYTES
+    assert [memory.nbytes for memory in lent.memories] == [2 * PAGE_NBYTES]
     assert lent.take(PAGE_NBYTES) is larger
 
 

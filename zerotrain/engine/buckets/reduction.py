@@ -5,7 +5,7 @@ import torch
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.handles import Gather
 from zerotrain.comm.scratch import Scratch, ScratchPool
-from zerotrain.device.device import lies_on_host
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.parts.norm import BlockSquares
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.engine.options import EngineOptions
@@ -35,7 +35,8 @@ class BucketReduction:
         self._name, self._master, self._wire_pool = name, master, wire_pool
         self.shard = shard
         # On a GPU an exact norm is of use where the gradients have fixed bits too.
-        self.has_exact_norm = options.given.max_grad_norm is not None if lies_on_host(shard) else options.ordered
+        on_host, clips = device_of(shard.device).is_host, options.given.max_grad_norm is not None
+        self.has_exact_norm = clips if on_host else options.ordered
         """Whether squares beyond fp32 are finite in the norm."""
         self.completes = True
         """Whether the reduction under way, or the last, was that of the step's last backward."""

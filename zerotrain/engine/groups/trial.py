@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.groups.hyperparameters import told
 from zerotrain.engine.groups.made_anew import differing, kept_elsewhere, made_anew, tensors_alone, unfit_in_state
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
@@ -104,7 +105,7 @@ class Trials:
         ConfigError."""
         tried = {name: told(value) for name, value in settings.items() if name not in ("name", "lr", "initial_lr")}
         key = repr((settings["name"].startswith("whole "), tried))
-        if key not in self._passed:
+        if key not in self._passed and device_of(self._device).holds_values:
             trial = _Trial(self._factory, settings, self._device)
             if problem := trial.problem():
                 raise ConfigError(f"optimizer={trial.kind}: {problem}")

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zerotrain.device.kinds import device_of
 from zerotrain.errors import ConfigError
 from zerotrain.sharding.units import WalkedModel
 
@@ -72,8 +73,9 @@ def require_leaves(walked: WalkedModel, leaves_per_rank: int) -> None:
             )
 
 
-def require_values(walked: WalkedModel) -> None:
-    """Make sure that there are weights to begin with, which can be written to.
+def require_values(walked: WalkedModel, device: torch.device) -> None:
+    """Make sure that there are weights to begin with, which can be written to; or none at all, on a `device` without
+    memory.
 
     Raises:
         ConfigError: a parameter or buffer is on the meta device, or was made within torch.inference_mode().
@@ -88,7 +90,7 @@ def require_values(walked: WalkedModel) -> None:
                 f"{name} of model {kind} was made within torch.inference_mode(), and can never be "
                 "trained; build the model outside of it, or give build_engine the function that builds it"
             )
-        if tensor.is_meta:
+        if tensor.is_meta and device_of(device).holds_values:
             raise ConfigError(
                 f"{name} of model {kind} is on the meta device, which holds no values; give "
                 "build_engine the function that builds the model instead of the model; it never holds all of it"

@@ -21,12 +21,13 @@ from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config, doub
 from zerotrain.config.compose import first_line
 from zerotrain.config.places import with_place
 from zerotrain.config.schema import Config
-from zerotrain.device.kinds import num_gpus
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.printable import printable
 from zerotrain.files.regular import only_regular
 from zerotrain.files.terminal import printed_to
 from zerotrain.files.untrusted import UntrustedFileError
+from zerotrain.launching.command.placing import all_ranks, device_for
+from zerotrain.launching.command.planned import planned, require_alone
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import RunError, name_full_disk
 from zerotrain.launching.job import earlier, resuming
@@ -70,12 +71,17 @@ def run_job(composed: DictConfig) -> Value:
     if hydra.mode == RunMode.MULTIRUN:
         try:
             return _run_in_sweep(composed, run_dir, hydra)
-        except JournalError as error:
+        except (JournalError, ConfigError) as error:  # of all jobs
             print(error, file=sys.stderr)
             raise SystemExit(exits.CONFIG_PROBLEM) from error
     try:
         with locked(run_dir):
-            result, signum = _run(composed, _read(composed), run_dir, overrides=_given(hydra))
+            read = _read(composed)
+            if read.config is not None and read.config.plan.only:
+                with exits.exits_raised():
+                    code = _plan(read, run_dir)
+                raise SystemExit(code)
+            result, signum = _run(composed, read, run_dir, overrides=_given(hydra))
     except Exception as error:
         failure = _told(error, run_dir)
         print(failure, file=sys.stderr)
@@ -86,6 +92,7 @@ def run_job(composed: DictConfig) -> Value:
 
 
 def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> Value:
+    require_alone(_read(composed).config)
     sweep = joined(Path(hydra.sweep.dir).absolute())
     subdir = OmegaConf.to_container(hydra, resolve=False)["sweep"]["subdir"]  # type: ignore[index, call-overload]
     if sweep.study is not None:
@@ -230,7 +237,7 @@ def _run(
             flush=True,
         )
         return kept, 0
-    num_ranks = num_local_ranks(config) if ranks is None else ranks.world_size
+    num_ranks = all_ranks(config, ranks).num_ranks
     for warning in without_effect(config, num_ranks) + doubtful(config) + in_memory(config, run_dir):
         print(f"warning: {warning}", file=sys.stderr)
     if config.checkpoint.save_at_end is None:
@@ -257,6 +264,17 @@ def _run(
     shown = shown_from(Path.cwd(), run_dir)
     print(f"{stages_named(stages, step)}, ranks: {num_ranks}, run folder: {shown}", flush=True)
     return _run_spawned(job, num_ranks) if ranks is None else (_run_under_torchrun(job, ranks), 0)
+
+
+def _plan(read: _ReadConfig, run_dir: Path) -> int:
+    """Print a plan in place of a run; return the exit code."""
+    require_alone(read.config)
+    config, problems = _settings(read, run_dir, None)
+    _checked(config, problems, run_dir, None)
+    ranks = all_ranks(config, None)
+    for warning in without_effect(config, ranks.num_ranks):
+        print(f"warning: {warning}", file=sys.stderr)
+    return planned(config, ranks, run_dir, shown_from(Path.cwd(), run_dir))
 
 
 def _run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
@@ -326,22 +344,24 @@ def _settings(read: _ReadConfig, run_dir: Path, ranks: RankEnvironment | None) -
     if read.config is None:
         raise read.error or AssertionError
     config, problems = read.config, [_placed(problem) for problem in read.problems]
-    num_local = num_local_ranks(config) if ranks is None else ranks.local_world_size
-    device, why = device_for(config.launch.device, num_local, num_gpus_for(num_local))
+    started = all_ranks(config, ranks)
+    device, why = device_for(config.launch.device, started.num_local, num_gpus_for(started.num_local))
     if why:
         print(f"warning: {why}", file=sys.stderr)
         config.launch.device = device
     wanted = config.launch.nproc_per_node
-    if ranks is not None and wanted not in (None, ranks.local_world_size):
-        started = ranks.local_world_size
-        problems.append(f"launch.nproc_per_node: got {wanted}; {ranks.starter} has started {started}; leave it out")
-    if not problems and is_on_host(config):  # a number of ranks that cannot be has no files to count
-        problems += file_problems(num_local if ranks is None else ranks.world_size)
+    if ranks is not None and wanted not in (None, started.num_local):
+        problems.append(
+            f"launch.nproc_per_node: got {wanted}; {ranks.starter} has started {started.num_local}; leave it out"
+        )
+    # A number of ranks that cannot be has no files to count, and a plan opens none.
+    if not problems and is_on_host(config) and not config.plan.only:
+        problems += file_problems(started.num_ranks)
     return config, problems + _folder_problems(config, run_dir, ranks)
 
 
 def _folder_problems(config: Config, run_dir: Path, ranks: RankEnvironment | None) -> list[str]:
-    if ranks is not None and num_restarts():
+    if config.plan.only or (ranks is not None and num_restarts()):
         return []
     return earlier.folder_problems(config, run_dir, of_sweep=HydraConfig.get().mode == RunMode.MULTIRUN)
 
@@ -352,13 +372,12 @@ def _checked(
     """The data as it was after all that can be checked without ranks, and the checkpoints to go on from. A ConfigError
     with all problems, these and others."""
     data_checked, to_try, manifest, has_length = None, [], None, config.train.max_steps is not None
-    num_local = num_local_ranks(config) if ranks is None else ranks.local_world_size
-    num_ranks = num_local if ranks is None else ranks.world_size
+    started = all_ranks(config, ranks)
     try:
         resuming.require_weights(config)
         to_try = resuming.checkpoints_to_try(config, run_dir)
         if (manifest := resuming.first_readable(to_try)) is not None:
-            for line in resuming.take_from(manifest, config, num_ranks, num_local):
+            for line in resuming.take_from(manifest, config, started.num_ranks, started.num_local):
                 print(line, flush=True)
         elif config.checkpoint.resume == earlier.AUTO:
             print(f"checkpoint.resume=auto: no checkpoint in {run_dir} yet, so the run begins at step 0", flush=True)
@@ -367,7 +386,7 @@ def _checked(
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, CALLBACKS, "launch")) for problem in problems):
         try:
-            data_checked = preflight.check(config, num_local, num_ranks, manifest, run_dir)
+            data_checked = preflight.check(config, started.num_local, started.num_ranks, manifest, run_dir)
         except ConfigError as error:
             problems += error.problems
     if not has_length and not problems:
@@ -378,31 +397,8 @@ def _checked(
     return data_checked, [str(path) for path in to_try]
 
 
-def device_for(wanted: str, num_local_ranks: int, num_gpus: int) -> tuple[str, str | None]:
-    """The device of the ranks, and a line to print if `auto` falls back to the CPU.
-
-    Each rank needs a GPU of its own. With too few, auto is the CPU: users start two ranks on a machine with one GPU to
-    see how ranks work together. A device asked for by name is kept, and refused later.
-
-    Args:
-        wanted: cpu, cuda or auto.
-    """
-    if wanted != "auto" or not 0 < num_gpus < num_local_ranks:
-        return wanted, None
-    number = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
-    return "cpu", (
-        f"launch.device=auto: {num_local_ranks} ranks need a GPU each and this machine has {number}, so they run on "
-        f"the CPU; launch.nproc_per_node={num_gpus} uses the GPU"
-    )
-
-
 def _placed(problem: str) -> str:
     hydra = HydraConfig.get()
     folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
     chosen = {group: choice for group, choice in hydra.runtime.choices.items() if not group.startswith("hydra/")}
     return with_place(problem, dict(reversed(chosen.items())), folders, _given(hydra))
-
-
-def num_local_ranks(config: Config) -> int:
-    """Ranks to start on this machine: as set, else one for each GPU, else one."""
-    return config.launch.nproc_per_node or max(1, 0 if config.launch.device == "cpu" else num_gpus())

@@ -12,6 +12,8 @@ from typing import NoReturn
 COMPLETED = 0
 FAILED = 1
 CONFIG_PROBLEM = 2
+DOES_NOT_FIT = 3
+"""Of a plan."""
 
 
 def of_signal(signum: int) -> int:

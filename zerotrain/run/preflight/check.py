@@ -1,5 +1,6 @@
 """All that can be tried of a config before any rank starts."""
 
+import math
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -84,7 +85,7 @@ def check(
     device = attempt("launch", lambda config: choose_device(config.launch.device, num_local_ranks - 1))
     attempt("train", lambda config: leaves_per_rank(config.train.virtual_ranks, num_ranks, config.zero.accumulate))
     data = attempt("data", dataset_of)
-    ranks, room = Ranks(num_ranks, num_local_ranks), Room.of_machine(device, num_local_ranks)
+    ranks, room = Ranks(num_ranks, num_local_ranks), _room(config, device, num_local_ranks)
     with refusing_too_large(config, ranks, room):
         model = attempt("model", _require_module) if _take_vocab_size(config, data) else None
     sets = None if data is None else attempt("data", lambda config: validation_sets_of(data, config))
@@ -104,7 +105,7 @@ def check(
     trying = _naming_the_argument("optimizer", lambda config: _try_optimizer(model, config, device))
     if (factory := attempt("optimizer", trying)) is not None and model is not None and frozen is not None:
         attempt("optimizer", lambda config: require_groups(config, walk(model), factory, device, goes_on_from))
-    sized = model if len(problems) == num_problems else None
+    sized = model if len(problems) == num_problems and not config.plan.only else None
     attempt("offload", lambda config: require_room(config, sized, run_dir, ranks))
     if sized is not None and batches is not None and not problems:
         stages, first = _stages_to_come(goes_on_from, config), batches["data.train"][0]
@@ -141,6 +142,11 @@ class _Attempts:
             problems.append(_too_large(group, error))
         except SystemExit as ending:
             problems.append(ended_in(group, ending, getattr(config, group)))
+
+
+def _room(config: Config, device: torch.device | None, num_local: int) -> Room:
+    """Room for anything before a plan, which tells itself what does not fit."""
+    return Room(math.inf, math.inf) if config.plan.only else Room.of_machine(device, num_local)
 
 
 def _first_batches(data: Any, sets: dict[str, Any], config: Config, ranks: Ranks, room: Room) -> dict[str, list[Any]]:

@@ -19,7 +19,7 @@ once a step: 8 kernels for each bucket. A shard is one block, 3 kernels, with re
 
 import torch
 
-from zerotrain.device.device import lies_on_host
+from zerotrain.device.kinds import device_of
 from zerotrain.sharding.layout import ALIGN_NUMEL
 
 DIGIT_BITS = 24
@@ -46,7 +46,7 @@ class BlockSquares:
     """
 
     def __init__(self, shard: torch.Tensor, *, exact: bool) -> None:
-        self._on_host, self._exact = lies_on_host(shard), exact
+        self._on_host, self._exact = device_of(shard.device).is_host, exact
         num_blocks = shard.numel() // ALIGN_NUMEL if exact or self._on_host else 1
         self._roots = torch.empty(num_blocks, dtype=torch.float64, device=shard.device)
         """Roots of the sums of squares; a tree on a GPU gives those sums themselves."""
@@ -108,7 +108,7 @@ class StepSquares:
         """(m,) fp64 non-negative, which may be overwritten."""
         self._squares.append(squares)
         self._numel += squares.numel()
-        if self._numel >= MAX_SQUARES and lies_on_host(squares):
+        if self._numel >= MAX_SQUARES and device_of(squares.device).is_host:
             self._sum_up()
 
     def digit_sums(self) -> torch.Tensor:

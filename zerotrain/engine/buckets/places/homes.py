@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from zerotrain.comm.ranks.world import World
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.places.home import DEVICE, Home, OffloadedHome, Tensors
 from zerotrain.errors import ConfigError
 from zerotrain.offload.disk import DiskTier
@@ -22,6 +23,8 @@ NOT_ON_HOST = (
     "offload.update: got host; tensors that the optimizer updates whole are exchanged and updated on the device: it "
     "must be device"
 )
+OPTIMIZER_WINDOWS = 3
+"""One is updated in, one fetched and one stored."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,9 @@ class Homes:
         self._given, self._world = given, world
         self._kept: frozenset[str] = frozenset()
         self.rates = {}
-        self._tiers: dict[tuple[str, torch.device], Tier] = {}
-        self._optimizer = self._kind(given.optimizer, 3, given.update == "host")
+        self.tiers_by_place: dict[tuple[str, torch.device], Tier] = {}
+        """By cpu or disk, and the device of their windows."""
+        self._optimizer = self._kind(given.optimizer, OPTIMIZER_WINDOWS, given.update == "host")
         # One is gathered from, as many as units are ahead are waiting, and one more is fetched.
         self._parameters = self._kind(given.parameters, prefetch + 2, in_place=False)
         activations = self._kind(given.activations, 3, in_place=False)
@@ -64,10 +68,12 @@ class Homes:
         return _Kind(Windows(self._tier(where, on_host=in_place), num_windows), in_place and where == "cpu")
 
     def _tier(self, where: str, *, on_host: bool) -> Tier:
-        device = torch.device("cpu") if on_host else self._world.device
-        if (where, device) not in self._tiers:
-            self._tiers[where, device] = HostTier(device) if where == "cpu" else self._disk(device)
-        return self._tiers[where, device]
+        is_real = device_of(self._world.device).holds_values
+        device = torch.device("cpu") if on_host and is_real else self._world.device
+        if (where, device) not in self.tiers_by_place:
+            on_disk = where == "disk" and is_real  # which nothing is written to in a rehearsal
+            self.tiers_by_place[where, device] = self._disk(device) if on_disk else HostTier(device)
+        return self.tiers_by_place[where, device]
 
     def _disk(self, device: torch.device) -> DiskTier:
         if self._given.path is None:
@@ -108,7 +114,7 @@ class Homes:
     @property
     def tiers(self) -> list[Tier]:
         """Those that anything may be offloaded to."""
-        return list(self._tiers.values())
+        return list(self.tiers_by_place.values())
 
     def measure(self) -> None:
         """Try how fast the tiers are that hold anything, or will, which takes some hundredths of a second of each.
@@ -116,7 +122,9 @@ class Homes:
         Raises:
             OffloadError: a sample cannot be written or read.
         """
-        self.rates = {tier: measured(tier) for tier in self.tiers if tier.placed_nbytes or self.has_activations(tier)}
+        if device_of(self._world.device).holds_values:
+            used = [tier for tier in self.tiers if tier.placed_nbytes or self.has_activations(tier)]
+            self.rates = {tier: measured(tier) for tier in used}
 
     def has_activations(self, tier: Tier) -> bool:
         """Whether what forwards save goes there."""
@@ -132,8 +140,13 @@ class Homes:
     @property
     def windows_nbytes(self) -> int:
         """Bytes that windows hold on the device."""
+        return sum(memory.nbytes for memory in self.windows)
+
+    @property
+    def windows(self) -> list[torch.Tensor]:
+        """The memory of windows on the device that are not lent."""
         kinds = (self._optimizer, self._parameters, self.saved)
-        return sum(each.windows.held_nbytes for each in kinds if each is not None)
+        return [memory for each in kinds if each is not None for memory in each.windows.memories]
 
     @property
     def update_on_host(self) -> bool:

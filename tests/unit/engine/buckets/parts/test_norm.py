@@ -146,7 +146,7 @@ def test_the_clip_coefficient_is_that_of_torch() -> None:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of a GPU, on tensors of the CPU."""
-    monkeypatch.setattr("zerotrain.engine.buckets.parts.norm.lies_on_host", lambda _: False)
+    monkeypatch.setattr("zerotrain.device.cpu.Cpu.is_host", False)
 
 
 @pytest.mark.usefixtures("on_gpu")

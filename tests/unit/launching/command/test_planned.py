@@ -1,0 +1,76 @@
+"""`plan.only=true`: a plan in place of a run, its exit code, and where it is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.zygote.client import Ending, Zygote
+
+SMALL = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "launch.device=cpu"]
+KINDS = {"parameters", "gradients", "optimizer", "scratch", "activations", "peak", "host", "disk", "sent", "fits"}
+
+
+def plan(zygote: Zygote, folder: Path, *more: str) -> Ending:
+    """A plan of a small model, in the folder `run`."""
+    return zygote.run([*SMALL, "plan.only=true", "hydra.run.dir=run", *more], folder, module="zerotrain")
+
+
+def test_a_run_that_fits_is_planned_and_nothing_of_it_starts(zygote: Zygote, tmp_path: Path):
+    done = plan(zygote, tmp_path, "zero.stage=2", "plan.num_ranks=4", "plan.memory_gb=4")
+
+    assert (done.code, done.err) == (0, "")
+    assert "stage 2 fits: " in done.out
+    told = json.loads((tmp_path / "run/plan.json").read_text())
+    assert (told["stage"], told["num_ranks"], told["memory"]) == (2, 4, 4_000_000_000)
+    assert told["stages"].keys() == {"0", "1", "2", "3"}
+    assert all(stage.keys() >= KINDS and stage["fits"] for stage in told["stages"].values())
+    assert all(stage["peak"] > stage["parameters"] > 0 < stage["sent"] for stage in told["stages"].values())
+    whole, shard = told["stages"]["0"], told["stages"]["3"]
+    assert shard["parameters"] < whole["parameters"] / 3
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"plan.json", ".lock", ".hydra", "launch.log"}
+
+
+def test_a_run_that_does_not_fit_is_an_exit_code_of_its_own(zygote: Zygote, tmp_path: Path):
+    done = plan(zygote, tmp_path, "plan.memory_gb=0.00001")
+
+    assert (done.code, done.err) == (3, "")
+    assert "does not fit: " in done.out
+    assert "next: no stage fits" in done.out
+    assert not any(each["fits"] for each in json.loads((tmp_path / "run/plan.json").read_text())["stages"].values())
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["zero.stage=9"], "zero.stage: got 9"),
+        (["plan.memory_gb=0"], "plan.memory_gb: got 0"),
+        (["plan.num_ranks=0"], "plan.num_ranks: got 0"),
+    ],
+)
+def test_a_wrong_setting_is_refused_as_by_the_run(zygote: Zygote, tmp_path: Path, more: list[str], named: str):
+    done = plan(zygote, tmp_path, *more)
+
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert named in done.err
+    assert not (tmp_path / "run/plan.json").exists()
+
+
+def test_a_plan_of_a_sweep_is_refused_once_before_its_first_job(zygote: Zygote, tmp_path: Path):
+    done = plan(zygote, tmp_path, "-m", "hydra.sweep.dir=sweep", "zero.stage=0,1,2,3")
+
+    said = "plan.only: got true in a sweep; a plan is of one run and shows all stages: leave out -m\n"
+    assert (done.code, done.out, done.err) == (2, "", said)
+    assert not list(tmp_path.rglob("plan.json"))
+
+
+def test_a_plan_under_torchrun_is_refused(zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    of_torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    of_torchrun |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "none"}
+    monkeypatch.setattr(zygote, "environment", zygote.environment | of_torchrun)
+
+    done = plan(zygote, tmp_path)
+
+    assert done.code == 2
+    assert "plan.only: got true under torchrun; a plan starts no rank: use python launch.py" in done.err
+    assert not list(tmp_path.rglob("plan.json"))

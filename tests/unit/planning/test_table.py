@@ -1,0 +1,75 @@
+"""What is printed of a plan."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from zerotrain.planning.plan import Memory, RunPlan
+from zerotrain.planning.rehearsal import StagePlan
+from zerotrain.planning.table import print_plan
+
+MB = 1_000_000
+
+
+def stage_plan(parameters: int, gradients: int, optimizer: int, peak: int | None) -> StagePlan:
+    """A plan in MB; None: the peak is unknown."""
+    return StagePlan(
+        parameters=parameters * MB,
+        gradients=gradients * MB,
+        optimizer=optimizer * MB,
+        gathered=0,
+        scratch=0,
+        sums=0,
+        activations=None if peak is None else (peak - parameters - gradients - optimizer) * MB,
+        peak=None if peak is None else peak * MB,
+        peak_phase=None if peak is None else "backward",
+        host=0,
+        disk=0,
+        sent=None if peak is None else MB,
+        fetched=0,
+        stored=0,
+        largest_unit=MB,
+        unknown_because="aten.nonzero" if peak is None else None,
+    )
+
+
+def printed(memory_mb: int, *stages: StagePlan, encoding: str = "utf-8") -> list[str]:
+    """The lines of a plan whose stage 0 is asked for, of a process that takes 100 MB itself."""
+    memory = Memory(device=memory_mb * MB, host=0, on_host=True, process=100 * MB)
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    print_plan(
+        Console(file=file, width=80),
+        RunPlan(stage=0, num_ranks=2, memory=memory, stages=dict(enumerate(stages))),
+        compiles=False,
+    )
+    file.seek(0)
+    return file.read().splitlines()
+
+
+@pytest.mark.parametrize(("encoding", "marks"), [("utf-8", "█▓▒░"), ("ascii", "#=-.")])
+def test_bars_show_the_parts_of_each_stage_and_where_the_memory_ends(encoding: str, marks: str):
+    whole, part = stage_plan(10, 10, 20, 60), stage_plan(10, 5, 10, 30)
+
+    lines = printed(145, whole, part, encoding=encoding)
+
+    a, b, c, d = marks
+    bars = [line for line in lines if line.startswith("stage ") and d in line]
+    assert bars == [
+        f"stage 0  {a * 10}{b * 10}{c * 20}{d * 5}|{d * 15}",
+        f"stage 1  {a * 10}{b * 5}{c * 10}{d * 5}{' ' * 15}|",
+    ]
+    assert (
+        "stage 0 does not fit: a rank holds 160 MB in its backward with 100 MB of the process itself, of 145 MB"
+        in lines
+    )
+    assert any(line.startswith("next: zero.stage=1 fits") for line in lines)
+
+
+def test_what_is_unknown_is_told_and_the_rest_is_shown():
+    lines = printed(1000, stage_plan(10, 10, 20, None))
+
+    assert "warning: activations are unknown: aten.nonzero cannot be followed without values" in lines
+    assert any(line.startswith("stage 0 fits: a rank holds at least 140 MB") for line in lines)
+    [row] = [line for line in lines if line.split()[:2] == ["0", "10"]]
+    assert row.split() == ["0", "10", "0", "10", "20", "0", "?", "?", "?", "yes"]

@@ -1,0 +1,110 @@
+"""The plan of a run at each stage: what it holds and sends, and whether that fits."""
+
+import json
+import resource
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerotrain.config.schema import Config
+from zerotrain.data.reading.items import first_batches
+from zerotrain.device.kinds import device_of
+from zerotrain.files.whole import whole
+from zerotrain.planning.optimizer import look_at
+from zerotrain.planning.rehearsal import StagePlan, rehearse
+from zerotrain.planning.wire import Links
+from zerotrain.run.factory import build, build_collate, build_data
+from zerotrain.run.preflight.memory_room import Room
+from zerotrain.run.preflight.room import Ranks
+from zerotrain.sharding.plan import STAGES
+
+PLAN_NAME = "plan.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes that a rank can have."""
+
+    device: float
+    host: float
+    on_host: bool
+    """Whether both are the same memory."""
+    process: int
+    """Of a rank's process without its tensors."""
+
+    @classmethod
+    def of(cls, config: Config, device: torch.device, num_local: int) -> "Memory":
+        """As `plan.memory_gb` says; else of this machine."""
+        room, given, on_host = Room.of_machine(device, num_local), config.plan.memory_gb, device_of(device).is_host
+        there = room.host if on_host else room.gpu
+        now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return cls(
+            device=there if given is None else given * 1e9,
+            host=room.host,
+            on_host=on_host,
+            process=now if on_host else 0,
+        )
+
+    def taken(self, plan: StagePlan) -> int:
+        """Bytes of the memory that a rank computes in."""
+        return plan.at_least + (plan.host + self.process if self.on_host else 0)
+
+    def fits(self, plan: StagePlan) -> bool:
+        """Whether a rank can have all that it holds, as far as it is known."""
+        return self.taken(plan) <= self.device and (self.on_host or plan.host <= self.host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """The plan of each stage, of one run."""
+
+    stage: int
+    """The one that is asked for."""
+    num_ranks: int
+    memory: Memory
+    stages: Mapping[int, StagePlan]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the stage that is asked for does."""
+        return self.memory.fits(self.stages[self.stage])
+
+    def write(self, run_dir: Path) -> None:
+        """Write plan.json."""
+        stages = {
+            str(stage): asdict(plan) | {"fits": self.memory.fits(plan)} for stage, plan in sorted(self.stages.items())
+        }
+        body: dict[str, Any] = {
+            "stage": self.stage,
+            "num_ranks": self.num_ranks,
+            "memory": round(self.memory.device),
+            "process": self.memory.process,
+            "stages": stages,
+        }
+        with whole(run_dir / PLAN_NAME) as file:
+            file.write((json.dumps(body, indent=2) + "\n").encode())
+
+
+def plan_run(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> RunPlan:
+    """Rehearse a run at each stage, as `rehearse` does.
+
+    Args:
+        config: checked.
+        device: of the first rank.
+        run_dir: see `rehearse`.
+
+    Raises:
+        ConfigError: the model cannot be built without memory.
+    """
+    on_host = device_of(device).is_host
+    ordered = config.zero.reduction in ("ordered", "fp32") or (config.zero.reduction == "auto" and on_host)
+    links = Links(ranks.num_ranks, ranks.num_local, on_host, ordered, config.launch.shared_memory == "auto")
+    memory = Memory.of(config, device, ranks.num_local)
+    [row] = [first_batches(build_data(config).train, "data.train", seed=config.seed, collate=build_collate(config))[0]]
+    optimizer = build("optimizer", config.optimizer_target)
+    seen = look_at(optimizer, on_host=on_host)
+    stages = {stage: rehearse(config, stage, links, row, optimizer, seen, run_dir) for stage in range(len(STAGES))}
+    return RunPlan(stage=config.zero.stages[0], num_ranks=ranks.num_ranks, memory=memory, stages=stages)

@@ -1,0 +1,253 @@
+"""Operations on tensors without memory: each gives tensors of the right shapes, and computes nothing."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from zerotrain.planning.live import LiveMemory
+
+_aten = torch.ops.aten
+_META = torch.device("meta")
+_COUNTS = {_aten.arange.default, _aten.arange.start, _aten.arange.start_step}
+_CONSTANTS = {_aten.ones.default, _aten.zeros.default, _aten.full.default, _aten.scalar_tensor.default}
+_CHANGES_MEMORY = {
+    _aten.resize_.default,
+    _aten.resize_as_.default,
+    *map(_aten.set_.__getattr__, _aten.set_.overloads()),
+}
+MAX_KNOWN_NUMEL = 2**22
+"""Elements of a tensor whose values are kept, such as positions and masks: a model may ask them where to go on."""
+FLASH = 1
+"""torch's number of the attention that never has all pairs of tokens at once."""
+
+
+_IS_SET_TO, _NUMBER = _aten.is_set_to.default, _aten._local_scalar_dense.default
+_GROUPED = _aten._grouped_mm.default
+
+_OPERATIONS: dict[int, "_Operation"] = {}
+"""By the id of torch's object, which is there for good."""
+_RESULTS: dict[Any, Any] = {}
+"""(shape, stride, dtype) of each result, by operation and arguments: layers are alike, and so are stages."""
+
+
+class Unreal(LiveMemory):
+    """Within it tensors on the meta device are computed with, and their memory counted as if they had any.
+
+    What follows from weights has no values. What a model makes of positions, masks and inputs alone has: it is computed
+    on the CPU, since models choose their way by it, and small.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = ""
+        """The first operation that cannot be followed without values."""
+        self.unknown: float | None = None
+        """Number taken for one that has no value; None: asking for it is an error."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        operation = _OPERATIONS.get(id(func)) or _Operation.of(func)
+        if kwargs and kwargs.get("device") == _META:
+            kwargs = self._with_values(func, args, kwargs)
+        tensors = _tensors_in((args, kwargs.values()) if kwargs else (args,))
+        if num_unreal := sum([each.is_meta for each in tensors]):
+            if func is _IS_SET_TO:
+                return True
+            if func is _NUMBER and self.unknown is not None:
+                return self.unknown
+            if num_unreal < len(tensors):
+                if operation.is_mutable and not tensors[0].is_meta:
+                    return tensors[0]  # a number that is known goes on being what it was
+                args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+            given = self._result(func, operation, args, kwargs)
+        else:
+            given = func(*args, **kwargs)
+        for each in given if isinstance(given, tuple | list) else (given,):
+            if isinstance(each, torch.Tensor):
+                self._note(each)
+        return given
+
+    def _result(self, func: Any, operation: "_Operation", args: Any, kwargs: Any) -> Any:
+        if (written := operation.written) is not None:
+            into = kwargs.get(written[1], args[written[0]] if written[0] < len(args) else None)
+            if isinstance(into, torch.Tensor) and into.numel():  # an empty one is to be made as large as the result
+                return into
+        key = _key(operation, args, kwargs) if operation.makes_new else None
+        if key is not None and (known := _RESULTS.get(key)) is not None:
+            made = [None if each is None else _made(*each) for each in known]
+            return made[0] if len(made) == 1 else tuple(made)
+        try:
+            given = _grouped(args, kwargs) if func is _GROUPED else func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            self.failed = self.failed or str(func).removesuffix(".default")
+            raise
+        if key is not None:
+            results = given if isinstance(given, tuple | list) else (given,)
+            if all(each is None or isinstance(each, torch.Tensor) for each in results) and (
+                isinstance(given, tuple) == (len(results) > 1)
+            ):
+                _RESULTS[key] = [
+                    None if each is None else (each.shape, each.stride(), each.dtype) for each in results
+                ]  # fmt: skip
+        return given
+
+    def _with_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with the CPU for the device, where what is made is to have values."""
+        if func in _COUNTS:
+            is_known = True
+        elif func in _CONSTANTS:
+            dtype, sizes = kwargs.get("dtype") or torch.float32, args[0] if args and isinstance(args[0], list) else []
+            is_known = not dtype.is_floating_point and torch.Size(sizes).numel() <= MAX_KNOWN_NUMEL
+        else:
+            is_known = func is _aten._to_copy.default and not args[0].is_meta and args[0].numel() <= MAX_KNOWN_NUMEL
+        return kwargs | {"device": torch.device("cpu")} if is_known else kwargs
+
+
+@contextmanager
+def attention_of(*, on_host: bool) -> Iterator[None]:
+    """In here attention without memory is the kernel that the CPU would take, or a GPU; else torch takes the one that
+    has each pair of tokens at once."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", partial(_attention, on_host), "AutogradMeta")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _attention(
+    on_host: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    given = (query, key, value, mask, dropout_p, is_causal, enable_gqa)
+    out: torch.Tensor
+    if on_host and _choice(*map(_shown, given)) != FLASH:
+        out, _ = _aten._scaled_dot_product_attention_math(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return out
+    if mask is not None and mask.dtype == torch.bool:  # which torch makes numbers of, to be added
+        mask = torch.zeros_like(mask, dtype=query.dtype, device=_META).masked_fill(mask.to(_META), 0.0)
+    if on_host:
+        out, _ = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+        )
+        return out
+    if enable_gqa and (times := query.shape[-3] // key.shape[-3]) > 1:
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    out, *_ = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, True, dropout_p, is_causal, scale=scale
+    )
+    return out
+
+
+def _shown(given: Any) -> Any:
+    return (given.shape, given.stride(), given.dtype) if isinstance(given, torch.Tensor) else given
+
+
+@cache
+def _choice(query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_causal: bool, enable_gqa: bool) -> int:
+    """torch's choice for tensors of these shapes on the CPU. It looks at no values: their memory is never touched."""
+    with _disable_current_modes():
+        made = [None if each is None else torch.empty_strided(*each[:2], dtype=each[2]) for each in (query, key, value)]
+        of_mask = None if mask is None else torch.empty_strided(*mask[:2], dtype=mask[2])
+        choose: Any = torch._fused_sdp_choice  # whose stub lacks an argument
+        chosen: int = choose(*made, of_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
+        return chosen
+
+
+def _grouped(args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """A product of matrices by groups, such as the experts of a mixture: torch knows its shape in bf16 alone."""
+    dtype = kwargs.get("out_dtype") or args[0].dtype
+    first, second = (_made(each.shape, each.stride(), torch.bfloat16) for each in args[:2])
+    known: torch.Tensor = _GROUPED(first, second, *args[2:], **kwargs | {"out_dtype": None})
+    return _made(known.shape, known.stride(), dtype)
+
+
+def _tensors_in(given: Iterable[Iterable[Any]]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for arguments in given:
+        for each in arguments:
+            if isinstance(each, torch.Tensor):
+                found.append(each)
+            elif isinstance(each, list | tuple):
+                found += [inner for inner in each if isinstance(inner, torch.Tensor)]
+    return found
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else _made(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _made(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+
+
+@dataclass(frozen=True, eq=False)
+class _Operation:
+    """One of torch's operations, looked at once."""
+
+    is_mutable: bool
+    makes_new: bool
+    """Whether all that it gives is new memory, and nothing that it gets is written to."""
+    written: tuple[int, str] | None
+    """(place, name) of the argument that it writes into, and gives: that stays what it was, without values."""
+
+    @classmethod
+    def of(cls, func: Any) -> "_Operation":
+        schema = func._schema
+        places = [
+            (place, each.name)
+            for place, each in enumerate(schema.arguments)
+            if each.alias_info is not None and each.alias_info.is_write
+        ]
+        is_plain = len(places) == len(schema.returns) == 1 and schema.returns[0].alias_info is not None
+        changes_shape = torch.Tag.inplace_view in func.tags or func in _CHANGES_MEMORY
+        made = _OPERATIONS[id(func)] = cls(
+            schema.is_mutable,
+            not schema.is_mutable and all(each.alias_info is None for each in schema.returns),
+            places[0] if is_plain and not changes_shape else None,
+        )
+        return made
+
+
+def _key(operation: _Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    key = (operation, tuple(map(_part, args)), tuple((name, _part(each)) for name, each in kwargs.items()))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _part(given: Any) -> Any:
+    if isinstance(given, torch.Tensor):
+        return given.shape, given.stride(), given.dtype
+    # 1, 1.0 and True are equal, and make tensors of other dtypes.
+    return tuple(map(_part, given)) if isinstance(given, list | tuple) else (type(given), given)
+
+
+@contextmanager
+def nothing_known(mode: Unreal, number: float) -> Iterator[None]:
+    """In here a number that has no value is taken for this one."""
+    before, mode.unknown = mode.unknown, number
+    try:
+        yield
+    finally:
+        mode.unknown = before
