@@ -26,6 +26,7 @@ from zerotrain.files.printable import printable
 from zerotrain.files.regular import only_regular
 from zerotrain.files.terminal import printed_to
 from zerotrain.files.untrusted import UntrustedFileError
+from zerotrain.launching.command.ending import print_ending, print_place, shown_from
 from zerotrain.launching.command.placing import all_ranks, device_for
 from zerotrain.launching.command.planned import planned, require_alone
 from zerotrain.launching.end import exits
@@ -131,7 +132,7 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> Value:
     if result is not None:
         value = member.end(result)
         if result["stopped_by"] is not None:
-            _print_place(result, shown_from(Path.cwd(), place.run_dir))
+            print_place(result, shown_from(Path.cwd(), place.run_dir))
         _end_as_stopped(result, signum)
     member.require_hope()
     return value
@@ -285,30 +286,6 @@ def _run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
         write_ending(job, ranks.world_size, status="failed", error=str(error))
         raise
     return run_here(job, ranks)
-
-
-def shown_from(here: Path, path: Path) -> Path:
-    """A path as one who works in `here` would write it."""
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
-def print_ending(result: dict[str, Any], run_dir: Path, here: Path, ranks: RankEnvironment | None) -> None:
-    """Say where a run lies that has completed or was stopped in order, and how to go on with it."""
-    shown = shown_from(here, run_dir)
-    _print_place(result, shown)
-    if result["checkpoint"] is not None:
-        more = [f"train.max_steps={2 * result['steps']}"] if result["status"] == "completed" else []
-        print(f"to go on: {resuming.command_to_go_on(result['overrides'], shown, ranks, *more)}", flush=True)
-    else:
-        print(
-            "next: checkpoint.save_at_end=true lets a run train longer later; --cfg job shows every setting",
-            flush=True,
-        )
-
-
-def _print_place(result: dict[str, Any], shown: Path) -> None:
-    files = f"result.json, metrics.jsonl, ranks/{'' if result['checkpoint'] is None else ', checkpoints/'}"
-    print(f"{result['error'] or 'completed'}; in {shown}: {files}", flush=True)
 
 
 def _save_composition(composed: DictConfig, folder: Path) -> None:

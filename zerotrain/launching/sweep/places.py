@@ -81,6 +81,8 @@ def _found(wanted: WantedPlace, book: Book, stack: ExitStack) -> JobPlace:
     erases = wanted.config is not None and wanted.config.launch.overwrite
     if erases or not wanted.may_move:
         _require_unclaimed(wanted)
+    if (in_use := _running(wanted, note)) is not None:
+        return JobPlace(run_dir=in_use, runs_elsewhere=True)
     for run_dir, last in [(named, None)] if erases else list(_candidates(wanted, book.events())):
         try:
             stack.enter_context(locked(run_dir, job=note))
@@ -103,6 +105,15 @@ def _found(wanted: WantedPlace, book: Book, stack: ExitStack) -> JobPlace:
     return JobPlace(run_dir=run_dir)
 
 
+def _running(wanted: WantedPlace, note: str) -> Path | None:
+    """The folder in which another process runs the job. It counts from the moment that the process has the folder: what
+    the journal says of that, and the config there, come later."""
+    if wanted.identity.hash is None:
+        return None
+    locks = {wanted.named / LOCK_NAME, *wanted.sweep.folder.glob(f"*/{LOCK_NAME}")}
+    return next((each.parent for each in sorted(locks) if is_held(each) and holding_job(each.parent) == note), None)
+
+
 def _require_unclaimed(wanted: WantedPlace) -> None:
     """With hydra.sweep.subdir=same the second job erased the first (2026-11-21)."""
     for event in wanted.sweep.events():
@@ -121,11 +132,7 @@ def _candidates(wanted: WantedPlace, events: list[JobEvent]) -> Iterator[tuple[P
         if event.is_within and event.is_of(wanted.identity):
             own.setdefault(sweep.folder / event.folder, event)
     for run_dir, event in own.items():
-        if (
-            run_dir.is_dir()
-            and config is not None
-            and (is_held(run_dir / LOCK_NAME) or holds(config, run_dir) is not False)
-        ):
+        if run_dir.is_dir() and config is not None and holds(config, run_dir) is not False:
             yield run_dir, event
     if wanted.named in own:
         return

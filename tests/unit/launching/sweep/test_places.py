@@ -87,6 +87,21 @@ def test_a_job_that_another_process_has_just_begun_is_left_to_it(tmp_path: Path,
         assert place_of(tmp_path, seed=1) == JobPlace(run_dir=run_dir, runs_elsewhere=True)
 
 
+def test_a_job_of_another_number_that_is_about_to_begin_is_left_to_its_process(tmp_path: Path):
+    """Two trials of the same values, of two drivers of a study, both trained (2026-11-24)."""
+    with locked(tmp_path / "2", job=config_hash(config_of(1))):
+        assert place_of(tmp_path, seed=1, number=3) == JobPlace(run_dir=tmp_path / "2", runs_elsewhere=True)
+        assert place_of(tmp_path, seed=2, number=3) == JobPlace(run_dir=tmp_path / "3")
+        assert place_of(tmp_path, seed=2, number=2) == JobPlace(run_dir=tmp_path / "2_2")
+
+
+def test_a_folder_that_another_job_now_runs_in_is_not_taken_for_the_own(tmp_path: Path):
+    leave(tmp_path, "2", seed=1, status=None, event="refused")
+    with locked(tmp_path / "2", job=config_hash(config_of(2))):
+        save_config(config_of(2), tmp_path / "2/config.yaml")
+        assert place_of(tmp_path, seed=1, number=3) == JobPlace(run_dir=tmp_path / "3")
+
+
 def test_a_folder_of_another_config_than_the_journal_says_is_not_taken(tmp_path: Path):
     leave(tmp_path, "0", seed=1)
     save_config(config_of(9), tmp_path / "0/config.yaml")
