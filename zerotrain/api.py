@@ -8,6 +8,7 @@ from torch import nn
 
 from zerotrain.comm.ranks.world import World
 from zerotrain.deferred.init import InitialValues, deferred_init
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.model.engine_call import makes_memory
@@ -140,11 +141,14 @@ def _require_allowed(model: Any, optimizer: Any, given: EngineConfig) -> None:
 
 
 def _device_of(model: nn.Module | Callable[[], nn.Module]) -> torch.device:
-    """The device of a model's first parameter; of a model still to be built, torch's default device."""
-    if not isinstance(model, nn.Module):
-        return torch.get_default_device()
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
+    """The device of a model's first parameter; of a model still to be built, torch's default device. The meta device,
+    on which alone a plan computes, counts as the CPU."""
+    if isinstance(model, nn.Module):
+        first = next(model.parameters(), None)
+        device = torch.device("cpu") if first is None else first.device
+    else:
+        device = torch.get_default_device()
+    return device if device_of(device).holds_values else torch.device("cpu")
 
 
 def _with_initial_values(

@@ -46,6 +46,7 @@ DIFFERS = "rank 2: its command line differs from that of rank 0: it has {} and l
     ],
     ids=["on the first", "on the second", "a sweep on the second"],
 )
+@pytest.mark.thinned(3)
 def test_a_typo_on_one_of_two_machines_is_one_line_on_each_and_both_end(
     tmp_path: Path, of_nodes: tuple[str, str], told: tuple[str, str]
 ):

@@ -30,6 +30,7 @@ NUM_SETTINGS = len(SETTINGS)
 
 
 @pytest.mark.parametrize("typed", VALUES)
+@pytest.mark.thinned(3)
 def test_each_setting_that_excludes_a_value_refuses_it_in_a_line_of_its_own(typed: str, zygote: Zygote, tmp_path: Path):
     # A whole number given to a switch of the schema is one more way to write true and false.
     switches = {name for name, setting, _ in settings_in(Config()) if setting.allows(True) and setting.allows(False)}

@@ -49,6 +49,7 @@ def prepare(place: Callable[[int], None], dies: int, rank: int) -> None:
         (die_in_second_group, 3, 1, "CommError: rank 1 came to the meeting of the ranks, and did not join the others"),
     ],
 )
+@pytest.mark.thinned(2)
 def test_a_rank_that_is_killed_when_it_has_come_is_named_and_not_waited_for_as_a_late_one(
     place: Callable[[int], None], size: int, dies: int, says: str
 ) -> None:

@@ -153,6 +153,7 @@ def without(call: str, folder: Path, *settings: str, later: str = "") -> Command
     "as above; tried before the ranks agree on it",
 )
 @pytest.mark.parametrize("call", FORBIDDEN)
+@pytest.mark.thinned(2)
 def test_where_there_is_no_such_memory_at_all_ranks_send_by_sockets_and_say_why(
     call: str, wanted: str, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ NUM_STEPS = 3
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", test_parity.TRAININGS)
+@pytest.mark.thinned(2)
 def test_every_training_on_any_number_of_ranks(name: str, num_ranks: int) -> None:
     case = replace(test_parity.TRAININGS[name], num_steps=NUM_STEPS)
     sizes, overlaps = ((0.02, 0.25, 25), (True, False)) if num_ranks == 2 else ((0.02, 25), (True,))
@@ -30,6 +31,7 @@ def test_the_hard_ways_to_call_a_model(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.thinned(2, first=1)
 def test_ranks_that_use_different_parts(num_ranks: int) -> None:
     kinds = list(product(test_parameters.UNEVEN, range(4)))
     runs = [test_parameters.Run(case, stage) for case, stage in kinds]

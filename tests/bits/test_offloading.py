@@ -37,6 +37,7 @@ def setup_of(start: tuple[int, str, str], num_ranks: int, folder: Path, *, keep:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.thinned(2)
 def test_every_place_and_a_restart_in_every_other(
     precision: str, num_micro_batches: int, num_ranks: int, tmp_path: Path
 ) -> None:

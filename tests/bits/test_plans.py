@@ -25,6 +25,7 @@ def test_the_table_has_all_kinds_of_rows():
 
 
 @pytest.mark.parametrize("part", range(4))
+@pytest.mark.thinned(2)
 def test_a_plan_is_what_one_rank_holds_at_most(part: int, tmp_path: Path):
     world = World(0, 1, 0, torch.device("cpu"))
 

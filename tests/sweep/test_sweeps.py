@@ -65,6 +65,7 @@ def state_of(folder: Path) -> dict[Path, tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize("name", ["basic", "joblib"])
+@pytest.mark.thinned(2)
 def test_eight_jobs_of_which_four_do_not_do_well(sweep: Callable[..., Command], tmp_path: Path, name: str):
     settings = launcher(name)
     first = sweep(EIGHT, *settings)
