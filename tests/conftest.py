@@ -29,11 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a thinned test leave out the rows that are not its turn: a diagonal of the product, so that each value of each
-    parameter is still there."""
+    parameter is still there. Tests that wait for long begin: at the end nothing would run beside them."""
     if not config.getoption("--all-rows") and not any("[" in each for each in config.args):  # one row, by its name
         left_out = [item for item in items if not is_run(item)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if is_run(item)]
+    items.sort(key=lambda item: item.get_closest_marker("waits") is None)
 
 
 def is_run(item: pytest.Item) -> bool:

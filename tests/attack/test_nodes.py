@@ -47,6 +47,7 @@ DIFFERS = "rank 2: its command line differs from that of rank 0: it has {} and l
     ids=["on the first", "on the second", "a sweep on the second"],
 )
 @pytest.mark.thinned(3)
+@pytest.mark.waits
 def test_a_typo_on_one_of_two_machines_is_one_line_on_each_and_both_end(
     tmp_path: Path, of_nodes: tuple[str, str], told: tuple[str, str]
 ):
@@ -72,6 +73,7 @@ def test_a_typo_on_one_of_two_machines_is_one_line_on_each_and_both_end(
         assert command.wait_until_gone() == []
 
 
+@pytest.mark.waits
 def test_ranks_started_one_by_one_say_who_is_missing_until_their_time_is_up(launch, tmp_path: Path):
     port, nobodys = free_port(), free_port()
     alone = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

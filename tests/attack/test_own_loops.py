@@ -50,6 +50,7 @@ def prepare(place: Callable[[int], None], dies: int, rank: int) -> None:
     ],
 )
 @pytest.mark.thinned(2)
+@pytest.mark.waits
 def test_a_rank_that_is_killed_when_it_has_come_is_named_and_not_waited_for_as_a_late_one(
     place: Callable[[int], None], size: int, dies: int, says: str
 ) -> None:

@@ -100,6 +100,7 @@ def test_kills_are_of_all_stages_and_kinds_of_places() -> None:
     "or file is left, except the small folder that a killed launcher could not remove",
 )
 @pytest.mark.timeout(6 * HANG_S)  # 25 runs
+@pytest.mark.waits
 def test_kills_leave_nothing_behind_and_name_who_is_gone(tmp_path: Path) -> None:
     """No process, no descriptor or mapping of the memory, no address, nothing in /dev/shm or $TMPDIR."""
     command = [sys.executable, "-m", "tests.chaos.shared", f"--kills={NUM_KILLS}", f"--out={tmp_path / 'out'}"]

@@ -85,6 +85,7 @@ def test_a_signal_to_one_rank_alone(launch, tmp_path: Path, action: str, rank: i
 
 
 @pytest.mark.case("stopping", "under torchrun, to torchrun or to a rank", "the same")
+@pytest.mark.waits
 def test_under_torchrun_to_torchrun_and_to_a_rank(tmp_path: Path):
     by_torch = by_torchrun(*ENDLESS, folder=tmp_path)
     by_torch.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/")

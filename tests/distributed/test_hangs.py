@@ -204,6 +204,7 @@ def message_of(name: str) -> str:
     "other settings, hyperparameters, buffers, micro-batches, branches, or a step behind",
     "all ranks end, and say where each was",
 )
+@pytest.mark.waits
 def test_ranks_that_do_not_do_the_same_all_end_and_say_where_each_was() -> None:
     wrong = [
         (name, part, message)
@@ -231,6 +232,7 @@ def test_reductions_wait_as_long_as_gathers() -> None:
     "a rank that sleeps for ever",
     "reported within `launch.timeout_s`, and ended",
 )
+@pytest.mark.waits
 def test_a_rank_that_sleeps_for_ever_is_told_of_within_the_timeout_and_ended(tmp_path: Path) -> None:
     sleeping = (*TINY, "model._target_=misbehaving.MisbehavingMLP", "+model.action=sleep", "hydra.run.dir=run")
     command = by_hand(*sleeping, "launch.timeout_s=5", "launch.nproc_per_node=2", folder=tmp_path)

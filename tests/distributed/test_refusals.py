@@ -172,6 +172,7 @@ ALONE: dict[str, tuple[Any, ...]] = {
 @pytest.mark.case(
     "parameters", "a call between two steps that one rank makes alone", "`CommError` on all within the timeout"
 )
+@pytest.mark.waits
 def test_a_call_that_one_rank_makes_alone_ends_with_a_sentence_on_all() -> None:
     """Long before the ranks' own time is up."""
     for name, (lone, other) in zip(ALONE, run_over(list(ALONE), alone, 2), strict=True):
