@@ -35,7 +35,7 @@ def test_a_further_job_costs_the_driver_no_memory_no_files_no_threads_and_no_pro
     last = found[max(each for each in found if each < NUM)]
     first = found[min(each for each in found if each >= FROM)]
     assert last[0] - first[0] < MAX_GROWTH * (NUM - FROM)
-    assert abs(last[1] - first[1]) <= 2  # a folder of ranks may be there or not
+    assert abs(last[1] - first[1]) <= 4  # at another moment of a job; one that stays of each job would be 6
     assert last[2] == first[2] == 2
     assert abs(last[3] - first[3]) <= 1
     assert command.wait_until_gone() == []
