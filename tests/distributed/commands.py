@@ -104,9 +104,10 @@ class Command:
         self.send_signal_as_terminal(signum)
 
     def pid_of_rank(self, run_dir: Path, rank: int) -> int:
-        """The process of a rank at work."""
-        said = json.loads((run_dir / f"ranks/{rank}.state").read_text()[16:])
-        return int(said["pid"])
+        """The process of a rank, once it has written its state: the file is there a moment before its text."""
+        path = run_dir / f"ranks/{rank}.state"
+        self.wait_for_text(path, "}")
+        return int(json.loads(path.read_text()[16:])["pid"])
 
     def kill(self) -> None:
         """As `kill -9` does: to the first process alone."""
@@ -129,7 +130,7 @@ class Command:
         while not (path.exists() and text in path.read_text()):
             assert self.process.poll() is None, f"ended early: {self.stderr}"
             assert time.monotonic() < deadline, f"{text!r} never came to {path.name}: {self.stdout}{self.stderr}"
-            time.sleep(0.1)
+            time.sleep(0.02)
 
 
 def by_hand(*arguments: str, folder: Path, zygote: Zygote | None = None, **environment: str) -> Command:

@@ -14,8 +14,6 @@ from zerotrain.offload.tier import Tier
 
 OTHERS = "activations"
 """The kind of all memory that nobody has named: what a forward saves, and what is alive for a moment."""
-
-
 SCRATCH = "scratch"
 
 
@@ -25,7 +23,7 @@ class LiveMemory(TorchDispatchMode):
     Bytes are those that tensors asked for. An allocator rounds them up and keeps what is freed, and a kernel takes
     memory of its own, which no tensor tells of.
 
-    What an engine has offloaded does not count.
+    Memory that an engine has offloaded does not count.
     """
 
     def __init__(self) -> None:

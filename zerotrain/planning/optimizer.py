@@ -74,7 +74,7 @@ class RehearsedFactory:
         """On one number for each group, by the groups' settings: buckets are many and alike."""
 
     def __getattr__(self, name: str) -> Any:
-        """What the factory has beside, such as `needs_whole`."""
+        """The factory's other attributes, such as `needs_whole`."""
         return getattr(self._factory, name)
 
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -33,7 +33,7 @@ class Memory:
     on_host: bool
     """Whether both are the same memory."""
     process: int
-    """Of a rank's process without its tensors."""
+    """A rank's process takes these without its tensors."""
 
     @classmethod
     def of(cls, config: Config, device: torch.device, num_local: int) -> "Memory":

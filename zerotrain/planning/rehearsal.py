@@ -25,9 +25,9 @@ from zerotrain.planning.wire import Links
 from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta
 
 MAX_MICRO_BATCHES = 2
-"""Of a virtual rank: each further one is like the second."""
+"""A virtual rank rehearses no more: each further one is like the second."""
 LEFT_NBYTES = 4096
-"""Of small numbers that a step leaves to the next, such as sums for the norm, and that ranks tell each other."""
+"""Small numbers take these: a step leaves them to the next, such as sums for the norm, or ranks tell each other."""
 _META = torch.device("meta")
 
 
@@ -41,13 +41,13 @@ class StagePlan:
     optimizer: int
     """State of the optimizer, and fp32 master weights that are copies."""
     gathered: int
-    """Of other ranks' shards, at the peak: units that are complete, and those that are gathered ahead."""
+    """Other ranks' shards at the peak: units that are complete, and those that are gathered ahead."""
     scratch: int
     """Used again from step to step, at the peak: on the wire, sums, windows of what is offloaded."""
     sums: int
-    """Of `scratch`, those of micro-batches and virtual ranks."""
+    """The part of `scratch` that sums of micro-batches and virtual ranks take."""
     activations: int | None
-    """What the forward of a micro-batch saves, and tensors that are alive for a moment, at the peak; None: unknown."""
+    """Tensors that the forward of a micro-batch saves, or that live for a moment, at the peak; None: unknown."""
     peak: int | None
     """All tensors on the device, when they are most."""
     peak_phase: str | None

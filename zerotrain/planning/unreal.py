@@ -39,8 +39,8 @@ _RESULTS: dict[Any, Any] = {}
 class Unreal(LiveMemory):
     """Within it tensors on the meta device are computed with, and their memory counted as if they had any.
 
-    What follows from weights has no values. What a model makes of positions, masks and inputs alone has: it is computed
-    on the CPU, since models choose their way by it, and small.
+    A result that follows from weights has no values. One that follows from positions, masks and inputs alone has: it is
+    small, and computed on the CPU, since models choose their way by it.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ BEGUN, ENDED, TAKEN, REFUSED = "begun", "ended", "taken", "refused"
 _OF_TRAINING = re.compile(rf"(^| ){TrainingError.__name__}: ")
 """In the error of a run that train.on_nonfinite has ended."""
 _MAX_NBYTES = 2**26
-"""Of a line 400 bytes are ours."""
+"""Our lines have 400 bytes."""
 _MAX_RESULT_NBYTES = 2**26
 _SCHEMA = {
     "event": OneOf((BEGUN, ENDED, TAKEN, REFUSED)),
@@ -88,7 +88,7 @@ class JobEvent:
     value: float | None = None
     """The first of the sweep's objectives."""
     trackers: dict[str, str] = field(default_factory=dict)
-    """Of a job that has ended the ids of its run at wandb, mlflow and trackio, by their names."""
+    """The ids of an ended job's run at wandb, mlflow and trackio, by their names."""
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     time: float = field(default_factory=time.time)

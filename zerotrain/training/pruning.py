@@ -26,11 +26,11 @@ class Trial:
     """A job's place in a study of Optuna."""
 
     url: str
-    """Of the database."""
+    """The address of the database."""
     study: str
     number: int
     metric: str
-    """Of an evaluation."""
+    """The evaluation's number that is compared."""
     pruner: dict[str, Any]
     """Its class and arguments."""
 

@@ -63,7 +63,7 @@ class RankEnvironment:
         numbers.setdefault("LOCAL_WORLD_SIZE", numbers["WORLD_SIZE"])
         _require_sense(numbers, remedy)
         _require_address(given["MASTER_ADDR"], remedy)
-        os.environ.update(of_step | given)
+        os.environ.update(given)
         return cls(
             rank=numbers["RANK"],
             world_size=numbers["WORLD_SIZE"],

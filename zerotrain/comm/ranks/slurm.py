@@ -6,8 +6,8 @@ from itertools import chain, repeat
 
 from zerotrain.errors import ConfigError
 
-STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS")
-"""Tell a process that srun has started it: a batch script has them not."""
+STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")
+"""Either tells a process that srun has started it. A batch script has neither."""
 _RESTARTS = "SLURM_RESTART_COUNT"
 _NUM_TASKS, _TASKS_PER_NODE, _NODES = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
@@ -29,7 +29,7 @@ def variables_of_step(environment: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ConfigError: a variable is missing, no number, or contradicts another.
     """
-    if not any(name in environment for name in STEP_VARIABLES[:2]) or environment.get(_NUM_TASKS, "1") == "1":
+    if not any(name in environment for name in STEP_VARIABLES) or environment.get(_NUM_TASKS, "1") == "1":
         return {}
     size = _number(environment, _NUM_TASKS, 1, _MAX_TASKS)
     rank = _number(environment, "SLURM_PROCID", 0, size - 1)

@@ -13,7 +13,7 @@ COMPLETED = 0
 FAILED = 1
 CONFIG_PROBLEM = 2
 DOES_NOT_FIT = 3
-"""Of a plan."""
+"""A plan ends so, whose stage needs more memory than there is."""
 
 
 def of_signal(signum: int) -> int:

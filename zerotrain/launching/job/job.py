@@ -53,7 +53,7 @@ class Job:
     evaluates: dict[str, Any] | None = None
     """The evaluation, as arguments of `zerotrain.run.evaluating.run`; None: the job trains."""
     trial: dict[str, Any] | None = None
-    """What a pruner needs to know, as arguments of `zerotrain.training.pruning.Trial`; None: there is none."""
+    """The facts for a pruner, as arguments of `zerotrain.training.pruning.Trial`; None: there is none."""
 
     @cached_property
     def config_hash(self) -> str:

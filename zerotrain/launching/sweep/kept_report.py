@@ -12,7 +12,8 @@ _PAGE_EVERY_S = 5.0
 
 
 class KeptReport:
-    """Keeps sweep.csv, sweep.json and report.html up to date. What cannot be written is told at the sweep's end."""
+    """Keeps sweep.csv, sweep.json and report.html up to date. A file that cannot be written is told of at the
+    sweep's end."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep

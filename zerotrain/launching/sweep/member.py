@@ -104,7 +104,7 @@ class Member:
 
     @property
     def trial(self) -> dict[str, Any] | None:
-        """What a pruner needs to know, as arguments of `zerotrain.training.pruning.Trial`; None: there is none."""
+        """The facts for a pruner, as arguments of `zerotrain.training.pruning.Trial`; None: there is none."""
         study, config = self.sweep.study, self._config
         if study is None or config is None or config.sweep.pruner is None:
             return None
@@ -122,8 +122,8 @@ class Member:
     def named(self) -> Iterator[None]:
         """Inside, the trackers of ranks that are started get the sweep as the group of the run, and what differs as its
         name."""
-        given = [each for each in self._overrides if each.lstrip("+").partition("=")[0] in self.sweep.swept]
-        said = {"group": "/".join(self.sweep.folder.parts[-2:]), "name": " ".join(given)[:MAX_NAME]}
+        name = " ".join(self.sweep.varied(self._overrides))
+        said = {"group": "/".join(self.sweep.folder.parts[-2:]), "name": name[:MAX_NAME]}
         os.environ[SWEEP_VARIABLE] = json.dumps(said)
         try:
             yield
@@ -153,8 +153,8 @@ class Member:
             self._say(ENDED, self.run_dir, STOPPED, error="stopped by a signal")
 
     def _value(self, result: dict[str, Any], status: str) -> tuple[Value, str | None]:
-        """What a sweeper gets of a job, a list where there are several objectives, and why it gets nothing though the
-        job did well. A trial without a value has failed."""
+        """The value that a sweeper gets for a job, a list where there are several objectives, and the reason if it gets
+        nothing though the job did well. A trial without a value has failed."""
         if status not in (COMPLETED, PRUNED, STOPPED):
             return None, None
         try:

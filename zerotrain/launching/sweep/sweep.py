@@ -47,9 +47,9 @@ class Sweep:
     """Jobs that a machine runs side by side, each with devices of its own; 1: each has all."""
     objectives: tuple[str, ...] = (SweepConfig.objective,)
     directions: tuple[str, ...] = (SweepConfig.direction,)
-    """Of each objective. The first one tells the best job."""
+    """minimize or maximize, for each objective. The first objective tells the best job."""
     study: Study | None = None
-    """Of Optuna; None: there is none."""
+    """The study, if Optuna chooses the jobs."""
     driver: tuple[int, str] = field(default_factory=lambda: (os.getpid(), socket.gethostname()))
     """Its process and machine."""
     begun_s: float = field(default_factory=time.time)
@@ -115,6 +115,10 @@ class Sweep:
     def value_of(self, event: JobEvent) -> float | None:
         """The first objective of a job; None where it is not known, or no number."""
         return event.final_val_loss if self.objectives[0] == SweepConfig.objective else event.value
+
+    def varied(self, overrides: list[str]) -> list[str]:
+        """Those settings of a job that the sweep varies."""
+        return [each for each in overrides if each.lstrip("+").partition("=")[0] in self.swept]
 
     def identity(self, config_hash: str | None, overrides: list[str]) -> Identity:
         """The settings that tell one of its jobs from the others."""

@@ -94,7 +94,7 @@ class Teller:
                     self._status.draw(list(self._last.values()))
 
     def _line(self, event: JobEvent) -> Iterator[str]:
-        given = [each for each in event.overrides if each.lstrip("+").partition("=")[0] in self._sweep.swept]
+        given = self._sweep.varied(event.overrides)
         yield f"job {event.job}"
         if event.event == BEGUN:
             yield f"begins in {printable(event.folder, keep='')}:"

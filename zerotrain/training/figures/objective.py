@@ -29,7 +29,7 @@ def known_names() -> list[str]:
 
 
 def in_evaluation(name: str) -> str | None:
-    """What an evaluation calls this value; None where none measures it."""
+    """The name of this value in an evaluation; None where none measures it."""
     if name == VAL_LOSS:
         return "val_loss"
     return name if name not in _NUMBERS and _OF_AN_EVALUATION.fullmatch(name) else None
