@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_BENCH := $(VENV)/.installed-bench
 
-.PHONY: help train test thorough bits attack chaos test-gpu check format sweep bench bench-link bench-gpu install clean
+.PHONY: help train test thorough bits attack cluster chaos test-gpu check format sweep bench bench-link bench-gpu install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -28,6 +28,9 @@ thorough: $(INSTALLED_DEV) ## the tests with each row of their products, of whic
 
 attack: $(INSTALLED_DEV) ## wrong commands, folders and machines, killed ranks, sweeps cut off; a checkpoint of each placement loads into every other
 	$(BIN)/python -m pytest -n 4 --dist worksteal --all-rows tests/attack tests/sweep
+
+cluster: $(INSTALLED_DEV) ## runs over several hosts, emulated by network namespaces: pulled cables, hosts that come and go; needs root
+	$(BIN)/python -m pytest tests/cluster -q
 
 KILLS ?= 200
 SEED ?= 0

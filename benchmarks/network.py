@@ -56,8 +56,8 @@ def loopback() -> Iterator[Network]:
     Raises:
         BenchmarkError: namespaces are not allowed here.
     """
-    with _namespace(("unshare", "--map-root-user", "--net")) as prefix:
-        _run(prefix, "ip link set lo up")
+    with namespace(("unshare", "--map-root-user", "--net")) as prefix:
+        run(prefix, "ip link set lo up")
         yield Network((Host("127.0.0.1", "lo", prefix),))
 
 
@@ -69,15 +69,15 @@ def link(rate: str) -> Iterator[Network]:
         BenchmarkError: namespaces are not allowed here, or a tool of iproute2 is missing.
     """
     with ExitStack() as stack:
-        first = stack.enter_context(_namespace(("unshare", "--map-root-user", "--net")))
-        second = stack.enter_context(_namespace((*first, "unshare", "--net")))
+        first = stack.enter_context(namespace(("unshare", "--map-root-user", "--net")))
+        second = stack.enter_context(namespace((*first, "unshare", "--net")))
         hosts = [Host("10.0.0.1", "host0", first), Host("10.0.0.2", "host1", second)]
-        _run(first, f"ip link add host0 type veth peer name host1 netns {_pid(second)}")
+        run(first, f"ip link add host0 type veth peer name host1 netns {_pid(second)}")
         for host in hosts:
-            _run(host.command_prefix, "ip link set lo up")
-            _run(host.command_prefix, f"ip address add {host.address}/24 dev {host.interface}")
-            _run(host.command_prefix, f"ip link set {host.interface} up")
-            _run(
+            run(host.command_prefix, "ip link set lo up")
+            run(host.command_prefix, f"ip address add {host.address}/24 dev {host.interface}")
+            run(host.command_prefix, f"ip link set {host.interface} up")
+            run(
                 host.command_prefix,
                 f"tc qdisc add dev {host.interface} root tbf rate {rate} burst 256kb latency 50ms",
             )
@@ -94,8 +94,15 @@ def sent_nbytes(interface: str) -> int:
 
 
 @contextmanager
-def _namespace(unshare: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the command prefix that enters a new namespace."""
+def namespace(unshare: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the command prefix that enters a new namespace, which vanishes at the end with its interfaces.
+
+    Args:
+        unshare: the command that makes it; `--uts` in it gives it a host name of its own.
+
+    Raises:
+        BenchmarkError: namespaces are not allowed here, or a tool is missing.
+    """
     _require("unshare", "nsenter", "ip", "tc")
     holder = subprocess.Popen(
         [*unshare, "sh", "-c", "echo ready; exec cat"],
@@ -114,7 +121,8 @@ def _namespace(unshare: Sequence[str]) -> Iterator[tuple[str, ...]]:
             raise BenchmarkError(
                 f"this machine allows no network namespaces ({reason}); root or user namespaces are needed"
             )
-        yield ("nsenter", "--target", str(holder.pid), "--user", "--net", "--preserve-credentials")
+        kinds = ("--user", "--net", *(kind for kind in unshare if kind == "--uts"))
+        yield ("nsenter", "--target", str(holder.pid), *kinds, "--preserve-credentials")
 
 
 def _pid(prefix: Sequence[str]) -> str:
@@ -127,7 +135,8 @@ def _require(*tools: str) -> None:
         raise BenchmarkError(f"{', '.join(missing)} not found; install iproute2 and util-linux")
 
 
-def _run(prefix: Sequence[str], command: str) -> None:
+def run(prefix: Sequence[str], command: str) -> None:
+    """Run a command of a few words in a namespace; BenchmarkError where it fails."""
     done = subprocess.run([*prefix, *command.split()], capture_output=True, text=True)
     if done.returncode:
         raise BenchmarkError(f"`{command}` failed in a network namespace: {done.stderr.strip()}")

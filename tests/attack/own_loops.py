@@ -95,10 +95,10 @@ def _rank_main(pipe: Connection, rank: int, size: int, port: int, disturbance: D
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
     meet = world.meet
 
-    def meet_and_tell(*arguments: Any) -> Any:
-        store = meet(*arguments)
+    def meet_and_tell(*arguments: Any, **more: Any) -> Any:
+        met = meet(*arguments, **more)
         pipe.send(MET)
-        return store
+        return met
 
     world.meet = meet_and_tell
     try:

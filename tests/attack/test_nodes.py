@@ -77,7 +77,7 @@ def test_a_typo_on_one_of_two_machines_is_one_line_on_each_and_both_end(
 def test_ranks_started_one_by_one_say_who_is_missing_until_their_time_is_up(launch, tmp_path: Path):
     port, nobodys = free_port(), free_port()
     alone = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    arguments = (*TINY, "launch.timeout_s=11", "hydra.run.dir=run")
+    arguments = (*TINY, "launch.start_timeout_s=11", "hydra.run.dir=run")
     first = launch(*arguments, folder=tmp_path, RANK="0", MASTER_PORT=str(port), **alone)
     second = launch(*arguments, folder=tmp_path, RANK="1", MASTER_PORT=str(nobodys), **alone)
     wrong = launch(*arguments, folder=tmp_path, RANK="2", MASTER_PORT=str(port), **alone)
@@ -89,13 +89,14 @@ def test_ranks_started_one_by_one_say_who_is_missing_until_their_time_is_up(laun
     assert (first.wait(), second.wait()) == (1, 1)
     assert first.stderr.splitlines() == [
         "rank 0 waits for rank 1 (10 of 11 s)",
-        "rank 1 did not come within 11 s (launch.timeout_s); start all ranks, with the same WORLD_SIZE, MASTER_ADDR "
-        "and MASTER_PORT",
+        "rank 1 did not come within 11 s (launch.start_timeout_s); start all ranks, with the same WORLD_SIZE, "
+        "MASTER_ADDR and MASTER_PORT",
     ]
     keeper = f"rank 0 at 127.0.0.1:{nobodys}"
     assert second.stderr.splitlines() == [
         f"rank 1 waits for {keeper} (10 of 11 s)",
-        f"{keeper} did not come within 11 s (launch.timeout_s); start it, with the same MASTER_ADDR and MASTER_PORT",
+        f"{keeper} did not come within 11 s (launch.start_timeout_s); start it, with the same MASTER_ADDR and "
+        "MASTER_PORT",
     ]
 
 

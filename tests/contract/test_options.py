@@ -98,6 +98,8 @@ OPTIONS = """
     launch.device
     launch.threads_per_rank
     launch.timeout_s
+    launch.start_timeout_s
+    launch.interface
     launch.shared_memory
     launch.max_restarts
     launch.overwrite

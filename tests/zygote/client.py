@@ -57,10 +57,11 @@ class Forked:
 class Zygote:
     """The process of `server.py`, whose children the programs are."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: Sequence[str] = ()) -> None:
         """
         Args:
             folder: for what the programs print, and for caches.
+            prefix: what to put before its command, which runs it elsewhere.
         """
         self._folder = folder
         self.environment = {
@@ -73,7 +74,7 @@ class Zygote:
             "XDG_CACHE_HOME": str(folder / "cache"),
         }
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("server.py"))],
+            [*prefix, sys.executable, str(Path(__file__).with_name("server.py"))],
             env={**self.environment, MARK: NO_MARK},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

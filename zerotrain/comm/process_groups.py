@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zerotrain.comm.accounts.frames import gather_framed
+from zerotrain.comm.ranks.hosts import host_name
 from zerotrain.comm.ranks.world import Shards, backend_of, timeout_of
 from zerotrain.comm.scratch import zeros_on
 from zerotrain.comm.wire import Wire, gather_objects
@@ -29,7 +30,7 @@ from zerotrain.comm.wires.backend_handles import (
     unseen_by_profiler,
 )
 from zerotrain.comm.wires.memory.across_handles import AcrossGather, AcrossReduction
-from zerotrain.comm.wires.memory.hosts import host_name, meet_hosts, ranks_of_host
+from zerotrain.comm.wires.memory.hosts import meet_hosts, ranks_of_host
 from zerotrain.comm.wires.memory.local_peers import NotLocalError, require_all
 from zerotrain.comm.wires.memory.local_ranks import LocalRanks
 from zerotrain.comm.wires.memory.shared_handles import SharedGather, SharedReduction

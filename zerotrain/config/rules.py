@@ -93,6 +93,14 @@ def _is_group(name: Any, entry: Any) -> bool:
     return len(entry) > 1 and _is_match(entry.get("match")) and all(map(math.isfinite, numbers))
 
 
+BEST_OF = Rule(
+    "val_loss, val_NAME of a metric, or with /NAME that of a source of data=mix or of one of data.validation_sets",
+    lambda value: re.fullmatch(r"val_\w+(/.+)?", value) is not None,
+)
+INTERFACE = Rule(
+    "auto, or the name of a network interface, such as eth0",
+    lambda name: isinstance(name, str) and re.fullmatch(r"[\w.@:-]{1,15}", name) is not None,
+)
 COLLATE = Rule(
     "null, or a function such as {_target_: my_components.pad, _partial_: true}",
     lambda value: value is None or (isinstance(value, dict) and isinstance(value.get("_target_"), str)),

@@ -4,7 +4,6 @@
 of rules and effects are in `zerotrain.settings`; rules across fields are in `checks.py`. Imports no torch.
 """
 
-import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -179,10 +178,6 @@ class TrainConfig:
 
 
 EVERY = rules.rhythm_rule(times=True, others=", or null for never", allows=lambda value: value is None)
-BEST_OF = Rule(
-    "val_loss, val_NAME of a metric, or with /NAME that of a source of data=mix or of one of data.validation_sets",
-    lambda value: re.fullmatch(r"val_\w+(/.+)?", value) is not None,
-)
 SAVING = Effect(
     lambda run, _: run.checkpoint.every is not None or run.checkpoint.best is not None, "with checkpoint.every=null"
 )
@@ -204,7 +199,7 @@ class CheckpointConfig:
     """As many of the newest stay; older ones are removed when a newer one is on the disk."""
     keep_every: int | None = setting(None, or_null(STEPS), SAVING)
     """Those of each so many steps stay for good, whatever `keep` says."""
-    best: str | None = setting(None, or_null(BEST_OF))
+    best: str | None = setting(None, or_null(rules.BEST_OF))
     """The loss or metric whose best checkpoint stays too, whatever `keep` says: saved where an evaluation after the
     first step is better than all before it, with a link `best` in checkpoints/ that names it."""
     asynchronous: bool = setting(True, TRUE_OR_FALSE, SAVING)
@@ -238,6 +233,11 @@ class LaunchConfig:
     on the CPU depend on it."""
     timeout_s: float = setting(300.0, between(0.001, 31536000, "seconds (a year)"))
     """Seconds a collective may wait for the other ranks before the run is ended."""
+    start_timeout_s: float = setting(600.0, between(0.001, 31536000, "seconds (a year)"))
+    """Seconds until all ranks have met; machines start at different times."""
+    interface: str | None = setting("auto", or_null(rules.INTERFACE))
+    """Network interface, such as eth0, by which ranks of several machines send; auto: that which reaches the machine at
+    which they meet; null: gloo's and NCCL's choice. Your own GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME comes first."""
     shared_memory: Any = setting("auto", one_of("auto", False), SENT)
     """auto: ranks that compute on the CPU read the memory of those of their host, where each host has as many, 2, 4, 8
     or another power of two, or there is one. false: they send through sockets, as they do where that cannot be, which

@@ -22,6 +22,8 @@ SETTINGS = {
     "param_groups": "optimizer.groups",
     "World.from_environment(device)": "launch.device",
     "World.from_environment(timeout_s)": "launch.timeout_s",
+    "World.from_environment(start_timeout_s)": "launch.start_timeout_s",
+    "World.from_environment(interface)": "launch.interface",
     "World.from_environment(shared_memory)": "launch.shared_memory",
     "MuonWithAdamW(matrices)": "optimizer.matrices",
 }

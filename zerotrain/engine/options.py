@@ -107,9 +107,10 @@ def leaves_per_rank(virtual_ranks: int | None, num_ranks: int, accumulate: str) 
     """
     leaves, left_over = divmod(virtual_ranks or num_ranks, num_ranks)
     if left_over or leaves < 1 or leaves & (leaves - 1):
+        can = [str(number) for number in _sharing(virtual_ranks or num_ranks)]
         raise ConfigError(
-            f"virtual_ranks={virtual_ranks}: {num_ranks} ranks cannot share them evenly; it must be the number of "
-            f"ranks times a power of two, such as {num_ranks} or {2 * num_ranks}"
+            f"virtual_ranks={virtual_ranks}: {num_ranks} ranks cannot share them evenly, {', '.join(can)} can; it must "
+            f"be the number of ranks times a power of two, such as {num_ranks} or {2 * num_ranks}"
         )
     if leaves > 1 and accumulate == "reduced":
         raise ConfigError(
@@ -117,6 +118,14 @@ def leaves_per_rank(virtual_ranks: int | None, num_ranks: int, accumulate: str) 
             f"rank adds up {leaves} virtual ranks first; take zero.accumulate='local', or as many ranks"
         )
     return leaves
+
+
+def _sharing(virtual_ranks: int) -> list[int]:
+    """The numbers of ranks that can share them evenly."""
+    numbers = [virtual_ranks]
+    while numbers[0] % 2 == 0 and numbers[0] > 0:
+        numbers.insert(0, numbers[0] // 2)
+    return numbers
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -82,6 +82,18 @@ class SlowMLP(MLP):
             time.sleep(3600)
 
 
+class PacedMLP(MLP):
+    """An MLP that is still training when others come."""
+
+    def __init__(self, *, seconds: float, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.seconds = seconds
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        time.sleep(self.seconds if self.training else 0.0)
+        return super().forward(ids, labels)
+
+
 class SlowText(TextDataset):
     """Text that takes longer to prepare than `launch.timeout_s` of its test, the first time on a machine."""
 

@@ -10,7 +10,59 @@ ORDER = ("unit/comm/accounts/test_ledger.py", "unit/engine/test_agreement.py")
 
 POSTED, BACKEND = "comm/wires/posted_handles.py", "comm/wires/backend_handles.py"
 
+HOSTS, MEETING, WHEREABOUTS = "comm/ranks/hosts.py", "comm/ranks/meeting.py", "comm/accounts/whereabouts.py"
+OF_HOSTS = ("unit/comm/ranks/test_hosts.py",)
+
 FAULTS = {
+    "hosts-own-variable-lost": Fault(
+        HOSTS,
+        'os.environ.setdefault(_VARIABLES["gloo"], taken)',
+        'os.environ[_VARIABLES["gloo"]] = taken',
+        "the user's own GLOO_SOCKET_IFNAME is written over",
+        OF_HOSTS,
+    ),
+    "hosts-keeper-on-its-loopback": Fault(
+        HOSTS,
+        "if route and not _is_loopback(route[1])), None)",
+        "if route), None)",
+        "the host of the store listens on its loopback where its own name is there",
+        OF_HOSTS,
+    ),
+    "hosts-loopback-let-through": Fault(
+        HOSTS,
+        "        if _is_loopback(place.fixed):\n",
+        "        if place is places[rank] and _is_loopback(place.fixed):\n",
+        "only the rank that listens on the loopback is refused, and the others wait for it",
+        OF_HOSTS,
+    ),
+    "hosts-store-waited-for": Fault(
+        WHEREABOUTS,
+        "            within(grace_s + _STORE_S, exchange)\n",
+        "            within(60.0, exchange)\n",
+        "a store that is cut off is waited for",
+        ("unit/comm/accounts/test_whereabouts.py",),
+    ),
+    "hosts-neighbour-blamed": Fault(
+        WHEREABOUTS,
+        "if not self.hosts or self.hosts[rank] != self.hosts[self.rank]]",
+        "if True]",
+        "who is cut off blames a rank of its own host",
+        ("unit/comm/accounts/test_whereabouts.py",),
+    ),
+    "meeting-answers-without-a-limit": Fault(
+        MEETING,
+        "                    found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)\n",
+        "                    pass\n",
+        "a call to a store that is cut off waits until TCP gives up",
+        ("unit/comm/ranks/test_meeting.py",),
+    ),
+    "meeting-joiner-apart": Fault(
+        MEETING,
+        "{num_restarts() if _has_agent_store() else 0}",
+        "{num_restarts()}",
+        "a host that joins never meets those that have lost another",
+        ("unit/comm/ranks/test_meeting.py",),
+    ),
     "mean-over-ranks-and-not-leaves": Fault(
         "comm/means.py",
         "        _divide(total, num_leaves)\n",

@@ -13,10 +13,31 @@ CALLBACKS = "unit/training/callbacks/"
 FAULTS = {
     "ends-of-whom-some-heard": Fault(
         FAILURES,
-        "if all(rank in failure.unheard for failure in waited)]",
-        "if any(rank in failure.unheard for failure in waited)]",
+        "if all(rank in failure.unheard for failure in with_it)]",
+        "if any(rank in failure.unheard for failure in with_it)]",
         "of three ranks one is blamed that answered another",
         ("unit/launching/end/test_failures.py::test_a_rank_that_one_has_heard_and_another_missed_is_not_named",),
+    ),
+    "ends-cut-off-host-flips-the-ending": Fault(
+        FAILURES,
+        "with_it = [each for each in waited if hosts.get(each.rank) == own or first.rank not in each.unheard]",
+        "with_it = waited",
+        "the host that was cut off writes over the ending of the others",
+        ("unit/launching/end/test_failures.py::test_a_host_that_does_not_answer_is_named_and_the_first_ending_stays",),
+    ),
+    "ends-all-others-gone": Fault(
+        FAILURES,
+        " - {own}) > 1:",
+        " - {own}) > 9:",
+        "of three hosts the one that is cut off blames another",
+        ("unit/launching/end/test_failures.py::test_a_host_that_does_not_answer_is_named_and_the_first_ending_stays",),
+    ),
+    "ends-one-rank-is-a-host": Fault(
+        FAILURES,
+        "if len(beside) > 1 and gone.issuperset(beside):",
+        "if len(beside) > 1:",
+        "a host is told as gone where one of its ranks is",
+        ("unit/launching/end/test_failures.py::test_a_host_that_is_gone_with_all_its_ranks_is_told_as_one",),
     ),
     "ends-clock-turned-round": Fault(
         FAILURES,

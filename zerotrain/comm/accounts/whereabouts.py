@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zerotrain.comm.accounts.shortage import shortage
+from zerotrain.comm.accounts.within import within
 from zerotrain.errors import CommError
 
 GRACE_S = 2.0
 """How long a rank whose collective has failed waits for the other ranks' words. Ranks that wait for each other in
 different places time out almost together."""
+_STORE_S = 1.0
+"""How much longer a store may take to answer."""
 _POLL_S = 0.05
 _TIME_IS_UP = re.compile(r"time[d -]*out", re.IGNORECASE)
 """In what backends raise when they have waited, and not lost a connection."""
@@ -32,6 +35,22 @@ def by_rank(values: Sequence[object]) -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
     return ", ".join(f"{_short(value)} on rank{'s' * (len(on) > 1)} {', '.join(on)}" for value, on in ranks.items())
+
+
+def named(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """Ranks as a person calls them, such as "ranks 0, 2", or "n1 (ranks 2, 3), rank 5 on n2"; nothing for none.
+
+    Args:
+        hosts: the name of each rank's host, by rank; none where there is one host.
+    """
+    if not hosts:
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+    said = []
+    for host in dict.fromkeys(hosts[rank] for rank in ranks):
+        of_host = [rank for rank in ranks if hosts[rank] == host]
+        is_whole = len(of_host) == hosts.count(host)
+        said.append(f"{host} ({named(of_host)})" if is_whole else f"{named(of_host)} on {host}")
+    return ", ".join(said)
 
 
 def _short(value: object) -> str:
@@ -57,7 +76,10 @@ class Whereabouts:
     """Name of the process group: it keeps apart the words that groups leave in the store."""
     describe: Callable[[], str] = _outside
     """Such as "step 3, forward". Called when something has failed."""
+    hosts: Sequence[str] = ()
+    """The name of each rank's host, by rank; none where all are on one."""
     _lost: CommError | None = field(default=None, init=False)
+    _store_answers: bool = field(default=True, init=False)
 
     def ask(self, describe: Callable[[], str]) -> None:
         """Describe this rank by a method from now on, as long as its object lives.
@@ -87,9 +109,12 @@ class Whereabouts:
             self._lost = CommError(said, where=here, waited_s=waited_s, is_own=True)
             return self._lost
         reason = first_line(error)
+        in_time, failed_s = not _TIME_IS_UP.search(reason), time.monotonic()
         heard = self._exchange_words("failed", here, GRACE_S)
+        if not self._store_answers and not in_time:  # who is cut off from it lets those who are not tell it first
+            time.sleep(max(0.0, failed_s + GRACE_S + _STORE_S - time.monotonic()))
         said = f"rank {self.rank} failed in {here} after {waited_s:.1f} s: {reason}"
-        self._lost = self._missing(said, here, waited_s, heard, in_time=not _TIME_IS_UP.search(reason))
+        self._lost = self._missing(said, here, waited_s, heard, in_time=in_time)
         return self._lost
 
     def overdue(self, here: str, waited_s: float, grace_s: float) -> CommError:
@@ -109,8 +134,11 @@ class Whereabouts:
         lines = [f"rank {rank} failed in {where}" for rank, where in sorted(heard.items())]
         silent = [rank for rank in range(self.size) if rank != self.rank and rank not in heard]
         if silent:
-            ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-            lines.append(f"no answer from {ranks}, which may compute, sleep or be gone")
+            lines.append(f"no answer from {named(silent, self.hosts)}, which may compute, sleep or be gone")
+        if not self._store_answers:
+            lines.append("no answer from the store in which the ranks have met")
+            # Those of this host could say no more than this one.
+            silent = [rank for rank in silent if not self.hosts or self.hosts[rank] != self.hosts[self.rank]]
         return CommError(
             f"{said}; {'; '.join(lines)}. All ranks must make the same calls in the same order",
             unheard=() if in_time else tuple(silent),
@@ -124,15 +152,20 @@ class Whereabouts:
     def _exchange_words(self, subject: str, here: str, grace_s: float) -> dict[int, str]:
         """Leave `here` for the other ranks; return what they have left, or leave within the grace."""
         heard: dict[int, str] = {}
-        try:
+
+        def exchange() -> None:
             store = self._words(subject)
             store.set(str(self.rank), here)
             deadline = time.monotonic() + grace_s
             while len(heard) < self.size - 1 and time.monotonic() < deadline:
                 for rank in set(range(self.size)) - {self.rank} - set(heard):
                     if store.check([str(rank)]):
-                        heard[rank] = store.get(str(rank)).decode()
+                        heard[rank] = store.get(str(rank)).decode(errors="replace")
                 time.sleep(_POLL_S)
-        except (RuntimeError, ValueError):  # the store has gone with the rank that kept it
-            pass
-        return heard
+
+        # With a cable pulled the store's answer is waited for until TCP gives up, a quarter of an hour (2026-11-24).
+        try:
+            within(grace_s + _STORE_S, exchange)
+        except (TimeoutError, RuntimeError, ValueError):  # or it has gone with the rank that kept it
+            self._store_answers = False
+        return dict(heard)

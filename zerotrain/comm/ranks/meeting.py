@@ -5,18 +5,21 @@ import contextlib
 import itertools
 import os
 import socket
+import stat
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from zerotrain.comm.accounts.shortage import shortage
-from zerotrain.comm.accounts.whereabouts import first_line
+from zerotrain.comm.accounts.whereabouts import first_line, named
+from zerotrain.comm.accounts.within import within
 from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
+from zerotrain.comm.ranks.hosts import AUTO, RankHost, choose_interface, names_of_hosts
 from zerotrain.errors import CommError, ConfigError
 
 REMINDER_S = 10.0
@@ -29,6 +32,7 @@ _STORE_LIMIT_S = 10.0
 """A store that was reached a moment ago answers within this, or is gone."""
 _GRACE_S = 3.0
 """How long a rank that gives up waits for the others' words: they give up almost together."""
+_MAX_ANSWER_S = 1e6
 _WHERE = "the meeting of the ranks"
 _opened: dict[RankEnvironment, dist.Store] = {}
 """The stores of this process. A port can be listened to once."""
@@ -57,38 +61,87 @@ def open_store(ranks: RankEnvironment, timeout_s: float, *, across_restarts: boo
     if ranks not in _opened:
         _opened[ranks] = _open(ranks, timeout_s)
     opened = _opened[ranks]
-    opened.set_timeout(timedelta(seconds=timeout_s))
+    limit_answers(ranks, opened, timeout_s)
     return dist.PrefixStore("zerotrain/kept", opened) if across_restarts else _of_this_start(opened)
 
 
-def meet(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
-    """Wait until all ranks have come, and return a store for what they do together.
+def limit_answers(ranks: RankEnvironment, store: dist.Store, timeout_s: float) -> None:
+    """From here on no call to the store waits longer for who keeps it. Torch's own limit holds for a key that is not
+    there yet; where a cable is pulled, TCP gives up after a quarter of an hour (2026-11-24)."""
+    store.set_timeout(timedelta(seconds=timeout_s))
+    options = {"TCP_USER_TIMEOUT": int(1000 * min(timeout_s, _MAX_ANSWER_S)), "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5}
+    for descriptor in os.listdir("/proc/self/fd") if sys.platform == "linux" else []:
+        with contextlib.suppress(OSError), socket.socket(fileno=_another(int(descriptor))) as found:
+            if found.type == socket.SOCK_STREAM and found.getpeername()[1:2] == (ranks.port,):
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for name, value in options.items():
+                    found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _another(descriptor: int) -> int:
+    """A second descriptor of a socket; OSError where it is of none."""
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        raise OSError
+    return os.dup(descriptor)
+
+
+@dataclass(frozen=True)
+class Met:
+    """What ranks have that have met."""
+
+    store: dist.Store
+    """For what they do together."""
+    hosts: tuple[str, ...]
+    """The name of each rank's host, by rank; none where all are on one."""
+
+
+def meet(ranks: RankEnvironment, timeout_s: float, *, backend: str = "gloo", interface: str | None = AUTO) -> Met:
+    """Wait until all ranks have come. Where they are of several hosts, each then listens where the others reach it.
+
+    Args:
+        backend: of the collectives.
+        interface: see `World.from_environment`.
 
     Raises:
         CommError: some have not come within the time, or who keeps the store is gone.
-        ConfigError: processes were started as the same rank, or of another number of ranks; or as of `open_store`.
+        ConfigError: processes were started as the same rank, or of another number of ranks; a rank cannot be reached
+            from other hosts; or as of `open_store`.
     """
+    place = RankHost.here(ranks.world_size, ranks.address, backend, interface)
     world = dist.PrefixStore(f"world/{next(_worlds)}", open_store(ranks, timeout_s))
     came = dist.PrefixStore("came", world)
     try:
         num_processes = came.add(f"processes/{ranks.rank}", 1)
         if num_processes == 1:
-            came.set(str(ranks.rank), str(ranks.world_size))
+            came.set(str(ranks.rank), place.to_json())
             await_ranks(came, ranks, range(ranks.world_size), timeout_s)
             # Who was told of more ranks than rank 0 finds all there too.
-            size = int(came.get("0"))
+            keys = [str(rank) for rank in range(ranks.world_size)]
+            places = [RankHost.from_json(said) for said in came.multi_get(keys)]
     except dist.DistError as error:
         raise _keeper_is_gone(ranks) from error
     if num_processes > 1:
         raise ConfigError(f"RANK: got {ranks.rank}, which another process has too; give each process its own")
-    if size != ranks.world_size:
+    if (size := places[0].size) != ranks.world_size:
         raise ConfigError(f"WORLD_SIZE: got {ranks.world_size}, and rank 0 got {size}; give all ranks the same")
-    return world
+    try:
+        choose_interface(places, ranks.rank, interface)
+    except ConfigError:  # all raise it, and who keeps the store is the last to end
+        read = dist.PrefixStore("read", world)
+        with contextlib.suppress(CommError, dist.DistError):
+            read.set(str(ranks.rank), "")
+            if ranks.rank == 0 and meet_at_rank_0(ranks):
+                await_ranks(read, ranks, range(ranks.world_size), _STORE_LIMIT_S)
+        raise
+    return Met(world, names_of_hosts(places))
 
 
-def make_together(ranks: RankEnvironment, make: Callable[[], T], limit_s: float) -> T:
+def make_together(ranks: RankEnvironment, make: Callable[[], T], limit_s: float, hosts: Sequence[str] = ()) -> T:
     """Have all ranks call `make` at once, since all have come; returns its result. A rank that dies meanwhile is not
     waited for as long as a late one.
+
+    Args:
+        hosts: see `Met`.
 
     Raises:
         CommError: they could not; it names the ranks that were not heard of.
@@ -106,7 +159,7 @@ def make_together(ranks: RankEnvironment, make: Callable[[], T], limit_s: float)
         if said is None:
             raise _keeper_is_gone(ranks) from error
         silent = [rank for rank in range(ranks.world_size) if rank not in said]
-        who = f"{_named(silent)} came to {_WHERE}, and did not join the others: killed, or stopped"
+        who = f"{named(silent, hosts)} came to {_WHERE}, and did not join the others: killed, or stopped"
         reasons = (f"rank {rank}: {words}" for rank, words in sorted(said.items()))
         raise CommError(
             "; ".join([who if silent else f"{_WHERE} failed", *reasons]),
@@ -131,25 +184,21 @@ def await_ranks(came: dist.Store, ranks: RankEnvironment, awaited: Sequence[int]
         return not any(came.check([str(rank)]) for rank in range(ranks.rank))
 
     keys = [str(rank) for rank in awaited]
-    in_time = _wait(lambda: came.check(keys), lambda: _named(missing()) if is_first() else "", ranks, timeout_s)
+    in_time = _wait(lambda: came.check(keys), lambda: named(missing()) if is_first() else "", ranks, timeout_s)
     if not in_time and (absent := missing()):
         raise CommError(
-            f"{_named(absent)} did not come within {timeout_s:g} s (World.from_environment(timeout_s=...)); start all "
-            "ranks, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            f"{named(absent)} did not come within {timeout_s:g} s (World.from_environment(start_timeout_s=...)); start "
+            "all ranks, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
             unheard=tuple(absent),
             where=_WHERE,
             waited_s=timeout_s,
         )
 
 
-def _named(ranks: Sequence[int]) -> str:
-    """Nothing where there are none."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
-
-
 def _of_this_start(store: dist.Store) -> dist.Store:
-    """The place of ranks that torchrun may start again in the same store."""
-    return dist.PrefixStore(f"zerotrain/{num_restarts()}", store)
+    """The place of ranks that torchrun may start again in the same store. One that rank 0 keeps is new each time; there
+    a host that has just joined, whose torchrun counts from 0, meets those that count more (2026-11-24)."""
+    return dist.PrefixStore(f"zerotrain/{num_restarts() if _has_agent_store() else 0}", store)
 
 
 def _exchange_reasons(ranks: RankEnvironment, place: str, reason: str, deadline_s: float) -> dict[int, str] | None:
@@ -263,8 +312,8 @@ def _await_keeper(ranks: RankEnvironment, timeout_s: float) -> None:
     keeper = _keeper(ranks)
     if not _wait(lambda: _is_reachable(ranks), lambda: keeper, ranks, timeout_s):
         raise CommError(
-            f"{keeper} did not come within {timeout_s:g} s (World.from_environment(timeout_s=...)); start it, with the "
-            "same MASTER_ADDR and MASTER_PORT"
+            f"{keeper} did not come within {timeout_s:g} s (World.from_environment(start_timeout_s=...)); start it, "
+            "with the same MASTER_ADDR and MASTER_PORT"
         )
 
 
@@ -290,33 +339,3 @@ def _wait(is_over: Callable[[], bool], missing: Callable[[], str], ranks: RankEn
             return False
         time.sleep(pause_s)
     return True
-
-
-def within(limit_s: float, call: Callable[[], T]) -> T:
-    """Make a call in a thread of its own; returns its result, within a time limit.
-
-    Torch's own limits do not serve: a store takes twice its timeout to say that nobody listens, and waits for ever
-    where who listens says nothing; the timeout that a gloo group is made with stays that of its sends and receives
-    (torch 2.13), and nothing bounds how NCCL makes a communicator.
-
-    Raises:
-        TimeoutError: it has not returned. The thread goes on with it, and ends with the process.
-        RuntimeError: of the call itself, or there is no thread.
-    """
-    returned: list[T] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            returned.append(call())
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="zerotrain meeting", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if raised:
-        raise raised.pop()
-    if not returned:
-        raise TimeoutError(f"no answer within {limit_s:g} s")
-    return returned.pop()

@@ -18,7 +18,7 @@ from zerotrain.comm.accounts.overdue import Overdue, Tell, tell_log
 from zerotrain.comm.accounts.shortage import files_problem, num_open_files
 from zerotrain.comm.accounts.whereabouts import Whereabouts
 from zerotrain.comm.ranks.environment import STORE_VARIABLE, RankEnvironment
-from zerotrain.comm.ranks.meeting import make_together, meet, meet_at_rank_0
+from zerotrain.comm.ranks.meeting import limit_answers, make_together, meet, meet_at_rank_0
 from zerotrain.device.kinds import device_of, num_gpus
 from zerotrain.errors import ConfigError
 
@@ -71,12 +71,14 @@ class World:
     """This rank's place in the training, for the error of a failed collective."""
     tell: Tell = field(default=tell_log, compare=False)
     """Is told of a collective that does not end, where the host does not wait for them."""
+    hosts: tuple[str, ...] = ()
+    """The name of each rank's host, by rank; none where all are on one, or the caller has made the group."""
     overdue: Overdue | None = field(init=False, compare=False)
     """Watches collectives there."""
 
     def __post_init__(self) -> None:
         group_name = "" if self.group is None else self.group.group_name
-        whereabouts, overdue = Whereabouts(self.rank, self.size, group_name), None
+        whereabouts, overdue = Whereabouts(self.rank, self.size, group_name, hosts=self.hosts), None
         if self.group is not None and not device_of(self.device).is_host:
             timeout = timeout_of(self.group, self.device)
             overdue = None if timeout is None else Overdue(whereabouts, timeout.total_seconds(), self.tell)
@@ -85,19 +87,30 @@ class World:
 
     @classmethod
     def from_environment(
-        cls, device: str = "auto", timeout_s: float = 300.0, *, shared_memory: bool = True, tell: Tell = tell_log
+        cls,
+        device: str = "auto",
+        timeout_s: float = 300.0,
+        *,
+        start_timeout_s: float = 600.0,
+        interface: str | None = "auto",
+        shared_memory: bool = True,
+        tell: Tell = tell_log,
     ) -> "World":
         """Join the ranks that RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT describe; without them, be alone.
 
         Args:
             device: cpu, cuda, or auto (cuda where there is one).
-            timeout_s: seconds to wait for the other ranks, when they meet and in each collective.
+            timeout_s: seconds to wait for the other ranks in each collective.
+            start_timeout_s: seconds to wait until all ranks have come.
+            interface: the network interface, such as "eth0", by which ranks of several hosts send to each other; auto:
+                that of the route to MASTER_ADDR; None: gloo's and NCCL's own choice. Your GLOO_SOCKET_IFNAME or
+                NCCL_SOCKET_IFNAME comes first.
             shared_memory: CPU ranks of one host read each other's memory; False: they send through sockets.
             tell: told on a thread of a collective that does not end, some seconds before NCCL ends the process.
 
         Raises:
             ConfigError: cuda was asked for and is not there; the variables are incomplete or contradict each other; the
-                process may open too few files.
+                process may open too few files; a rank of several hosts would listen where no other host reaches it.
             CommError: the other ranks have not come, or are gone.
         """
         ranks = RankEnvironment.read(whole=False)
@@ -111,22 +124,25 @@ class World:
             problem = files_problem(ranks.world_size, num_open_files(), at_rank_0=meet_at_rank_0(ranks))
             if problem:
                 raise ConfigError(f"rank {ranks.rank}: {problem}")
-        store = meet(ranks, timeout_s)
+        met = meet(ranks, start_timeout_s, backend=kind.backend, interface=interface)
+        limit_answers(ranks, met.store, timeout_s)
 
         def join() -> World:
             kind.use()  # of this thread
             dist.init_process_group(
                 backend=kind.backend,
-                store=store,
+                store=met.store,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 timeout=timedelta(seconds=timeout_s),
                 device_id=None if kind.is_host else chosen,
             )
-            return cls._around(chosen, local_rank, started_here=True, shared_memory=shared_memory, tell=tell)
+            return cls._around(
+                chosen, local_rank, started_here=True, shared_memory=shared_memory, tell=tell, hosts=met.hosts
+            )
 
         limit_s = _JOIN_S[kind.backend] + ranks.world_size * _JOIN_S_OF_A_RANK
-        return make_together(ranks, join, min(timeout_s, limit_s))
+        return make_together(ranks, join, min(timeout_s, limit_s), met.hosts)
 
     @classmethod
     def current(cls, device: torch.device) -> "World":
@@ -163,12 +179,23 @@ class World:
         started_here: bool,
         shared_memory: bool = True,
         tell: Tell = tell_log,
+        hosts: tuple[str, ...] = (),
     ) -> "World":
         rank, size, everyone = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
         # Without a timeout of its own the new group would wait by torch's default, half an hour on gloo.
         reductions = dist.new_group(timeout=timeout_of(everyone, device))
         shards = Shards(rank, size, everyone, reductions, shared_memory=shared_memory)
-        return cls(rank, size, local_rank, device, shards=shards, group=everyone, started_here=started_here, tell=tell)
+        return cls(
+            rank,
+            size,
+            local_rank,
+            device,
+            shards=shards,
+            group=everyone,
+            started_here=started_here,
+            hosts=hosts,
+            tell=tell,
+        )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The element-wise sum of a small tensor over all ranks, in place; CommError if they do not come. For metrics,

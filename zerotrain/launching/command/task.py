@@ -35,6 +35,7 @@ from zerotrain.launching.job import earlier, resuming
 from zerotrain.launching.job.folder_lock import locked
 from zerotrain.launching.job.job import Job, write_ending, write_refusal
 from zerotrain.launching.job.restarts import Attempts, going_on, place_of_restart
+from zerotrain.launching.job.started import doubtful_start, start_problems
 from zerotrain.launching.start.fork_server import open_fork_server
 from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.torchrun import job_exchange, run_here
@@ -227,7 +228,7 @@ def _run(
             kept = None if problems or restarts else earlier.completed_already(config, run_dir)
             data_checked, resume_from = (None, []) if kept else _checked(config, problems, run_dir, ranks)
         if ranks is not None:
-            job_exchange(ranks).require_same_commands(config.launch.timeout_s)
+            job_exchange(ranks).require_same_commands(config.launch.start_timeout_s)
     except Exception as error:
         with suppress(OSError):  # the cause matters more than a disk that is full
             write_refusal(run_dir, overrides, str(error))
@@ -239,12 +240,11 @@ def _run(
         )
         return kept, 0
     num_ranks = all_ranks(config, ranks).num_ranks
-    for warning in without_effect(config, num_ranks) + doubtful(config) + in_memory(config, run_dir):
+    more = in_memory(config, run_dir) + doubtful_start(config.launch.max_restarts, ranks)
+    for warning in without_effect(config, num_ranks) + doubtful(config) + more:
         print(f"warning: {warning}", file=sys.stderr)
     if config.checkpoint.save_at_end is None:
         config.checkpoint.save_at_end = HydraConfig.get().mode != RunMode.MULTIRUN
-    if ranks is not None and config.launch.max_restarts:
-        print("warning: launch.max_restarts has no effect under torchrun; give it --max-restarts", file=sys.stderr)
     job = Job(
         config=config,
         run_dir=run_dir,
@@ -334,6 +334,7 @@ def _settings(read: _ReadConfig, run_dir: Path, ranks: RankEnvironment | None) -
     # A number of ranks that cannot be has no files to count, and a plan opens none.
     if not problems and is_on_host(config) and not config.plan.only:
         problems += file_problems(started.num_ranks)
+    problems += start_problems(config.checkpoint.resume, ranks)
     return config, problems + _folder_problems(config, run_dir, ranks)
 
 

@@ -5,7 +5,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zerotrain.comm.accounts.blame import is_of_others
 from zerotrain.comm.accounts.shortage import shortage
+from zerotrain.comm.accounts.whereabouts import named
 from zerotrain.errors import CallbackError, CommError, ConfigError, DisagreementError, ZeroTrainError
 from zerotrain.files.printable import printable
 from zerotrain.files.untrusted import Each, Natural, read_json, require_schema
@@ -69,6 +70,8 @@ class Failure:
     waited_s: float = 0.0
     stopped_by: str | None = None
     """The signal that told this rank alone to stop, so that the others missed it."""
+    subject: str = ""
+    """The subject of that sentence where it is another, such as "rank 1 on n0" or "n1 (ranks 2, 3)"."""
 
     @classmethod
     def of(cls, error: BaseException, rank: int, saw_alive: Mapping[int, str] | None = None) -> "Failure":
@@ -111,7 +114,10 @@ class Failure:
 
     def describe(self, ranks_dir: Path) -> str:
         """Two lines for the user: the cause and the rank's log."""
-        return printable(f"rank {self.rank} {self.cause}\n  its log: {ranks_dir / f'{self.rank}.log'}", MAX_CAUSE)
+        return printable(
+            f"{self.subject or f'rank {self.rank}'} {self.cause}\n  its log: {ranks_dir / f'{self.rank}.log'}",
+            MAX_CAUSE,
+        )
 
     def as_error(self, ranks_dir: Path) -> ZeroTrainError:
         """The exception to raise where the ranks were started."""
@@ -143,6 +149,7 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
     lost = [state for state, alive in states if not alive and state.rank not in spoke]
     silent = [state for state in lost if state.in_order or not state.stopped_by]
     processes = {state.rank: _of_silent(state, exit_code_known=ended is not None) for state in silent}
+    processes |= _of_hosts(silent, hosts := _hosts_of(states))
     processes |= {rank: _of_process(rank, code) for rank, code in (ended or {}).items() if rank not in spoke}
     told_to_stop = {rank for rank, code in (ended or {}).items() if code in _TOLD_TO_STOP}
     outlived = {rank for failure in written for rank in failure.saw_alive}
@@ -157,11 +164,29 @@ def first_failure(ranks_dir: Path, ended: Mapping[int, int] | None = None, by_us
         [process for rank, process in processes.items() if rank not in told_to_stop | outlived],
         # One that came later was sent because of what was noticed.
         [] if by_user else [_of_stop(state) for state in stops.values() if state.stopped_s <= noticed_s],
-        _unanswered(told),
+        _unanswered(told, hosts),
         told,
         [process for rank, process in processes.items() if not (by_user and rank in told_to_stop)],
     )
-    return next((min(failures, key=lambda failure: failure.time_s) for failures in ranked if failures), None)
+    first = next((min(failures, key=lambda failure: failure.time_s) for failures in ranked if failures), None)
+    if first is None or first.subject or first.rank not in hosts:
+        return first
+    return replace(first, subject=f"rank {first.rank} on {hosts[first.rank]}")
+
+
+def _hosts_of(states: list[tuple[RankState, bool]]) -> dict[int, str]:
+    """The name of each rank's host; nothing where all are on one."""
+    hosts = {state.rank: state.host for state, _ in states}
+    return hosts if len(set(hosts.values())) > 1 else {}
+
+
+def _ranks_beside(rank: int, hosts: Mapping[int, str]) -> list[int]:
+    """The ranks of a rank's host."""
+    return [other for other in hosts if hosts[other] == hosts.get(rank)]
+
+
+def _named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+    return f"{hosts[ranks[0]]} ({named(ranks)})"
 
 
 def _written(ranks_dir: Path) -> list[Failure]:
@@ -186,19 +211,31 @@ def name_full_disk(error: BaseException, run_dir: Path) -> bool:
     return is_full
 
 
-def _unanswered(told: list[Failure]) -> list[Failure]:
-    """The first rank that was there and said nothing while others waited for it: it was stopped, or slept."""
+def _unanswered(told: list[Failure], hosts: Mapping[int, str]) -> list[Failure]:
+    """The first rank that was there and said nothing while others waited for it: it was stopped, or slept; or its whole
+    host, which no other reaches."""
     waited = sorted((failure for failure in told if failure.unheard), key=lambda failure: failure.time_s)
     if not waited:
         return []
     first = waited[0]
-    ranks = [rank for rank in first.unheard if all(rank in failure.unheard for failure in waited)]
+    # Another host that is cut off from this one blames it in turn, and came later.
+    own = hosts.get(first.rank)
+    with_it = [each for each in waited if hosts.get(each.rank) == own or first.rank not in each.unheard]
+    ranks = [rank for rank in first.unheard if all(rank in failure.unheard for failure in with_it)]
     for rank in (rank for rank in ranks if rank in first.saw_alive):
+        beside = _ranks_beside(rank, hosts)
+        waiting = f"rank {first.rank} on {own}" if own else f"rank {first.rank}"
         cause = (
             f"did not answer for {first.waited_s:.0f} s, last seen in {first.saw_alive[rank]}; "
-            f"rank {first.rank} waited in {first.where}"
+            f"{waiting} waited in {first.where}"
         )
-        return [Failure(rank=rank, cause=cause, time_s=first.time_s)]
+        if not beside or not set(beside) <= set(ranks):
+            return [Failure(rank=rank, cause=cause, time_s=first.time_s)]
+        if len({hosts.get(each) for each in ranks} - {own}) > 1:  # rather one host than all others
+            cut_off = _ranks_beside(first.rank, hosts)
+            cause = f"reached no other host for {first.waited_s:.0f} s; rank {first.rank} waited in {first.where}"
+            return [Failure(rank=first.rank, cause=cause, time_s=first.time_s, subject=_named(cut_off, hosts))]
+        return [Failure(rank=rank, cause=f"is gone: {cause}", time_s=first.time_s, subject=_named(beside, hosts))]
     return []
 
 
@@ -223,6 +260,18 @@ def _of_stop(state: RankState) -> Failure:
 def _of_silent(state: RankState, exit_code_known: bool) -> Failure:
     how = "ended with exit code 0" if exit_code_known else "was killed or exited without an error message"
     return Failure(rank=state.rank, cause=f"{how} in {state.phase}, before its work was done")
+
+
+def _of_hosts(silent: list[RankState], hosts: Mapping[int, str]) -> dict[int, Failure]:
+    """The failures of ranks that are gone with all others of their host."""
+    gone = {state.rank for state in silent}
+    found = {}
+    for state in silent:
+        beside = _ranks_beside(state.rank, hosts)
+        if len(beside) > 1 and gone.issuperset(beside):
+            cause = f"is gone: killed or ended without an error message in {state.phase}, before its work was done"
+            found[state.rank] = Failure(rank=state.rank, cause=cause, subject=_named(beside, hosts))
+    return found
 
 
 def _of_process(rank: int, code: int) -> Failure:

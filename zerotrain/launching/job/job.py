@@ -23,7 +23,7 @@ RANKS = "ranks"
 """The folder of what the ranks say."""
 COMPOSITION = ".hydra"
 """That of what Hydra has composed."""
-_OF_A_RANK = re.compile(r"[0-9]+\.(log|state|error\.json(\.[0-9a-f]+\.tmp)?)|ending\.(lock|txt)")
+_OF_A_RANK = re.compile(r"[0-9]+\.(log|state|error\.json(\.[0-9a-f]+\.tmp)?)|ending\.(lock|([0-9]+\.)?txt)")
 """Files in `RANKS`; nobody else's go."""
 _JOB = {
     "config": dict, "run_dir": str, "overrides": [str], "data_checked": (dict, None), "resume_from": [str],

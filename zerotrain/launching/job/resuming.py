@@ -18,6 +18,7 @@ from zerotrain.engine.options import leaves_per_rank
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.launching.job.earlier import AUTO
 from zerotrain.launching.job.job import num_threads_per_rank
+from zerotrain.launching.job.started import elastic_hosts, torchrun_options
 from zerotrain.training.callbacks.stages import stages_from
 
 MAX_THREADS = 10_000
@@ -129,7 +130,11 @@ def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment
     if ranks is not None:
         is_one_machine = ranks.local_world_size == ranks.world_size
         number = {"torchrun": "--nproc-per-node", "srun": "--ntasks"}[ranks.starter]
-        starter = f"{ranks.starter} {f'{number} {ranks.world_size}' if is_one_machine else '...'}"
+        options = torchrun_options(ranks)
+        if options is not None and (elastic_hosts(options) or not is_one_machine):
+            starter = f"torchrun {shlex.join(options)}"
+        else:
+            starter = f"{ranks.starter} {f'{number} {ranks.world_size}' if is_one_machine else '...'}"
         starter += " python" if ranks.starter == "srun" else ""
     replaced = (*_OF_RESUMING, *(f"{each.partition('=')[0]}=" for each in more))
     if any(each.startswith("train.max_steps=") for each in more):

@@ -165,11 +165,11 @@ def job_exchange(ranks: RankEnvironment) -> JobExchange:
 
 def _own_timeout_s() -> float:
     """How long to wait for rank 0, which knows the config: what this rank's own command line says of it."""
-    given = [argument.partition("=")[2] for argument in sys.argv[1:] if argument.startswith("launch.timeout_s=")]
+    given = [argument.partition("=")[2] for argument in sys.argv[1:] if argument.startswith("launch.start_timeout_s=")]
     with suppress(ValueError, IndexError):
         if 0 < float(given[-1]) <= _MAX_TIMEOUT_S:  # rank 0 refuses what is no number of seconds
             return float(given[-1])
-    return LaunchConfig().timeout_s
+    return LaunchConfig().start_timeout_s
 
 
 def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
@@ -186,7 +186,8 @@ def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
         _end(settle, _STOP_HEAD_START_S, exits.of_signal(signal.SIGINT))
     except (Exception, SystemExit) as error:  # its traceback is in the log
         # Torchrun takes the first process to end for the root cause: let the rank that is it go first.
-        _end(settle, _PEER_HEAD_START_S if Failure.of(error, ranks.rank).from_peers else 0.0, exits.FAILED)
+        wait_s = _PEER_HEAD_START_S if Failure.of(error, ranks.rank).from_peers else 0.0
+        _end(settle, wait_s, exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED)
 
 
 def _end(settle: Callable[[], None], wait_s: float, code: int) -> NoReturn:
@@ -216,16 +217,19 @@ def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
         failure = first_failure(job.ranks_dir)
         was_stopped = failure is None or failure.stopped_by is not None
         cause = "stopped by a signal" if failure is None else str(failure.as_error(job.ranks_dir))
-        if failure is not None and _is_new(cause, job.ranks_dir, mine=failure.rank == ranks.rank):
+        # Of several hosts each has a torchrun of its own, and a terminal.
+        by_host = ranks.starter == "torchrun" and ranks.local_world_size < ranks.world_size
+        told = job.ranks_dir / (f"ending.{ranks.rank - ranks.local_rank}.txt" if by_host else "ending.txt")
+        if failure is not None and _is_new(cause, told, mine=failure.rank == ranks.rank):
             print(cause, file=terminal, flush=True)
         with suppress(OSError):  # a full disk, which may be the cause
             write_ending(job, ranks.world_size, status="stopped" if was_stopped else "failed", error=cause)
 
 
-def _is_new(cause: str, ranks_dir: Path, mine: bool) -> bool:
+def _is_new(cause: str, told_path: Path, mine: bool) -> bool:
     """Whether no rank has told this cause yet; on a full disk, where none can note it, whether it is this rank's."""
     try:
-        with open(ranks_dir / "ending.txt", "a+", opener=only_regular) as told:
+        with open(told_path, "a+", opener=only_regular) as told:
             told.seek(0)
             if told.read() == cause:
                 return False

@@ -46,7 +46,7 @@ def test_ranks_wait_until_all_have_come(ranks):
     stores: dict[int, dist.Store] = {}
 
     def come(rank: int) -> None:
-        stores[rank] = meeting.meet(ranks(rank), ABOVE_ALL_WAITS_S)
+        stores[rank] = meeting.meet(ranks(rank), ABOVE_ALL_WAITS_S).store
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in (2, 0)]
     for thread in threads:
@@ -62,7 +62,7 @@ def test_ranks_wait_until_all_have_come(ranks):
 
 def test_who_does_not_come_is_named_by_the_first_rank_that_is_there_and_the_wait_ends(ranks, monkeypatch, capfd):
     monkeypatch.setattr(meeting, "REMINDER_S", 0.2)
-    said = r"ranks 0, 3 did not come within 0\.5 s \(World\.from_environment\(timeout_s=\.\.\.\)\); start all ranks"
+    said = r"ranks 0, 3 did not come within 0\.5 s \(World\.from_environment\(start_timeout_s=\.\.\.\)\); start all "
     failures: list[str] = []
 
     def come(rank: int) -> None:
@@ -104,6 +104,41 @@ def test_a_store_of_one_machine_is_reached_from_this_machine_alone():
     other = meeting.open_store(RankEnvironment(1, 2, 1, 2, "localhost", port), ABOVE_ALL_WAITS_S)
     store.set("said", "by rank 0")
     assert other.get("said") == b"by rank 0"
+
+
+@pytest.mark.parametrize("is_torchruns", [True, False])
+def test_ranks_whose_torchruns_count_differently_meet_in_a_store_of_this_attempt_alone(
+    ranks, monkeypatch, is_torchruns
+):
+    """A host that had just joined, and one that had lost another, waited for each other (2026-11-24)."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(is_torchruns))
+    stores = []
+    for count in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        stores.append(meeting.open_store(ranks(count, 2), ABOVE_ALL_WAITS_S))
+    stores[0].set("said", "by rank 0")
+    assert stores[1].check(["said"]) is not is_torchruns
+
+
+def test_no_call_to_a_store_waits_longer_for_who_keeps_it_than_it_may():
+    """A pulled cable held one up for a quarter of an hour (2026-11-24)."""
+    port = free_port()
+    ranks = RankEnvironment(0, 2, 0, 2, "localhost", port)
+    meeting.open_store(ranks, 7.0)
+    assert limits_of_answers(port) == {7000}
+    meeting.limit_answers(ranks, meeting.open_store(ranks, 7.0), 3.0)
+    assert limits_of_answers(port) == {3000}
+
+
+def limits_of_answers(port: int) -> set[int]:
+    """Milliseconds after which TCP gives up, of this process's connections to a port that have a limit."""
+    limits = set()
+    for each in psutil.Process().net_connections("tcp"):
+        if each.raddr and each.raddr.port == port:
+            with socket.socket(fileno=os.dup(each.fd)) as found:
+                assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                limits.add(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    return limits
 
 
 def test_where_nobody_keeps_the_store_the_wait_ends_and_a_port_that_is_taken_is_refused(monkeypatch, capfd):
@@ -204,27 +239,9 @@ def test_a_loop_of_ones_own_waits_no_longer_than_it_was_told(monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(CommError, match=r"rank 1 did not come within 0\.5 s"):
-        zerotrain.World.from_environment(device="cpu", timeout_s=0.5)
+        zerotrain.World.from_environment(device="cpu", start_timeout_s=0.5)
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(ConfigError, match="RANK: got 2; it must be below WORLD_SIZE=2"):
         zerotrain.World.from_environment(device="cpu")
     assert not dist.is_initialized()
     assert "RANK" in os.environ
-
-
-def test_what_a_call_returns_and_raises_is_its_callers() -> None:
-    assert meeting.within(60.0, lambda: None) is None
-    assert meeting.within(60.0, lambda: threading.current_thread().daemon)
-
-    def fail() -> None:
-        raise RuntimeError("of its own")
-
-    with pytest.raises(RuntimeError, match="of its own"):
-        meeting.within(60.0, fail)
-
-
-def test_a_call_that_does_not_return_is_given_up_after_the_limit() -> None:
-    over = threading.Event()
-    with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
-        meeting.within(0.1, over.wait)
-    over.set()

@@ -3,8 +3,11 @@
 import json
 import os
 import signal
+import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import torch.distributed as dist
 
 from zerotrain.errors import CommError, ConfigError, DisagreementError
 from zerotrain.launching.end.failures import Failure, RunError, first_failure
-from zerotrain.launching.end.presence import Presence, RankState, read_states
+from zerotrain.launching.end.presence import Presence, RankState, read_states, seen_alive
 
 LOST_PEER = RuntimeError("[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9614")
 
@@ -286,3 +289,66 @@ def test_what_is_none_of_the_ranks_is_neither_waited_for_nor_believed(tmp_path: 
     presence = Presence(tmp_path, 7)
     assert [state.rank for state, alive in read_states(tmp_path) if alive] == [7]
     presence.leave()
+
+
+# ---- several hosts
+
+
+@pytest.fixture
+def on_hosts(tmp_path: Path, monkeypatch) -> Iterator[list[Presence]]:
+    """Ranks 0 and 1 on n0, 2 and 3 on n1, 4 and 5 on n2, all of them at work."""
+    ranks = []
+    for rank in range(6):
+        monkeypatch.setattr(socket, "gethostname", lambda rank=rank: f"n{rank // 2}")
+        ranks.append(Presence(tmp_path, rank))
+        ranks[-1].enter("training")
+        ranks[-1].begin(18)
+    yield ranks
+    for each in ranks:
+        end(each)
+
+
+def end(rank: Presence) -> None:
+    """As the death of its process does."""
+    with suppress(OSError):
+        os.close(rank._descriptor)
+
+
+def missed(tmp_path: Path, rank: int, unheard: tuple[int, ...]) -> None:
+    error = CommError("timed out", unheard=unheard, where="gather of a (step 18, forward)", waited_s=40.0)
+    Failure.of(error, rank, seen_alive(tmp_path, rank)).write(tmp_path)
+
+
+def test_on_several_hosts_a_rank_is_told_with_its_host(on_hosts: list[Presence], tmp_path: Path):
+    Failure.of(ValueError("mine"), 2).write(tmp_path)
+    assert first_failure(tmp_path).describe(tmp_path).startswith("rank 2 on n1 failed: ValueError: mine\n")
+
+
+def test_a_host_that_is_gone_with_all_its_ranks_is_told_as_one(on_hosts: list[Presence], tmp_path: Path):
+    end(on_hosts[3])
+    assert first_failure(tmp_path).describe(tmp_path).startswith("rank 3 on n1 was killed or exited without")
+    end(on_hosts[2])
+    assert first_failure(tmp_path).describe(tmp_path).startswith("n1 (ranks 2, 3) is gone: killed or ended without")
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (
+            [(0, (2, 3))],
+            "n1 (ranks 2, 3) is gone: did not answer for 40 s, last seen in training, step 18; rank 0 on n0",
+        ),
+        ([(0, (2, 3)), (3, (0, 1, 4, 5))], "n1 (ranks 2, 3) is gone"),
+        ([(3, (0, 1, 4, 5)), (0, (2, 3))], "n1 (ranks 2, 3) reached no other host for 40 s; rank 3 waited in gather"),
+        ([(0, (3,))], "rank 3 on n1 did not answer for 40 s"),
+        ([(0, (2, 3)), (4, (3,))], "rank 3 on n1 did not answer for 40 s"),
+    ],
+    ids=["gone", "who is cut off comes later", "who is cut off comes first", "one of its ranks", "one of them spoke"],
+)
+def test_a_host_that_does_not_answer_is_named_and_the_first_ending_stays(
+    on_hosts: list[Presence], tmp_path: Path, told: list[tuple[int, tuple[int, ...]]], says: str
+):
+    """The host that was cut off wrote over the ending of the others, and blamed its own neighbour (2026-11-24)."""
+    for rank, unheard in told:
+        missed(tmp_path, rank, unheard)
+    assert first_failure(tmp_path).describe(tmp_path).startswith(says)

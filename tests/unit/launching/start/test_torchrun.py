@@ -152,15 +152,16 @@ def test_ranks_that_torchrun_starts_again_go_on_in_the_folder_of_the_first_and_s
     exchange, tmp_path: Path, monkeypatch
 ):
     """The default folder has the time in its name."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     first = exchange(0)
     assert first.run_dir_before() is None
     first.publish(Job(config=Config(seed=1), run_dir=tmp_path / "first", overrides=[]))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr(meeting, "_opened", {})  # as in new processes
-    second = exchange(1, "launch.timeout_s=0.2")
+    second = exchange(1, "launch.start_timeout_s=0.2")
     with pytest.raises(CommError, match="rank 0 did not come"):
         second.receive()
-    again = exchange(0, "launch.timeout_s=0.2")
+    again = exchange(0, "launch.start_timeout_s=0.2")
     assert again.run_dir_before() == tmp_path / "first"
     sys.argv[1:] = with_run_dir(sys.argv[1:], tmp_path / "first")
     again.require_same_commands(10.0)  # what each was started with, not what it makes of it
@@ -169,8 +170,8 @@ def test_ranks_that_torchrun_starts_again_go_on_in_the_folder_of_the_first_and_s
 
 
 def test_without_a_job_there_is_none_and_without_rank_0_the_wait_ends(exchange, tmp_path: Path):
-    second = exchange(1, "launch.timeout_s=0.2")
-    with pytest.raises(CommError, match=r"rank 0 did not come within 0\.2 s \(launch\.timeout_s\); start all ranks"):
+    second = exchange(1, "launch.start_timeout_s=0.2")
+    with pytest.raises(CommError, match=r"rank 0 did not come within 0\.2 s \(launch\.start_timeout_s\); start all "):
         second.receive()
     exchange(0, "--help").withdraw(exits.COMPLETED)
     assert second.receive() is None
@@ -219,4 +220,4 @@ def test_rank_0_does_not_wait_for_ever_for_ranks_that_never_come(exchange, monke
 
 @pytest.mark.parametrize("given", ["abc", "-1", "nan", "inf", "1e300"])
 def test_a_timeout_that_rank_0_will_refuse_is_not_waited_for(exchange, given: str):
-    exchange(1, f"launch.timeout_s={given}")
+    exchange(1, f"launch.start_timeout_s={given}")

@@ -257,9 +257,11 @@ def test_a_hugging_face_model_from_scratch_knows_the_tokens_of_the_tokenizer() -
 
 def test_virtual_ranks_that_the_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"^train\.virtual_ranks=3: 2 ranks cannot share them evenly; .* such as 2 or 4$"
+        ConfigError, match=r"^train\.virtual_ranks=3: 2 ranks cannot share them evenly, 3 can; .* such as 2 or 4$"
     ):
         preflight.check(config(train=TrainConfig(virtual_ranks=3)), 2, 2)
+    with pytest.raises(ConfigError, match=r"^train\.virtual_ranks=4: 3 ranks cannot share them evenly, 1, 2, 4 can; "):
+        preflight.check(config(train=TrainConfig(virtual_ranks=4)), 3, 3)
     preflight.check(config(train=TrainConfig(virtual_ranks=4)), 1, 2)
 
 

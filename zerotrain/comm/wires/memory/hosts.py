@@ -1,11 +1,8 @@
 """Ranks of several hosts, each of which reads the memory of those of its own."""
 
 import itertools
-import os
-import platform
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +15,6 @@ from zerotrain.comm.wires.memory.local_peers import NotLocalError, require_all
 from zerotrain.comm.wires.memory.local_ranks import LocalRanks
 
 _NUM_SHOWN = 8
-
-
-def host_name() -> str:
-    """Identifies all that can reach this rank's unix sockets: a boot of a machine, and a network namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:  # where they are hidden; who shares a name and cannot connect says so
-        return platform.node()
 
 
 def ranks_of_host(names: Sequence[str], rank: int, max_hosts: int) -> range:

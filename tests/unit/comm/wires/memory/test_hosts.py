@@ -5,7 +5,8 @@ import subprocess
 
 import pytest
 
-from zerotrain.comm.wires.memory.hosts import host_name, ranks_of_host
+from zerotrain.comm.ranks.hosts import host_name
+from zerotrain.comm.wires.memory.hosts import ranks_of_host
 from zerotrain.comm.wires.memory.local_peers import NotLocalError
 
 

@@ -1,0 +1,158 @@
+"""One run over several hosts, which are network namespaces: the bits of one host, and a cable that is pulled."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from commands import TINY, Command, by_hand, result_of
+
+from tests.cluster.hosts import Hosts
+from tests.zygote.client import Zygote
+
+RUN = (*TINY, "train.max_steps=150", "checkpoint.every=20", "hydra.run.dir=run")
+TIMEOUT_S = 10
+AT_ONCE_S = 60
+"""Far above the ten seconds that all hosts take on a quiet machine, far below the quarter of an hour of TCP."""
+
+
+Undisturbed = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The weights of a run on one host, by its settings."""
+
+    @cache
+    def weights(*arguments: str) -> str:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        assert by_hand(*arguments, folder=folder, zygote=zygote).wait() == 0
+        return str(result_of(folder / "run")["weights_sha256"])
+
+    return weights
+
+
+def ended(commands: list[Command]) -> list[int]:
+    return [command.wait() for command in commands]
+
+
+def num_steps(folder: Path) -> int:
+    path = folder / "run/metrics.jsonl"
+    if not path.exists():
+        return 0
+    return max((json.loads(line).get("step", 0) for line in path.read_text().splitlines()), default=0)
+
+
+def wait_for_step(step: int, folder: Path, commands: list[Command]) -> None:
+    while num_steps(folder) < step:
+        assert all(command.process.poll() is None for command in commands), commands[0].stderr
+        time.sleep(0.02)
+
+
+SHORT = (*TINY, "hydra.run.dir=run")
+
+
+@pytest.mark.parametrize(("stage", "num_hosts"), [(0, 2), (1, 3), (2, 2), (3, 3)])
+def test_hosts_have_the_bits_of_one_at_every_stage(
+    hosts: Hosts, undisturbed: Undisturbed, tmp_path: Path, stage: int, num_hosts: int
+) -> None:
+    """No variable names an interface; the names of these hosts stand for no address, so gloo takes the loopback."""
+    run = (*SHORT, f"zero.stage={stage}")
+    commands = hosts.start(num_hosts, 2, *run, folder=tmp_path)
+    assert ended(commands) == [0] * 2 * num_hosts, commands[0].stderr
+    assert result_of(tmp_path / "run")["weights_sha256"] == undisturbed(
+        *SHORT, f"launch.nproc_per_node={2 * num_hosts}"
+    )
+
+
+@pytest.mark.parametrize("kind", ["static", "c10d"])
+def test_torchrun_starts_ranks_on_two_hosts_by_either_rendezvous(
+    hosts: Hosts, undisturbed: Undisturbed, tmp_path: Path, kind: str
+) -> None:
+    options = [("--nnodes=2", "--nproc-per-node=1", *meeting) for meeting in hosts.meeting(kind)]
+    commands = [hosts.by_torchrun(host, options[host], *SHORT, folder=tmp_path) for host in range(2)]
+    assert ended(commands) == [0, 0], commands[0].stderr
+    assert result_of(tmp_path / "run")["weights_sha256"] == undisturbed(*SHORT, "launch.nproc_per_node=2")
+
+
+@pytest.mark.parametrize(
+    ("setting", "variables", "remedy"),
+    [
+        ("launch.interface=lo", {}, "use launch.interface=e0"),
+        ("launch.interface=null", {}, "use launch.interface=e0"),
+        ("launch.interface=auto", {"GLOO_SOCKET_IFNAME": "lo"}, "unset GLOO_SOCKET_IFNAME"),
+    ],
+)
+def test_ranks_that_would_listen_where_no_other_host_reaches_them_are_refused_in_one_line(
+    hosts: Hosts, tmp_path: Path, setting: str, variables: dict[str, str], remedy: str
+) -> None:
+    commands = hosts.start(2, 1, *SHORT, setting, folder=tmp_path, **variables)
+    assert ended(commands) == [2, 2]
+    said = (
+        " rank 0 on n0 would listen at 127.0.0.1, where no other host reaches it: e0 (10.78.0.1) reaches MASTER_ADDR; "
+    )
+    for command in commands:
+        [line] = [each for each in command.stderr.splitlines() if "[c10d]" not in each]
+        assert "rank 0 on n0 would listen at 127.0.0.1, " in line
+        assert line.endswith(f"{said}{remedy}")
+
+
+def test_a_pulled_cable_ends_all_hosts_in_time_with_one_ending_and_the_run_goes_on_to_the_same_bits(
+    hosts: Hosts, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """The host without the store waited for it for a quarter of an hour, and wrote over the ending (2026-11-24)."""
+    commands = hosts.start(2, 2, *RUN, f"launch.timeout_s={TIMEOUT_S}", folder=tmp_path)
+    wait_for_step(20, tmp_path, commands)
+    hosts.cut(1)
+    cut_s = time.monotonic()
+    try:
+        assert ended(commands) == [1] * 4
+        took_s = time.monotonic() - cut_s
+    finally:
+        hosts.mend(1)
+    assert took_s < TIMEOUT_S + AT_ONCE_S
+    error = result_of(tmp_path / "run")["error"]
+    assert re.match(r"n[01] \(ranks \d, \d\) is gone: did not answer for \d+ s", error), error
+    for of_host in (commands[:2], commands[2:]):
+        assert error.splitlines()[0] in of_host[0].stderr + of_host[1].stderr
+    again = hosts.start(2, 2, *RUN, "checkpoint.resume=auto", folder=tmp_path)
+    assert ended(again) == [0] * 4
+    assert result_of(tmp_path / "run")["weights_sha256"] == undisturbed(*RUN, "launch.nproc_per_node=4")
+
+
+SHARED = (*RUN, "train.max_steps=400", "train.virtual_ranks=4", "checkpoint.keep=null")
+SLOW = ("model._target_=misbehaving.PacedMLP", "+model.seconds=0.05")
+
+
+def test_hosts_that_go_and_come_change_the_number_of_ranks_and_no_bit(
+    hosts: Hosts, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """Two hosts, one, and two again. Torch's default lets no host join a rank 0 that is there (torch 2.13)."""
+    elastic = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5")
+    options = [(*elastic, *meeting) for meeting in hosts.meeting("c10d")]
+
+    def start(host: int) -> Command:
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return hosts.by_torchrun(
+            host, options[host], *SHARED, *SLOW, "checkpoint.resume=auto", folder=tmp_path, **variables
+        )
+
+    first, second = start(0), start(1)
+    wait_for_step(30, tmp_path, [first, second])
+    for process in second.processes():
+        process.kill()
+    alone = num_steps(tmp_path)
+    wait_for_step(alone + 25, tmp_path, [first])
+    again = start(1)
+    assert ended([first, again]) == [0, 0], first.stderr + again.stderr
+    assert "warning" not in first.stderr
+    result = result_of(tmp_path / "run")
+    assert result["world_size"] == 2
+    manifests = sorted((tmp_path / "run/checkpoints").glob("step-*/manifest.json"))
+    saved_by = [json.loads(path.read_text())["ranks"] for path in manifests]
+    assert [ranks for ranks, _ in groupby(saved_by)] == [2, 1, 2]  # each attempt has left some
+    assert result["weights_sha256"] == undisturbed(*SHARED, "launch.nproc_per_node=2")

@@ -1,0 +1,197 @@
+"""The hosts of a run's ranks: their names, and the network interface by which each reaches the others.
+
+Gloo listens at the address that its machine's name stands for, which on many machines is one of the loopback. The
+interface by which a rank reaches the store of the run reaches the other hosts too, so that is taken by default.
+"""
+
+import fcntl
+import json
+import os
+import platform
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from zerotrain.errors import ConfigError
+from zerotrain.files.printable import printable
+from zerotrain.files.untrusted import Natural, parse_json
+
+AUTO = "auto"
+_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
+"""By backend."""
+_SIOCGIFADDR = 0x8915
+"""Linux' request for the IPv4 address of an interface."""
+_SCHEMA = {"size": Natural(), "machine": str, "name": str, "route": [str], "fixed": str, "fixed_by": str}
+
+
+def host_name() -> str:
+    """Identifies all that can reach this rank's unix sockets: a boot of a machine, and a network namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # where they are hidden; who shares a name and cannot connect says so
+        return platform.node()
+
+
+@dataclass(frozen=True)
+class RankHost:
+    """Where a rank is, as it tells the others when they meet."""
+
+    size: int
+    """Number of ranks, as it was told."""
+    machine: str
+    """See `host_name`."""
+    name: str
+    """The machine's, for people."""
+    route: tuple[str, ...] = ()
+    """The interface and the address by which it reaches where the ranks meet; none where they are not known."""
+    fixed: str = ""
+    """The address that its collectives listen at; nothing where that is not known, or follows from the route."""
+    fixed_by: str = ""
+    """The setting that has fixed it."""
+
+    @classmethod
+    def here(cls, size: int, meets_at: str, backend: str, interface: str | None) -> "RankHost":
+        """The place of this process.
+
+        Args:
+            meets_at: the host of the store.
+            interface: see `World.from_environment`.
+
+        Raises:
+            ConfigError: there is no such interface.
+        """
+        fixed, fixed_by = _fixed(backend, interface)
+        return cls(size, host_name(), socket.gethostname(), _route_to(meets_at), fixed, fixed_by)
+
+    def to_json(self) -> str:
+        """For the store of the ranks."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "RankHost":
+        """Read what `to_json` wrote; ValueError where it is something else."""
+        said = parse_json(text, _SCHEMA)
+        texts = {name: printable(said[name]) for name in ("name", "fixed", "fixed_by")}
+        route = tuple(printable(each) for each in said["route"])
+        return cls(**{name: said[name] for name in _SCHEMA} | texts | {"route": route})
+
+
+def names_of_hosts(places: Sequence[RankHost]) -> tuple[str, ...]:
+    """The name of each rank's host, by rank; none where all are on one."""
+    return tuple(place.name for place in places) if len({place.machine for place in places}) > 1 else ()
+
+
+def choose_interface(places: Sequence[RankHost], rank: int, interface: str | None) -> None:
+    """Have the backends of this process listen where the other hosts reach it: set their variables, where they are not
+    set and several hosts are.
+
+    Args:
+        places: of all ranks, by rank.
+        interface: see `World.from_environment`.
+
+    Raises:
+        ConfigError: a rank would listen where no other host reaches it; on all ranks alike.
+    """
+    others = [place for place in places if place.machine != places[rank].machine]
+    if not others:
+        return
+    for number, place in enumerate(places):
+        if _is_loopback(place.fixed):
+            raise ConfigError(_unreachable(number, place))
+    if interface != AUTO:
+        taken = interface
+    else:
+        # To itself the host of the store may be on its loopback: it takes the way to another.
+        routes = (places[rank].route, *(_route_to(each.route[1]) for each in others if each.route))
+        taken = next((route[0] for route in routes if route and not _is_loopback(route[1])), None)
+    if taken:
+        os.environ.setdefault(_VARIABLES["gloo"], taken)
+        os.environ.setdefault(_VARIABLES["nccl"], f"={taken}")  # without the sign it would be a beginning of names
+
+
+def _fixed(backend: str, interface: str | None) -> tuple[str, str]:
+    """The address that the collectives of this process will listen at, and the setting that has fixed that; nothing
+    twice where it is not fixed, or not known."""
+    variable = _VARIABLES[backend]
+    if variable in os.environ:
+        name, said = os.environ[variable].removeprefix("="), f"{variable}={os.environ[variable]}"
+        remedy = f"unset {variable}, and the interface that reaches the other ranks is taken"
+    elif interface == AUTO:
+        return "", ""
+    elif interface is None:
+        return (_of_own_name(), "World.from_environment(interface=None)") if backend == "gloo" else ("", "")
+    else:
+        name, said = interface, f"World.from_environment(interface='{interface}')"
+        remedy = f"use World.from_environment(interface='{AUTO}'), or one of these"
+    found = _addresses()
+    if name in found or not found:
+        return found.get(name, ""), said
+    if variable in os.environ and backend == "nccl":  # which takes beginnings of names, and lists
+        return "", said
+    if "," in name:  # as gloo does
+        return "", said
+    raise ConfigError(
+        f"{said}: {socket.gethostname()} has no such network interface with an address; "
+        f"it has {', '.join(found)}; {remedy}"
+    )
+
+
+def _unreachable(rank: int, place: RankHost) -> str:
+    reaches, remedy = "", "use an interface that the other hosts reach"
+    if place.route and not _is_loopback(place.route[1]):
+        taken = place.route[0]
+        reaches = f": {taken} ({place.route[1]}) reaches MASTER_ADDR"
+        remedy = f"use World.from_environment(interface='{taken}')"
+    if place.fixed_by.startswith(tuple(_VARIABLES.values())):
+        remedy = f"unset {place.fixed_by.partition('=')[0]}"
+    return (
+        f"{place.fixed_by}: rank {rank} on {place.name} would listen at {place.fixed}, where no other host reaches "
+        f"it{reaches}; {remedy}"
+    )
+
+
+def _addresses() -> dict[str, str]:
+    """The first address of each network interface of this machine; nothing where the system does not tell."""
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                request = name.encode()[:15].ljust(40, b"\0")
+                found[name] = socket.inet_ntoa(fcntl.ioctl(asked, _SIOCGIFADDR, request)[20:24])
+    for address, name in _of_version_6():
+        found.setdefault(name, address)
+    return found
+
+
+def _of_version_6() -> Iterator[tuple[str, str]]:
+    """Each IPv6 address of this machine, and its interface."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)), name
+
+
+def _route_to(host: str) -> tuple[str, ...]:
+    """The interface and the address by which this machine reaches a host. Sends nothing."""
+    with suppress(OSError, ValueError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as asked:
+            asked.connect(address)
+            source = str(asked.getsockname()[0])
+        every = [*_addresses().items(), *((name, each) for each, name in _of_version_6())]
+        return next(((name, each) for name, each in every if each == source), ())
+    return ()
+
+
+def _of_own_name() -> str:
+    """The address at which gloo listens where no interface is named; it takes the loopback for a name that is none."""
+    with suppress(OSError):
+        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+    return "127.0.0.1"
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
