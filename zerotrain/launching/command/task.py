@@ -47,7 +47,7 @@ from zerotrain.run.preflight.length import length_given
 from zerotrain.run.preflight.room import file_problems, in_memory, is_on_host
 from zerotrain.training.callbacks.stages import stage_at, stages_named
 from zerotrain.training.figures.result import RESULT_NAME, read_result
-from zerotrain.training.request import PRUNER
+from zerotrain.training.request import is_over
 
 MAX_TRACEBACK = 20_000
 """Characters."""
@@ -153,7 +153,7 @@ def _end_as_stopped(result: dict[str, Any], signum: int) -> None:
     """End this process where a signal or control.yaml has stopped its job, and with it the sweep. A job that ended by
     itself, as EarlyStopping or a pruner wants it, ends no other."""
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if is_sweep and not signum and (result["stopped_by"] or "").startswith((f"{CALLBACKS}.", PRUNER)):
+    if is_sweep and not signum and is_over(result["stopped_by"]):
         return
     if result["stopped_by"] is not None:
         signum = signum or getattr(signal.Signals, result["stopped_by"], 0)  # by control.yaml is by no signal
