@@ -161,7 +161,7 @@ def test_the_best_job_is_told_by_the_objective_and_pruned_ones_are_counted(tmp_p
             "error": "x" if status == "pruned" else None,
         }
         sweep.journal.append(JobEvent(event="ended", status=status, value=value, final_val_loss=9.0 - job, **given))
-    teller.look()
+    teller.close()
     told = capfd.readouterr()
     assert told.out.splitlines() == [
         "job 0 completed with val_accuracy 0.5000 (1/4, best 0.5000 job 0, 0 s left)",
@@ -180,7 +180,7 @@ def test_of_a_study_all_trials_are_counted_also_those_of_drivers_before(tmp_path
     assert [row.job for row in rows_of(sweep)] == ["0", "1"]
     teller = Teller(sweep)
     write(tmp_path, 2, final_val_loss=2.0)
-    teller.look()
+    teller.close()
     [line] = capfd.readouterr().out.splitlines()
     assert line.startswith("job 2 completed (3/3, 1 failed")
     assert [row.job for row in rows_of(sweep)] == ["0", "1", "2"]
