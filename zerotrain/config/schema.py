@@ -247,6 +247,13 @@ class LaunchConfig:
     two in a row that brought no newer one there is no other. With torchrun: its own --max-restarts."""
     overwrite: bool = setting(False, TRUE_OR_FALSE)
     """Run in a folder that holds a completed run, and erase that. One that did not complete needs no leave."""
+    exit_code_when_stopped: int | None = setting(None, or_null(between(0, 125, "(an exit code)")))
+    """Exit code of a run that a signal has stopped in order, saved. null: 85 in a job of Slurm or a pod of an indexed
+    Job of Kubernetes (SLURM_JOB_ID or JOB_COMPLETION_INDEX is set), which tells them to try again; elsewhere 130 for
+    Ctrl-C, and else 0."""
+    requeue: bool = setting(False, TRUE_OR_FALSE)
+    """Slurm: after a stop by SIGUSR1 or SIGUSR2, when all is saved, rank 0 queues the job again (`scontrol requeue`).
+    No other signal does: a job that was cancelled stays so, and Slurm queues a preempted one again itself."""
 
 
 PLANNING = Effect(lambda run, _: run.plan.only, "without plan.only=true")
