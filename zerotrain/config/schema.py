@@ -252,8 +252,8 @@ class LaunchConfig:
     Job of Kubernetes (SLURM_JOB_ID or JOB_COMPLETION_INDEX is set), which tells them to try again; elsewhere 130 for
     Ctrl-C, and else 0."""
     requeue: bool = setting(False, TRUE_OR_FALSE)
-    """Slurm: after a stop by SIGUSR1 or SIGUSR2, when all is saved, rank 0 queues the job again (`scontrol requeue`).
-    No other signal does: a job that was cancelled stays so, and Slurm queues a preempted one again itself."""
+    """Slurm: after a stop by SIGUSR1 or SIGUSR2, or where the job's time is up or it is preempted, rank 0 queues the
+    job again when all is saved (`scontrol requeue`). A job that was cancelled stays so."""
 
 
 PLANNING = Effect(lambda run, _: run.plan.only, "without plan.only=true")

@@ -143,7 +143,7 @@ class Presence:
             try:
                 os.utime(self._alive, follow_symlinks=False)
             except FileNotFoundError:
-                os.close(os.open(self._alive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+                os.close(os.open(self._alive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
 
     def _say(self) -> None:
         said = json.dumps(asdict(self._state)).ljust(_NUM_BYTES)

@@ -18,8 +18,9 @@ from zerotrain.launching.job.earlier import AUTO
 _JOB_VARIABLES = ("SLURM_JOB_ID", "JOB_COMPLETION_INDEX")
 """Slurm sets the first in each job, Kubernetes the second in each pod of an indexed Job."""
 _ASKS_TO_REQUEUE = ("SIGUSR1", "SIGUSR2")
-"""Signals that a user has a scheduler send ahead of a job's end, as by `sbatch --signal=USR1@120`. SIGTERM is sent too
-where a job is cancelled, or preempted, after which Slurm itself queues it again."""
+"""Signals that a user has a scheduler send ahead of a job's end, as by `sbatch --signal=USR1@120`."""
+_ENDS = "SIGTERM"
+"""The signal of a job that is cancelled, preempted, or out of time: see `_is_wanted`."""
 _SCONTROL_LIMIT_S = 60.0
 _HEAD_START_S = 1.0
 """In which the other ranks, which have saved too, end by themselves."""
@@ -54,7 +55,7 @@ def queue_again(config: Config, stopped_by: str, environment: Mapping[str, str] 
     Returns:
         A line that says why that could not be; None where it was queued again, or nobody has asked for it.
     """
-    if not config.launch.requeue or stopped_by not in _ASKS_TO_REQUEUE:
+    if not config.launch.requeue or stopped_by not in (*_ASKS_TO_REQUEUE, _ENDS):
         return None
     code = f"exit code {config.launch.exit_code_when_stopped or 0} leaves it to others to start the run again"
     job, scontrol = slurm_job(environment), shutil.which("scontrol")
@@ -62,19 +63,36 @@ def queue_again(config: Config, stopped_by: str, environment: Mapping[str, str] 
         return f"launch.requeue: this is no job of Slurm (SLURM_JOB_ID is not set); {code}"
     if scontrol is None:
         return f"launch.requeue: job {job} is not queued again, since there is no scontrol here; {code}"
-    # Slurm ends what is left of the job before it queues it again: this process, which is about to end in order.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(_HEAD_START_S)
     try:
-        done = subprocess.run(
-            [scontrol, "requeue", job],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SCONTROL_LIMIT_S,
-        )
-        said = "" if done.returncode == 0 else done.stderr.strip() or f"it ended with exit code {done.returncode}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        said = str(error)
-    return f"launch.requeue: scontrol requeue {job}: {printable(said, 500, keep='')}; {code}" if said else None
+        if stopped_by == _ENDS and not _is_wanted(_told_by([scontrol, "show", "job", job])):
+            return None
+        # Slurm ends what is left of the job before it queues it again: this process, which is about to end in order.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(_HEAD_START_S)
+        _told_by([scontrol, "requeue", job])
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        return f"launch.requeue: scontrol requeue {job}: {printable(said.strip(), 500, keep='')}; {code}"
+    return None
+
+
+def _told_by(command: list[str]) -> str:
+    """Standard output of a command; raises where it fails."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=True,
+        text=True,
+        errors="replace",
+        timeout=_SCONTROL_LIMIT_S,
+    ).stdout
+
+
+def _is_wanted(shown: str) -> bool:
+    """Whether a job that SIGTERM has come to is to run again, by what `scontrol show job` says of it: its time is up,
+    or it is preempted and has a time of grace. If it uses that to end, Slurm (22.05) does not queue it again; it does
+    without such a time. A job that was cancelled is to stay so."""
+    facts = dict(each.partition("=")[::2] for each in shown.split())
+    preempted = facts.get("PreemptTime", "None") != "None" and facts.get("JobState") == "RUNNING"
+    return preempted or facts.get("Reason") == "TimeLimit"

@@ -109,11 +109,12 @@ def test_a_job_that_is_queued_again_goes_on_in_its_folder_and_erases_nothing(
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A scontrol that notes what it is asked for, and fails where a file `refuses` lies beside it."""
+    """A scontrol that notes what it is asked for, shows the file `shown`, and fails where `refuses` lies there."""
     program = tmp_path / "bin/scontrol"
     program.parent.mkdir()
     program.write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ ! -e {tmp_path}/refuses ] || {{ echo no >&2; exit 1; }}\n'
+        f'#!/bin/sh\ncd {tmp_path}\n[ "$1" = show ] && exec cat shown\n'
+        'echo "$@" >> asked\n[ ! -e refuses ] || { echo no >&2; exit 1; }\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
@@ -136,8 +137,27 @@ def test_a_job_that_a_signal_ahead_of_its_end_has_stopped_is_queued_again(scontr
     assert (scontrol / "asked").read_text() == f"requeue {job}\n"
 
 
-@pytest.mark.parametrize("by", ["SIGTERM", "SIGINT", "control.yaml"])
-def test_a_job_that_was_cancelled_preempted_or_stopped_by_hand_is_not(scontrol, by: str):
+@pytest.mark.parametrize(
+    ("shown", "again"),
+    [
+        (
+            "JobId=12 JobState=RUNNING Reason=None\n PreemptEligibleTime=2026 PreemptTime=2026-11-24",
+            True,
+        ),
+        ("JobId=12 JobState=RUNNING Reason=None PreemptEligibleTime=2026 PreemptTime=None", False),
+        ("JobId=12 JobState=COMPLETING Reason=None PreemptTime=2026-11-24", False),
+        ("JobId=12 JobState=COMPLETING Reason=TimeLimit PreemptTime=None", True),
+        ("JobId=12 JobState=CANCELLED Reason=None", False),
+    ],
+)
+def test_a_job_that_sigterm_has_come_to_is_where_slurm_has_a_reason_and_will_not_itself(scontrol, shown, again: bool):
+    (scontrol / "shown").write_text(shown)
+    assert queue_again(asking(), "SIGTERM", JOB) is None
+    assert (scontrol / "asked").exists() == again
+
+
+@pytest.mark.parametrize("by", ["SIGINT", "control.yaml"])
+def test_a_job_that_was_stopped_by_hand_is_not(scontrol, by: str):
     assert queue_again(asking(), by, JOB) is None
     assert queue_again(Config(), "SIGUSR1", JOB) is None
     assert not (scontrol / "asked").exists()
