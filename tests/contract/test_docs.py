@@ -215,6 +215,12 @@ def script(name: str) -> ModuleType:
     return module
 
 
+def test_the_page_of_endings_is_that_of_their_table():
+    endings = script("endings")
+    assert endings.PAGE.read_text() == endings.page(), "run: python docs/endings.py"
+    assert len(endings.ENDINGS) == 12
+
+
 def test_the_pages_of_settings_and_choices_are_those_of_the_code():
     for path, text in script("settings").pages().items():
         assert path.read_text() == text, "run: python docs/settings.py"
