@@ -131,6 +131,8 @@ class Shown:
         """Look for the flags of a module's command where they are declared, and compose its settings."""
         if module == "zerotrain" and (not arguments or arguments[0] not in MODULES or arguments[0] == "train"):
             return self.compose(arguments)
+        if module == "zerotrain" and arguments[0] == "slurm":  # before -- are options of sbatch
+            return self.compose(arguments[arguments.index("--") + 1 :])
         module = MODULES[arguments[0]] if module == "zerotrain" else module
         found = REPOSITORY / module.replace(".", "/")
         sources = found.glob("*.py") if found.is_dir() else [found.with_suffix(".py")]

@@ -72,10 +72,6 @@ class ZeroGroup(ZeroConfig):
         return ZeroConfig(**given | {"stage": self.stages[0] if stage is None else stage})
 
 
-def _as_list(match: str | list[str]) -> list[str]:
-    return match if isinstance(match, list) else [match]
-
-
 @dataclass
 class ModelSwitches:
     """Settings of every model, also of the user's own: keys of the group `model` that are no arguments of its class."""
@@ -248,12 +244,9 @@ class LaunchConfig:
     overwrite: bool = setting(False, TRUE_OR_FALSE)
     """Run in a folder that holds a completed run, and erase that. One that did not complete needs no leave."""
     exit_code_when_stopped: int | None = setting(None, or_null(between(0, 125, "(an exit code)")))
-    """Exit code of a run that a signal has stopped in order, saved. null: 85 in a job of Slurm or a pod of an indexed
-    Job of Kubernetes (SLURM_JOB_ID or JOB_COMPLETION_INDEX is set), which tells them to try again; elsewhere 130 for
-    Ctrl-C, and else 0."""
+    """Exit code of a stop by a signal, saved; null: 85 in a job of Slurm or Kubernetes, else 130 for Ctrl-C, or 0."""
     requeue: bool = setting(False, TRUE_OR_FALSE)
-    """Slurm: after a stop by SIGUSR1 or SIGUSR2, or where the job's time is up or it is preempted, rank 0 queues the
-    job again when all is saved (`scontrol requeue`). A job that was cancelled stays so."""
+    """Slurm: queue the saved job again after SIGUSR1, SIGUSR2, a preemption or the time limit; not where cancelled."""
 
 
 PLANNING = Effect(lambda run, _: run.plan.only, "without plan.only=true")
@@ -366,7 +359,7 @@ class Config:
     def frozen(self) -> list[tuple[list[str], Any]]:
         """The patterns of each entry of `model.freeze`, and until when it holds; None: in all steps."""
         entries = [each if isinstance(each, dict) else {"match": each} for each in self.model_switches["freeze"] or ()]
-        return [(_as_list(each["match"]), each.get("until")) for each in entries]
+        return [(rules.listed(each["match"]), each.get("until")) for each in entries]
 
     @property
     def optimizer_target(self) -> dict[str, Any]:
@@ -378,7 +371,7 @@ class Config:
         """`optimizer.groups` as `build_engine` takes them; None: there are none."""
         given = {name: entry for name, entry in (self.optimizer.get("groups") or {}).items() if entry is not None}
         return [
-            {"params": _as_list(entry["match"]), "name": name}
+            {"params": rules.listed(entry["match"]), "name": name}
             | {key: value for key, value in entry.items() if key != "match"}
             for name, entry in given.items()
         ] or None
