@@ -89,7 +89,7 @@ def run_job(composed: DictConfig) -> Value:
     except Exception as error:
         failure = _told(error, run_dir)
         print(failure, file=sys.stderr)
-        raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
+        raise SystemExit(_code_of(failure)) from error
     print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
     _end_as_stopped(result, signum, read.config)
     return result["final_val_loss"]
@@ -172,6 +172,10 @@ def _end_as_stopped(result: dict[str, Any], signum: int, config: Config | None) 
         raise SystemExit(exits.COMPLETED if _is_of_torchrun(RankEnvironment.read()) else code)
 
 
+def _code_of(error: Exception) -> int:
+    return exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED
+
+
 def _is_of_torchrun(ranks: RankEnvironment | None) -> bool:
     """Whether torchrun has started this process: to it each exit code but 0 is a failure, and its own is 1 then."""
     return ranks is not None and ranks.starter == "torchrun"
@@ -242,8 +246,7 @@ def _run(
             job_exchange(ranks).require_same_commands(config.launch.timeout_s)
     except Exception as error:
         with suppress(OSError):  # the cause matters more than a disk that is full
-            code = exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED
-            write_refusal(run_dir, overrides, str(error), code, is_hidden=_is_of_torchrun(ranks))
+            write_refusal(run_dir, overrides, str(error), _code_of(error), is_hidden=_is_of_torchrun(ranks))
         raise
     if kept is not None:
         print(
@@ -254,7 +257,6 @@ def _run(
     num_ranks = all_ranks(config, ranks).num_ranks
     for warning in without_effect(config, num_ranks) + doubtful(config) + in_memory(config, run_dir):
         print(f"warning: {warning}", file=sys.stderr)
-    set_code_when_stopped(config)
     if config.checkpoint.save_at_end is None:
         config.checkpoint.save_at_end = HydraConfig.get().mode != RunMode.MULTIRUN
     if ranks is not None and config.launch.max_restarts:
@@ -336,6 +338,7 @@ def _settings(read: _ReadConfig, run_dir: Path, ranks: RankEnvironment | None) -
     if read.config is None:
         raise read.error or AssertionError
     config, problems = read.config, [_placed(problem) for problem in read.problems]
+    set_code_when_stopped(config)
     started = all_ranks(config, ranks)
     device, why = device_for(config.launch.device, started.num_local, num_gpus_for(started.num_local))
     if why:
