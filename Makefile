@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_BENCH := $(VENV)/.installed-bench
 
-.PHONY: help train test thorough bits attack chaos test-gpu check format sweep bench bench-link bench-gpu install clean
+.PHONY: help train test thorough bits attack chaos cluster test-gpu check format sweep bench bench-link bench-gpu install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -35,6 +35,9 @@ chaos: $(INSTALLED_DEV) ## kill -9 of a rank, the parent or all at each place of
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.chaos.shared --kills 50 --seed $(SEED)
 	$(BIN)/python -m tests.chaos.starting --kills 100 --seed $(SEED)
+
+cluster: $(INSTALLED_DEV) ## jobs stopped, preempted and queued again in a real Slurm of three nodes on this machine; needs root and slurm-wlm
+	$(BIN)/python -m pytest -rs tests/cluster
 
 check: $(INSTALLED_DEV) ## lint, types and import layers
 	$(BIN)/ruff check .

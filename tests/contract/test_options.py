@@ -101,6 +101,8 @@ OPTIONS = """
     launch.shared_memory
     launch.max_restarts
     launch.overwrite
+    launch.exit_code_when_stopped
+    launch.requeue
     plan.only
     plan.num_ranks
     plan.memory_gb

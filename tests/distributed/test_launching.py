@@ -38,7 +38,15 @@ def test_a_run_by_hand_leaves_one_folder_with_all_its_files(hand_run):
         f"checkpoints/step-00000003/{name}"
         for name in ("manifest.json", *map("rank-{:05d}.safetensors".format, (0, 1)))
     }
-    assert names - saved == {".lock", "config.yaml", "metrics.jsonl", "result.json", "ranks/0.log", "ranks/1.log"}
+    assert names - saved == {
+        ".lock",
+        "alive",
+        "config.yaml",
+        "metrics.jsonl",
+        "result.json",
+        "ranks/0.log",
+        "ranks/1.log",
+    }
     assert names >= saved
     umask = os.umask(0o022)
     os.umask(umask)
@@ -104,7 +112,8 @@ def test_the_tasks_of_a_slurm_step_are_the_ranks_of_one_job(hand_run, tmp_path: 
     start = functools.partial(by_hand, *TINY, *STAGE_3, folder=tmp_path, zygote=zygote)
     commands = [start(**task_of_slurm(rank, job)) for rank in range(2)]
     assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
-    [run_dir] = (tmp_path / "outputs").glob("*/*")
+    [run_dir] = (tmp_path / "outputs").iterdir()
+    assert run_dir.name == f"slurm-{job}"
     assert {path.name for path in (run_dir / "ranks").iterdir()} == {"0.log", "1.log"}
     assert [command.stdout.count("run folder: ") for command in commands] == [1, 0]
     assert "to go on: srun ... python " in commands[0].stdout

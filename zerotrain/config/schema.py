@@ -72,10 +72,6 @@ class ZeroGroup(ZeroConfig):
         return ZeroConfig(**given | {"stage": self.stages[0] if stage is None else stage})
 
 
-def _as_list(match: str | list[str]) -> list[str]:
-    return match if isinstance(match, list) else [match]
-
-
 @dataclass
 class ModelSwitches:
     """Settings of every model, also of the user's own: keys of the group `model` that are no arguments of its class."""
@@ -247,6 +243,10 @@ class LaunchConfig:
     two in a row that brought no newer one there is no other. With torchrun: its own --max-restarts."""
     overwrite: bool = setting(False, TRUE_OR_FALSE)
     """Run in a folder that holds a completed run, and erase that. One that did not complete needs no leave."""
+    exit_code_when_stopped: int | None = setting(None, or_null(between(0, 125, "(an exit code)")))
+    """Exit code of a stop by a signal, saved; null: 85 in a job of Slurm or Kubernetes, else 130 for Ctrl-C, or 0."""
+    requeue: bool = setting(False, TRUE_OR_FALSE)
+    """Slurm: queue the saved job again after SIGUSR1, SIGUSR2, a preemption or the time limit; not where cancelled."""
 
 
 PLANNING = Effect(lambda run, _: run.plan.only, "without plan.only=true")
@@ -359,7 +359,7 @@ class Config:
     def frozen(self) -> list[tuple[list[str], Any]]:
         """The patterns of each entry of `model.freeze`, and until when it holds; None: in all steps."""
         entries = [each if isinstance(each, dict) else {"match": each} for each in self.model_switches["freeze"] or ()]
-        return [(_as_list(each["match"]), each.get("until")) for each in entries]
+        return [(rules.listed(each["match"]), each.get("until")) for each in entries]
 
     @property
     def optimizer_target(self) -> dict[str, Any]:
@@ -371,7 +371,7 @@ class Config:
         """`optimizer.groups` as `build_engine` takes them; None: there are none."""
         given = {name: entry for name, entry in (self.optimizer.get("groups") or {}).items() if entry is not None}
         return [
-            {"params": _as_list(entry["match"]), "name": name}
+            {"params": rules.listed(entry["match"]), "name": name}
             | {key: value for key, value in entry.items() if key != "match"}
             for name, entry in given.items()
         ] or None

@@ -127,6 +127,7 @@ def _trainer(
         settings=_settings(config, world.size * len(engine.virtual_ranks)),
         callbacks=build_callbacks(config),
         checkpoint=_policy(config, resume_from, steps["checkpoint.every"]),
+        exit_code_when_stopped=config.launch.exit_code_when_stopped,
         **told,
         **loop,
     )

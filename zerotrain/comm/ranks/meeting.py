@@ -2,7 +2,9 @@
 groups that they then make together."""
 
 import contextlib
+import dataclasses
 import itertools
+import json
 import os
 import socket
 import sys
@@ -32,6 +34,8 @@ _GRACE_S = 3.0
 _WHERE = "the meeting of the ranks"
 _opened: dict[RankEnvironment, dist.Store] = {}
 """The stores of this process. A port can be listened to once."""
+_kept: list[dist.Store] = []
+"""Those of `keep_at_rank_0`, to the end of the process: others may still read."""
 _worlds = itertools.count()
 """Meetings of this process. In the same store each has keys of its own: those of the last are still there."""
 _makings = itertools.count()
@@ -187,6 +191,55 @@ def _has_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
+def keep_at_rank_0(store: dist.Store, ranks: RankEnvironment, timeout_s: float) -> dist.Store:
+    """The store for what ranks do together that have met in `store`: where torchrun's agent keeps that, one that rank 0
+    keeps. An agent that a signal had ended before its ranks took their last save with it (2026-11-24).
+
+    Raises:
+        CommError, ConfigError: rank 0 cannot be reached.
+    """
+    if ranks.world_size == 1 or ranks.store_file is not None or meet_at_rank_0(ranks):
+        return store
+    try:
+        if ranks.rank == 0:
+            kept, place = _listen_beside(ranks, timeout_s)
+            store.set("rank 0 keeps", json.dumps(place))
+        else:
+            address, port = json.loads(store.get("rank 0 keeps"))
+            kept = _reach(dataclasses.replace(ranks, address=str(address), port=int(port)), timeout_s)
+    except dist.DistError as error:
+        raise _keeper_is_gone(ranks) from error
+    except OSError as error:
+        raise _cannot_meet(ranks, error) from error
+    _kept.append(kept)
+    return dist.PrefixStore("zerotrain/world", kept)
+
+
+def _listen_beside(ranks: RankEnvironment, timeout_s: float) -> tuple[dist.Store, tuple[str, int]]:
+    """A store of this process, and where the others reach it: at the address by which this one reaches torchrun."""
+    with socket.create_connection((ranks.address, ranks.port), timeout=timeout_s) as reached:
+        family, here = reached.family, str(reached.getsockname()[0])
+    others_reach = here
+    if _is_loopback(here) and ranks.local_world_size < ranks.world_size:  # this is the machine that MASTER_ADDR names
+        here, others_reach = "", ranks.address
+    listener = socket.create_server((here, 0), family=family, backlog=2048)
+    port = int(listener.getsockname()[1])
+    kept = dist.TCPStore(
+        others_reach,
+        port,
+        ranks.world_size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return kept, (others_reach, port)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
 def _keeper(ranks: RankEnvironment) -> str:
     return f"{'torchrun' if _has_agent_store() else 'rank 0'} at {ranks.address}:{ranks.port}"
 
@@ -253,7 +306,7 @@ def _listen_on_loopback(ranks: RankEnvironment) -> int | None:
     all addresses."""
     found = socket.getaddrinfo(ranks.address, ranks.port, type=socket.SOCK_STREAM)
     family, address = found[0][0], found[0][4]
-    if not str(address[0]).startswith("127.") and address[0] != "::1":
+    if not _is_loopback(str(address[0])):
         return None
     return socket.create_server(address[:2], family=family, backlog=2048).detach()
 

@@ -24,7 +24,7 @@ from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.printable import printable
 from zerotrain.files.regular import only_regular
-from zerotrain.files.terminal import printed_to
+from zerotrain.files.terminal import code_of, printed_to
 from zerotrain.files.untrusted import UntrustedFileError
 from zerotrain.launching.command.ending import print_ending, print_place, shown_from
 from zerotrain.launching.command.placing import all_ranks, device_for
@@ -35,6 +35,7 @@ from zerotrain.launching.job import earlier, resuming
 from zerotrain.launching.job.folder_lock import locked
 from zerotrain.launching.job.job import Job, write_ending, write_refusal
 from zerotrain.launching.job.restarts import Attempts, going_on, place_of_restart
+from zerotrain.launching.job.scheduled import go_on_if_queued_again, queue_again, set_code_when_stopped
 from zerotrain.launching.start.fork_server import open_fork_server
 from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.torchrun import job_exchange, run_here
@@ -46,7 +47,7 @@ from zerotrain.run.preflight import check as preflight
 from zerotrain.run.preflight.length import length_given
 from zerotrain.run.preflight.room import file_problems, in_memory, is_on_host
 from zerotrain.training.callbacks.stages import stage_at, stages_named
-from zerotrain.training.figures.result import RESULT_NAME, read_result
+from zerotrain.training.figures.result import RESULT_NAME, code_of_stop, read_result
 from zerotrain.training.request import is_over
 
 MAX_TRACEBACK = 20_000
@@ -82,13 +83,15 @@ def run_job(composed: DictConfig) -> Value:
                 with exits.exits_raised():
                     code = _plan(read, run_dir)
                 raise SystemExit(code)
+            if read.config is not None and (line := go_on_if_queued_again(read.config, run_dir)):
+                print(line, flush=True)
             result, signum = _run(composed, read, run_dir, overrides=_given(hydra))
     except Exception as error:
         failure = _told(error, run_dir)
         print(failure, file=sys.stderr)
-        raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
+        raise SystemExit(_code_of(failure)) from error
     print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
-    _end_as_stopped(result, signum)
+    _end_as_stopped(result, signum, read.config)
     return result["final_val_loss"]
 
 
@@ -133,7 +136,7 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> Value:
         value = member.end(result)
         if result["stopped_by"] is not None:
             print_place(result, shown_from(Path.cwd(), place.run_dir))
-        _end_as_stopped(result, signum)
+        _end_as_stopped(result, signum, read.config)
     member.require_hope()
     return value
 
@@ -149,20 +152,33 @@ def _told(error: Exception, run_dir: Path) -> ZeroTrainError:
     return failure
 
 
-def _end_as_stopped(result: dict[str, Any], signum: int) -> None:
+def _end_as_stopped(result: dict[str, Any], signum: int, config: Config | None) -> None:
     """End this process where a signal or control.yaml has stopped its job, and with it the sweep. A job that ended by
     itself, as EarlyStopping or a pruner wants it, ends no other."""
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if is_sweep and not signum and is_over(result["stopped_by"]):
         return
-    if result["stopped_by"] is not None:
-        signum = signum or getattr(signal.Signals, result["stopped_by"], 0)  # by control.yaml is by no signal
+    by = result["stopped_by"]
+    if by is not None:
+        signum = signum or getattr(signal.Signals, by, 0)  # by control.yaml is by no signal
     if is_sweep and signum == signal.SIGINT:
         raise KeyboardInterrupt
-    if result["stopped_by"] is not None or (is_sweep and signum):
+    if config is not None and (by is not None or (is_sweep and signum)):
+        by = signal.Signals(signum).name if signum else by
         _hand_on(signum)
-        is_ctrl_c = signum == signal.SIGINT and RankEnvironment.read() is None  # to torchrun a code is a failure
-        raise SystemExit(exits.of_signal(signum) if is_ctrl_c else exits.COMPLETED)
+        if (line := queue_again(config, by)) is not None:
+            print(line, file=sys.stderr)
+        code = code_of_stop(by, config.launch.exit_code_when_stopped)
+        raise SystemExit(exits.COMPLETED if _is_of_torchrun(RankEnvironment.read()) else code)
+
+
+def _code_of(error: Exception) -> int:
+    return exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED
+
+
+def _is_of_torchrun(ranks: RankEnvironment | None) -> bool:
+    """Whether torchrun has started this process: to it each exit code but 0 is a failure, and its own is 1 then."""
+    return ranks is not None and ranks.starter == "torchrun"
 
 
 def _hand_on(signum: int) -> None:
@@ -230,7 +246,7 @@ def _run(
             job_exchange(ranks).require_same_commands(config.launch.timeout_s)
     except Exception as error:
         with suppress(OSError):  # the cause matters more than a disk that is full
-            write_refusal(run_dir, overrides, str(error))
+            write_refusal(run_dir, overrides, str(error), _code_of(error), is_hidden=_is_of_torchrun(ranks))
         raise
     if kept is not None:
         print(
@@ -306,9 +322,10 @@ def _run_spawned(job: Job, num_ranks: int) -> tuple[dict[str, Any], int]:
         with suppress(OSError):  # the cause matters more than a disk that is full
             write_ending(attempts.job, num_ranks, status="failed", error=said)
         raise
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as ending:
+        code = code_of(ending) if isinstance(ending, SystemExit) else exits.of_signal(signal.SIGINT)
         with suppress(OSError):
-            write_ending(attempts.job, num_ranks, status="stopped", error="stopped by a signal")
+            write_ending(attempts.job, num_ranks, status="stopped", error="stopped by a signal", code=code)
         raise
     try:
         return read_result(job.run_dir / RESULT_NAME), signum
@@ -321,6 +338,7 @@ def _settings(read: _ReadConfig, run_dir: Path, ranks: RankEnvironment | None) -
     if read.config is None:
         raise read.error or AssertionError
     config, problems = read.config, [_placed(problem) for problem in read.problems]
+    set_code_when_stopped(config)
     started = all_ranks(config, ranks)
     device, why = device_for(config.launch.device, started.num_local, num_gpus_for(started.num_local))
     if why:
