@@ -46,7 +46,10 @@ NAMES = [
     Attack("+model.depth=3", "model.depth: zerotrain.models.GPT takes no such argument"),
     Attack("+optimizer.beta=3", "optimizer.beta: torch.optim.AdamW takes no such argument; did you mean betas?"),
     Attack("zero={stge:3}", "zero.stge: there is no such setting; did you mean zero.stage?"),
-    Attack("zero={stage:x}", "zero.stage: got x; it must be 0, 1, 2 or 3; the default is 2"),
+    Attack(
+        "zero={stage:x}",
+        "zero.stage: got x; it must be 0, 1, 2 or 3, or auto; the default is 2",
+    ),
     Attack("train={max_step:3}", "train.max_step: there is no such setting; did you mean train.max_steps?"),
     Attack("model={_target_:torch.nn.Linear,in_features:3}", "model.in_features: there is no such setting; +model.in_"),
     Attack("zero=3", "zero=3: zero is a group of settings: zero.accumulate, "),

@@ -113,6 +113,11 @@ def config_hash(config: Config) -> str:
         del values["train"]["max_steps"]
     init_from = values.pop("checkpoint")["init_from"]
     values |= {} if init_from is None else {"init_from": init_from}
+    return digest(values)
+
+
+def digest(values: dict[str, Any]) -> str:
+    """16 hex digits of settings that two configs share where they are equal."""
     # Twice: steps of a schedule are numbers where the run was composed, and texts in ranks that were told it in JSON.
     canonical = json.dumps(json.loads(json.dumps(values)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

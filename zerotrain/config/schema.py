@@ -10,11 +10,14 @@ from typing import Any
 
 from zerotrain.config import rules
 from zerotrain.settings import (
+    AUTO,
     CLIPPING,
     SENT,
     SHARES,
+    STAGE,
     STEPS,
     TRUE_OR_FALSE,
+    UNSCHEDULED,
     VIRTUAL_RANKS,
     Effect,
     OffloadConfig,
@@ -24,6 +27,7 @@ from zerotrain.settings import (
     at_least,
     between,
     one_of,
+    or_auto,
     or_null,
     positive,
     setting,
@@ -46,9 +50,16 @@ SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.o
 class ZeroGroup(ZeroConfig):
     """The engine's settings, and the schedule of stages: the training loop changes the stage."""
 
+    stage: Any = setting(2, or_auto(STAGE), SHARES, UNSCHEDULED)
+    """0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters; auto: of the stages that fit by
+    their plans those that send least, of these those whose ranks share the update, of these the lowest."""
     schedule: Any = setting(None, rules.SCHEDULE, SHARES)
     """The stage by steps done: {0: 2, 500: 3} trains 500 steps at stage 2 and all further ones at 3. Before its first
     entry `stage` counts. A run that goes on is at the stage of its step."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stage, str) and self.stage.isdecimal():  # of a variable of the environment
+            self.stage = int(self.stage)
 
     @property
     def stages(self) -> dict[int, int]:
@@ -250,6 +261,7 @@ class LaunchConfig:
 
 
 PLANNING = Effect(lambda run, _: run.plan.only, "without plan.only=true")
+PLANNED = Effect(lambda run, _: run.plan.only or run.zero.stage == AUTO, "without plan.only=true or zero.stage=auto")
 
 
 @dataclass
@@ -261,8 +273,9 @@ class PlanConfig:
     run's folder, and end with exit code 0 if `zero.stage` fits, or 3 if it does not."""
     num_ranks: int | None = setting(None, or_null(between(1, 2**17, "ranks")), PLANNING)
     """Ranks that are planned for, on all machines; null: those that `launch` would start."""
-    memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), PLANNING)
-    """Memory of a rank; null: of its GPU, or on the CPU its share of what is free on this machine."""
+    memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), PLANNED)
+    """Memory of a rank, for a plan and for `zero.stage=auto`; null: nine tenths of its GPU, the rest being for what no
+    tensor tells of, or on the CPU its share of what is free on this machine."""
 
 
 @dataclass
