@@ -20,6 +20,21 @@ def config_of(run_dir: Path) -> Any:
     return yaml.safe_load((run_dir / "config.yaml").read_text())
 
 
+def require_planned(run_dir: Path, table: str, stage: int) -> None:
+    """The result and the table of a run have what was planned beside what was measured."""
+    memory = result_of(run_dir)["memory_bytes"]
+    planned = memory["planned"]
+    kinds = ("parameters", "gradients", "optimizer")
+    assert {kind: planned[kind] for kind in kinds} == {kind: memory[kind] for kind in kinds}
+    assert planned["stage"] == stage
+    assert planned["sent"] == result_of(run_dir)["comm_bytes_per_step"]["sent"]
+    assert planned["peak"] > memory["parameters"] + memory["gradients"] + memory["optimizer"]
+    [row] = [line.split() for line in table.splitlines() if line.split()[:1] == ["plan"]]
+    assert [float(each) for each in row[1:5]] == pytest.approx(
+        [planned[kind] / 1e3 for kind in (*kinds, "sent")], rel=1e-3
+    )
+
+
 def choose_instead(run_dir: Path, stage: int) -> None:
     """Let plan.json have chosen a stage that nobody would choose now."""
     path = run_dir / "plan.json"
@@ -31,10 +46,11 @@ def sha256(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> str:
     """The weights of 6 steps of 2 ranks at stage 3."""
     folder = tmp_path_factory.mktemp("by_hand")
     command = by_hand(
-        *TINY, "zero.stage=3", "hydra.run.dir=run", "train.max_steps=6", "launch.nproc_per_node=2",
+        *TINY, "zero.stage=3", "hydra.run.dir=run", "train.max_steps=6", "launch.nproc_per_node=2", "plan.compare=true",
         folder=folder, zygote=zygote,
     )  # fmt: skip
     assert command.wait() == 0, command.stderr
+    require_planned(folder / "run", command.stdout, 3)
     return str(result_of(folder / "run")["weights_sha256"])
 
 
@@ -52,6 +68,7 @@ def test_a_resume_and_a_rerun_are_at_the_stage_that_was_chosen_and_keep_the_bits
     assert CHOSEN_1 in first
     assert "stage 1, ranks: 2" in first
     assert (config_of(run_dir)["zero"]["stage"], result_of(run_dir)["stage"]) == (1, 1)
+    require_planned(run_dir, first, 1)
     again = run("checkpoint.resume=auto")
     assert "holds this run already, and it is completed; nothing is changed" in again
     choose_instead(run_dir, 2)
@@ -60,6 +77,7 @@ def test_a_resume_and_a_rerun_are_at_the_stage_that_was_chosen_and_keep_the_bits
     assert "stage 2, ranks: 2" in resumed
     assert config_of(run_dir)["zero"]["stage"] == 2
     assert result_of(run_dir)["weights_sha256"] == sha256
+    require_planned(run_dir, resumed, 2)
     anew = run("launch.overwrite=true", "plan.memory_gb=3")
     assert CHOSEN_1 in anew
     assert config_of(run_dir)["zero"]["stage"] == 1

@@ -266,11 +266,14 @@ PLANNED = Effect(lambda run, _: run.plan.only or run.zero.stage == AUTO, "withou
 
 @dataclass
 class PlanConfig:
-    """A plan in place of a run: what it would hold and send, at each stage."""
+    """A plan of a run, before it or in its place: what it would hold and send, at each stage."""
 
     only: bool = setting(False, TRUE_OR_FALSE)
     """Start no rank and train nothing: print what each rank would hold and send at each stage, write plan.json into the
     run's folder, and end with exit code 0 if `zero.stage` fits, or 3 if it does not."""
+    compare: bool = setting(False, TRUE_OR_FALSE)
+    """Plan a run before its ranks start, and show the planned bytes beside those measured, in its table and in
+    result.json. `zero.stage=auto` does in any case."""
     num_ranks: int | None = setting(None, or_null(between(1, 2**17, "ranks")), PLANNING)
     """Ranks that are planned for, on all machines; null: those that `launch` would start."""
     memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), PLANNED)

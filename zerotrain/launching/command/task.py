@@ -231,7 +231,7 @@ def _run(
             started, asked = all_ranks(config, ranks), deepcopy(config)
             config = with_least_memory(as_chosen(config, run_dir, started.num_ranks))
             data_checked, resume_from = (None, []) if kept else _checked(asked, config, problems, run_dir, ranks)
-            config = config if kept else chosen(asked, config, started, run_dir)
+            config, of_plan = (config, None) if kept else chosen(asked, config, started, run_dir)
         if ranks is not None:
             job_exchange(ranks).require_same_commands(config.launch.timeout_s)
     except Exception as error:
@@ -259,6 +259,7 @@ def _run(
         resume_from=resume_from,
         restarts=restarts,
         trial=trial,
+        planned=of_plan,
     )
     if restarts:
         job = going_on(job)

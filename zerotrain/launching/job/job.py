@@ -28,7 +28,7 @@ _OF_A_RANK = re.compile(r"[0-9]+\.(log|state|error\.json(\.[0-9a-f]+\.tmp)?)|end
 _JOB = {
     "config": dict, "run_dir": str, "overrides": [str], "data_checked": (dict, None), "resume_from": [str],
     "restarts": Natural(), "stage": (int, None), "evaluates": (dict, None),
-    "trial": (dict, None),
+    "trial": (dict, None), "planned": (dict, None),
 }  # fmt: skip
 """Schema of the job that is sent to ranks in other processes."""
 
@@ -54,6 +54,8 @@ class Job:
     """The evaluation, as arguments of `zerotrain.run.evaluating.run`; None: the job trains."""
     trial: dict[str, Any] | None = None
     """The facts for a pruner, as arguments of `zerotrain.training.pruning.Trial`; None: there is none."""
+    planned: dict[str, Any] | None = None
+    """The `PlannedUsage` of the run; None: it was not planned."""
 
     @cached_property
     def config_hash(self) -> str:
