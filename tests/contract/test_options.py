@@ -102,6 +102,7 @@ OPTIONS = """
     launch.max_restarts
     launch.overwrite
     plan.only
+    plan.compare
     plan.num_ranks
     plan.memory_gb
     sweep.again

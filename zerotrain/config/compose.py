@@ -63,6 +63,8 @@ def from_values(values: Any) -> Config:
     like `${oc.env:HOME}` is a text."""
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), literal(values)))
     assert isinstance(config, Config)
+    if isinstance(stage := config.zero.stage, str) and stage.isdecimal():  # of a variable of the environment
+        config.zero.stage = int(stage)
     return config
 
 

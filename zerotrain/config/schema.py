@@ -4,7 +4,6 @@
 of rules and effects are in `zerotrain.settings`; rules across fields are in `checks.py`. Imports no torch.
 """
 
-import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -56,10 +55,6 @@ class ZeroGroup(ZeroConfig):
     schedule: Any = setting(None, rules.SCHEDULE, SHARES)
     """The stage by steps done: {0: 2, 500: 3} trains 500 steps at stage 2 and all further ones at 3. Before its first
     entry `stage` counts. A run that goes on is at the stage of its step."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stage, str) and self.stage.isdecimal():  # of a variable of the environment
-            self.stage = int(self.stage)
 
     @property
     def stages(self) -> dict[int, int]:
@@ -134,9 +129,6 @@ MODEL_SWITCHES = tuple(switch.name for switch in fields(ModelSwitches))
 OPTIMIZER_SWITCHES = tuple(switch.name for switch in fields(OptimizerSwitches))
 DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
 
-EVAL_EVERY = rules.rhythm_rule(
-    others=", or 0 for only the last", allows=lambda value: type(value) is int and value == 0
-)
 SAMPLES = Effect(lambda run, _: run.train.sample_tokens > 0, "with train.sample_tokens=0")
 
 
@@ -165,7 +157,7 @@ class TrainConfig:
     """When the gradient of a step is inf or nan anywhere on any rank: skip the step on all ranks, or stop the run."""
     max_skipped_steps: int = setting(20, STEPS, SKIPPING)
     """As many steps skipped in a row stop the run."""
-    eval_every: Any = setting(100, EVAL_EVERY, EVALUATES)
+    eval_every: Any = setting(100, rules.EVAL_EVERY, EVALUATES)
     """Optimizer steps between evaluations, or tokens or epochs, which become whole steps; there is one before the first
     step and after the last. 0: only the last."""
     eval_batches: int = setting(16, at_least(1, "batches"), EVALUATES)
@@ -189,18 +181,12 @@ class TrainConfig:
     the run folder."""
 
 
-EVERY = rules.rhythm_rule(times=True, others=", or null for never", allows=lambda value: value is None)
-BEST_OF = Rule(
-    "val_loss, val_NAME of a metric, or with /NAME that of a source of data=mix or of one of data.validation_sets",
-    lambda value: re.fullmatch(r"val_\w+(/.+)?", value) is not None,
-)
 SAVING = Effect(
     lambda run, _: run.checkpoint.every is not None or run.checkpoint.best is not None, "with checkpoint.every=null"
 )
 STARTING_ANEW = Effect(
     lambda run, _: run.checkpoint.resume in (None, "auto"), "with checkpoint.resume={checkpoint.resume}"
 )
-
 STARTING_FROM = Effect(lambda run, _: run.checkpoint.init_from is not None, "without checkpoint.init_from")
 
 
@@ -208,14 +194,14 @@ STARTING_FROM = Effect(lambda run, _: run.checkpoint.init_from is not None, "wit
 class CheckpointConfig:
     """The checkpoints that a run saves in checkpoints/ of its folder, and the one that it resumes from."""
 
-    every: str | None = setting("15m", EVERY)
+    every: str | None = setting("15m", rules.EVERY)
     """How often to save while training: after each so many steps, or tokens or epochs, which become whole steps, or
     after the first step that ends so much later."""
     keep: int | None = setting(2, or_null(at_least(1, "checkpoints"), " for all"))
     """As many of the newest stay; older ones are removed when a newer one is on the disk."""
     keep_every: int | None = setting(None, or_null(STEPS), SAVING)
     """Those of each so many steps stay for good, whatever `keep` says."""
-    best: str | None = setting(None, or_null(BEST_OF))
+    best: str | None = setting(None, or_null(rules.BEST_OF))
     """The loss or metric whose best checkpoint stays too, whatever `keep` says: saved where an evaluation after the
     first step is better than all before it, with a link `best` in checkpoints/ that names it."""
     asynchronous: bool = setting(True, TRUE_OR_FALSE, SAVING)
@@ -272,13 +258,11 @@ class PlanConfig:
     """Start no rank and train nothing: print what each rank would hold and send at each stage, write plan.json into the
     run's folder, and end with exit code 0 if `zero.stage` fits, or 3 if it does not."""
     compare: bool = setting(False, TRUE_OR_FALSE)
-    """Plan a run before its ranks start, and show the planned bytes beside those measured, in its table and in
-    result.json. `zero.stage=auto` does in any case."""
+    """Show the plan of a run under what is measured, in its table and result.json; `zero.stage=auto` does anyway."""
     num_ranks: int | None = setting(None, or_null(between(1, 2**17, "ranks")), PLANNING)
     """Ranks that are planned for, on all machines; null: those that `launch` would start."""
     memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), PLANNED)
-    """Memory of a rank, for a plan and for `zero.stage=auto`; null: nine tenths of its GPU, the rest being for what no
-    tensor tells of, or on the CPU its share of what is free on this machine."""
+    """Memory of a rank; null: nine tenths of its GPU, or on the CPU its share of what is free on this machine."""
 
 
 @dataclass

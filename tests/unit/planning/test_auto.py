@@ -3,6 +3,7 @@
 import pytest
 
 from zerotrain.config.checks import value_problems, without_effect
+from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config, ZeroGroup
 from zerotrain.planning.auto import asked_hash, autos_in, unchosen_problems, with_least_memory, with_values
 
@@ -51,7 +52,7 @@ def test_a_stage_that_there_is_not_is_told(stage: object):
 
 
 def test_a_stage_of_the_environment_is_a_number():
-    assert Config(zero=ZeroGroup(stage="3")).zero.stage == 3
+    assert from_values({"zero": {"stage": "3"}}).zero.stage == 3
 
 
 def test_a_schedule_leaves_nothing_to_choose():

@@ -238,19 +238,15 @@ def _run(
         with suppress(OSError):  # the cause matters more than a disk that is full
             write_refusal(run_dir, overrides, str(error))
         raise
+    shown = shown_from(Path.cwd(), run_dir)
     if kept is not None:
-        print(
-            f"{shown_from(Path.cwd(), run_dir)} holds this run already, and it is completed; nothing is changed",
-            flush=True,
-        )
+        print(f"{shown} holds this run already, and it is completed; nothing is changed", flush=True)
         return kept, 0
-    num_ranks = started.num_ranks
-    for warning in without_effect(asked, num_ranks) + doubtful(config) + in_memory(config, run_dir):
-        print(f"warning: {warning}", file=sys.stderr)
+    _warn(without_effect(asked, started.num_ranks) + doubtful(config) + in_memory(config, run_dir))
+    if ranks is not None and config.launch.max_restarts:
+        _warn(["launch.max_restarts has no effect under torchrun; give it --max-restarts"])
     if config.checkpoint.save_at_end is None:
         config.checkpoint.save_at_end = HydraConfig.get().mode != RunMode.MULTIRUN
-    if ranks is not None and config.launch.max_restarts:
-        print("warning: launch.max_restarts has no effect under torchrun; give it --max-restarts", file=sys.stderr)
     job = Job(
         config=config,
         run_dir=run_dir,
@@ -269,9 +265,13 @@ def _run(
     begin()
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
-    shown = shown_from(Path.cwd(), run_dir)
-    print(f"{stages_named(stages, step)}, ranks: {num_ranks}, run folder: {shown}", flush=True)
-    return _run_spawned(job, num_ranks) if ranks is None else (_run_under_torchrun(job, ranks), 0)
+    print(f"{stages_named(stages, step)}, ranks: {started.num_ranks}, run folder: {shown}", flush=True)
+    return _run_spawned(job, started.num_ranks) if ranks is None else (_run_under_torchrun(job, ranks), 0)
+
+
+def _warn(warnings: list[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _plan(read: _ReadConfig, run_dir: Path) -> int:
@@ -281,8 +281,7 @@ def _plan(read: _ReadConfig, run_dir: Path) -> int:
     asked, config = deepcopy(config), with_least_memory(config)
     _checked(asked, config, problems, run_dir, None)
     ranks = all_ranks(config, None)
-    for warning in without_effect(asked, ranks.num_ranks):
-        print(f"warning: {warning}", file=sys.stderr)
+    _warn(without_effect(asked, ranks.num_ranks))
     return planned(asked, config, ranks, run_dir, shown_from(Path.cwd(), run_dir))
 
 

@@ -127,19 +127,19 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
     else:  # most of the others are empty then
         columns = {name: values for name, values in columns.items() if any(map(any, values))}
     table.add_column("stage,\nrank" if told else "rank", justify="right")
-    cells, planned_cells = [], []
+    cells, planned_cells = [], list[str]()
     for name, values in columns.items():
         unit, unit_nbytes = next((unit for unit in UNITS if max(map(max, values)) >= unit[1]), UNITS[-1])
         table.add_column(f"{name}\n{unit}", justify="right")
         cells.append([" / ".join(f"{nbytes / unit_nbytes:.4g}" for nbytes in cell) for cell in values])
         nbytes = None if of_plan is None else of_plan.by_column()[name]
         planned_cells.append("?" if nbytes is None else f"{nbytes / unit_nbytes:.4g}")
-    rows = zip(*cells, strict=True)
+    rows, plans = zip(*cells, strict=True), {} if of_plan is None else {of_plan.stage: planned_cells}
     for each, entry in zip(by_stage, [*told, *result.stages[-1:]] or [{}], strict=True):
         for rank in range(len(each)):
             table.add_row(f"{entry['stage']}, {rank}" if told else str(rank), *next(rows))
-        if of_plan is not None and of_plan.stage == entry.get("stage", result.stage):
-            table.add_row(f"{of_plan.stage}, plan" if told else "plan", *planned_cells)
+        if (stage := entry.get("stage", result.stage)) in plans:
+            table.add_row(f"{stage}, plan" if told else "plan", *plans[stage])
     console.print(table)
 
 
