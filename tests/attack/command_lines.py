@@ -335,7 +335,7 @@ SWEEPS = [
     Attack(
         "-m optimizer.lr=interval(0.1,1)", "optimizer.lr=interval(0.1,1): the basic sweeper does not support interval()"
     ),
-    Attack("-m zero.stage=1,abc", "zero.stage: got abc; it must be 0, 1, 2 or 3", left=("multirun.yaml",)),
+    Attack("-m seed=1,abc", "seed: got abc; it must be between 0 and 2**63 - 1", left=("multirun.yaml",)),
     Attack(
         "-m seed=0,1 hydra.launcher._target_=os.system", "hydra.launcher._target_: got os.system; it must be a class"
     ),
