@@ -104,6 +104,7 @@ OPTIONS = """
     launch.exit_code_when_stopped
     launch.requeue
     plan.only
+    plan.compare
     plan.num_ranks
     plan.memory_gb
     sweep.again

@@ -4,6 +4,7 @@ Runs by hand and under torchrun are started as a user does, once each at least. 
 """
 
 import functools
+import json
 import os
 import shlex
 from pathlib import Path
@@ -87,15 +88,16 @@ def test_under_torchrun_one_rank_composes_and_all_compute_the_same_bits(hand_run
     assert result_of(run_dir)["config_hash"] == result_of(hand_run[1])["config_hash"]
 
 
-def test_two_machines_run_one_job(hand_run, tmp_path: Path, zygote: Zygote):
+def test_two_machines_run_one_job_at_the_stage_that_rank_0_chooses(hand_run, tmp_path: Path, zygote: Zygote):
     run_dir = tmp_path / "folder that nobody made" / "run"
     rendezvous = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}")
     options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=job", *rendezvous)
-    arguments = (*TINY, *STAGE_3, f"hydra.run.dir={run_dir}")
+    arguments = (*TINY, "zero.stage=auto", f"hydra.run.dir={run_dir}")
     commands = [by_torchrun(*arguments, folder=tmp_path, options=options, zygote=zygote) for _ in range(2)]
     assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
     assert sorted(command.stdout.count("run folder: ") for command in commands) == [0, 1]
     assert {path.name for path in (run_dir / "ranks").iterdir()} == {"0.log", "1.log"}
+    assert (result_of(run_dir)["stage"], [*json.loads((run_dir / "plan.json").read_text())["stages"]]) == (1, [*"0123"])
     assert result_of(run_dir)["weights_sha256"] == result_of(hand_run[1])["weights_sha256"]
 
 
@@ -126,7 +128,7 @@ def test_a_sweep_goes_on_after_a_failed_job_and_compares_the_weights(hand_run, t
     assert command.wait() == 1
     results = [result_of(tmp_path / "sweep" / job) for job in ("0", "1", "2")]
     assert [result["status"] for result in results] == ["completed", "failed", "completed"]
-    refusal = "zero.stage: got 7; it must be 0, 1, 2 or 3; the default is 2"
+    refusal = "zero.stage: got 7; it must be 0, 1, 2 or 3, or auto; the default is 2"
     assert results[1]["error"] == refusal
     assert f"job 1: {refusal}" in command.stderr
     assert "Traceback" not in command.stderr

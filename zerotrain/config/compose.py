@@ -79,6 +79,8 @@ def from_values(values: Any) -> Config:
     like `${oc.env:HOME}` is a text."""
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), literal(values)))
     assert isinstance(config, Config)
+    if isinstance(stage := config.zero.stage, str) and stage.isdecimal():  # of a variable of the environment
+        config.zero.stage = int(stage)
     return config
 
 
@@ -129,6 +131,11 @@ def config_hash(config: Config) -> str:
         del values["train"]["max_steps"]
     init_from = values.pop("checkpoint")["init_from"]
     values |= {} if init_from is None else {"init_from": init_from}
+    return digest(values)
+
+
+def digest(values: dict[str, Any]) -> str:
+    """16 hex digits of settings that two configs share where they are equal."""
     # Twice: steps of a schedule are numbers where the run was composed, and texts in ranks that were told it in JSON.
     canonical = json.dumps(json.loads(json.dumps(values)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

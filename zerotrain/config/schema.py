@@ -4,17 +4,19 @@
 of rules and effects are in `zerotrain.settings`; rules across fields are in `checks.py`. Imports no torch.
 """
 
-import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from zerotrain.config import rules
 from zerotrain.settings import (
+    AUTO,
     CLIPPING,
     SENT,
     SHARES,
+    STAGE,
     STEPS,
     TRUE_OR_FALSE,
+    UNSCHEDULED,
     VIRTUAL_RANKS,
     Effect,
     OffloadConfig,
@@ -24,6 +26,7 @@ from zerotrain.settings import (
     at_least,
     between,
     one_of,
+    or_auto,
     or_null,
     positive,
     setting,
@@ -46,6 +49,9 @@ SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.o
 class ZeroGroup(ZeroConfig):
     """The engine's settings, and the schedule of stages: the training loop changes the stage."""
 
+    stage: Any = setting(2, or_auto(STAGE), SHARES, UNSCHEDULED)
+    """0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters; auto: of the stages that fit by
+    their plans those that send least, of these those whose ranks share the update, of these the lowest."""
     schedule: Any = setting(None, rules.SCHEDULE, SHARES)
     """The stage by steps done: {0: 2, 500: 3} trains 500 steps at stage 2 and all further ones at 3. Before its first
     entry `stage` counts. A run that goes on is at the stage of its step."""
@@ -119,9 +125,6 @@ MODEL_SWITCHES = tuple(switch.name for switch in fields(ModelSwitches))
 OPTIMIZER_SWITCHES = tuple(switch.name for switch in fields(OptimizerSwitches))
 DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
 
-EVAL_EVERY = rules.rhythm_rule(
-    others=", or 0 for only the last", allows=lambda value: type(value) is int and value == 0
-)
 SAMPLES = Effect(lambda run, _: run.train.sample_tokens > 0, "with train.sample_tokens=0")
 
 
@@ -150,7 +153,7 @@ class TrainConfig:
     """When the gradient of a step is inf or nan anywhere on any rank: skip the step on all ranks, or stop the run."""
     max_skipped_steps: int = setting(20, STEPS, SKIPPING)
     """As many steps skipped in a row stop the run."""
-    eval_every: Any = setting(100, EVAL_EVERY, EVALUATES)
+    eval_every: Any = setting(100, rules.EVAL_EVERY, EVALUATES)
     """Optimizer steps between evaluations, or tokens or epochs, which become whole steps; there is one before the first
     step and after the last. 0: only the last."""
     eval_batches: int = setting(16, at_least(1, "batches"), EVALUATES)
@@ -174,18 +177,12 @@ class TrainConfig:
     the run folder."""
 
 
-EVERY = rules.rhythm_rule(times=True, others=", or null for never", allows=lambda value: value is None)
-BEST_OF = Rule(
-    "val_loss, val_NAME of a metric, or with /NAME that of a source of data=mix or of one of data.validation_sets",
-    lambda value: re.fullmatch(r"val_\w+(/.+)?", value) is not None,
-)
 SAVING = Effect(
     lambda run, _: run.checkpoint.every is not None or run.checkpoint.best is not None, "with checkpoint.every=null"
 )
 STARTING_ANEW = Effect(
     lambda run, _: run.checkpoint.resume in (None, "auto"), "with checkpoint.resume={checkpoint.resume}"
 )
-
 STARTING_FROM = Effect(lambda run, _: run.checkpoint.init_from is not None, "without checkpoint.init_from")
 
 
@@ -193,14 +190,14 @@ STARTING_FROM = Effect(lambda run, _: run.checkpoint.init_from is not None, "wit
 class CheckpointConfig:
     """The checkpoints that a run saves in checkpoints/ of its folder, and the one that it resumes from."""
 
-    every: str | None = setting("15m", EVERY)
+    every: str | None = setting("15m", rules.EVERY)
     """How often to save while training: after each so many steps, or tokens or epochs, which become whole steps, or
     after the first step that ends so much later."""
     keep: int | None = setting(2, or_null(at_least(1, "checkpoints"), " for all"))
     """As many of the newest stay; older ones are removed when a newer one is on the disk."""
     keep_every: int | None = setting(None, or_null(STEPS), SAVING)
     """Those of each so many steps stay for good, whatever `keep` says."""
-    best: str | None = setting(None, or_null(BEST_OF))
+    best: str | None = setting(None, or_null(rules.BEST_OF))
     """The loss or metric whose best checkpoint stays too, whatever `keep` says: saved where an evaluation after the
     first step is better than all before it, with a link `best` in checkpoints/ that names it."""
     asynchronous: bool = setting(True, TRUE_OR_FALSE, SAVING)
@@ -250,19 +247,22 @@ class LaunchConfig:
 
 
 PLANNING = Effect(lambda run, _: run.plan.only, "without plan.only=true")
+PLANNED = Effect(lambda run, _: run.plan.only or run.zero.stage == AUTO, "without plan.only=true or zero.stage=auto")
 
 
 @dataclass
 class PlanConfig:
-    """A plan in place of a run: what it would hold and send, at each stage."""
+    """A plan of a run, before it or in its place: what it would hold and send, at each stage."""
 
     only: bool = setting(False, TRUE_OR_FALSE)
     """Start no rank and train nothing: print what each rank would hold and send at each stage, write plan.json into the
     run's folder, and end with exit code 0 if `zero.stage` fits, or 3 if it does not."""
+    compare: bool = setting(False, TRUE_OR_FALSE)
+    """Show the plan of a run under what is measured, in its table and result.json; `zero.stage=auto` does anyway."""
     num_ranks: int | None = setting(None, or_null(between(1, 2**17, "ranks")), PLANNING)
     """Ranks that are planned for, on all machines; null: those that `launch` would start."""
-    memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), PLANNING)
-    """Memory of a rank; null: of its GPU, or on the CPU its share of what is free on this machine."""
+    memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), PLANNED)
+    """Memory of a rank; null: nine tenths of its GPU, or on the CPU its share of what is free on this machine."""
 
 
 @dataclass

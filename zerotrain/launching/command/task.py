@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from zerotrain.files.terminal import code_of, printed_to
 from zerotrain.files.untrusted import UntrustedFileError
 from zerotrain.launching.command.ending import print_ending, print_place, shown_from
 from zerotrain.launching.command.placing import all_ranks, device_for
-from zerotrain.launching.command.planned import planned, require_alone
+from zerotrain.launching.command.planned import chosen, planned, require_alone
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import RunError, name_full_disk
 from zerotrain.launching.job import earlier, resuming
@@ -42,6 +43,8 @@ from zerotrain.launching.start.torchrun import job_exchange, run_here
 from zerotrain.launching.sweep.driver import joined
 from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, named_by_trial
 from zerotrain.launching.sweep.slots import devices_of_own
+from zerotrain.planning.auto import with_least_memory
+from zerotrain.planning.choice import as_chosen
 from zerotrain.report.journal import JournalError
 from zerotrain.run.preflight import check as preflight
 from zerotrain.run.preflight.length import length_given
@@ -241,26 +244,25 @@ def _run(
         with exits.exits_raised():
             config, problems = _settings(read, run_dir, ranks)
             kept = None if problems or restarts else earlier.completed_already(config, run_dir)
-            data_checked, resume_from = (None, []) if kept else _checked(config, problems, run_dir, ranks)
+            started, asked = all_ranks(config, ranks), deepcopy(config)
+            config = with_least_memory(as_chosen(config, run_dir, started.num_ranks))
+            data_checked, resume_from = (None, []) if kept else _checked(asked, config, problems, run_dir, ranks)
+            config, of_plan = (config, None) if kept else chosen(asked, config, started, run_dir)
         if ranks is not None:
             job_exchange(ranks).require_same_commands(config.launch.timeout_s)
     except Exception as error:
         with suppress(OSError):  # the cause matters more than a disk that is full
             write_refusal(run_dir, overrides, str(error), _code_of(error), is_hidden=_is_of_torchrun(ranks))
         raise
+    shown = shown_from(Path.cwd(), run_dir)
     if kept is not None:
-        print(
-            f"{shown_from(Path.cwd(), run_dir)} holds this run already, and it is completed; nothing is changed",
-            flush=True,
-        )
+        print(f"{shown} holds this run already, and it is completed; nothing is changed", flush=True)
         return kept, 0
-    num_ranks = all_ranks(config, ranks).num_ranks
-    for warning in without_effect(config, num_ranks) + doubtful(config) + in_memory(config, run_dir):
-        print(f"warning: {warning}", file=sys.stderr)
+    _warn(without_effect(asked, started.num_ranks) + doubtful(config) + in_memory(config, run_dir))
+    if ranks is not None and config.launch.max_restarts:
+        _warn(["launch.max_restarts has no effect under torchrun; give it --max-restarts"])
     if config.checkpoint.save_at_end is None:
         config.checkpoint.save_at_end = HydraConfig.get().mode != RunMode.MULTIRUN
-    if ranks is not None and config.launch.max_restarts:
-        print("warning: launch.max_restarts has no effect under torchrun; give it --max-restarts", file=sys.stderr)
     job = Job(
         config=config,
         run_dir=run_dir,
@@ -269,6 +271,7 @@ def _run(
         resume_from=resume_from,
         restarts=restarts,
         trial=trial,
+        planned=of_plan,
     )
     if restarts:
         job = going_on(job)
@@ -278,20 +281,24 @@ def _run(
     begin()
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
-    shown = shown_from(Path.cwd(), run_dir)
-    print(f"{stages_named(stages, step)}, ranks: {num_ranks}, run folder: {shown}", flush=True)
-    return _run_spawned(job, num_ranks) if ranks is None else (_run_under_torchrun(job, ranks), 0)
+    print(f"{stages_named(stages, step)}, ranks: {started.num_ranks}, run folder: {shown}", flush=True)
+    return _run_spawned(job, started.num_ranks) if ranks is None else (_run_under_torchrun(job, ranks), 0)
+
+
+def _warn(warnings: list[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _plan(read: _ReadConfig, run_dir: Path) -> int:
     """Print a plan in place of a run; return the exit code."""
     require_alone(read.config)
     config, problems = _settings(read, run_dir, None)
-    _checked(config, problems, run_dir, None)
+    asked, config = deepcopy(config), with_least_memory(config)
+    _checked(asked, config, problems, run_dir, None)
     ranks = all_ranks(config, None)
-    for warning in without_effect(config, ranks.num_ranks):
-        print(f"warning: {warning}", file=sys.stderr)
-    return planned(config, ranks, run_dir, shown_from(Path.cwd(), run_dir))
+    _warn(without_effect(asked, ranks.num_ranks))
+    return planned(asked, config, ranks, run_dir, shown_from(Path.cwd(), run_dir))
 
 
 def _run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
@@ -362,10 +369,15 @@ def _folder_problems(config: Config, run_dir: Path, ranks: RankEnvironment | Non
 
 
 def _checked(
-    config: Config, problems: list[str], run_dir: Path, ranks: RankEnvironment | None
+    asked: Config, config: Config, problems: list[str], run_dir: Path, ranks: RankEnvironment | None
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """The data as it was after all that can be checked without ranks, and the checkpoints to go on from. A ConfigError
-    with all problems, these and others."""
+    with all problems, these and others.
+
+    Args:
+        asked: the config with its `auto`.
+        config: with values in their place; gets what the data decides.
+    """
     data_checked, to_try, manifest, has_length = None, [], None, config.train.max_steps is not None
     started = all_ranks(config, ranks)
     try:
@@ -386,7 +398,8 @@ def _checked(
             problems += error.problems
     if not has_length and not problems:
         print(f"train.max_steps={config.train.max_steps}, from {length_given(config)}", flush=True)
-        problems += _folder_problems(config, run_dir, ranks)  # as only now the run's last step is known
+        asked.train.max_steps = config.train.max_steps
+        problems += _folder_problems(asked, run_dir, ranks)  # as only now the run's last step is known
     if problems:
         raise ConfigError(*problems)
     return data_checked, [str(path) for path in to_try]

@@ -31,7 +31,7 @@ _REFUSED = "refused.json"
 _JOB = {
     "config": dict, "run_dir": str, "overrides": [str], "data_checked": (dict, None), "resume_from": [str],
     "restarts": Natural(), "stage": (int, None), "evaluates": (dict, None),
-    "trial": (dict, None),
+    "trial": (dict, None), "planned": (dict, None),
 }  # fmt: skip
 """Schema of the job that is sent to ranks in other processes."""
 
@@ -57,6 +57,8 @@ class Job:
     """The evaluation, as arguments of `zerotrain.run.evaluating.run`; None: the job trains."""
     trial: dict[str, Any] | None = None
     """The facts for a pruner, as arguments of `zerotrain.training.pruning.Trial`; None: there is none."""
+    planned: dict[str, Any] | None = None
+    """The `PlannedUsage` of the run; None: it was not planned."""
 
     @cached_property
     def config_hash(self) -> str:

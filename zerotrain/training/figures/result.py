@@ -115,7 +115,8 @@ class RunResult:
     comm_bytes_per_step: dict[str, int] | None = None
     """Bytes rank 0 sent in the last step, and what theory says: {sent, theory}."""
     memory_bytes: dict[str, Any] | None = None
-    """Bytes rank 0 holds at rest {parameters, gradients, optimizer}, the same in theory {theory}, and its {peak}."""
+    """Bytes rank 0 holds at rest {parameters, gradients, optimizer}, the same in theory {theory}, and its {peak}; where
+    the run was planned, the `PlannedUsage` {planned}, from the run's begin on."""
 
     stages: list[dict[str, Any]] = field(default_factory=list)
     """The stages that steps were trained at, in order: {stage, from_step: steps done before, sent_nbytes,
