@@ -70,12 +70,9 @@ def become(request: dict) -> NoReturn:
         set_environment(request["environment"])
         tempfile.tempdir = None  # noted before TMPDIR was that of this program
         for descriptor, name in enumerate(["/dev/null", request["stdout"], request["stderr"]]):
-            if isinstance(name, int):
-                opened = name
-            else:
-                opened = closed_pipe() if name == CLOSED_PIPE else os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
-            os.dup2(opened, descriptor)
-            os.close(opened)
+            file = name if isinstance(name, int) else opened(name)
+            os.dup2(file, descriptor)
+            os.close(file)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", 1, errors="backslashreplace")  # noqa: SIM115
         sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
         if request["tells_programs"]:
@@ -128,6 +125,11 @@ def tell_of_programs(event: str, arguments: tuple) -> None:
         print(f"started: {event} {arguments!r}"[:500], file=sys.stderr)
 
 
+def opened(name: str) -> int:
+    """A file to write to, or CLOSED_PIPE."""
+    return closed_pipe() if name == CLOSED_PIPE else os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
+
+
 def closed_pipe() -> int:
     """The end of a pipe to write into, of which the other end is gone."""
     reader, writer = os.pipe()
@@ -170,7 +172,7 @@ class Ranks:
         pid = start(request)
         for descriptor in descriptors:
             os.close(descriptor)
-        connection.send(b"%d\n" % pid)
+        tell(connection, pid)
         ended = os.pidfd_open(pid)
         self._selector.register(connection, selectors.EVENT_READ, lambda: kill(ended))
         self._selector.register(ended, selectors.EVENT_READ, lambda: self._tell(connection, pid, ended))
@@ -180,8 +182,13 @@ class Ranks:
         for each in (connection, ended):
             self._selector.unregister(each)
         os.close(ended)
-        with connection, suppress(OSError):  # a stand-in that was killed hears nothing
-            connection.send(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        with connection:
+            tell(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def tell(stand_in: socket.socket, number: int) -> None:
+    with suppress(OSError):  # it was killed, and hears nothing
+        stand_in.send(b"%d\n" % number)
 
 
 def kill(pidfd: int) -> None:

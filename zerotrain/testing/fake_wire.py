@@ -228,8 +228,8 @@ class _FakeExchange(_Fake, Exchange):
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A rank that is done leaves its engine to the garbage collector. Another rank's thread that collects it would wait
-    for a collective that it has yet to begin itself."""
+    """Inside, the garbage collector does not run. A rank that is done leaves its engine to it, and if the thread of
+    another rank collected that engine, it would wait for a collective that it has yet to begin itself."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -173,7 +173,7 @@ class CallbackList:
     ) -> None:
         require_callbacks(own)
         self._console = console
-        named = [(f"callbacks.{name}", each) for name, each in own.items()]
+        named = [(f"{CALLBACK}{name}", each) for name, each in own.items()]
         entries = [("", each) for each in before] + named + [("", each) for each in after]
         self._entries = [_Entry(*each) for each in entries if each[1].ranks == "all" or world.rank == 0]
         self.names = (ASKED, PRUNER, *(name for name, _ in named))
