@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 INSTALLED_BENCH := $(VENV)/.installed-bench
 
-.PHONY: help train test thorough bits attack cluster chaos test-gpu check format sweep bench bench-link bench-gpu install clean
+.PHONY: help train test thorough bits attack chaos cluster test-gpu check format sweep bench bench-link bench-gpu install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -29,15 +29,15 @@ thorough: $(INSTALLED_DEV) ## the tests with each row of their products, of whic
 attack: $(INSTALLED_DEV) ## wrong commands, folders and machines, killed ranks, sweeps cut off; a checkpoint of each placement loads into every other
 	$(BIN)/python -m pytest -n 4 --dist worksteal --all-rows tests/attack tests/sweep
 
-cluster: $(INSTALLED_DEV) ## runs over several hosts, emulated by network namespaces: pulled cables, hosts that come and go; needs root
-	$(BIN)/python -m pytest tests/cluster -q
-
 KILLS ?= 200
 SEED ?= 0
 chaos: $(INSTALLED_DEV) ## kill -9 of a rank, the parent or all at each place of a run, 200 times, and restarts; KILLS, SEED; under 12 minutes
 	$(BIN)/python -m tests.chaos --kills $(KILLS) --seed $(SEED)
 	$(BIN)/python -m tests.chaos.shared --kills 50 --seed $(SEED)
 	$(BIN)/python -m tests.chaos.starting --kills 100 --seed $(SEED)
+
+cluster: $(INSTALLED_DEV) ## a real Slurm of three nodes on this machine, and hosts that lose their cable, come and go; needs root, slurm-wlm, iproute2
+	$(BIN)/python -m pytest -rs tests/cluster
 
 check: $(INSTALLED_DEV) ## lint, types and import layers
 	$(BIN)/ruff check .

@@ -17,6 +17,10 @@ MIN_WORDS = 3
 """Words of a text that a person reads; a shorter one is a name or a part of a message."""
 TOPICS = {
     "commands": ("The commands beside training", ("commands", "report", "__main__.py")),
+    "schedulers": (
+        "The commands ended, alive and slurm",
+        ("commands/ended.py", "commands/alive.py", "commands/slurm.py"),
+    ),
     "export": ("The command export", ("commands/export",)),
     "config": ("Settings and yamls", ("config", "settings.py")),
     "launching": ("Start, restart and end of a run", ("launching",)),

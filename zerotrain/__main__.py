@@ -1,4 +1,5 @@
-"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect, report, prepare or plan; else it trains."""
+"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect, ended, alive, slurm, report, prepare or plan;
+without a verb it trains."""
 
 import importlib
 import sys
@@ -9,6 +10,9 @@ MODULES = {
     "evaluate": "zerotrain.commands.evaluate",
     "export": "zerotrain.commands.export.command",
     "inspect": "zerotrain.commands.inspection",
+    "ended": "zerotrain.commands.ended",
+    "alive": "zerotrain.commands.alive",
+    "slurm": "zerotrain.commands.slurm",
     "report": "zerotrain.commands.report",
     "prepare": "zerotrain.commands.prepare",
     "plan": "zerotrain.commands.plan",

@@ -90,6 +90,10 @@ def _in_python(value: Any) -> str:
 # ---- what a setting may be
 
 
+AUTO = "auto"
+"""Chosen before the run from the plans of all values."""
+
+
 def one_of(*values: Any) -> Rule:
     """One of a few values."""
     *first, last = [str(value).lower() for value in values]
@@ -99,6 +103,11 @@ def one_of(*values: Any) -> Rule:
 def at_least(minimum: int, what: str) -> Rule:
     """A number of things."""
     return Rule(f"{minimum} or more {what}", lambda value: value >= minimum)
+
+
+def or_auto(rule: Rule) -> Rule:
+    """The rule that allows auto beside another rule's values."""
+    return Rule(f"{rule.allowed}, or auto", lambda value: value == AUTO or rule.holds(value))
 
 
 def between(minimum: float, maximum: float, what: str) -> Rule:
@@ -148,7 +157,10 @@ SHARES = Effect(lambda _, num_ranks: num_ranks > 1, "on memory with one rank; la
 UNSCHEDULED = Effect(
     lambda run, _: not run.zero.has_first, "with zero.schedule={zero.schedule}, which has the stage from step 0 on"
 )
-STAGE_3 = Effect(lambda run, _: 3 in run.zero.stages.values(), "at {zero.stages_given}; it has one at 3")
+STAGE_3 = Effect(
+    lambda run, _: any(each in (3, AUTO) for each in run.zero.stages.values()),
+    "at {zero.stages_given}; it has one at 3",
+)
 """For settings of sharded parameters on their way."""
 ACCUMULATES = Effect(
     lambda run, _: run.train.gradient_accumulation_steps > 1,

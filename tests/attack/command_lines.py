@@ -46,7 +46,10 @@ NAMES = [
     Attack("+model.depth=3", "model.depth: zerotrain.models.GPT takes no such argument"),
     Attack("+optimizer.beta=3", "optimizer.beta: torch.optim.AdamW takes no such argument; did you mean betas?"),
     Attack("zero={stge:3}", "zero.stge: there is no such setting; did you mean zero.stage?"),
-    Attack("zero={stage:x}", "zero.stage: got x; it must be 0, 1, 2 or 3; the default is 2"),
+    Attack(
+        "zero={stage:x}",
+        "zero.stage: got x; it must be 0, 1, 2 or 3, or auto; the default is 2",
+    ),
     Attack("train={max_step:3}", "train.max_step: there is no such setting; did you mean train.max_steps?"),
     Attack("model={_target_:torch.nn.Linear,in_features:3}", "model.in_features: there is no such setting; +model.in_"),
     Attack("zero=3", "zero=3: zero is a group of settings: zero.accumulate, "),
@@ -332,7 +335,7 @@ SWEEPS = [
     Attack(
         "-m optimizer.lr=interval(0.1,1)", "optimizer.lr=interval(0.1,1): the basic sweeper does not support interval()"
     ),
-    Attack("-m zero.stage=1,abc", "zero.stage: got abc; it must be 0, 1, 2 or 3", left=("multirun.yaml",)),
+    Attack("-m seed=1,abc", "seed: got abc; it must be between 0 and 2**63 - 1", left=("multirun.yaml",)),
     Attack(
         "-m seed=0,1 hydra.launcher._target_=os.system", "hydra.launcher._target_: got os.system; it must be a class"
     ),

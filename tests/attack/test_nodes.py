@@ -37,7 +37,13 @@ DIFFERS = "rank 2: its command line differs from that of rank 0: it has {} and l
 @pytest.mark.parametrize(
     ("of_nodes", "told"),
     [
-        (("zero.stage=9", "zero.stage=1"), ("zero.stage: got 9; it must be 0, 1, 2 or 3; the default is 2", REFUSED)),
+        (
+            ("zero.stage=9", "zero.stage=1"),
+            (
+                "zero.stage: got 9; it must be 0, 1, 2 or 3, or auto; the default is 2",
+                REFUSED,
+            ),
+        ),
         (
             ("zero.stage=1", "zero.stage=9"),
             (DIFFERS.format("zero.stage=9", "zero.stage=1") + "machine with the same command line",) * 2,

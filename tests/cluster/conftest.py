@@ -1,18 +1,40 @@
+"""A Slurm of three nodes, and hosts with networks of their own, on this machine, for the tests that need one."""
+
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from benchmarks.errors import BenchmarkError
 from tests.cluster.hosts import Hosts, joined_hosts
 
+SCRIPT = Path(__file__).resolve().parent / "slurm.sh"
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 NUM_HOSTS = 3
 
 
 @pytest.fixture(scope="session")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Three hosts on this machine; tests that need two leave the last one alone."""
+    """Three hosts; tests that need two leave the last one alone."""
     try:
         with joined_hosts(NUM_HOSTS, tmp_path_factory.mktemp("hosts")) as hosts:
             yield hosts
     except BenchmarkError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[str]:
+    """The path of its slurm.conf."""
+    if os.geteuid() != 0:
+        pytest.skip("slurmd starts tasks as their users: run as root")
+    if missing := [name for name in PROGRAMS if shutil.which(name, path="/usr/sbin:/usr/bin") is None]:
+        pytest.skip(f"not installed: {', '.join(missing)}; apt-get install slurm-wlm munge")
+    folder = Path("/tmp") / f"zerotrain_slurm_{os.getpid()}"  # no folder that is for its owner alone
+    subprocess.run([SCRIPT, "start", folder], check=True, stdin=subprocess.DEVNULL)
+    yield str(folder / "slurm.conf")
+    subprocess.run([SCRIPT, "stop", folder], check=True)
+    shutil.rmtree(folder)

@@ -131,6 +131,8 @@ class Shown:
         """Look for the flags of a module's command where they are declared, and compose its settings."""
         if module == "zerotrain" and (not arguments or arguments[0] not in MODULES or arguments[0] == "train"):
             return self.compose(arguments)
+        if module == "zerotrain" and arguments[0] == "slurm":  # before -- are options of sbatch
+            return self.compose(arguments[arguments.index("--") + 1 :])
         module = MODULES[arguments[0]] if module == "zerotrain" else module
         found = REPOSITORY / module.replace(".", "/")
         sources = found.glob("*.py") if found.is_dir() else [found.with_suffix(".py")]
@@ -213,6 +215,12 @@ def script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_page_of_endings_is_that_of_their_table():
+    endings = script("endings")
+    assert endings.PAGE.read_text() == endings.page(), "run: python docs/endings.py"
+    assert len(endings.ENDINGS) == 12
 
 
 def test_the_pages_of_settings_and_choices_are_those_of_the_code():

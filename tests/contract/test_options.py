@@ -103,7 +103,10 @@ OPTIONS = """
     launch.shared_memory
     launch.max_restarts
     launch.overwrite
+    launch.exit_code_when_stopped
+    launch.requeue
     plan.only
+    plan.compare
     plan.num_ranks
     plan.memory_gb
     sweep.again

@@ -141,9 +141,10 @@ def by_hand(*arguments: str, folder: Path, zygote: Zygote | None = None, **envir
 def by_torchrun(
     *arguments: str, folder: Path, options: tuple[str, ...] = ("--nproc-per-node=2",), zygote: Zygote | None = None
 ) -> Command:
-    """`torchrun ... launch.py ...`; forked from the zygote where one is given, but for its ranks: new Pythons."""
+    """`torchrun ... launch.py ...`; it and its ranks are forked from the zygote where one is given."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
-    return Command([*torchrun, str(REPOSITORY / "launch.py"), *arguments], folder, start=_start_of(zygote))
+    environment = {} if zygote is None else zygote.for_torchrun
+    return Command([*torchrun, str(REPOSITORY / "launch.py"), *arguments], folder, environment, _start_of(zygote))
 
 
 def free_port() -> int:

@@ -4,6 +4,7 @@ Runs by hand and under torchrun are started as a user does, once each at least. 
 """
 
 import functools
+import json
 import os
 import shlex
 from pathlib import Path
@@ -38,7 +39,15 @@ def test_a_run_by_hand_leaves_one_folder_with_all_its_files(hand_run):
         f"checkpoints/step-00000003/{name}"
         for name in ("manifest.json", *map("rank-{:05d}.safetensors".format, (0, 1)))
     }
-    assert names - saved == {".lock", "config.yaml", "metrics.jsonl", "result.json", "ranks/0.log", "ranks/1.log"}
+    assert names - saved == {
+        ".lock",
+        "alive",
+        "config.yaml",
+        "metrics.jsonl",
+        "result.json",
+        "ranks/0.log",
+        "ranks/1.log",
+    }
     assert names >= saved
     umask = os.umask(0o022)
     os.umask(umask)
@@ -79,15 +88,16 @@ def test_under_torchrun_one_rank_composes_and_all_compute_the_same_bits(hand_run
     assert result_of(run_dir)["config_hash"] == result_of(hand_run[1])["config_hash"]
 
 
-def test_two_machines_run_one_job(hand_run, tmp_path: Path, zygote: Zygote):
+def test_two_machines_run_one_job_at_the_stage_that_rank_0_chooses(hand_run, tmp_path: Path, zygote: Zygote):
     run_dir = tmp_path / "folder that nobody made" / "run"
     rendezvous = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}")
     options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=job", *rendezvous)
-    arguments = (*TINY, *STAGE_3, f"hydra.run.dir={run_dir}")
+    arguments = (*TINY, "zero.stage=auto", f"hydra.run.dir={run_dir}")
     commands = [by_torchrun(*arguments, folder=tmp_path, options=options, zygote=zygote) for _ in range(2)]
     assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
     assert sorted(command.stdout.count("run folder: ") for command in commands) == [0, 1]
     assert {path.name for path in (run_dir / "ranks").iterdir()} == {"0.log", "1.log"}
+    assert (result_of(run_dir)["stage"], [*json.loads((run_dir / "plan.json").read_text())["stages"]]) == (1, [*"0123"])
     assert result_of(run_dir)["weights_sha256"] == result_of(hand_run[1])["weights_sha256"]
 
 
@@ -104,7 +114,8 @@ def test_the_tasks_of_a_slurm_step_are_the_ranks_of_one_job(hand_run, tmp_path: 
     start = functools.partial(by_hand, *TINY, *STAGE_3, folder=tmp_path, zygote=zygote)
     commands = [start(**task_of_slurm(rank, job)) for rank in range(2)]
     assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
-    [run_dir] = (tmp_path / "outputs").glob("*/*")
+    [run_dir] = (tmp_path / "outputs").iterdir()
+    assert run_dir.name == f"slurm-{job}"
     assert {path.name for path in (run_dir / "ranks").iterdir()} == {"0.log", "1.log"}
     assert [command.stdout.count("run folder: ") for command in commands] == [1, 0]
     assert "to go on: srun ... python " in commands[0].stdout
@@ -117,7 +128,7 @@ def test_a_sweep_goes_on_after_a_failed_job_and_compares_the_weights(hand_run, t
     assert command.wait() == 1
     results = [result_of(tmp_path / "sweep" / job) for job in ("0", "1", "2")]
     assert [result["status"] for result in results] == ["completed", "failed", "completed"]
-    refusal = "zero.stage: got 7; it must be 0, 1, 2 or 3; the default is 2"
+    refusal = "zero.stage: got 7; it must be 0, 1, 2 or 3, or auto; the default is 2"
     assert results[1]["error"] == refusal
     assert f"job 1: {refusal}" in command.stderr
     assert "Traceback" not in command.stderr

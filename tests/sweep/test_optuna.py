@@ -97,7 +97,7 @@ def test_a_study_goes_on_after_a_kill_and_has_its_trials_once(search: Callable[.
     told = yaml.safe_load((tmp_path / "sweep/optimization_results.yaml").read_text())
     assert told["best_value"] == min(value for value in values if value is not None)
     rows = rows_of(again, 12)
-    assert Counter(rows.values()) == Counter(completed=7, failed=2, diverged=1, stopped=1)  # two of well0
+    assert Counter(rows.values()) == Counter(completed=8, failed=2, diverged=1)  # two of well0; a callback ended one
     assert "(12/12, 2 failed, best " in again.stdout
     assert "Traceback" not in again.stderr
 

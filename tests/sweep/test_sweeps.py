@@ -64,8 +64,8 @@ def state_of(folder: Path) -> dict[Path, tuple[bytes, int]]:
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
 
 
-@pytest.mark.parametrize("name", ["basic", "joblib"])
-@pytest.mark.thinned(2)
+@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.thinned(3)
 def test_eight_jobs_of_which_four_do_not_do_well(sweep: Callable[..., Command], tmp_path: Path, name: str):
     settings = launcher(name)
     first = sweep(EIGHT, *settings)

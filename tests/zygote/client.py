@@ -64,6 +64,12 @@ class Zygote:
             prefix: what to put before its command, which runs it elsewhere.
         """
         self._folder = folder
+        ranks = folder / "ranks"
+        program = f"#!{sys.executable} -IS\n{Path(__file__).with_name('stand_in.py').read_text()}"
+        (folder / "python").write_text(program)
+        (folder / "python").chmod(0o755)
+        self.for_torchrun = {"PYTHON_EXEC": str(folder / "python"), "ZEROTRAIN_TEST_RANKS": str(ranks)}
+        """Variables that let torchrun fork its ranks from here."""
         self.environment = {
             **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests/distributed/user_code")]),
@@ -72,9 +78,10 @@ class Zygote:
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
             "XDG_CACHE_HOME": str(folder / "cache"),
+            **self.for_torchrun,
         }
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, str(Path(__file__).with_name("server.py"))],
+            [*prefix, sys.executable, str(Path(__file__).with_name("server.py")), str(ranks)],
             env={**self.environment, MARK: NO_MARK},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

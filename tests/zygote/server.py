@@ -6,6 +6,8 @@ folder and the files that it was given; only the imports are there already. For 
 Reads a JSON object a line and answers with one value a line. `{"arguments", "folder", "environment", "stdout",
 "stderr", "tells_programs"}` starts `python ARGUMENTS`, a file or `-m module`, and answers with its pid; `{"pid"}`
 answers with the exit code of one that was started, or null while it runs.
+
+The ranks that torchrun starts as programs come by a socket, one connection each: see `stand_in.py`.
 """
 
 import ctypes
@@ -13,11 +15,14 @@ import gc
 import json
 import os
 import runpy
+import selectors
 import signal
+import socket
 import sys
 import tempfile
 import traceback
 import weakref
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -65,9 +70,9 @@ def become(request: dict) -> NoReturn:
         set_environment(request["environment"])
         tempfile.tempdir = None  # noted before TMPDIR was that of this program
         for descriptor, name in enumerate(["/dev/null", request["stdout"], request["stderr"]]):
-            opened = closed_pipe() if name == CLOSED_PIPE else os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
-            os.dup2(opened, descriptor)
-            os.close(opened)
+            file = name if isinstance(name, int) else opened(name)
+            os.dup2(file, descriptor)
+            os.close(file)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", 1, errors="backslashreplace")  # noqa: SIM115
         sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
         if request["tells_programs"]:
@@ -120,6 +125,11 @@ def tell_of_programs(event: str, arguments: tuple) -> None:
         print(f"started: {event} {arguments!r}"[:500], file=sys.stderr)
 
 
+def opened(name: str) -> int:
+    """A file to write to, or CLOSED_PIPE."""
+    return closed_pipe() if name == CLOSED_PIPE else os.open(name, os.O_RDWR | os.O_CREAT, 0o644)
+
+
 def closed_pipe() -> int:
     """The end of a pipe to write into, of which the other end is gone."""
     reader, writer = os.pipe()
@@ -143,11 +153,63 @@ def get_ready() -> None:
     gc.enable()
 
 
+class Ranks:
+    """The ranks of torchrun: each is forked here, and lives as long as its stand-in."""
+
+    def __init__(self, path: str, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen()
+        selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection.makefile("r") as file:
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+            request = json.loads(file.readline())
+        request |= dict(zip(("stdout", "stderr"), descriptors, strict=True), tells_programs=False)
+        pid = start(request)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        tell(connection, pid)
+        ended = os.pidfd_open(pid)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: kill(ended))
+        self._selector.register(ended, selectors.EVENT_READ, lambda: self._tell(connection, pid, ended))
+
+    def _tell(self, connection: socket.socket, pid: int, ended: int) -> None:
+        """The rank has ended: say so to its stand-in."""
+        for each in (connection, ended):
+            self._selector.unregister(each)
+        os.close(ended)
+        with connection:
+            tell(connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def tell(stand_in: socket.socket, number: int) -> None:
+    with suppress(OSError):  # it was killed, and hears nothing
+        stand_in.send(b"%d\n" % number)
+
+
+def kill(pidfd: int) -> None:
+    with suppress(OSError):  # it has just ended
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
 def main() -> None:
     get_ready()
-    for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps(code_of(request["pid"]) if "pid" in request else start(request)), flush=True)
+    selector = selectors.DefaultSelector()
+    Ranks(sys.argv[1], selector)
+    selector.register(sys.stdin, selectors.EVENT_READ, None)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is not sys.stdin:
+                key.data()
+            elif line := sys.stdin.readline():
+                request = json.loads(line)
+                print(json.dumps(code_of(request["pid"]) if "pid" in request else start(request)), flush=True)
+            else:
+                return
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from zerotrain.launching.job.restarts import Attempts
 from zerotrain.launching.start.fork_server import open_fork_server
 from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.worker import exit_now
+from zerotrain.planning.auto import unchosen_problems
 from zerotrain.run import evaluating
 from zerotrain.run.exported import ADAPTERS, MERGED, opened_or_exported
 from zerotrain.run.factory import build_on_meta
@@ -316,7 +317,7 @@ def with_settings(config: Config, settings: Sequence[str]) -> Config:
     if problems:
         raise ConfigError(*problems)
     changed = from_values(OmegaConf.to_container(values, resolve=True))
-    if wrong := value_problems(changed):
+    if wrong := value_problems(changed) + unchosen_problems(changed):
         raise ConfigError(*wrong)
     return changed
 

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -28,8 +29,23 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
 def register_schema() -> None:
-    """Make the schema known to Hydra as `schema`, the first entry of the defaults list: it checks names and types."""
+    """Make the schema known to Hydra as `schema`, the first entry of the defaults list: it checks names and types. And
+    `${slurm_job:OTHERWISE}`, which is slurm-123_4 in a job of Slurm: a job that is queued again finds its folder."""
     ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("slurm_job", _named_by_slurm, use_cache=True, replace=True)
+
+
+def _named_by_slurm(otherwise: str) -> str:
+    job = slurm_job(os.environ)
+    return otherwise if job is None else f"slurm-{job}"
+
+
+def slurm_job(environment: Mapping[str, str]) -> str | None:
+    """The job of Slurm that this process is of, as scontrol names it: 123, or 123_4 for the fourth of an array. None
+    where it is of none."""
+    array = [environment.get(f"SLURM_ARRAY_{name}_ID", "") for name in ("JOB", "TASK")]
+    parts = array if all(array) else [environment.get("SLURM_JOB_ID", "")]
+    return "_".join(parts) if all(re.fullmatch("[0-9]{1,19}", each, re.ASCII) for each in parts) else None
 
 
 def to_config(composed: DictConfig) -> tuple[Config, list[str]]:
@@ -63,6 +79,8 @@ def from_values(values: Any) -> Config:
     like `${oc.env:HOME}` is a text."""
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), literal(values)))
     assert isinstance(config, Config)
+    if isinstance(stage := config.zero.stage, str) and stage.isdecimal():  # of a variable of the environment
+        config.zero.stage = int(stage)
     return config
 
 
@@ -113,6 +131,11 @@ def config_hash(config: Config) -> str:
         del values["train"]["max_steps"]
     init_from = values.pop("checkpoint")["init_from"]
     values |= {} if init_from is None else {"init_from": init_from}
+    return digest(values)
+
+
+def digest(values: dict[str, Any]) -> str:
+    """16 hex digits of settings that two configs share where they are equal."""
     # Twice: steps of a schedule are numbers where the run was composed, and texts in ranks that were told it in JSON.
     canonical = json.dumps(json.loads(json.dumps(values)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

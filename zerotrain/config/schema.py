@@ -9,11 +9,14 @@ from typing import Any
 
 from zerotrain.config import rules
 from zerotrain.settings import (
+    AUTO,
     CLIPPING,
     SENT,
     SHARES,
+    STAGE,
     STEPS,
     TRUE_OR_FALSE,
+    UNSCHEDULED,
     VIRTUAL_RANKS,
     Effect,
     OffloadConfig,
@@ -23,6 +26,7 @@ from zerotrain.settings import (
     at_least,
     between,
     one_of,
+    or_auto,
     or_null,
     positive,
     setting,
@@ -45,6 +49,9 @@ SKIPPING = Effect(lambda run, _: run.train.on_nonfinite == "skip", "with train.o
 class ZeroGroup(ZeroConfig):
     """The engine's settings, and the schedule of stages: the training loop changes the stage."""
 
+    stage: Any = setting(2, or_auto(STAGE), SHARES, UNSCHEDULED)
+    """0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters; auto: of the stages that fit by
+    their plans those that send least, of these those whose ranks share the update, of these the lowest."""
     schedule: Any = setting(None, rules.SCHEDULE, SHARES)
     """The stage by steps done: {0: 2, 500: 3} trains 500 steps at stage 2 and all further ones at 3. Before its first
     entry `stage` counts. A run that goes on is at the stage of its step."""
@@ -69,10 +76,6 @@ class ZeroGroup(ZeroConfig):
         """The settings of an engine built at a stage; None: at the first."""
         given = {each.name: getattr(self, each.name) for each in fields(ZeroConfig)}
         return ZeroConfig(**given | {"stage": self.stages[0] if stage is None else stage})
-
-
-def _as_list(match: str | list[str]) -> list[str]:
-    return match if isinstance(match, list) else [match]
 
 
 @dataclass
@@ -122,9 +125,6 @@ MODEL_SWITCHES = tuple(switch.name for switch in fields(ModelSwitches))
 OPTIMIZER_SWITCHES = tuple(switch.name for switch in fields(OptimizerSwitches))
 DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
 
-EVAL_EVERY = rules.rhythm_rule(
-    others=", or 0 for only the last", allows=lambda value: type(value) is int and value == 0
-)
 SAMPLES = Effect(lambda run, _: run.train.sample_tokens > 0, "with train.sample_tokens=0")
 
 
@@ -153,7 +153,7 @@ class TrainConfig:
     """When the gradient of a step is inf or nan anywhere on any rank: skip the step on all ranks, or stop the run."""
     max_skipped_steps: int = setting(20, STEPS, SKIPPING)
     """As many steps skipped in a row stop the run."""
-    eval_every: Any = setting(100, EVAL_EVERY, EVALUATES)
+    eval_every: Any = setting(100, rules.EVAL_EVERY, EVALUATES)
     """Optimizer steps between evaluations, or tokens or epochs, which become whole steps; there is one before the first
     step and after the last. 0: only the last."""
     eval_batches: int = setting(16, at_least(1, "batches"), EVALUATES)
@@ -177,14 +177,12 @@ class TrainConfig:
     the run folder."""
 
 
-EVERY = rules.rhythm_rule(times=True, others=", or null for never", allows=lambda value: value is None)
 SAVING = Effect(
     lambda run, _: run.checkpoint.every is not None or run.checkpoint.best is not None, "with checkpoint.every=null"
 )
 STARTING_ANEW = Effect(
     lambda run, _: run.checkpoint.resume in (None, "auto"), "with checkpoint.resume={checkpoint.resume}"
 )
-
 STARTING_FROM = Effect(lambda run, _: run.checkpoint.init_from is not None, "without checkpoint.init_from")
 
 
@@ -192,7 +190,7 @@ STARTING_FROM = Effect(lambda run, _: run.checkpoint.init_from is not None, "wit
 class CheckpointConfig:
     """The checkpoints that a run saves in checkpoints/ of its folder, and the one that it resumes from."""
 
-    every: str | None = setting("15m", EVERY)
+    every: str | None = setting("15m", rules.EVERY)
     """How often to save while training: after each so many steps, or tokens or epochs, which become whole steps, or
     after the first step that ends so much later."""
     keep: int | None = setting(2, or_null(at_least(1, "checkpoints"), " for all"))
@@ -207,11 +205,7 @@ class CheckpointConfig:
     resume: str | None = setting(None, or_null(Rule("auto, a checkpoint, a run's folder", bool)))
     """The checkpoint to resume from. auto: the newest intact one in this run's own folder; the run starts anew if there
     is none. A run's folder: its newest intact one. A checkpoint itself: it must be intact."""
-    init_from: str | None = setting(
-        None,
-        or_null(Rule("a file with weights, a folder of Hugging Face or torch's DCP, a checkpoint", bool)),
-        STARTING_ANEW,
-    )
+    init_from: str | None = setting(None, or_null(rules.WEIGHTS), STARTING_ANEW)
     """Source of the first weights of a run that does not resume; it takes the weights alone."""
     strict: bool = setting(True, TRUE_OR_FALSE, STARTING_FROM)
     """true: all names and shapes of `init_from` must fit. false: load those that fit, and report the others."""
@@ -247,22 +241,29 @@ class LaunchConfig:
     two in a row that brought no newer one there is no other. With torchrun: its own --max-restarts."""
     overwrite: bool = setting(False, TRUE_OR_FALSE)
     """Run in a folder that holds a completed run, and erase that. One that did not complete needs no leave."""
+    exit_code_when_stopped: int | None = setting(None, or_null(between(0, 125, "(an exit code)")))
+    """Exit code of a stop by a signal, saved; null: 85 in a job of Slurm or Kubernetes, else 130 for Ctrl-C, or 0."""
+    requeue: bool = setting(False, TRUE_OR_FALSE)
+    """Slurm: queue the saved job again after SIGUSR1, SIGUSR2, a preemption or the time limit; not where cancelled."""
 
 
 PLANNING = Effect(lambda run, _: run.plan.only, "without plan.only=true")
+PLANNED = Effect(lambda run, _: run.plan.only or run.zero.stage == AUTO, "without plan.only=true or zero.stage=auto")
 
 
 @dataclass
 class PlanConfig:
-    """A plan in place of a run: what it would hold and send, at each stage."""
+    """A plan of a run, before it or in its place: what it would hold and send, at each stage."""
 
     only: bool = setting(False, TRUE_OR_FALSE)
     """Start no rank and train nothing: print what each rank would hold and send at each stage, write plan.json into the
     run's folder, and end with exit code 0 if `zero.stage` fits, or 3 if it does not."""
+    compare: bool = setting(False, TRUE_OR_FALSE)
+    """Show the plan of a run under what is measured, in its table and result.json; `zero.stage=auto` does anyway."""
     num_ranks: int | None = setting(None, or_null(between(1, 2**17, "ranks")), PLANNING)
     """Ranks that are planned for, on all machines; null: those that `launch` would start."""
-    memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), PLANNING)
-    """Memory of a rank; null: of its GPU, or on the CPU its share of what is free on this machine."""
+    memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), PLANNED)
+    """Memory of a rank; null: nine tenths of its GPU, or on the CPU its share of what is free on this machine."""
 
 
 @dataclass
@@ -359,7 +360,7 @@ class Config:
     def frozen(self) -> list[tuple[list[str], Any]]:
         """The patterns of each entry of `model.freeze`, and until when it holds; None: in all steps."""
         entries = [each if isinstance(each, dict) else {"match": each} for each in self.model_switches["freeze"] or ()]
-        return [(_as_list(each["match"]), each.get("until")) for each in entries]
+        return [(rules.listed(each["match"]), each.get("until")) for each in entries]
 
     @property
     def optimizer_target(self) -> dict[str, Any]:
@@ -371,7 +372,7 @@ class Config:
         """`optimizer.groups` as `build_engine` takes them; None: there are none."""
         given = {name: entry for name, entry in (self.optimizer.get("groups") or {}).items() if entry is not None}
         return [
-            {"params": _as_list(entry["match"]), "name": name}
+            {"params": rules.listed(entry["match"]), "name": name}
             | {key: value for key, value in entry.items() if key != "match"}
             for name, entry in given.items()
         ] or None

@@ -22,6 +22,8 @@ from zerotrain.run.preflight.room import Ranks
 from zerotrain.sharding.plan import STAGES
 
 PLAN_NAME = "plan.json"
+OF_A_GPU = 0.9
+"""So much of a GPU's memory is for tensors; the rest is for its context, communicators, and what allocators keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class Memory:
     def of(cls, config: Config, device: torch.device, num_local: int) -> "Memory":
         """As `plan.memory_gb` says; else of this machine."""
         room, given, on_host = Room.of_machine(device, num_local), config.plan.memory_gb, device_of(device).is_host
-        there = room.host if on_host else room.gpu
+        there = room.host if on_host else room.gpu * OF_A_GPU
         now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return cls(
             device=there if given is None else given * 1e9,
@@ -62,18 +64,22 @@ class RunPlan:
     """The plan of each stage, of one run."""
 
     stage: int
-    """The one that is asked for."""
+    """The one that is asked for, or was chosen."""
     num_ranks: int
     memory: Memory
     stages: Mapping[int, StagePlan]
 
     @property
     def fits(self) -> bool:
-        """Whether the stage that is asked for does."""
+        """Whether that stage does."""
         return self.memory.fits(self.stages[self.stage])
 
-    def write(self, run_dir: Path) -> None:
-        """Write plan.json."""
+    def write(self, run_dir: Path, **more: Any) -> None:
+        """Write plan.json.
+
+        Args:
+            more: further entries.
+        """
         stages = {
             str(stage): asdict(plan) | {"fits": self.memory.fits(plan)} for stage, plan in sorted(self.stages.items())
         }
@@ -85,26 +91,42 @@ class RunPlan:
             "stages": stages,
         }
         with whole(run_dir / PLAN_NAME) as file:
-            file.write((json.dumps(body, indent=2) + "\n").encode())
+            file.write((json.dumps(body | more, indent=2) + "\n").encode())
 
 
-def plan_run(config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> RunPlan:
-    """Rehearse a run at each stage, as `rehearse` does.
+class Planner:
+    """Plans runs of one config, and of others with the same data, optimizer and launch.
 
     Args:
         config: checked.
         device: of the first rank.
         run_dir: see `rehearse`.
-
-    Raises:
-        ConfigError: the model cannot be built without memory.
     """
-    on_host = device_of(device).is_host
-    ordered = config.zero.reduction in ("ordered", "fp32") or (config.zero.reduction == "auto" and on_host)
-    links = Links(ranks.num_ranks, ranks.num_local, on_host, ordered, config.launch.shared_memory == "auto")
-    memory = Memory.of(config, device, ranks.num_local)
-    [row] = [first_batches(build_data(config).train, "data.train", seed=config.seed, collate=build_collate(config))[0]]
-    optimizer = build("optimizer", config.optimizer_target)
-    seen = look_at(optimizer, on_host=on_host)
-    stages = {stage: rehearse(config, stage, links, row, optimizer, seen, run_dir) for stage in range(len(STAGES))}
-    return RunPlan(stage=config.zero.stages[0], num_ranks=ranks.num_ranks, memory=memory, stages=stages)
+
+    def __init__(self, config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> None:
+        self.ranks, self.on_host, self._run_dir = ranks, device_of(device).is_host, run_dir
+        self.memory = Memory.of(config, device, ranks.num_local)
+        collate = build_collate(config)
+        [row] = [first_batches(build_data(config).train, "data.train", seed=config.seed, collate=collate)[0]]
+        self._row, self._optimizer = row, build("optimizer", config.optimizer_target)
+        self._seen = look_at(self._optimizer, on_host=self.on_host)
+
+    def stage(self, config: Config, stage: int, num_ranks: int | None = None) -> StagePlan:
+        """The plan of a stage, as `rehearse` makes it.
+
+        Args:
+            num_ranks: null: those of the run; more: on further machines.
+
+        Raises:
+            ConfigError: the model cannot be built without memory, or not be trained so.
+        """
+        reduction, on_host = config.zero.reduction, self.on_host
+        ordered = reduction in ("ordered", "fp32") or (reduction == "auto" and on_host)
+        num = self.ranks.num_ranks if num_ranks is None else num_ranks
+        links = Links(num, self.ranks.num_local, on_host, ordered, config.launch.shared_memory == "auto")
+        return rehearse(config, stage, links, self._row, self._optimizer, self._seen, self._run_dir)
+
+    def run(self, config: Config) -> RunPlan:
+        """The plans of all stages."""
+        stages = {stage: self.stage(config, stage) for stage in range(len(STAGES))}
+        return RunPlan(stage=config.zero.stages[0], num_ranks=self.ranks.num_ranks, memory=self.memory, stages=stages)

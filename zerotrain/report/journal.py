@@ -125,13 +125,13 @@ def outcome(result: dict[str, Any], said: str | None = None) -> str:
     Args:
         said: diverged where there was an evaluation, whose loss may be no number.
     """
-    from zerotrain.training.request import PRUNER  # imports torch, as those who ask have by now
+    from zerotrain.training.request import PRUNER, is_over  # imports torch, as those who ask have by now
 
     status, lost = str(result["status"]), result["final_val_loss"] is None
     if status == FAILED and _OF_TRAINING.search(result["error"] or ""):
         return DIVERGED
-    if status == STOPPED and result["stopped_by"] == PRUNER:
-        return PRUNED
+    if status == STOPPED and is_over(result["stopped_by"]):
+        status = PRUNED if result["stopped_by"] == PRUNER else COMPLETED
     no_number = result["final_train_loss"] is None or (lost and said == DIVERGED)
     return DIVERGED if status == COMPLETED and no_number else status
 

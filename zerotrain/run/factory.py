@@ -64,6 +64,7 @@ def run(
     stage: int | None = None,
     tell: Tell = tell_log,
     trial: Mapping[str, Any] | None = None,
+    planned: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train as one rank of a run, from joining the others to result.json; return the body of that file.
 
@@ -79,12 +80,14 @@ def run(
         stage: to build the engine at, which the first of `resume_from` is due to go on at; None: the run's first.
         tell: see `World.from_environment`.
         trial: arguments of `zerotrain.training.pruning.Trial`; None: nobody prunes this run.
+        planned: see `zerotrain.training.figures.report.PlannedUsage`; None: nobody has planned this run.
     """
     if config.train.deterministic:
         make_deterministic()
     enter("joining the other ranks")
     stage = config.zero.stages[0] if stage is None else stage
     facts = {"stage": stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}
+    facts |= {} if planned is None else {"memory_bytes": {"planned": planned}}
     with words_of_config(), join_ranks(config, tell) as world:
         enter(f"building {config.model.get('_target_')}")
         told = {"run_facts": facts, "begin": begin, "data_checked": data_checked, "pruning": _pruning(trial, world)}
@@ -134,6 +137,7 @@ def _trainer(
         settings=_settings(config, world.size * len(engine.virtual_ranks)),
         callbacks=build_callbacks(config),
         checkpoint=_policy(config, resume_from, steps["checkpoint.every"]),
+        exit_code_when_stopped=config.launch.exit_code_when_stopped,
         **told,
         **loop,
     )

@@ -21,6 +21,7 @@ from zerotrain.config.targets import target_problems
 from zerotrain.config.words import word
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
+from zerotrain.planning.auto import unchosen_problems
 from zerotrain.run.factory import averages_in, build, build_on_meta, in_group
 from zerotrain.run.live_parameters import LiveParameters, watching_parameters
 from zerotrain.run.trust import require_trusted
@@ -190,7 +191,7 @@ def config_from(values: Any, path: Path) -> Config | None:
         found, expected = getattr(config, group.name), type(getattr(Config(), group.name))
         if not isinstance(found, expected):
             raise ConfigError(f"{unknown}{group.name} is a {type(found).__name__}")
-    if problems := value_problems(config):
+    if problems := value_problems(config) + unchosen_problems(config):
         raise ConfigError(*(f"{unknown}{line}" for line in problems))
     return config
 

@@ -12,6 +12,7 @@ collective is done before it is waited for, and all ranks must keep one joint or
 torch has one random number generator for a process, so ranks that draw take turns: `run_threads(..., in_turns=True)`.
 """
 
+import gc
 import threading
 import time
 from collections import defaultdict
@@ -225,6 +226,19 @@ class _FakeExchange(_Fake, Exchange):
         torch.cat([parts[self._end.rank] for parts in self._arrived], out=received)
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Inside, the garbage collector does not run. A rank that is done leaves its engine to it, and if the thread of
+    another rank collected that engine, it would wait for a collective that it has yet to begin itself."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def run_threads(
     fn: Callable[[World], T],
     size: int,
@@ -259,10 +273,11 @@ def run_threads(
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _no_garbage_collection():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if errors:
         raise next((error for error in errors if "have come" not in str(error)), errors[0])
     return results, board

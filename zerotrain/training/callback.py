@@ -16,7 +16,7 @@ from zerotrain.files.printable import printable
 from zerotrain.training.figures.metrics import StepClock
 from zerotrain.training.figures.report import say
 from zerotrain.training.figures.result import RunResult
-from zerotrain.training.request import ASKED, PRUNER, Request
+from zerotrain.training.request import ASKED, CALLBACK, PRUNER, Request
 
 
 class Callback:
@@ -173,7 +173,7 @@ class CallbackList:
     ) -> None:
         require_callbacks(own)
         self._console = console
-        named = [(f"callbacks.{name}", each) for name, each in own.items()]
+        named = [(f"{CALLBACK}{name}", each) for name, each in own.items()]
         entries = [("", each) for each in before] + named + [("", each) for each in after]
         self._entries = [_Entry(*each) for each in entries if each[1].ranks == "all" or world.rank == 0]
         self.names = (ASKED, PRUNER, *(name for name, _ in named))
@@ -228,14 +228,14 @@ class CallbackList:
             if not entry.name:
                 state |= found
             elif (found := entry.last_state if found is None else found) is not None:
-                entry.last_state = of_user[entry.name.removeprefix("callbacks.")] = found
+                entry.last_state = of_user[entry.name.removeprefix(CALLBACK)] = found
         return state | ({"callbacks": of_user} if of_user else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave; one of the house finds its own fields."""
         of_user: dict[str, Any] = state.get("callbacks", {})
         for entry in self._of_moment["load_state_dict"]:
-            found = of_user.get(entry.name.removeprefix("callbacks.")) if entry.name else state
+            found = of_user.get(entry.name.removeprefix(CALLBACK)) if entry.name else state
             if found is not None:
                 entry.last_state = found
                 self._call(entry, "load_state_dict", None, found)

@@ -17,6 +17,8 @@ ASKED = "control.yaml"
 """The first of the names."""
 PRUNER = "sweep.pruner"
 """The second."""
+CALLBACK = "callbacks."
+"""The others begin so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,12 @@ class Request:
         of_stage = 0 if asked is None else (asked + 1) * ONE_STAGE
         of_stop = (names.index(str(self.stop)) + 1) * STOP if self.stop else 0
         return self.signal + SAVE * bool(self.save) + of_stage + of_stop
+
+
+def is_over(stopped_by: str | None) -> bool:
+    """Whether a run that was stopped by this is done, as EarlyStopping or a pruner wants it. A run that a signal or
+    control.yaml has stopped is to go on."""
+    return stopped_by is not None and stopped_by.startswith((CALLBACK, PRUNER))
 
 
 def _may_be_asked_for(asked: Any) -> bool:

@@ -57,6 +57,8 @@ class TrainerSettings:
     """Rank 0 shows its progress there."""
     sinks: Sequence[MetricSink] = ()
     """Rank 0 sends metrics there, beside metrics.jsonl and the console; `run` closes them. See `ResumableSink`."""
+    exit_code_when_stopped: int | None = None
+    """`exit_code` in result.json after a stop by a signal; None: 130 for SIGINT, else 0."""
     begin: Callable[[int], None] = lambda step: None
     """Told the number of each step, from 1, as it begins."""
     num_workers: int = 0

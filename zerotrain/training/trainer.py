@@ -1,5 +1,6 @@
 """The training loop."""
 
+import signal
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,10 +100,11 @@ class Trainer(TrainerSettings):
                 self._begin(run)
                 self._train(run, stop)
                 self._callbacks.end(run)
-                self.result.end(run.stopped_by, self.max_steps, run.failed_saves)
+                self.result.end(run.stopped_by, self.max_steps, run.failed_saves, self.exit_code_when_stopped)
             except BaseException as error:
                 is_stop = stop.at_once or isinstance(error, KeyboardInterrupt)
                 self.result.status = "stopped" if is_stop else "failed"
+                self.result.exit_code = 128 + (stop.signum or signal.SIGINT) if is_stop else 1
                 self.result.error = printable(f"{type(error).__name__}: {error}")
                 self._callbacks.failure(run, error)
                 raise

@@ -103,8 +103,8 @@ FAULTS = {
     ),
     "ends-stopped-and-failed": Fault(
         "launching/job/job.py",
-        '{"status": status, "error": error, "stopped_by": None}',
-        '{"status": status, "error": error}',
+        '{"status": status, "error": error, "stopped_by": None, "exit_code": code}',
+        '{"status": status, "error": error, "exit_code": code}',
         "a run of which a rank died while it stopped has failed, and ends with exit code 0",
         ("unit/launching/job/test_job.py::test_an_ending_keeps_what_rank_0_had_written",),
     ),

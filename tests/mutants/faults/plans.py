@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 OF_VERB, OF_COMMAND = ("unit/commands/test_plan.py",), ("unit/launching/command/test_planned.py",)
 OF_REHEARSAL = ("unit/planning/test_rehearsal.py",)
+OF_CHOICE, OF_AUTO = ("unit/planning/test_choice.py",), ("unit/planning/test_auto.py",)
 
 FAULTS = {
     "plan-without-masters": Fault(
@@ -55,5 +56,61 @@ FAULTS = {
         "func(*args, **kwargs)",
         "the activations of a mixture of experts are unknown",
         OF_REHEARSAL,
+    ),
+    "auto-lowest-stage": Fault(
+        "planning/choice.py",
+        "plan.stages[stage].sent or 0, plan.num_ranks > 1 and not STAGES[stage].shards_optimizer, stage",
+        "plan.stages[stage].sent or 0, False, stage",
+        "a stage is chosen at which each rank updates all",
+        OF_CHOICE,
+    ),
+    "auto-takes-what-does-not-fit": Fault(
+        "planning/choice.py",
+        "CHOSEN: self.values if self.plan.fits else None",
+        "CHOSEN: self.values",
+        "a rerun takes a stage that did not fit",
+        OF_CHOICE,
+    ),
+    "auto-of-other-settings": Fault(
+        "planning/choice.py",
+        "said.get(ASKED) != asked_hash(config) or ",
+        "",
+        "a run takes the stage that was chosen for another model",
+        OF_CHOICE,
+    ),
+    "auto-of-other-ranks": Fault(
+        "planning/choice.py",
+        ' or num_ranks not in (None, said["num_ranks"])',
+        "",
+        "a run takes the stage that was chosen for more ranks",
+        OF_CHOICE,
+    ),
+    "auto-true-is-1": Fault(
+        "planning/choice.py",
+        "type(each) is type(said) and each == said",
+        "each == said",
+        "a file may say a stage that is none",
+        OF_CHOICE,
+    ),
+    "auto-unknown-fits": Fault(
+        "planning/choice.py",
+        "        if unknown := next((plan.stages[each].unknown_because for each in stages), None):\n",
+        "        if unknown := None:\n",
+        "a stage is chosen though nobody knows the activations",
+        OF_CHOICE,
+    ),
+    "auto-forgets-the-batch": Fault(
+        "planning/auto.py",
+        '("micro_batch_size", ',
+        "(",
+        "a run takes the stage that was chosen for a smaller batch",
+        OF_AUTO,
+    ),
+    "auto-changes-what-was-asked": Fault(
+        "planning/auto.py",
+        "replace(held, **{field: value})",
+        "(setattr(held, field, value), held)[1]",
+        "the config that asked for auto is lost, and with it the choice of a rerun",
+        OF_AUTO,
     ),
 }

@@ -172,7 +172,9 @@ def test_a_setting_without_an_effect_is_told_and_so_are_groups(run: tuple[Path, 
         assert refused(capsys, run[0], setting) == [f"{setting}: has no effect on an evaluation; leave it out"]
     [line] = refused(capsys, run[0], "precision=bf16")
     assert line.startswith("precision=bf16: precision is a group; give one of its settings: precision.")
-    assert refused(capsys, run[0], "zero.stage=7") == ["zero.stage: got 7; it must be 0, 1, 2 or 3; the default is 2"]
+    assert refused(capsys, run[0], "zero.stage=7") == [
+        "zero.stage: got 7; it must be 0, 1, 2 or 3, or auto; the default is 2"
+    ]
 
 
 def test_text_is_prepared_where_the_user_says_and_never_where_a_file_does(tmp_path: Path, monkeypatch) -> None:

@@ -51,8 +51,14 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
         ("model.num_layer=3", "model.num_layer: there is no such setting; did you mean model.num_layers?"),
         ("precison=bf16", "precison: there is no such setting; did you mean precision?"),
         ("precision=bf17", "precision=bf17: there is no such choice; did you mean bf16?; there are bf16, fp16, fp32"),
-        ("zero.stage=abc", "zero.stage: got abc; it must be 0, 1, 2 or 3; the default is 2"),
-        ("zero.stage=1.5", "zero.stage: got 1.5; it must be 0, 1, 2 or 3; the default is 2"),
+        (
+            "zero.stage=abc",
+            "zero.stage: got abc; it must be 0, 1, 2 or 3, or auto; the default is 2",
+        ),
+        (
+            "zero.stage=1.5",
+            "zero.stage: got 1.5; it must be 0, 1, 2 or 3, or auto; the default is 2",
+        ),
         (
             "precision.keep_fp32=norm",
             "precision.keep_fp32: got norm; it must be a list of name patterns such as ['*norm*']; the default is []",
@@ -93,7 +99,10 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
     ("override", "line"),
     [
         ("zero={stge:3}", "zero.stge: there is no such setting; did you mean zero.stage?"),
-        ("zero={stage:x}", "zero.stage: got x; it must be 0, 1, 2 or 3; the default is 2"),
+        (
+            "zero={stage:x}",
+            "zero.stage: got x; it must be 0, 1, 2 or 3, or auto; the default is 2",
+        ),
         ("train={max_step:3}", "train.max_step: there is no such setting; did you mean train.max_steps?"),
         (
             "model={_target_:torch.nn.Linear,in_features:3}",
@@ -110,7 +119,10 @@ def test_whatever_else_hydra_refuses_stays_one_line(compose, override):
         ("hydra/launcher=rq", "hydra/launcher=rq: is not installed; pip install hydra-rq-launcher; there"),
         ("hydra/sweeper=ax", "hydra/sweeper=ax: is not installed; pip install hydra-ax-sweeper; there"),
         ("data.path='a${b'", "data.path='a${b': ${ begins a reference and needs a } to close it"),
-        ("zero.stage=", "zero.stage: got ''; it must be 0, 1, 2 or 3; the default is 2"),
+        (
+            "zero.stage=",
+            "zero.stage: got ''; it must be 0, 1, 2 or 3, or auto; the default is 2",
+        ),
         ("", "'': cannot be read; write key=value"),
         ("model=glob(*)", "model=glob(*): got several values; -m runs a job for each"),
         (
@@ -186,7 +198,7 @@ def test_several_values_need_a_sweep(compose):
 
 def test_of_a_sweep_the_job_with_the_problem_speaks(compose):
     lines = composition_problems(["seed=1,2", "zero.stage=0,1,abc"], compose, is_sweep=True)
-    assert lines == ["zero.stage: got abc; it must be 0, 1, 2 or 3; the default is 2"]
+    assert lines == ["zero.stage: got abc; it must be 0, 1, 2 or 3, or auto; the default is 2"]
 
 
 def test_a_range_for_a_sweeper_plugin_is_no_problem_of_its_own(compose):

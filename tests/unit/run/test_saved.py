@@ -20,7 +20,11 @@ from zerotrain.run.saved import OfRun, config_from
     [
         ("seed", None, "seed: got null; it must be between 0 and 2**63 - 1; the default is 0"),
         ("seed", {"a": None}, "seed: got {'a': None}; it must be between 0 and 2**63 - 1; the default is 0"),
-        ("zero.stage", "a", "zero.stage: got a; it must be 0, 1, 2 or 3; the default is 2"),
+        (
+            "zero.stage",
+            "a",
+            "zero.stage: got a; it must be 0, 1, 2 or 3, or auto; the default is 2",
+        ),
         ("zero.overlap", "maybe", "zero.overlap: got maybe; it must be true or false; the default is true"),
         (
             "precision.keep_fp32",

@@ -3,14 +3,9 @@ groups that they then make together."""
 
 import contextlib
 import itertools
-import os
-import socket
-import stat
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -18,71 +13,29 @@ import torch.distributed as dist
 from zerotrain.comm.accounts.shortage import shortage
 from zerotrain.comm.accounts.whereabouts import first_line, named
 from zerotrain.comm.accounts.within import within
-from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
+from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.comm.ranks.hosts import AUTO, RankHost, choose_interface, names_of_hosts
+from zerotrain.comm.ranks.stores import (
+    POLL_S,
+    STORE_LIMIT_S,
+    WHERE,
+    keeper_is_gone,
+    meet_at_rank_0,
+    of_this_start,
+    open_store,
+    reach,
+    wait,
+)
 from zerotrain.errors import CommError, ConfigError
 
-REMINDER_S = 10.0
-"""A line says who is missing each time so much has passed."""
-_POLL_S = 0.05
-"""Torch's own waits say something of their own on stderr when their time is up."""
-_RANKS_PER_POLL_S = 2000
-"""Many ranks ask less often: all ask one store for all."""
-_STORE_LIMIT_S = 10.0
-"""A store that was reached a moment ago answers within this, or is gone."""
 _GRACE_S = 3.0
 """How long a rank that gives up waits for the others' words: they give up almost together."""
-_MAX_ANSWER_S = 1e6
-_WHERE = "the meeting of the ranks"
-_opened: dict[RankEnvironment, dist.Store] = {}
-"""The stores of this process. A port can be listened to once."""
 _worlds = itertools.count()
 """Meetings of this process. In the same store each has keys of its own: those of the last are still there."""
 _makings = itertools.count()
 """Likewise, of what ranks make together."""
 
 T = TypeVar("T")
-
-
-def open_store(ranks: RankEnvironment, timeout_s: float, *, across_restarts: bool = False) -> dist.Store:
-    """The store of this process's ranks: the file it was given, that of torchrun, or one that rank 0 keeps.
-
-    Does not wait for the other ranks, but for the one that keeps the store. Nothing that is read from it is ever
-    unpickled: whoever reaches the port of torchrun's store may write to it.
-
-    Args:
-        across_restarts: torchrun may start all ranks again, and keeps its store: whether to see what they have left
-            there before, or a place of their own.
-
-    Raises:
-        ConfigError: the store cannot be kept or used there.
-        CommError: nobody keeps it there within the time.
-    """
-    if ranks not in _opened:
-        _opened[ranks] = _open(ranks, timeout_s)
-    opened = _opened[ranks]
-    limit_answers(ranks, opened, timeout_s)
-    return dist.PrefixStore("zerotrain/kept", opened) if across_restarts else _of_this_start(opened)
-
-
-def limit_answers(ranks: RankEnvironment, store: dist.Store, timeout_s: float) -> None:
-    """From here on no call to the store waits longer for who keeps it. Torch's own limit holds for a key that is not
-    there yet; where a cable is pulled, TCP gives up after a quarter of an hour (2026-11-24)."""
-    store.set_timeout(timedelta(seconds=timeout_s))
-    options = {"TCP_USER_TIMEOUT": int(1000 * min(timeout_s, _MAX_ANSWER_S)), "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5}
-    for descriptor in os.listdir("/proc/self/fd") if sys.platform == "linux" else []:
-        with contextlib.suppress(OSError), socket.socket(fileno=_another(int(descriptor))) as found:
-            if found.type == socket.SOCK_STREAM and found.getpeername()[1:2] == (ranks.port,):
-                found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for name, value in options.items():
-                    found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _another(descriptor: int) -> int:
-    """A second descriptor of a socket; OSError where it is of none."""
-    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-        raise OSError
-    return os.dup(descriptor)
 
 
 @dataclass(frozen=True)
@@ -119,7 +72,7 @@ def meet(ranks: RankEnvironment, timeout_s: float, *, backend: str = "gloo", int
             keys = [str(rank) for rank in range(ranks.world_size)]
             places = [RankHost.from_json(said) for said in came.multi_get(keys)]
     except dist.DistError as error:
-        raise _keeper_is_gone(ranks) from error
+        raise keeper_is_gone(ranks) from error
     if num_processes > 1:
         raise ConfigError(f"RANK: got {ranks.rank}, which another process has too; give each process its own")
     if (size := places[0].size) != ranks.world_size:
@@ -131,7 +84,7 @@ def meet(ranks: RankEnvironment, timeout_s: float, *, backend: str = "gloo", int
         with contextlib.suppress(CommError, dist.DistError):
             read.set(str(ranks.rank), "")
             if ranks.rank == 0 and meet_at_rank_0(ranks):
-                await_ranks(read, ranks, range(ranks.world_size), _STORE_LIMIT_S)
+                await_ranks(read, ranks, range(ranks.world_size), STORE_LIMIT_S)
         raise
     return Met(world, names_of_hosts(places))
 
@@ -154,17 +107,17 @@ def make_together(ranks: RankEnvironment, make: Callable[[], T], limit_s: float,
         reason = f"{first_line(error)}; {lacking}" if lacking else first_line(error)
         said = _exchange_reasons(ranks, place, reason, started_s + limit_s + _GRACE_S)
         if lacking:
-            message = f"rank {ranks.rank} failed in {_WHERE}: {reason}"
-            raise CommError(message, where=_WHERE, waited_s=time.monotonic() - started_s, is_own=True) from error
+            message = f"rank {ranks.rank} failed in {WHERE}: {reason}"
+            raise CommError(message, where=WHERE, waited_s=time.monotonic() - started_s, is_own=True) from error
         if said is None:
-            raise _keeper_is_gone(ranks) from error
+            raise keeper_is_gone(ranks) from error
         silent = [rank for rank in range(ranks.world_size) if rank not in said]
-        who = f"{named(silent, hosts)} came to {_WHERE}, and did not join the others: killed, or stopped"
+        who = f"{named(silent, hosts)} came to {WHERE}, and did not join the others: killed, or stopped"
         reasons = (f"rank {rank}: {words}" for rank, words in sorted(said.items()))
         raise CommError(
-            "; ".join([who if silent else f"{_WHERE} failed", *reasons]),
+            "; ".join([who if silent else f"{WHERE} failed", *reasons]),
             unheard=tuple(silent),
-            where=_WHERE,
+            where=WHERE,
             waited_s=time.monotonic() - started_s,
         ) from error
 
@@ -184,21 +137,15 @@ def await_ranks(came: dist.Store, ranks: RankEnvironment, awaited: Sequence[int]
         return not any(came.check([str(rank)]) for rank in range(ranks.rank))
 
     keys = [str(rank) for rank in awaited]
-    in_time = _wait(lambda: came.check(keys), lambda: named(missing()) if is_first() else "", ranks, timeout_s)
+    in_time = wait(lambda: came.check(keys), lambda: named(missing()) if is_first() else "", ranks, timeout_s)
     if not in_time and (absent := missing()):
         raise CommError(
             f"{named(absent)} did not come within {timeout_s:g} s (World.from_environment(start_timeout_s=...)); start "
             "all ranks, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
             unheard=tuple(absent),
-            where=_WHERE,
+            where=WHERE,
             waited_s=timeout_s,
         )
-
-
-def _of_this_start(store: dist.Store) -> dist.Store:
-    """The place of ranks that torchrun may start again in the same store. One that rank 0 keeps is new each time; there
-    a host that has just joined, whose torchrun counts from 0, meets those that count more (2026-11-24)."""
-    return dist.PrefixStore(f"zerotrain/{num_restarts() if _has_agent_store() else 0}", store)
 
 
 def _exchange_reasons(ranks: RankEnvironment, place: str, reason: str, deadline_s: float) -> dict[int, str] | None:
@@ -210,7 +157,7 @@ def _exchange_reasons(ranks: RankEnvironment, place: str, reason: str, deadline_
     said = {ranks.rank: reason}
     try:
         # A connection of its own: that of the process answers nobody while something is waited for in it.
-        store = dist.PrefixStore(place, _of_this_start(_reach(ranks, _STORE_LIMIT_S)))
+        store = dist.PrefixStore(place, of_this_start(reach(ranks, STORE_LIMIT_S)))
         store.set(str(ranks.rank), reason)
     except (CommError, ConfigError, RuntimeError) as unreached:
         if isinstance(unreached, CommError) and unreached.is_own:
@@ -218,124 +165,10 @@ def _exchange_reasons(ranks: RankEnvironment, place: str, reason: str, deadline_
         return None
     with contextlib.suppress(dist.DistError):  # who keeps the store has heard all, and ended
         while len(said) < ranks.world_size and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
             for rank in set(range(ranks.world_size)) - set(said):
                 if store.check([str(rank)]):
                     said[rank] = store.get(str(rank)).decode(errors="replace")
     if ranks.rank == 0 and meet_at_rank_0(ranks):
         time.sleep(_GRACE_S / 2)  # for those who read a moment later
     return said
-
-
-def meet_at_rank_0(ranks: RankEnvironment) -> bool:
-    """Whether rank 0 keeps the store in which the ranks meet."""
-    return ranks.store_file is None and not _has_agent_store()
-
-
-def _has_agent_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-
-
-def _keeper(ranks: RankEnvironment) -> str:
-    return f"{'torchrun' if _has_agent_store() else 'rank 0'} at {ranks.address}:{ranks.port}"
-
-
-def _keeper_is_gone(ranks: RankEnvironment) -> CommError:
-    return CommError(
-        f"{_keeper(ranks)}, which keeps the store of the ranks, was there and is gone; start all ranks again",
-        unheard=() if _has_agent_store() else (0,),
-        where=_WHERE,
-    )
-
-
-def _open(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
-    if ranks.rank > 0 or not meet_at_rank_0(ranks):
-        return _reach(ranks, timeout_s)
-    try:
-        return dist.TCPStore(
-            ranks.address,
-            ranks.port,
-            ranks.world_size,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=_listen_on_loopback(ranks),
-        )
-    except (OSError, RuntimeError) as error:
-        raise _cannot_meet(ranks, error) from error
-
-
-def _reach(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
-    """A connection to the store that another keeps, or to the file."""
-    if ranks.store_file is not None:
-        return dist.FileStore(ranks.store_file, ranks.world_size)
-    _await_keeper(ranks, timeout_s)
-    limit_s = min(timeout_s, _STORE_LIMIT_S)
-
-    def connect() -> dist.Store:
-        # Longer than is waited for: a thread that came back while the interpreter ends would abort the process.
-        timeout = timedelta(seconds=10 * limit_s)
-        return dist.TCPStore(
-            ranks.address, ranks.port, ranks.world_size, is_master=False, timeout=timeout, wait_for_workers=False
-        )
-
-    try:
-        return within(limit_s, connect)
-    except (OSError, RuntimeError) as error:
-        if lacking := shortage(error):
-            raise CommError(f"rank {ranks.rank} cannot meet the others: {lacking}", is_own=True) from error
-        if not _is_reachable(ranks):
-            raise _keeper_is_gone(ranks) from error
-        raise _cannot_meet(ranks, error) from error
-
-
-def _cannot_meet(ranks: RankEnvironment, error: Exception) -> ConfigError:
-    reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-    return ConfigError(
-        f"MASTER_ADDR={ranks.address}, MASTER_PORT={ranks.port}: rank {ranks.rank} cannot meet the others there: "
-        f"{reason}; give another port, the same to all ranks"
-    )
-
-
-def _listen_on_loopback(ranks: RankEnvironment) -> int | None:
-    """A socket for a store that only this machine is to reach; None where others are to, for which torch listens on
-    all addresses."""
-    found = socket.getaddrinfo(ranks.address, ranks.port, type=socket.SOCK_STREAM)
-    family, address = found[0][0], found[0][4]
-    if not str(address[0]).startswith("127.") and address[0] != "::1":
-        return None
-    return socket.create_server(address[:2], family=family, backlog=2048).detach()
-
-
-def _await_keeper(ranks: RankEnvironment, timeout_s: float) -> None:
-    """Wait until the store can be reached. Torch would wait too, with lines of its own."""
-    keeper = _keeper(ranks)
-    if not _wait(lambda: _is_reachable(ranks), lambda: keeper, ranks, timeout_s):
-        raise CommError(
-            f"{keeper} did not come within {timeout_s:g} s (World.from_environment(start_timeout_s=...)); start it, "
-            "with the same MASTER_ADDR and MASTER_PORT"
-        )
-
-
-def _is_reachable(ranks: RankEnvironment) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((ranks.address, ranks.port), timeout=5.0):
-        return True
-    return False
-
-
-def _wait(is_over: Callable[[], bool], missing: Callable[[], str], ranks: RankEnvironment, limit_s: float) -> bool:
-    """Wait for something; return whether it was over in time. Every ten seconds a line says who is missing, unless
-    that is nothing."""
-    pause_s = max(_POLL_S, ranks.world_size / _RANKS_PER_POLL_S)
-    started_s, next_s = time.monotonic(), REMINDER_S
-    while not is_over():
-        waited_s = time.monotonic() - started_s
-        if waited_s >= next_s:
-            next_s += REMINDER_S
-            if names := missing():
-                line = f"rank {ranks.rank} waits for {names} ({waited_s:.0f} of {limit_s:g} s)"
-                print(line, file=sys.stderr, flush=True)
-        if waited_s >= limit_s:
-            return False
-        time.sleep(pause_s)
-    return True

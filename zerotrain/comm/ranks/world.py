@@ -18,7 +18,8 @@ from zerotrain.comm.accounts.overdue import Overdue, Tell, tell_log
 from zerotrain.comm.accounts.shortage import files_problem, num_open_files
 from zerotrain.comm.accounts.whereabouts import Whereabouts
 from zerotrain.comm.ranks.environment import STORE_VARIABLE, RankEnvironment
-from zerotrain.comm.ranks.meeting import limit_answers, make_together, meet, meet_at_rank_0
+from zerotrain.comm.ranks.meeting import make_together, meet
+from zerotrain.comm.ranks.stores import keep_at_rank_0
 from zerotrain.device.kinds import device_of, num_gpus
 from zerotrain.errors import ConfigError
 
@@ -121,17 +122,17 @@ class World:
         if ranks is None or ranks.world_size == 1:
             return cls(rank=0, size=1, local_rank=0, device=chosen)
         if kind.is_host:  # gloo connects each rank with each; NCCL does not
-            problem = files_problem(ranks.world_size, num_open_files(), at_rank_0=meet_at_rank_0(ranks))
+            problem = files_problem(ranks.world_size, num_open_files(), at_rank_0=ranks.store_file is None)
             if problem:
                 raise ConfigError(f"rank {ranks.rank}: {problem}")
         met = meet(ranks, start_timeout_s, backend=kind.backend, interface=interface)
-        limit_answers(ranks, met.store, timeout_s)
+        store = keep_at_rank_0(met.store, ranks, timeout_s)
 
         def join() -> World:
             kind.use()  # of this thread
             dist.init_process_group(
                 backend=kind.backend,
-                store=met.store,
+                store=store,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 timeout=timedelta(seconds=timeout_s),

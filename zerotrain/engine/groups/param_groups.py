@@ -36,8 +36,8 @@ class ParamGroups:
         parameters: of the model, in module order.
         units: of the model: an optimizer may choose by them what it updates whole.
         factory: makes an optimizer from groups.
-        given: as for `build_engine`; None: one group, "parameters". What is updated whole has groups of its own, whose
-            names begin with "whole ".
+        given: as for `build_engine`; None: one group, "parameters". Parameters that are updated whole have groups of
+            their own, whose names begin with "whole ".
         decay_all: False: weight decay is for parameters of two or more dimensions, unless a group sets it: a group NAME
             has those of fewer in "NAME others", whose weight decay is 0, and what no group names is in "matrices" and
             "others".

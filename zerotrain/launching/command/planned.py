@@ -1,6 +1,8 @@
-"""`plan.only=true`: a plan in place of a run."""
+"""`plan.only=true`: a plan in place of a run; and what is `auto`, chosen from plans before it."""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -11,9 +13,13 @@ from zerotrain.comm.ranks.world import choose_device
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
 from zerotrain.launching.end import exits
-from zerotrain.planning.plan import PLAN_NAME, plan_run
+from zerotrain.planning.auto import autos_in, values_in, with_values
+from zerotrain.planning.choice import as_chosen, choose, chosen_named
+from zerotrain.planning.plan import PLAN_NAME, Memory, Planner
+from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.planning.table import print_plan
 from zerotrain.run.preflight.room import Ranks
+from zerotrain.training.figures.report import PlannedUsage
 
 
 def require_alone(config: Config | None) -> None:
@@ -33,14 +39,69 @@ def require_alone(config: Config | None) -> None:
         raise ConfigError(f"plan.only: got true under {ranks.starter}; a plan starts no rank: use python launch.py")
 
 
-def planned(config: Config, ranks: Ranks, run_dir: Path, shown: Path) -> int:
+def planned(asked: Config, config: Config, ranks: Ranks, run_dir: Path, shown: Path) -> int:
     """Plan the run of a config that is checked, and print the plan; returns the exit code.
 
     Args:
+        asked: the config with its `auto`.
+        config: the same, checked, with any values in their place.
         shown: the folder as it is shown.
     """
-    plan = plan_run(config, ranks, choose_device(config.launch.device, 0), run_dir)
-    plan.write(run_dir)
+    planner = Planner(config, ranks, choose_device(config.launch.device, 0), run_dir)
+    choice = choose(asked, config, planner) if autos_in(asked) else None
+    plan = planner.run(config) if choice is None else choice.plan
     print_plan(Console(), plan, compiles=config.model_switches["compile"])
+    if choice is None:
+        plan.write(run_dir)
+    else:
+        print(choice.why)
+        choice.write(run_dir, asked)
     print(f"plan: {shown / PLAN_NAME}", flush=True)
     return exits.COMPLETED if plan.fits else exits.DOES_NOT_FIT
+
+
+def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[Config, dict[str, Any] | None]:
+    """The config that a run has, and its `PlannedUsage`; None: nobody has asked for a plan. What is `auto` is as an
+    earlier run in the folder had it; else it is chosen, and the plans and the choice are printed, and written there.
+
+    Args:
+        asked: the config with its `auto`.
+        config: the same, checked, with any values in their place, or those of the earlier run.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    names = autos_in(asked)
+    if not names and not config.plan.compare:
+        return config, None
+    planner = Planner(config, ranks, choose_device(config.launch.device, 0), run_dir)
+    if autos_in(as_chosen(asked, run_dir, ranks.num_ranks)):
+        choice = choose(asked, config, planner)
+        if not choice.plan.fits:
+            raise ConfigError(choice.why)
+        print_plan(Console(), choice.plan, compiles=config.model_switches["compile"])
+        print(choice.why, flush=True)
+        choice.write(run_dir, asked)
+        config = with_values(config, choice.values)
+        plan = choice.plan.stages[choice.plan.stage]
+    else:
+        if names:
+            print(
+                f"auto: {chosen_named(values_in(config, names))}, as {PLAN_NAME} of the run's folder has it", flush=True
+            )
+        plan = planner.stage(config, config.zero.stages[0])
+    return config, asdict(_usage(plan, config.zero.stages[0], planner.memory))
+
+
+def _usage(plan: StagePlan, stage: int, memory: Memory) -> PlannedUsage:
+    """A plan as the report of a run has it."""
+    return PlannedUsage(
+        stage=stage,
+        parameters=plan.parameters,
+        gradients=plan.gradients,
+        optimizer=plan.optimizer,
+        offloaded=plan.host + plan.disk,
+        scratch=plan.scratch,
+        sent=plan.sent,
+        peak=None if plan.peak is None else memory.taken(plan),
+    )

@@ -5,7 +5,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +17,39 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
-from zerotrain.comm.ranks.world import num_gpus_for
-from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config, doubtful, without_effect
+from zerotrain.config.checks import doubtful, without_effect
 from zerotrain.config.compose import first_line
-from zerotrain.config.places import with_place
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.printable import printable
 from zerotrain.files.regular import only_regular
-from zerotrain.files.terminal import printed_to
+from zerotrain.files.terminal import code_of, printed_to
 from zerotrain.files.untrusted import UntrustedFileError
+from zerotrain.launching.command.checking import ReadConfig, given_settings, read_config, require_sound, settings_of
 from zerotrain.launching.command.ending import print_ending, print_place, shown_from
-from zerotrain.launching.command.placing import all_ranks, device_for
-from zerotrain.launching.command.planned import planned, require_alone
+from zerotrain.launching.command.placing import all_ranks
+from zerotrain.launching.command.planned import chosen, planned, require_alone
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.failures import RunError, name_full_disk
 from zerotrain.launching.job import earlier, resuming
 from zerotrain.launching.job.folder_lock import locked
 from zerotrain.launching.job.job import Job, write_ending, write_refusal
 from zerotrain.launching.job.restarts import Attempts, going_on, place_of_restart
-from zerotrain.launching.job.started import doubtful_start, start_problems
+from zerotrain.launching.job.scheduled import go_on_if_queued_again, queue_again
+from zerotrain.launching.job.started import doubtful_start
 from zerotrain.launching.start.fork_server import open_fork_server
 from zerotrain.launching.start.spawn import run_ranks
 from zerotrain.launching.start.torchrun import job_exchange, run_here
 from zerotrain.launching.sweep.driver import joined
 from zerotrain.launching.sweep.member import BY_NUMBER, JOB_LOG, Member, Value, named_by_trial
 from zerotrain.launching.sweep.slots import devices_of_own
+from zerotrain.planning.auto import with_least_memory
+from zerotrain.planning.choice import as_chosen
 from zerotrain.report.journal import JournalError
-from zerotrain.run.preflight import check as preflight
-from zerotrain.run.preflight.length import length_given
-from zerotrain.run.preflight.room import file_problems, in_memory, is_on_host
+from zerotrain.run.preflight.room import in_memory
 from zerotrain.training.callbacks.stages import stage_at, stages_named
-from zerotrain.training.figures.result import RESULT_NAME, read_result
-from zerotrain.training.request import PRUNER
+from zerotrain.training.figures.result import RESULT_NAME, code_of_stop, read_result
+from zerotrain.training.request import is_over
 
 MAX_TRACEBACK = 20_000
 """Characters."""
@@ -78,28 +79,30 @@ def run_job(composed: DictConfig) -> Value:
             raise SystemExit(exits.CONFIG_PROBLEM) from error
     try:
         with locked(run_dir):
-            read = _read(composed)
+            read = read_config(composed)
             if read.config is not None and read.config.plan.only:
                 with exits.exits_raised():
                     code = _plan(read, run_dir)
                 raise SystemExit(code)
-            result, signum = _run(composed, read, run_dir, overrides=_given(hydra))
+            if read.config is not None and (line := go_on_if_queued_again(read.config, run_dir)):
+                print(line, flush=True)
+            result, signum = _run(composed, read, run_dir, overrides=given_settings(hydra))
     except Exception as error:
         failure = _told(error, run_dir)
         print(failure, file=sys.stderr)
-        raise SystemExit(exits.CONFIG_PROBLEM if isinstance(failure, ConfigError) else exits.FAILED) from error
+        raise SystemExit(_code_of(failure)) from error
     print_ending(result, run_dir, Path.cwd(), RankEnvironment.read())
-    _end_as_stopped(result, signum)
+    _end_as_stopped(result, signum, read.config)
     return result["final_val_loss"]
 
 
 def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> Value:
-    require_alone(_read(composed).config)
+    require_alone(read_config(composed).config)
     sweep = joined(Path(hydra.sweep.dir).absolute())
     subdir = OmegaConf.to_container(hydra, resolve=False)["sweep"]["subdir"]  # type: ignore[index, call-overload]
     if sweep.study is not None:
         named = named_by_trial(sweep.study, named, hydra, subdir == BY_NUMBER)
-    read, overrides = _read(composed), _given(hydra)
+    read, overrides = read_config(composed), given_settings(hydra)
     member = Member(sweep, hydra.job.num, overrides, read.config)
     member.require_hope()
     with ExitStack() as stack:
@@ -108,7 +111,7 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> Value:
             if place.run_dir != named:
                 with read_write(hydra):
                     hydra.runtime.output_dir = str(place.run_dir)
-                read = _read(composed)
+                read = read_config(composed)
             if place.taken is not None or place.runs_elsewhere:
                 return member.leave(place)
             if place.goes_on and read.config is not None:
@@ -134,7 +137,7 @@ def _run_in_sweep(composed: DictConfig, named: Path, hydra: Any) -> Value:
         value = member.end(result)
         if result["stopped_by"] is not None:
             print_place(result, shown_from(Path.cwd(), place.run_dir))
-        _end_as_stopped(result, signum)
+        _end_as_stopped(result, signum, read.config)
     member.require_hope()
     return value
 
@@ -150,20 +153,33 @@ def _told(error: Exception, run_dir: Path) -> ZeroTrainError:
     return failure
 
 
-def _end_as_stopped(result: dict[str, Any], signum: int) -> None:
+def _end_as_stopped(result: dict[str, Any], signum: int, config: Config | None) -> None:
     """End this process where a signal or control.yaml has stopped its job, and with it the sweep. A job that ended by
     itself, as EarlyStopping or a pruner wants it, ends no other."""
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if is_sweep and not signum and (result["stopped_by"] or "").startswith((f"{CALLBACKS}.", PRUNER)):
+    if is_sweep and not signum and is_over(result["stopped_by"]):
         return
-    if result["stopped_by"] is not None:
-        signum = signum or getattr(signal.Signals, result["stopped_by"], 0)  # by control.yaml is by no signal
+    by = result["stopped_by"]
+    if by is not None:
+        signum = signum or getattr(signal.Signals, by, 0)  # by control.yaml is by no signal
     if is_sweep and signum == signal.SIGINT:
         raise KeyboardInterrupt
-    if result["stopped_by"] is not None or (is_sweep and signum):
+    if config is not None and (by is not None or (is_sweep and signum)):
+        by = signal.Signals(signum).name if signum else by
         _hand_on(signum)
-        is_ctrl_c = signum == signal.SIGINT and RankEnvironment.read() is None  # to torchrun a code is a failure
-        raise SystemExit(exits.of_signal(signum) if is_ctrl_c else exits.COMPLETED)
+        if (line := queue_again(config, by)) is not None:
+            print(line, file=sys.stderr)
+        code = code_of_stop(by, config.launch.exit_code_when_stopped)
+        raise SystemExit(exits.COMPLETED if _is_of_torchrun(RankEnvironment.read()) else code)
+
+
+def _code_of(error: Exception) -> int:
+    return exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED
+
+
+def _is_of_torchrun(ranks: RankEnvironment | None) -> bool:
+    """Whether torchrun has started this process: to it each exit code but 0 is a failure, and its own is 1 then."""
+    return ranks is not None and ranks.starter == "torchrun"
 
 
 def _hand_on(signum: int) -> None:
@@ -182,33 +198,9 @@ def _run_dir() -> Path:
         raise SystemExit(exits.CONFIG_PROBLEM) from error
 
 
-def _given(hydra: Any) -> list[str]:
-    """The settings given on the command line, as they were: a ${...} in them is not theirs to resolve."""
-    given: list[str] = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # type: ignore[assignment]
-    return given
-
-
-@dataclass(frozen=True)
-class _ReadConfig:
-    """A config as it was read, with a line for each of its values that cannot be."""
-
-    config: Config | None
-    problems: list[str]
-    error: Exception | None = None
-    """Why there is none."""
-
-
-def _read(composed: DictConfig) -> _ReadConfig:
-    try:
-        with exits.exits_raised():
-            return _ReadConfig(*checked_config(composed))
-    except Exception as error:
-        return _ReadConfig(None, [], error)
-
-
 def _run(
     composed: DictConfig,
-    read: _ReadConfig,
+    read: ReadConfig,
     run_dir: Path,
     overrides: list[str],
     begin: Callable[[], None] = lambda: None,
@@ -224,25 +216,24 @@ def _run(
     restarts = 0 if ranks is None else num_restarts()
     try:
         with exits.exits_raised():
-            config, problems = _settings(read, run_dir, ranks)
+            config, problems = settings_of(read, run_dir, ranks)
             kept = None if problems or restarts else earlier.completed_already(config, run_dir)
-            data_checked, resume_from = (None, []) if kept else _checked(config, problems, run_dir, ranks)
+            started, asked = all_ranks(config, ranks), deepcopy(config)
+            config = with_least_memory(as_chosen(config, run_dir, started.num_ranks))
+            data_checked, resume_from = (None, []) if kept else require_sound(asked, config, problems, run_dir, ranks)
+            config, of_plan = (config, None) if kept else chosen(asked, config, started, run_dir)
         if ranks is not None:
             job_exchange(ranks).require_same_commands(config.launch.start_timeout_s)
     except Exception as error:
         with suppress(OSError):  # the cause matters more than a disk that is full
-            write_refusal(run_dir, overrides, str(error))
+            write_refusal(run_dir, overrides, str(error), _code_of(error), is_hidden=_is_of_torchrun(ranks))
         raise
+    shown = shown_from(Path.cwd(), run_dir)
     if kept is not None:
-        print(
-            f"{shown_from(Path.cwd(), run_dir)} holds this run already, and it is completed; nothing is changed",
-            flush=True,
-        )
+        print(f"{shown} holds this run already, and it is completed; nothing is changed", flush=True)
         return kept, 0
-    num_ranks = all_ranks(config, ranks).num_ranks
     more = in_memory(config, run_dir) + doubtful_start(config.launch.max_restarts, ranks)
-    for warning in without_effect(config, num_ranks) + doubtful(config) + more:
-        print(f"warning: {warning}", file=sys.stderr)
+    _warn(without_effect(asked, started.num_ranks) + doubtful(config) + more)
     if config.checkpoint.save_at_end is None:
         config.checkpoint.save_at_end = HydraConfig.get().mode != RunMode.MULTIRUN
     job = Job(
@@ -253,6 +244,7 @@ def _run(
         resume_from=resume_from,
         restarts=restarts,
         trial=trial,
+        planned=of_plan,
     )
     if restarts:
         job = going_on(job)
@@ -262,20 +254,24 @@ def _run(
     begin()
     job.open_folder()
     _save_composition(composed, run_dir / ".hydra")
-    shown = shown_from(Path.cwd(), run_dir)
-    print(f"{stages_named(stages, step)}, ranks: {num_ranks}, run folder: {shown}", flush=True)
-    return _run_spawned(job, num_ranks) if ranks is None else (_run_under_torchrun(job, ranks), 0)
+    print(f"{stages_named(stages, step)}, ranks: {started.num_ranks}, run folder: {shown}", flush=True)
+    return _run_spawned(job, started.num_ranks) if ranks is None else (_run_under_torchrun(job, ranks), 0)
 
 
-def _plan(read: _ReadConfig, run_dir: Path) -> int:
+def _warn(warnings: list[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def _plan(read: ReadConfig, run_dir: Path) -> int:
     """Print a plan in place of a run; return the exit code."""
     require_alone(read.config)
-    config, problems = _settings(read, run_dir, None)
-    _checked(config, problems, run_dir, None)
+    config, problems = settings_of(read, run_dir, None)
+    asked, config = deepcopy(config), with_least_memory(config)
+    require_sound(asked, config, problems, run_dir, None)
     ranks = all_ranks(config, None)
-    for warning in without_effect(config, ranks.num_ranks):
-        print(f"warning: {warning}", file=sys.stderr)
-    return planned(config, ranks, run_dir, shown_from(Path.cwd(), run_dir))
+    _warn(without_effect(asked, ranks.num_ranks))
+    return planned(asked, config, ranks, run_dir, shown_from(Path.cwd(), run_dir))
 
 
 def _run_under_torchrun(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
@@ -306,77 +302,12 @@ def _run_spawned(job: Job, num_ranks: int) -> tuple[dict[str, Any], int]:
         with suppress(OSError):  # the cause matters more than a disk that is full
             write_ending(attempts.job, num_ranks, status="failed", error=said)
         raise
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as ending:
+        code = code_of(ending) if isinstance(ending, SystemExit) else exits.of_signal(signal.SIGINT)
         with suppress(OSError):
-            write_ending(attempts.job, num_ranks, status="stopped", error="stopped by a signal")
+            write_ending(attempts.job, num_ranks, status="stopped", error="stopped by a signal", code=code)
         raise
     try:
         return read_result(job.run_dir / RESULT_NAME), signum
     except UntrustedFileError as error:
         raise RunError(f"{job.run_dir / RESULT_NAME}: {error}") from error
-
-
-def _settings(read: _ReadConfig, run_dir: Path, ranks: RankEnvironment | None) -> tuple[Config, list[str]]:
-    """The config, and a line for each of its values that cannot be, and for what lies in the run's folder."""
-    if read.config is None:
-        raise read.error or AssertionError
-    config, problems = read.config, [_placed(problem) for problem in read.problems]
-    started = all_ranks(config, ranks)
-    device, why = device_for(config.launch.device, started.num_local, num_gpus_for(started.num_local))
-    if why:
-        print(f"warning: {why}", file=sys.stderr)
-        config.launch.device = device
-    wanted = config.launch.nproc_per_node
-    if ranks is not None and wanted not in (None, started.num_local):
-        problems.append(
-            f"launch.nproc_per_node: got {wanted}; {ranks.starter} has started {started.num_local}; leave it out"
-        )
-    # A number of ranks that cannot be has no files to count, and a plan opens none.
-    if not problems and is_on_host(config) and not config.plan.only:
-        problems += file_problems(started.num_ranks)
-    problems += start_problems(config.checkpoint.resume, ranks)
-    return config, problems + _folder_problems(config, run_dir, ranks)
-
-
-def _folder_problems(config: Config, run_dir: Path, ranks: RankEnvironment | None) -> list[str]:
-    if config.plan.only or (ranks is not None and num_restarts()):
-        return []
-    return earlier.folder_problems(config, run_dir, of_sweep=HydraConfig.get().mode == RunMode.MULTIRUN)
-
-
-def _checked(
-    config: Config, problems: list[str], run_dir: Path, ranks: RankEnvironment | None
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """The data as it was after all that can be checked without ranks, and the checkpoints to go on from. A ConfigError
-    with all problems, these and others."""
-    data_checked, to_try, manifest, has_length = None, [], None, config.train.max_steps is not None
-    started = all_ranks(config, ranks)
-    try:
-        resuming.require_weights(config)
-        to_try = resuming.checkpoints_to_try(config, run_dir)
-        if (manifest := resuming.first_readable(to_try)) is not None:
-            for line in resuming.take_from(manifest, config, started.num_ranks, started.num_local):
-                print(line, flush=True)
-        elif config.checkpoint.resume == earlier.AUTO:
-            print(f"checkpoint.resume=auto: no checkpoint in {run_dir} yet, so the run begins at step 0", flush=True)
-    except ConfigError as error:
-        problems += error.problems
-    # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
-    if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, CALLBACKS, "launch")) for problem in problems):
-        try:
-            data_checked = preflight.check(config, started.num_local, started.num_ranks, manifest, run_dir)
-        except ConfigError as error:
-            problems += error.problems
-    if not has_length and not problems:
-        print(f"train.max_steps={config.train.max_steps}, from {length_given(config)}", flush=True)
-        problems += _folder_problems(config, run_dir, ranks)  # as only now the run's last step is known
-    if problems:
-        raise ConfigError(*problems)
-    return data_checked, [str(path) for path in to_try]
-
-
-def _placed(problem: str) -> str:
-    hydra = HydraConfig.get()
-    folders = [Path(source.path) for source in hydra.runtime.config_sources if source.schema == "file"]
-    chosen = {group: choice for group, choice in hydra.runtime.choices.items() if not group.startswith("hydra/")}
-    return with_place(problem, dict(reversed(chosen.items())), folders, _given(hydra))

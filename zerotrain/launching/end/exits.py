@@ -14,6 +14,8 @@ FAILED = 1
 CONFIG_PROBLEM = 2
 DOES_NOT_FIT = 3
 """A plan ends so, whose stage needs more memory than there is."""
+STOPPED = 85
+"""A run in a job of a scheduler ends so that a signal has stopped in order, saved: it is to be tried again."""
 
 
 def of_signal(signum: int) -> int:

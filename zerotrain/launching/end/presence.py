@@ -5,6 +5,7 @@ lock is free tells of it; a rank whose work is done takes its state away.
 """
 
 import json
+import math
 import os
 import signal
 import socket
@@ -24,6 +25,9 @@ with a path in Japanese, or the loss of 150 ranks, did not fit (2026-11-23)."""
 _NUM_TEXT = 2**10
 """Largest length of each text in it, as JSON."""
 _AGREED_S = 1.0
+ALIVE = "alive"
+"""The file in a run's folder that rank 0 touches while it works."""
+_TOUCHED_EVERY_S = 1.0
 _STEP_NUM_BYTES = 16
 """At the front, written in every step: 2 us."""
 
@@ -70,6 +74,7 @@ class Presence:
         self._state = RankState(rank, "starting", pid=os.getpid(), host=socket.gethostname())
         self._path = ranks_dir / f"{rank}.state"
         self._path.unlink(missing_ok=True)
+        self._alive, self._touched_s = ranks_dir.parent / ALIVE, -math.inf
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._stop_noted = threading.Event()
         self._say()
@@ -83,10 +88,12 @@ class Presence:
         """Something else is done from here on."""
         self._state = replace(self._state, phase=_short(phase))
         self._say()
+        self._show_life()
 
     def begin(self, step: int) -> None:
         """A step of the training, counted from 1, begins."""
         os.pwrite(self._descriptor, b"%-*d" % (_STEP_NUM_BYTES, step), 0)
+        self._show_life()
 
     def fail(self, cause: str) -> None:
         """Something went wrong that could be written nowhere else."""
@@ -125,6 +132,18 @@ class Presence:
     def leave(self) -> None:
         """The work is done."""
         self._path.unlink(missing_ok=True)
+
+    def _show_life(self) -> None:
+        """On rank 0 touch `ALIVE`, for probes of others. Nothing that lies in its place is opened."""
+        now_s = time.monotonic()
+        if self._state.rank or now_s - self._touched_s < _TOUCHED_EVERY_S:
+            return
+        self._touched_s = now_s
+        with suppress(OSError):  # a full disk, or the folder is gone: others tell that
+            try:
+                os.utime(self._alive, follow_symlinks=False)
+            except FileNotFoundError:
+                os.close(os.open(self._alive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
 
     def _say(self) -> None:
         said = json.dumps(asdict(self._state)).ljust(_NUM_BYTES)

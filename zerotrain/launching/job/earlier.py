@@ -14,6 +14,7 @@ from zerotrain.engine.options import dotted
 from zerotrain.files.regular import kind_of
 from zerotrain.files.untrusted import UntrustedFileError, read_regular, shown
 from zerotrain.launching.job.job import COMPOSITION, CONFIG_NAME, RANKS
+from zerotrain.planning.choice import as_chosen
 from zerotrain.training.figures.result import RESULT_NAME, read_result
 from zerotrain.training.figures.sinks import METRICS_NAME
 
@@ -133,6 +134,7 @@ def _differences(config: Config, result: dict[str, Any], run_dir: Path) -> list[
     """Settings of another value than those of the run that lies in a folder."""
     from zerotrain.files.plain_yaml import parse_yaml
 
+    config = as_chosen(config, run_dir)
     if config_hash(config) == result["config_hash"]:
         return []
     try:

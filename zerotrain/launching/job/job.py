@@ -14,7 +14,9 @@ from zerotrain.checkpoint.kept import CHECKPOINTS, remove_all
 from zerotrain.config.compose import config_hash, first_line, from_values, save_config
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
-from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json
+from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_json
+from zerotrain.files.whole import whole
+from zerotrain.launching.end import exits
 from zerotrain.training.figures.result import RESULT_NAME, RunResult, read_result
 from zerotrain.training.figures.sinks import METRICS_NAME
 
@@ -23,12 +25,15 @@ RANKS = "ranks"
 """The folder of what the ranks say."""
 COMPOSITION = ".hydra"
 """That of what Hydra has composed."""
-_OF_A_RANK = re.compile(r"[0-9]+\.(log|state|error\.json(\.[0-9a-f]+\.tmp)?)|ending\.(lock|([0-9]+\.)?txt)")
+_OF_A_RANK = re.compile(
+    r"[0-9]+\.(log|state|error\.json(\.[0-9a-f]+\.tmp)?)|ending\.(lock|([0-9]+\.)?txt)|refused\.json"
+)
 """Files in `RANKS`; nobody else's go."""
+_REFUSED = "refused.json"
 _JOB = {
     "config": dict, "run_dir": str, "overrides": [str], "data_checked": (dict, None), "resume_from": [str],
     "restarts": Natural(), "stage": (int, None), "evaluates": (dict, None),
-    "trial": (dict, None),
+    "trial": (dict, None), "planned": (dict, None),
 }  # fmt: skip
 """Schema of the job that is sent to ranks in other processes."""
 
@@ -54,6 +59,8 @@ class Job:
     """The evaluation, as arguments of `zerotrain.run.evaluating.run`; None: the job trains."""
     trial: dict[str, Any] | None = None
     """The facts for a pruner, as arguments of `zerotrain.training.pruning.Trial`; None: there is none."""
+    planned: dict[str, Any] | None = None
+    """The `PlannedUsage` of the run; None: it was not planned."""
 
     @cached_property
     def config_hash(self) -> str:
@@ -116,10 +123,20 @@ class Job:
         return cls(**values)
 
 
-def write_refusal(run_dir: Path, overrides: list[str], error: str) -> None:
+def write_refusal(
+    run_dir: Path, overrides: list[str], error: str, code: int = exits.CONFIG_PROBLEM, *, is_hidden: bool = False
+) -> None:
     """Say in result.json why a job never started; nothing where the folder holds what an earlier run, or somebody else,
-    has left."""
+    has left.
+
+    Args:
+        code: the exit code.
+        is_hidden: whether torchrun will end with another code: then `refusal_in` finds this one beside an earlier run.
+    """
     if os.path.lexists(run_dir / CONFIG_NAME):
+        if is_hidden and code == exits.CONFIG_PROBLEM and (run_dir / RANKS).is_dir():
+            with whole(run_dir / RANKS / _REFUSED) as file:
+                file.write(json.dumps({"error": error}).encode())
         return
     try:
         if read_result(run_dir / RESULT_NAME)["status"] == "completed":
@@ -129,7 +146,15 @@ def write_refusal(run_dir: Path, overrides: list[str], error: str) -> None:
             return
     except (OSError, UntrustedFileError):  # nobody knows whose it is
         return
-    RunResult(world_size=0, overrides=overrides, error=error).write(run_dir)
+    RunResult(world_size=0, overrides=overrides, error=error, exit_code=code).write(run_dir)
+
+
+def refusal_in(run_dir: Path) -> str | None:
+    """The refusal of a job that was to go on in the folder of an earlier one; None where there is none."""
+    try:
+        return str(read_json(run_dir / RANKS / _REFUSED, {"error": str}, max_nbytes=2**20)["error"])
+    except (OSError, UntrustedFileError):
+        return None
 
 
 def num_threads_per_rank(config: Config, num_local_ranks: int) -> int:
@@ -138,12 +163,13 @@ def num_threads_per_rank(config: Config, num_local_ranks: int) -> int:
     return config.launch.threads_per_rank or max(1, num_cores // num_local_ranks)
 
 
-def write_ending(job: Job, world_size: int, *, status: str, error: str) -> None:
+def write_ending(job: Job, world_size: int, *, status: str, error: str, code: int = exits.FAILED) -> None:
     """Say in result.json how a job ended that did not complete; keep what rank 0 may have written there.
 
     Args:
         status: stopped or failed.
         error: the first cause.
+        code: the exit code.
     """
     path = job.run_dir / RESULT_NAME
     facts = {
@@ -157,4 +183,5 @@ def write_ending(job: Job, world_size: int, *, status: str, error: str) -> None:
         written = read_result(path)
     except (OSError, UntrustedFileError):  # none, or cut off where the disk was full
         written = facts
-    RunResult(**(written | {"status": status, "error": error, "stopped_by": None})).write(job.run_dir)
+    told = {"status": status, "error": error, "stopped_by": None, "exit_code": code}
+    RunResult(**(written | told)).write(job.run_dir)

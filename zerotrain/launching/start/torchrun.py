@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from zerotrain.comm.ranks.environment import RankEnvironment
-from zerotrain.comm.ranks.meeting import await_ranks, open_store
+from zerotrain.comm.ranks.meeting import await_ranks
+from zerotrain.comm.ranks.stores import open_store
 from zerotrain.config.schema import LaunchConfig
 from zerotrain.config.words import words_of_config
 from zerotrain.errors import CommError, ConfigError
@@ -59,7 +60,7 @@ class JobExchange:
         with words_of_config():
             self._store = dist.PrefixStore("launch", open_store(ranks, _own_timeout_s()))
             self._kept = open_store(ranks, _own_timeout_s(), across_restarts=True)
-        self._ranks, self._arguments = ranks, sys.argv[1:]
+        self._ranks, self._arguments, self._is_published = ranks, sys.argv[1:], False
         self._came = dist.PrefixStore("came", self._store)
         self._came.set(str(ranks.rank), json.dumps(self._arguments))
         self._heard = dist.PrefixStore("heard", self._store)
@@ -91,6 +92,7 @@ class JobExchange:
         """Hand the job to the other ranks, and its folder to those that torchrun may start after them."""
         self._kept.set(_RUN_DIR_KEY, str(job.run_dir))
         self._store.set(_JOB_KEY, job.to_json())
+        self._is_published = True
 
     def run_dir_before(self) -> Path | None:
         """The folder of the job before torchrun has started the ranks again; None where it has not, or there was no
@@ -113,6 +115,8 @@ class JobExchange:
         After a failure it waits, not for long, until they have heard: the torchrun of its machine ends with it, and the
         store with that. The others ended in mid-read, with frames of C++ (2026-11-23).
         """
+        if self._is_published:  # torch would tell, with frames of C++, of a store that has ended since
+            return
         said = {
             exits.COMPLETED: _NO_JOB,
             exits.CONFIG_PROBLEM: _REFUSED + "rank 0 refused the settings; its terminal says why",
@@ -223,7 +227,10 @@ def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:
         if failure is not None and _is_new(cause, told, mine=failure.rank == ranks.rank):
             print(cause, file=terminal, flush=True)
         with suppress(OSError):  # a full disk, which may be the cause
-            write_ending(job, ranks.world_size, status="stopped" if was_stopped else "failed", error=cause)
+            name = "SIGTERM" if failure is None or failure.stopped_by is None else failure.stopped_by
+            code = exits.of_signal(signal.Signals[name]) if was_stopped else exits.FAILED
+            status = "stopped" if was_stopped else "failed"
+            write_ending(job, ranks.world_size, status=status, error=cause, code=code)
 
 
 def _is_new(cause: str, told_path: Path, mine: bool) -> bool:

@@ -91,6 +91,7 @@ def _do(job: Job, presence: Presence, rank: int) -> dict[str, Any]:
         job.stage,
         tell,
         job.trial,
+        job.planned,
     )
 
 

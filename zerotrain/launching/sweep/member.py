@@ -134,10 +134,10 @@ class Member:
         """It has ended with this result. Return its value."""
         assert self.run_dir is not None
         assert self._config is not None
-        has_lost = result["final_val_loss"] is None and EVALUATES.holds(self._config, result["world_size"])
-        status = outcome(result, DIVERGED if has_lost else None)
+        was_evaluated = result["status"] == COMPLETED and EVALUATES.holds(self._config, result["world_size"])
+        status = outcome(result, DIVERGED if was_evaluated and result["final_val_loss"] is None else None)
         value, problem = self._value(result, status)
-        error = result["error"] or problem
+        error = problem if status == COMPLETED else result["error"] or problem
         self._say(ENDED, self.run_dir, status, error=error, loss=result["final_val_loss"], value=value)
         return value
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -59,9 +60,10 @@ def require_room(config: Config, model: nn.Module | None, run_dir: Path | None, 
         )
 
 
-def plans_of(stages: Iterable[int]) -> list[Plan]:
+def plans_of(stages: Iterable[Any]) -> list[Plan]:
     """Plans of those stages that exist: other stages are reported elsewhere."""
-    return [STAGES[stage] for stage in stages if 0 <= stage < len(STAGES)]
+    given = list(stages)
+    return [plan for stage, plan in enumerate(STAGES) if stage in given]
 
 
 def is_on_host(config: Config) -> bool:

@@ -13,7 +13,8 @@ from zerotrain.training.callback import Callback, Run
 MAX_PLAIN_LINES = 10
 BAR_WIDTH = 8
 SPEED_ESTIMATED_OVER_S = 3600.0
-"""Of at most a thousand steps. It is long, as two steps must lie in it for the time left to be told."""
+"""The speed is that of the steps in this time, of the last thousand at most. It is long, as two steps must lie in it
+for the time left to be told."""
 MIN_WIDTH_OF_BAR = 100
 """Columns of a terminal that has room for a bar beside the numbers."""
 

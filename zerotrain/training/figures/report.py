@@ -57,6 +57,29 @@ class RankUsage:
     theory_offloaded_nbytes: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlannedUsage:
+    """The bytes of the rank that holds most, as they were planned before the run; None: not known."""
+
+    stage: int
+    """The stage that they are of."""
+    parameters: int
+    gradients: int
+    optimizer: int
+    offloaded: int
+    scratch: int
+    sent: int | None
+    """To other ranks, in a step."""
+    peak: int | None
+    """With the process itself, where the measured one has it too."""
+
+    def by_column(self) -> dict[str, int | None]:
+        """The bytes by column of the table."""
+        of = asdict(self)
+        kinds = ("parameters", "gradients", "optimizer", "offloaded", "peak")
+        return {kind: of[kind] for kind in kinds} | {"sent/step": self.sent}
+
+
 def measure_usage(*, engine: ZeroEngine, device: torch.device, num_micro_batches: int) -> RankUsage:
     """The bytes that this rank holds now, between steps, and sent in the last step."""
     memory = engine.memory_bytes()
@@ -79,7 +102,10 @@ def gather_usages(usage: RankUsage, world: World) -> list[RankUsage]:
 
 def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUsage], device: torch.device) -> None:
     """Print one line of results and one table of bytes, readable at 80 columns; where the stage has changed, with
-    rows for each. `usages` are those of all ranks at the end, in rank order."""
+    rows for each, and a row of what was planned, where the run was. `usages` are those of all ranks at the end, in rank
+    order."""
+    planned = (result.memory_bytes or {}).get("planned")
+    of_plan = None if planned is None else PlannedUsage(**planned)
     caption = f"measured / theory; peak of {device_of(device).peak_of}"
     told = [entry for entry in result.stages[:-1] if entry["ranks"]]
     by_stage = [[RankUsage(**each) for each in entry["ranks"]] for entry in told] + [list(usages)]
@@ -101,15 +127,19 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
     else:  # most of the others are empty then
         columns = {name: values for name, values in columns.items() if any(map(any, values))}
     table.add_column("stage,\nrank" if told else "rank", justify="right")
-    cells = []
+    cells, planned_cells = [], list[str]()
     for name, values in columns.items():
         unit, unit_nbytes = next((unit for unit in UNITS if max(map(max, values)) >= unit[1]), UNITS[-1])
         table.add_column(f"{name}\n{unit}", justify="right")
         cells.append([" / ".join(f"{nbytes / unit_nbytes:.4g}" for nbytes in cell) for cell in values])
-    rows = zip(*cells, strict=True)
+        nbytes = None if of_plan is None else of_plan.by_column()[name]
+        planned_cells.append("?" if nbytes is None else f"{nbytes / unit_nbytes:.4g}")
+    rows, plans = zip(*cells, strict=True), {} if of_plan is None else {of_plan.stage: planned_cells}
     for each, entry in zip(by_stage, [*told, *result.stages[-1:]] or [{}], strict=True):
         for rank in range(len(each)):
             table.add_row(f"{entry['stage']}, {rank}" if told else str(rank), *next(rows))
+        if (stage := entry.get("stage", result.stage)) in plans:
+            table.add_row(f"{stage}, plan" if told else "plan", *plans[stage])
     console.print(table)
 
 

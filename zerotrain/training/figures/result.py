@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ _SCHEMA = {
     "overrides": _Texts(),
     "error": _TEXT,
     "stopped_by": _TEXT,
+    "exit_code": Optional((int, None)),
     "config_hash": _TEXT,
     "checkpoint": _TEXT,
     "weights_sha256": _TEXT,
@@ -67,6 +69,9 @@ class RunResult:
     """The error that ended a run before it completed."""
     stopped_by: str | None = None
     """The signal after which the run ended in order, its step done on all ranks; null however else it ended."""
+    exit_code: int | None = None
+    """The exit code of the command, also where torchrun makes 1 of it; null of a run that has not ended, or was killed.
+    See `code_of_stop`."""
     restarts: int = 0
     """How often the ranks were started again before, after a failure."""
     resumed_from: str | None = None
@@ -110,7 +115,8 @@ class RunResult:
     comm_bytes_per_step: dict[str, int] | None = None
     """Bytes rank 0 sent in the last step, and what theory says: {sent, theory}."""
     memory_bytes: dict[str, Any] | None = None
-    """Bytes rank 0 holds at rest {parameters, gradients, optimizer}, the same in theory {theory}, and its {peak}."""
+    """Bytes rank 0 holds at rest {parameters, gradients, optimizer}, the same in theory {theory}, and its {peak}; where
+    the run was planned, the `PlannedUsage` {planned}, from the run's begin on."""
 
     stages: list[dict[str, Any]] = field(default_factory=list)
     """The stages that steps were trained at, in order: {stage, from_step: steps done before, sent_nbytes,
@@ -126,13 +132,21 @@ class RunResult:
             if name in state:
                 setattr(self, name, state[name])
 
-    def end(self, stopped_by: str | None, max_steps: int, failure: Exception | None) -> None:
-        """The run ends in order: its steps are done, or a signal came before. Some of its saves may have failed."""
-        self.status, self.stopped_by = "stopped" if stopped_by else "completed", stopped_by
+    def end(
+        self, stopped_by: str | None, max_steps: int, failure: Exception | None, when_stopped: int | None = None
+    ) -> None:
+        """The run ends in order: its steps are done, or a signal came before. Some of its saves may have failed.
+
+        Args:
+            when_stopped: see `code_of_stop`.
+        """
+        self.status, self.stopped_by, self.exit_code = "completed", stopped_by, 0
         if stopped_by:
+            self.status, self.exit_code = "stopped", code_of_stop(stopped_by, when_stopped)
             self.error = f"stopped by {stopped_by} after step {self.steps} of {max_steps}"
         if failure is not None:
-            self.status, self.error = "failed", printable(f"{type(failure).__name__}: {failure}")
+            self.status, self.exit_code = "failed", 1
+            self.error = printable(f"{type(failure).__name__}: {failure}")
 
     def body(self) -> dict[str, Any]:
         """The content that is written."""
@@ -142,6 +156,22 @@ class RunResult:
         """Write `run_dir`/result.json, whole or not at all."""
         with whole(run_dir / RESULT_NAME) as file:
             file.write((json.dumps(self.body(), indent=2) + "\n").encode())
+
+
+def code_of_stop(stopped_by: str, given: int | None) -> int:
+    """The exit code of a run that was stopped in order: 0 where control.yaml, a callback or a pruner has, since nobody
+    is to try it again.
+
+    Args:
+        stopped_by: a signal's name, or who has asked for the stop.
+        given: the code after a signal; None: that of a shell for SIGINT, else 0.
+    """
+    signum = getattr(signal.Signals, stopped_by, None)
+    if signum is None:
+        return 0
+    if given is not None:
+        return given
+    return 128 + signal.SIGINT if signum == signal.SIGINT else 0
 
 
 def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -40,6 +40,19 @@ def test_a_run_that_does_not_fit_is_an_exit_code_of_its_own(zygote: Zygote, tmp_
     assert not any(each["fits"] for each in json.loads((tmp_path / "run/plan.json").read_text())["stages"].values())
 
 
+@pytest.mark.parametrize(("memory", "code", "chosen"), [("4", 0, {"zero.stage": 1}), ("0.00001", 3, None)])
+def test_a_plan_of_auto_tells_what_a_run_would_choose(
+    zygote: Zygote, tmp_path: Path, memory: str, code: int, chosen: dict[str, int] | None
+):
+    done = plan(zygote, tmp_path, "zero.stage=auto", "plan.num_ranks=4", f"plan.memory_gb={memory}")
+
+    assert (done.code, done.err) == (code, "")
+    assert ("auto: zero.stage=1: " in done.out) == (not code)
+    assert ("zero.stage: got auto, but nothing fits: " in done.out) == bool(code)
+    told = json.loads((tmp_path / "run/plan.json").read_text())
+    assert (told["chosen"], len(told["stages"])) == (chosen, 4)
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [

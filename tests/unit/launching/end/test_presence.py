@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -76,3 +77,33 @@ def test_of_the_many_ranks_of_a_job_all_that_are_gone_are_told(tmp_path: Path):
     assert not presence.note_stop(signal.SIGTERM, in_order=True)
     [stopped] = [state for state, _ in read_states(tmp_path) if state.rank == 0]
     assert (stopped.stopped_by, sorted(stopped.gone)) == ("SIGTERM", [*gone])
+
+
+def test_rank_0_gives_a_sign_of_life_with_its_phases_and_steps_at_most_once_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    (tmp_path / "ranks").mkdir()
+    alive = tmp_path / "alive"
+    Presence(tmp_path / "ranks", 1).enter("training")
+    assert not alive.exists()
+    presence = Presence(tmp_path / "ranks", 0)
+    assert alive.exists()
+    signs = []
+    for passed_s, sign in ((0.5, presence.begin), (0.6, presence.begin), (5.0, presence.enter)):
+        now_s[0] += passed_s
+        os.utime(alive, times=(0, 0))
+        sign(3 if sign == presence.begin else "saving")
+        signs.append(alive.stat().st_mtime > 0)
+    assert signs == [False, True, True]
+
+
+def test_a_sign_of_life_touches_nothing_that_a_link_in_its_place_leads_to(tmp_path: Path):
+    (tmp_path / "ranks").mkdir()
+    mine = tmp_path / "mine"
+    mine.touch()
+    os.utime(mine, times=(0, 0))
+    (tmp_path / "alive").symlink_to(mine)
+    Presence(tmp_path / "ranks", 0).enter("training")
+    assert mine.stat().st_mtime == 0

@@ -118,6 +118,7 @@ def test_what_did_not_complete_goes_on_where_it_lies(tmp_path: Path, status: str
     assert place_of(tmp_path, seed=1, number=3) == JobPlace(run_dir=run_dir, goes_on=has_checkpoint)
 
 
+EARLY = {"status": "stopped", "stopped_by": "callbacks.early_stopping"}
 NAN = {"final_train_loss": None, "final_val_loss": None}
 NOT_FINITE = {"status": "failed", "error": "rank 0 failed: TrainingError: the gradient was not finite"}
 
@@ -130,6 +131,8 @@ NOT_FINITE = {"status": "failed", "error": "rank 0 failed: TrainingError: the gr
         ({"status": "failed"}, "none", "0", True),
         ({"status": "failed"}, "all", "0_2", False),
         ({"status": "stopped"}, "none", "0", False),
+        (EARLY, "failed", "0", True),
+        (EARLY | {"stopped_by": "control.yaml"}, "failed", "0", False),
         (NAN, "failed", "0_2", False),
         (NAN, "none", "0", True),
         (NOT_FINITE, "failed", "0", False),

@@ -74,6 +74,18 @@ def test_a_process_that_drove_no_sweep_prints_no_table(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(("by", "goes_on"), [("callbacks.early_stopping", False), ("SIGTERM", True)])
+def test_a_job_that_a_callback_has_ended_is_done(tmp_path: Path, monkeypatch, capsys, by: str, goes_on: bool):
+    write(tmp_path, 0)
+    write(tmp_path, 1, status="stopped", stopped_by=by, final_val_loss=1.5)
+    sweep = sweep_in(tmp_path, total=2)
+    monkeypatch.setattr(driver, "_driven", [(sweep, Teller(sweep))])
+    assert table.report(exits.COMPLETED) == exits.COMPLETED
+    printed = capsys.readouterr().out
+    assert ("to go on: " in printed) == goes_on
+    assert [row.status for row in rows_of(sweep)] == ["completed", "stopped" if goes_on else "completed"]
+
+
 def test_of_an_earlier_sweep_no_job_is_shown_but_those_that_this_one_has_met(tmp_path: Path):
     for job in (0, 1):
         write(tmp_path, job)
@@ -149,7 +161,7 @@ def test_the_best_job_is_told_by_the_objective_and_pruned_ones_are_counted(tmp_p
             "error": "x" if status == "pruned" else None,
         }
         sweep.journal.append(JobEvent(event="ended", status=status, value=value, final_val_loss=9.0 - job, **given))
-    teller.look()
+    teller.close()
     told = capfd.readouterr()
     assert told.out.splitlines() == [
         "job 0 completed with val_accuracy 0.5000 (1/4, best 0.5000 job 0, 0 s left)",
@@ -168,7 +180,7 @@ def test_of_a_study_all_trials_are_counted_also_those_of_drivers_before(tmp_path
     assert [row.job for row in rows_of(sweep)] == ["0", "1"]
     teller = Teller(sweep)
     write(tmp_path, 2, final_val_loss=2.0)
-    teller.look()
+    teller.close()
     [line] = capfd.readouterr().out.splitlines()
     assert line.startswith("job 2 completed (3/3, 1 failed")
     assert [row.job for row in rows_of(sweep)] == ["0", "1", "2"]

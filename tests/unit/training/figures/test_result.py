@@ -11,6 +11,7 @@ KEYS = [
     "status",
     "error",
     "stopped_by",
+    "exit_code",
     "restarts",
     "resumed_from",
     "checkpoint",

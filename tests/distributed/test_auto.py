@@ -1,0 +1,105 @@
+"""`zero.stage=auto`: what is chosen is trained, stored and chosen again. Under torchrun: test_launching.py."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import TINY, by_hand, result_of
+
+from tests.zygote.client import Zygote
+
+AUTO = (*TINY, "zero.stage=auto", "hydra.run.dir=run")
+CHOSEN_1 = "auto: zero.stage=1: stages 0, 1, 2, 3 fit; of these it sends least"
+AS_BEFORE = "as plan.json of the run's folder has it"
+
+
+def config_of(run_dir: Path) -> Any:
+    """The resolved config that a run has left."""
+    return yaml.safe_load((run_dir / "config.yaml").read_text())
+
+
+def require_planned(run_dir: Path, table: str, stage: int) -> None:
+    """The result and the table of a run have what was planned beside what was measured."""
+    memory = result_of(run_dir)["memory_bytes"]
+    planned = memory["planned"]
+    kinds = ("parameters", "gradients", "optimizer")
+    assert {kind: planned[kind] for kind in kinds} == {kind: memory[kind] for kind in kinds}
+    assert planned["stage"] == stage
+    assert planned["sent"] == result_of(run_dir)["comm_bytes_per_step"]["sent"]
+    assert planned["peak"] > memory["parameters"] + memory["gradients"] + memory["optimizer"]
+    [row] = [line.split() for line in table.splitlines() if line.split()[:1] == ["plan"]]
+    assert [float(each) for each in row[1:5]] == pytest.approx(
+        [planned[kind] / 1e3 for kind in (*kinds, "sent")], rel=1e-3
+    )
+
+
+def choose_instead(run_dir: Path, stage: int) -> None:
+    """Let plan.json have chosen a stage that nobody would choose now."""
+    path = run_dir / "plan.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chosen": {"zero.stage": stage}}))
+
+
+@pytest.fixture(scope="module")
+def sha256(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> str:
+    """The weights of 6 steps of 2 ranks at stage 3."""
+    folder = tmp_path_factory.mktemp("by_hand")
+    command = by_hand(
+        *TINY, "zero.stage=3", "hydra.run.dir=run", "train.max_steps=6", "launch.nproc_per_node=2", "plan.compare=true",
+        folder=folder, zygote=zygote,
+    )  # fmt: skip
+    assert command.wait() == 0, command.stderr
+    require_planned(folder / "run", command.stdout, 3)
+    return str(result_of(folder / "run")["weights_sha256"])
+
+
+def test_a_resume_and_a_rerun_are_at_the_stage_that_was_chosen_and_keep_the_bits(
+    sha256: str, tmp_path: Path, zygote: Zygote
+):
+    def run(*more: str) -> str:
+        command = by_hand(*AUTO, "launch.nproc_per_node=2", *more, folder=tmp_path, zygote=zygote)
+        assert command.wait() == 0, command.stderr
+        assert "no effect" not in command.stderr
+        return str(command.stdout)
+
+    first = run()
+    run_dir = tmp_path / "run"
+    assert CHOSEN_1 in first
+    assert "stage 1, ranks: 2" in first
+    assert (config_of(run_dir)["zero"]["stage"], result_of(run_dir)["stage"]) == (1, 1)
+    require_planned(run_dir, first, 1)
+    again = run("checkpoint.resume=auto")
+    assert "holds this run already, and it is completed; nothing is changed" in again
+    choose_instead(run_dir, 2)
+    resumed = run("checkpoint.resume=auto", "train.max_steps=6")
+    assert AS_BEFORE in resumed
+    assert "stage 2, ranks: 2" in resumed
+    assert config_of(run_dir)["zero"]["stage"] == 2
+    assert result_of(run_dir)["weights_sha256"] == sha256
+    require_planned(run_dir, resumed, 2)
+    anew = run("launch.overwrite=true", "plan.memory_gb=3")
+    assert CHOSEN_1 in anew
+    assert config_of(run_dir)["zero"]["stage"] == 1
+
+
+def test_a_sweep_chooses_for_each_job_and_knows_its_jobs_again(tmp_path: Path, zygote: Zygote):
+    sweep = ("-m", *TINY, "zero.stage=auto,3", "hydra.sweep.dir=sweep", "train.max_steps=1")
+
+    first = by_hand(*sweep, folder=tmp_path, zygote=zygote)
+    assert first.wait() == 0, first.stderr
+    second = by_hand(*sweep, folder=tmp_path, zygote=zygote)
+    assert second.wait() == 0, second.stderr
+
+    assert [config_of(tmp_path / "sweep" / job)["zero"]["stage"] for job in ("0", "1")] == [0, 3]
+    assert second.stdout.count("is taken as it lies in") == 2
+
+
+def test_a_run_that_fits_at_no_stage_starts_no_rank(tmp_path: Path, zygote: Zygote):
+    command = by_hand(*AUTO, "plan.memory_gb=0.001", folder=tmp_path, zygote=zygote)
+
+    assert (command.wait(), command.stdout) == (2, "")
+    [line] = command.stderr.splitlines()
+    assert line.startswith("zero.stage: got auto, but nothing fits: with zero.stage=")
+    assert not (tmp_path / "run/ranks").exists()
+    assert not (tmp_path / "run/plan.json").exists()

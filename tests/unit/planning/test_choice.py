@@ -1,0 +1,134 @@
+"""The values that a run gets for `auto`, from plans of a small model."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.planning.rows import MODELS, Row
+from zerotrain.config.schema import Config
+from zerotrain.errors import ConfigError
+from zerotrain.planning.auto import with_least_memory
+from zerotrain.planning.choice import as_chosen, choose
+from zerotrain.planning.plan import PLAN_NAME, Planner, RunPlan
+from zerotrain.run.preflight.room import Ranks
+
+SYNTHETIC = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 24, "vocab_size": 64}
+
+
+def asking(model: str = "gpt") -> Config:
+    """A config whose stage is to be chosen."""
+    config = Row(model=model, ranks=4, stage=2, precision="bf16").config
+    config.zero.stage, config.data, config.launch.device = "auto", config.data | SYNTHETIC, "cpu"
+    return config
+
+
+def planner_of(config: Config, num_ranks: int, folder: Path) -> Planner:
+    """Its plans, of ranks on this host."""
+    return Planner(with_least_memory(config), Ranks(num_ranks, num_ranks), torch.device("cpu"), folder)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Planner, RunPlan]:
+    """What asks, and its plans of four ranks."""
+    asked = asking()
+    planner = planner_of(asked, 4, tmp_path_factory.mktemp("plans"))
+    return asked, planner, planner.run(with_least_memory(asked))
+
+
+def with_room_for(planner: Planner, nbytes: float) -> Planner:
+    """The same with other memory."""
+    planner.memory = replace(planner.memory, device=nbytes)
+    return planner
+
+
+def test_the_choice_sends_least_of_what_fits_and_shares_the_update(four_ranks: tuple[Config, Planner, RunPlan]):
+    asked, planner, plans = four_ranks
+    taken = {stage: plans.memory.taken(plan) for stage, plan in plans.stages.items()}
+    sent = {stage: plan.sent or 0 for stage, plan in plans.stages.items()}
+    assert sent[0] == sent[1] == sent[2] < sent[3]
+    assert len(set(taken.values())) == 4
+    limits = sorted(taken.values())
+
+    chosen = {}
+    for limit in limits:
+        choice = choose(asked, with_least_memory(asked), with_room_for(planner, limit))
+        chosen[limit] = choice.values["zero.stage"]
+        assert choice.plan.stage == chosen[limit]
+        assert choice.why.startswith(f"auto: zero.stage={chosen[limit]}: ")
+
+    order = (1, 2, 0, 3)  # as much is sent at 0, but each rank updates all; the most is sent at 3
+    assert chosen == {limit: next(each for each in order if taken[each] <= limit) for limit in limits}
+    assert set(chosen.values()) >= {1, 3}
+
+
+def test_one_rank_has_nothing_to_share(tmp_path: Path):
+    asked = asking()
+
+    choice = choose(asked, with_least_memory(asked), with_room_for(planner_of(asked, 1, tmp_path), 1e12))
+
+    assert choice.values == {"zero.stage": 0}
+
+
+def test_where_nothing_fits_the_smallest_change_that_does_is_told(four_ranks: tuple[Config, Planner, RunPlan]):
+    asked, planner, plans = four_ranks
+    least = min(plans.memory.taken(plan) for plan in plans.stages.values())
+    process, checked = plans.memory.process, with_least_memory(asked)
+
+    a_bit_less = choose(asked, checked, with_room_for(planner, least - 1))
+    too_little = choose(asked, checked, with_room_for(planner, process + 1))
+
+    assert not a_bit_less.plan.fits
+    assert a_bit_less.why.startswith("zero.stage: got auto, but nothing fits: with zero.stage=")
+    assert a_bit_less.why.endswith("; model.activation_checkpointing=true fits")
+    assert "nor 16 times the ranks fit; choose a smaller model or batch" in too_little.why
+
+
+def test_a_choice_is_found_again_for_the_same_settings_and_ranks_alone(
+    four_ranks: tuple[Config, Planner, RunPlan], tmp_path: Path
+):
+    asked, planner, _ = four_ranks
+    choice = choose(asked, with_least_memory(asked), with_room_for(planner, 1e12))
+    choice.write(tmp_path, asked)
+    other = replace(asked, plan=replace(asked.plan, memory_gb=3.0))
+
+    assert as_chosen(asked, tmp_path, 4).zero.stage == choice.values["zero.stage"] == 1
+    assert as_chosen(asked, tmp_path).zero.stage == 1
+    assert as_chosen(asked, tmp_path, 2) == asked
+    assert as_chosen(other, tmp_path, 4) == other
+    assert as_chosen(asked, tmp_path / "nowhere", 4) == asked
+    assert as_chosen(with_least_memory(asked), tmp_path, 4).zero.stage == 3
+
+
+def test_what_does_not_fit_is_chosen_for_no_run(four_ranks: tuple[Config, Planner, RunPlan], tmp_path: Path):
+    asked, planner, _ = four_ranks
+
+    choose(asked, with_least_memory(asked), with_room_for(planner, 1.0)).write(tmp_path, asked)
+
+    assert as_chosen(asked, tmp_path, 4) == asked
+
+
+@pytest.mark.parametrize("said", [9, True, "1", None, [1], {"a": 1}, -1])
+def test_a_choice_that_there_is_not_is_none(four_ranks: tuple[Config, Planner, RunPlan], tmp_path: Path, said: object):
+    asked, planner, _ = four_ranks
+    choose(asked, with_least_memory(asked), with_room_for(planner, 1e12)).write(tmp_path, asked)
+    body = json.loads((tmp_path / PLAN_NAME).read_text())
+    assert body["chosen"] == {"zero.stage": 1}
+
+    for changed in ({"chosen": {"zero.stage": said}}, {"chosen": said}, {"asked": said}, {"num_ranks": "4"}):
+        (tmp_path / PLAN_NAME).write_text(json.dumps(body | changed))
+        assert as_chosen(asked, tmp_path, 4) == asked
+
+
+def test_a_model_that_asks_for_values_leaves_nothing_to_choose_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(
+        MODELS,
+        "chooser",
+        {"_target_": "tests.unit.planning.test_rehearsal.Chooser"},
+    )
+    asked = asking("chooser")
+
+    with pytest.raises(ConfigError, match=r"^zero\.stage: got auto, but aten\.index\.Tensor cannot be"):
+        choose(asked, with_least_memory(asked), planner_of(asked, 2, tmp_path))

@@ -1,0 +1,250 @@
+"""The store in which a run's ranks meet: a file, that of torchrun's agent, or one that rank 0 keeps."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from zerotrain.comm.accounts.shortage import shortage
+from zerotrain.comm.accounts.within import within
+from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
+from zerotrain.errors import CommError, ConfigError
+
+_REMINDER_S = 10.0
+"""A line says who is missing each time so much has passed."""
+POLL_S = 0.05
+"""Torch's own waits say something of their own on stderr when their time is up."""
+_RANKS_PER_POLL_S = 2000
+"""Many ranks ask less often: all ask one store for all."""
+STORE_LIMIT_S = 10.0
+"""A store that was reached a moment ago answers within this, or is gone."""
+_MAX_ANSWER_S = 1e6
+WHERE = "the meeting of the ranks"
+_opened: dict[RankEnvironment, dist.Store] = {}
+"""The stores of this process. A port can be listened to once."""
+_kept: list[dist.Store] = []
+"""Those of `keep_at_rank_0`, to the end of the process: others may still read."""
+
+
+def open_store(ranks: RankEnvironment, timeout_s: float, *, across_restarts: bool = False) -> dist.Store:
+    """The store of this process's ranks: the file it was given, that of torchrun, or one that rank 0 keeps.
+
+    Does not wait for the other ranks, but for the one that keeps the store. Nothing that is read from it is ever
+    unpickled: whoever reaches the port of torchrun's store may write to it.
+
+    Args:
+        across_restarts: torchrun may start all ranks again, and keeps its store: whether to see what they have left
+            there before, or a place of their own.
+
+    Raises:
+        ConfigError: the store cannot be kept or used there.
+        CommError: nobody keeps it there within the time.
+    """
+    if ranks not in _opened:
+        _opened[ranks] = _open(ranks, timeout_s)
+    opened = _opened[ranks]
+    limit_answers(ranks, opened, timeout_s)
+    return dist.PrefixStore("zerotrain/kept", opened) if across_restarts else of_this_start(opened)
+
+
+def limit_answers(ranks: RankEnvironment, store: dist.Store, timeout_s: float) -> None:
+    """From here on no call to the store waits longer for who keeps it. Torch's own limit holds for a key that is not
+    there yet; where a cable is pulled, TCP gives up after a quarter of an hour (2026-11-24)."""
+    store.set_timeout(timedelta(seconds=timeout_s))
+    options = {"TCP_USER_TIMEOUT": int(1000 * min(timeout_s, _MAX_ANSWER_S)), "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5}
+    for descriptor in os.listdir("/proc/self/fd") if sys.platform == "linux" else []:
+        with contextlib.suppress(OSError), socket.socket(fileno=_another(int(descriptor))) as found:
+            if found.type == socket.SOCK_STREAM and found.getpeername()[1:2] == (ranks.port,):
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for name, value in options.items():
+                    found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _another(descriptor: int) -> int:
+    """A second descriptor of a socket; OSError where it is of none."""
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        raise OSError
+    return os.dup(descriptor)
+
+
+def of_this_start(store: dist.Store) -> dist.Store:
+    """The place of ranks that torchrun may start again in the same store. One that rank 0 keeps is new each time; there
+    a host that has just joined, whose torchrun counts from 0, meets those that count more (2026-11-24)."""
+    return dist.PrefixStore(f"zerotrain/{num_restarts() if _has_agent_store() else 0}", store)
+
+
+def meet_at_rank_0(ranks: RankEnvironment) -> bool:
+    """Whether rank 0 keeps the store in which the ranks meet."""
+    return ranks.store_file is None and not _has_agent_store()
+
+
+def _has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def keep_at_rank_0(store: dist.Store, ranks: RankEnvironment, timeout_s: float) -> dist.Store:
+    """The store for what ranks do together that have met in `store`: where torchrun's agent keeps that, one that rank 0
+    keeps. An agent that a signal had ended before its ranks took their last save with it (2026-11-24).
+
+    Raises:
+        CommError, ConfigError: rank 0 cannot be reached.
+    """
+    if ranks.world_size == 1 or ranks.store_file is not None or meet_at_rank_0(ranks):
+        limit_answers(ranks, store, timeout_s)
+        return store
+    try:
+        if ranks.rank == 0:
+            kept, place = _listen_beside(ranks, timeout_s)
+            store.set("rank 0 keeps", json.dumps(place))
+        else:
+            place = json.loads(store.get("rank 0 keeps"))
+            kept = reach(_met_at(ranks, *place), timeout_s)
+        limit_answers(_met_at(ranks, *place), kept, timeout_s)
+    except dist.DistError as error:
+        raise keeper_is_gone(ranks) from error
+    except OSError as error:
+        raise _cannot_meet(ranks, error) from error
+    _kept.append(kept)
+    return dist.PrefixStore("zerotrain/world", kept)
+
+
+def _met_at(ranks: RankEnvironment, address: object, port: object) -> RankEnvironment:
+    return dataclasses.replace(ranks, address=str(address), port=int(str(port)))
+
+
+def _listen_beside(ranks: RankEnvironment, timeout_s: float) -> tuple[dist.Store, tuple[str, int]]:
+    """A store of this process, and where the others reach it: at the address by which this one reaches torchrun."""
+    with socket.create_connection((ranks.address, ranks.port), timeout=timeout_s) as reached:
+        family, here = reached.family, str(reached.getsockname()[0])
+    others_reach = here
+    if _is_loopback(here) and ranks.local_world_size < ranks.world_size:  # this is the machine that MASTER_ADDR names
+        here, others_reach = "", ranks.address
+    listener = socket.create_server((here, 0), family=family, backlog=2048)
+    port = int(listener.getsockname()[1])
+    kept = dist.TCPStore(
+        others_reach,
+        port,
+        ranks.world_size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return kept, (others_reach, port)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _keeper(ranks: RankEnvironment) -> str:
+    return f"{'torchrun' if _has_agent_store() else 'rank 0'} at {ranks.address}:{ranks.port}"
+
+
+def keeper_is_gone(ranks: RankEnvironment) -> CommError:
+    return CommError(
+        f"{_keeper(ranks)}, which keeps the store of the ranks, was there and is gone; start all ranks again",
+        unheard=() if _has_agent_store() else (0,),
+        where=WHERE,
+    )
+
+
+def _open(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
+    if ranks.rank > 0 or not meet_at_rank_0(ranks):
+        return reach(ranks, timeout_s)
+    try:
+        return dist.TCPStore(
+            ranks.address,
+            ranks.port,
+            ranks.world_size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=_listen_on_loopback(ranks),
+        )
+    except (OSError, RuntimeError) as error:
+        raise _cannot_meet(ranks, error) from error
+
+
+def reach(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
+    """A connection to the store that another keeps, or to the file."""
+    if ranks.store_file is not None:
+        return dist.FileStore(ranks.store_file, ranks.world_size)
+    _await_keeper(ranks, timeout_s)
+    limit_s = min(timeout_s, STORE_LIMIT_S)
+
+    def connect() -> dist.Store:
+        # Longer than is waited for: a thread that came back while the interpreter ends would abort the process.
+        timeout = timedelta(seconds=10 * limit_s)
+        return dist.TCPStore(
+            ranks.address, ranks.port, ranks.world_size, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+
+    try:
+        return within(limit_s, connect)
+    except (OSError, RuntimeError) as error:
+        if lacking := shortage(error):
+            raise CommError(f"rank {ranks.rank} cannot meet the others: {lacking}", is_own=True) from error
+        if not _is_reachable(ranks):
+            raise keeper_is_gone(ranks) from error
+        raise _cannot_meet(ranks, error) from error
+
+
+def _cannot_meet(ranks: RankEnvironment, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+    return ConfigError(
+        f"MASTER_ADDR={ranks.address}, MASTER_PORT={ranks.port}: rank {ranks.rank} cannot meet the others there: "
+        f"{reason}; give another port, the same to all ranks"
+    )
+
+
+def _listen_on_loopback(ranks: RankEnvironment) -> int | None:
+    """A socket for a store that only this machine is to reach; None where others are to, for which torch listens on
+    all addresses."""
+    found = socket.getaddrinfo(ranks.address, ranks.port, type=socket.SOCK_STREAM)
+    family, address = found[0][0], found[0][4]
+    if not _is_loopback(str(address[0])):
+        return None
+    return socket.create_server(address[:2], family=family, backlog=2048).detach()
+
+
+def _await_keeper(ranks: RankEnvironment, timeout_s: float) -> None:
+    """Wait until the store can be reached. Torch would wait too, with lines of its own."""
+    keeper = _keeper(ranks)
+    if not wait(lambda: _is_reachable(ranks), lambda: keeper, ranks, timeout_s):
+        raise CommError(
+            f"{keeper} did not come within {timeout_s:g} s (World.from_environment(start_timeout_s=...)); start it, "
+            "with the same MASTER_ADDR and MASTER_PORT"
+        )
+
+
+def _is_reachable(ranks: RankEnvironment) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((ranks.address, ranks.port), timeout=5.0):
+        return True
+    return False
+
+
+def wait(is_over: Callable[[], bool], missing: Callable[[], str], ranks: RankEnvironment, limit_s: float) -> bool:
+    """Wait for something; return whether it was over in time. Every ten seconds a line says who is missing, unless
+    that is nothing."""
+    pause_s = max(POLL_S, ranks.world_size / _RANKS_PER_POLL_S)
+    started_s, next_s = time.monotonic(), _REMINDER_S
+    while not is_over():
+        waited_s = time.monotonic() - started_s
+        if waited_s >= next_s:
+            next_s += _REMINDER_S
+            if names := missing():
+                line = f"rank {ranks.rank} waits for {names} ({waited_s:.0f} of {limit_s:g} s)"
+                print(line, file=sys.stderr, flush=True)
+        if waited_s >= limit_s:
+            return False
+        time.sleep(pause_s)
+    return True
