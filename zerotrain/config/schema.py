@@ -124,7 +124,6 @@ LENGTHS = ("max_steps", "num_epochs", "max_tokens")
 MODEL_SWITCHES = tuple(switch.name for switch in fields(ModelSwitches))
 OPTIMIZER_SWITCHES = tuple(switch.name for switch in fields(OptimizerSwitches))
 DATA_SWITCHES = tuple(switch.name for switch in fields(DataSwitches))
-
 SAMPLES = Effect(lambda run, _: run.train.sample_tokens > 0, "with train.sample_tokens=0")
 
 

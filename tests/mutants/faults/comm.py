@@ -10,7 +10,7 @@ ORDER = ("unit/comm/accounts/test_ledger.py", "unit/engine/test_agreement.py")
 
 POSTED, BACKEND = "comm/wires/posted_handles.py", "comm/wires/backend_handles.py"
 
-HOSTS, MEETING, WHEREABOUTS = "comm/ranks/hosts.py", "comm/ranks/meeting.py", "comm/accounts/whereabouts.py"
+HOSTS, STORES, WHEREABOUTS = "comm/ranks/hosts.py", "comm/ranks/stores.py", "comm/accounts/whereabouts.py"
 OF_HOSTS = ("unit/comm/ranks/test_hosts.py",)
 
 FAULTS = {
@@ -49,19 +49,19 @@ FAULTS = {
         "who is cut off blames a rank of its own host",
         ("unit/comm/accounts/test_whereabouts.py",),
     ),
-    "meeting-answers-without-a-limit": Fault(
-        MEETING,
+    "stores-answer-without-a-limit": Fault(
+        STORES,
         "                    found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)\n",
         "                    pass\n",
         "a call to a store that is cut off waits until TCP gives up",
-        ("unit/comm/ranks/test_meeting.py",),
+        ("unit/comm/ranks/test_stores.py",),
     ),
-    "meeting-joiner-apart": Fault(
-        MEETING,
+    "stores-joiner-apart": Fault(
+        STORES,
         "{num_restarts() if _has_agent_store() else 0}",
         "{num_restarts()}",
         "a host that joins never meets those that have lost another",
-        ("unit/comm/ranks/test_meeting.py",),
+        ("unit/comm/ranks/test_stores.py",),
     ),
     "mean-over-ranks-and-not-leaves": Fault(
         "comm/means.py",

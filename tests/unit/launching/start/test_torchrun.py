@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zerotrain.comm.ranks import meeting
+from zerotrain.comm.ranks import stores
 from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.config.schema import Config
 from zerotrain.errors import CommError, ConfigError
@@ -157,7 +157,7 @@ def test_ranks_that_torchrun_starts_again_go_on_in_the_folder_of_the_first_and_s
     assert first.run_dir_before() is None
     first.publish(Job(config=Config(seed=1), run_dir=tmp_path / "first", overrides=[]))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setattr(meeting, "_opened", {})  # as in new processes
+    monkeypatch.setattr(stores, "_opened", {})  # as in new processes
     second = exchange(1, "launch.start_timeout_s=0.2")
     with pytest.raises(CommError, match="rank 0 did not come"):
         second.receive()
