@@ -7,7 +7,14 @@ import pytest
 from attacks import Attack, carry_out
 
 from tests.zygote.client import Zygote
-from zerotrain.config.schema import CheckpointConfig, Config, DataSwitches, ModelSwitches, OptimizerSwitches
+from zerotrain.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataSwitches,
+    LaunchConfig,
+    ModelSwitches,
+    OptimizerSwitches,
+)
 from zerotrain.settings import OffloadConfig, settings_in
 
 VALUES: dict[str, Any] = {
@@ -35,7 +42,7 @@ def test_each_setting_that_excludes_a_value_refuses_it_in_a_line_of_its_own(type
     # A whole number given to a switch of the schema is one more way to write true and false.
     switches = {name for name, setting, _ in settings_in(Config()) if setting.allows(True) and setting.allows(False)}
     # A number given to a setting that is a text is the text.
-    groups = {"checkpoint": CheckpointConfig, "offload": OffloadConfig}
+    groups = {"checkpoint": CheckpointConfig, "launch": LaunchConfig, "offload": OffloadConfig}
     hints = {f"{group}.{name}": hint for group, kind in groups.items() for name, hint in get_type_hints(kind).items()}
     texts = {name for name, hint in hints.items() if hint == str | None}
     taken = switches if isinstance(VALUES[typed], int) else set()

@@ -30,8 +30,8 @@ _MAX_ANSWER_S = 1e6
 WHERE = "the meeting of the ranks"
 _opened: dict[RankEnvironment, dist.Store] = {}
 """The stores of this process. A port can be listened to once."""
-_kept: list[dist.Store] = []
-"""Those of `keep_at_rank_0`, to the end of the process: others may still read."""
+_kept_here: list[dist.Store] = []
+"""Those that this process keeps for the others, to its end."""
 
 
 def open_store(ranks: RankEnvironment, timeout_s: float, *, across_restarts: bool = False) -> dist.Store:
@@ -112,8 +112,18 @@ def keep_at_rank_0(store: dist.Store, ranks: RankEnvironment, timeout_s: float) 
         raise keeper_is_gone(ranks) from error
     except OSError as error:
         raise _cannot_meet(ranks, error) from error
-    _kept.append(kept)
     return dist.PrefixStore("zerotrain/world", kept)
+
+
+def leave(store: dist.Store, size: int) -> None:
+    """Say that this rank asks the store no more. The one that keeps it waits for the others, though not for long: a
+    rank that still read how a save had ended took it for failed (2026-11-24)."""
+    deadline_s = time.monotonic() + STORE_LIMIT_S
+    with contextlib.suppress(dist.DistError):  # it is gone
+        num_left = store.add("left", 1)
+        while _kept_here and num_left < size and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+            num_left = store.add("left", 0)
 
 
 def _met_at(ranks: RankEnvironment, address: object, port: object) -> RankEnvironment:
@@ -138,6 +148,7 @@ def _listen_beside(ranks: RankEnvironment, timeout_s: float) -> tuple[dist.Store
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+    _kept_here.append(kept)
     return kept, (others_reach, port)
 
 
@@ -161,7 +172,7 @@ def _open(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
     if ranks.rank > 0 or not meet_at_rank_0(ranks):
         return reach(ranks, timeout_s)
     try:
-        return dist.TCPStore(
+        kept = dist.TCPStore(
             ranks.address,
             ranks.port,
             ranks.world_size,
@@ -170,6 +181,8 @@ def _open(ranks: RankEnvironment, timeout_s: float) -> dist.Store:
             wait_for_workers=False,
             master_listen_fd=_listen_on_loopback(ranks),
         )
+        _kept_here.append(kept)
+        return kept
     except (OSError, RuntimeError) as error:
         raise _cannot_meet(ranks, error) from error
 

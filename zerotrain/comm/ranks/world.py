@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from zerotrain.comm.accounts.blame import is_of_others
 from zerotrain.comm.accounts.overdue import Overdue, Tell, tell_log
@@ -19,7 +20,7 @@ from zerotrain.comm.accounts.shortage import files_problem, num_open_files
 from zerotrain.comm.accounts.whereabouts import Whereabouts
 from zerotrain.comm.ranks.environment import STORE_VARIABLE, RankEnvironment
 from zerotrain.comm.ranks.meeting import make_together, meet
-from zerotrain.comm.ranks.stores import keep_at_rank_0
+from zerotrain.comm.ranks.stores import keep_at_rank_0, leave
 from zerotrain.device.kinds import device_of, num_gpus
 from zerotrain.errors import ConfigError
 
@@ -231,6 +232,7 @@ class World:
         if self.size == 1 or not dist.is_initialized():
             return
         if self.started_here:
+            leave(_get_default_store(), self.size)
             dist.destroy_process_group()
         else:
             with suppress(ValueError):  # what torch says of a group that is gone

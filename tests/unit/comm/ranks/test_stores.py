@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from zerotrain.comm.ranks import stores
 from zerotrain.comm.ranks.environment import RankEnvironment
@@ -120,3 +121,17 @@ def test_who_listens_and_says_nothing_is_no_keeper(monkeypatch):
         port = server.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"MASTER_PORT={port}: rank 1 cannot meet the others there: no answer"):
             stores.open_store(RankEnvironment(1, 2, 1, 2, "localhost", port), ABOVE_ALL_WAITS_S)
+
+
+def test_who_keeps_the_store_is_the_last_to_leave_it_and_waits_not_for_long(monkeypatch):
+    """The other still read how a save had ended, and took it for failed (2026-11-24)."""
+    port = free_port()
+    kept, other = (stores.open_store(RankEnvironment(rank, 2, rank, 2, "localhost", port), 10.0) for rank in (0, 1))
+    keeper = threading.Thread(target=stores.leave, args=(dist.PrefixStore("world/0", kept), 2))
+    keeper.start()
+    keeper.join(0.3)
+    assert keeper.is_alive()
+    stores.leave(dist.PrefixStore("world/0", other), 2)
+    keeper.join()
+    monkeypatch.setattr(stores, "STORE_LIMIT_S", 0.1)
+    stores.leave(dist.PrefixStore("world/1", kept), 2)
