@@ -13,6 +13,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from tests.zygote.client import Zygote  # noqa: E402
+from tests.zygote.rank_server import fork_rank_server  # noqa: E402
 
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when its packages are imported; the ranks of a test inherit it
@@ -20,6 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when its packages are imported; the r
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # nor does a test's own collection look there
+    fork_rank_server()
     gc.enable()
 
 

@@ -43,7 +43,7 @@ def run_loop(size: int, disturbance: Disturbance, kill: tuple[int, float] | None
         AssertionError: one does not end.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(ranks._PRELOADED))
+    context.set_forkserver_preload(list(ranks.PRELOADED))
     ranks._start_fork_server()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

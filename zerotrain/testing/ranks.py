@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from zerotrain.testing.limits import HANG_S
 
-_PRELOADED = (
+PRELOADED = (
     "torch._dynamo",
     "zerotrain.api",
     "zerotrain.config.schema",
@@ -58,7 +58,7 @@ def run_ranks(
     """
     # Forking a process that has run torch's thread pools can hang; a fork server has run none.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOADED, *(name for name in _PRELOADED_AS_HERE if name in sys.modules)])
+    context.set_forkserver_preload([*PRELOADED, *(name for name in _PRELOADED_AS_HERE if name in sys.modules)])
     _start_fork_server()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
