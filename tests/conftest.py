@@ -4,7 +4,10 @@ import fcntl
 import gc
 import os
 import pickle
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 gc.disable()  # until all tests are collected: in vain it would look through torch and 3,000 tests again and again
@@ -12,9 +15,11 @@ gc.disable()  # until all tests are collected: in vain it would look through tor
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests.zygote.client import Zygote  # noqa: E402
+from tests.zygote.client import SOCKET, STAND_INS, Server, Zygote  # noqa: E402
 from tests.zygote.rank_server import fork_rank_server  # noqa: E402
 
+SERVER = "ZEROTRAIN_TEST_SERVER_FOLDER"
+"""A variable that tells the workers of pytest-xdist of their server."""
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when its packages are imported; the ranks of a test inherit it
 
@@ -26,20 +31,29 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-rows", action="store_true", help="run each row of a test that is marked as thinned")
+    parser.addoption("--slow", action="store_true", help="run the tests that are marked as slow too")
+    parser.addoption(
+        "--all-rows", action="store_true", help="likewise, and each row of a test that is marked as thinned"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a thinned test leave out the rows that are not its turn: a diagonal of the product, so that each value of each
-    parameter is still there. Tests that wait for long begin: at the end nothing would run beside them."""
-    if not config.getoption("--all-rows") and not any("[" in each for each in config.args):  # one row, by its name
-        left_out = [item for item in items if not is_run(item)]
-        config.hook.pytest_deselected(items=left_out)
+    """Leave out what is slow, and of a thinned test the rows that are not its turn: a diagonal of the product stays, so
+    each value of each parameter is still there. Nothing that is named on the command line is left out. Tests that wait
+    for long begin: at the end nothing would run beside them."""
+    with_all_rows, named = config.getoption("--all-rows"), any("::" in each for each in config.args)
+    with_slow = with_all_rows or config.getoption("--slow")
+
+    def is_run(item: pytest.Item) -> bool:
+        return (with_all_rows or is_its_turn(item)) and (with_slow or item.get_closest_marker("slow") is None)
+
+    if not named:
+        config.hook.pytest_deselected(items=[item for item in items if not is_run(item)])
         items[:] = [item for item in items if is_run(item)]
     items.sort(key=lambda item: item.get_closest_marker("waits") is None)
 
 
-def is_run(item: pytest.Item) -> bool:
+def is_its_turn(item: pytest.Item) -> bool:
     mark = item.get_closest_marker("thinned")
     if mark is None or not isinstance(item, pytest.Function):
         return True
@@ -73,9 +87,27 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[]
     return value
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the workers too, from one server for all of them."""
+    server = Server(Path(tempfile.mkdtemp(prefix="zerotrain_server_")))
+    config.add_cleanup(lambda: shutil.rmtree(server.folder))
+    config.add_cleanup(server.close)
+    server.wait_until_ready()
+    os.environ.update({STAND_INS: str(server.folder / SOCKET), SERVER: str(server.folder)})
+    for spec in specs:
+        spec.python = str(server.folder / "python")
+
+
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """The process that commands are forked from where a test is not about their start."""
-    zygote = Zygote(tmp_path_factory.mktemp("zygote"))
+    folder, own = tmp_path_factory.mktemp("zygote"), None
+    if SERVER not in os.environ:
+        own = Server(folder)
+        own.wait_until_ready()
+    zygote = Zygote(Path(os.environ.get(SERVER, folder)), folder)
     yield zygote
     zygote.close()
+    if own is not None:
+        own.close()

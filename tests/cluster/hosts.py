@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from commands import REPOSITORY, Command
 
 from benchmarks.network import Host, namespace, run
-from tests.zygote.client import Zygote
+from tests.zygote.client import Server, Zygote
 
 INTERFACE = "e0"
 """Of each host, beside its loopback."""
@@ -94,7 +94,7 @@ def joined_hosts(num_hosts: int, folder: Path) -> Iterator[Hosts]:
         bridge = stack.enter_context(namespace(("unshare", "--map-root-user", "--net")))
         run(bridge, "ip link add bridge type bridge")
         run(bridge, "ip link set bridge up")
-        hosts, zygotes = [], []
+        hosts, servers, zygotes = [], [], []
         for number in range(num_hosts):
             prefix = stack.enter_context(namespace((*bridge, "unshare", "--net", "--uts")))
             host = Host(f"10.78.0.{number + 1}", INTERFACE, prefix)
@@ -107,8 +107,11 @@ def joined_hosts(num_hosts: int, folder: Path) -> Iterator[Hosts]:
             run(prefix, f"ip link set {INTERFACE} up")
             own = folder / f"n{number}"
             os.mkdir(own)
-            zygote = Zygote(own, prefix)
-            stack.callback(zygote.close)
+            server = Server(own, prefix)
+            stack.callback(server.close)
             hosts.append(host)
-            zygotes.append(zygote)
+            servers.append(server)
+        for server in servers:
+            server.wait_until_ready()
+            zygotes.append(stack.enter_context(closing(Zygote(server.folder, server.folder))))
         yield Hosts(tuple(hosts), tuple(zygotes), bridge)

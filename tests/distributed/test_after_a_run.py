@@ -63,6 +63,7 @@ def test_the_validation_loss_is_the_runs_own_to_the_bit(run: Path, capsys) -> No
         assert capsys.readouterr().out == f"step {step}: validation loss {wanted[step]!r}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.case(
     "checkpoints",
     "`python -m zerotrain evaluate RUN` of four ranks at stage 3 in bf16, on one process, or on three at stage 1",

@@ -54,6 +54,7 @@ def sha256(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> str:
     return str(result_of(folder / "run")["weights_sha256"])
 
 
+@pytest.mark.slow
 def test_a_resume_and_a_rerun_are_at_the_stage_that_was_chosen_and_keep_the_bits(
     sha256: str, tmp_path: Path, zygote: Zygote
 ):

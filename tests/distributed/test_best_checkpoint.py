@@ -52,6 +52,7 @@ def test_the_best_checkpoint_is_that_of_the_lowest_loss_and_every_command_takes_
     assert f"step {best}, saved by 2 ranks" in command("inspect")
 
 
+@pytest.mark.slow
 def test_by_a_metric_the_best_and_the_stop_are_the_same_after_a_resume(zygote: Zygote, tmp_path: Path) -> None:
     """Accuracy of a further set, of which higher is better, on 4, 2 and 1 ranks at other stages; killed in the middle,
     and resumed. `evaluate` tells its numbers, on 3 ranks."""

@@ -329,6 +329,7 @@ def late_runs(stages_of: StagesOf) -> list[Run]:
     ]
 
 
+@pytest.mark.slow
 def test_the_hard_ways_with_three_ranks_one_of_them_late_with_accumulation() -> None:
     expect_reference(late_runs(zero_or_two), 3)
 

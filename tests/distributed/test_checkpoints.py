@@ -124,6 +124,7 @@ def reset_peak() -> int:
     return peak_nbytes()
 
 
+@pytest.mark.slow
 @pytest.mark.case(
     "checkpoints", "memory of a save, a load and of weights to start from; real ranks", "some MiB above the run's"
 )

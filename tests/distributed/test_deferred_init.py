@@ -73,6 +73,7 @@ def peak_nbytes(stage: int) -> dict[str, int]:
     return {"built": built, "hashed": memory_nbytes("VmHWM") - before}
 
 
+@pytest.mark.slow
 @pytest.mark.case(
     "models: Models and optimizers",
     "a model several times the size of a unit, given as a function",

@@ -252,6 +252,7 @@ def save_pretrained(folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.case(
     "models: Models and optimizers", "LoRA on a pretrained folder from the command line", "runs at stage 3"
 )

@@ -137,6 +137,7 @@ def test_a_sweep_goes_on_after_a_failed_job_and_compares_the_weights(hand_run, t
     assert command.wait_until_gone() == []
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_first_rank_drives_a_sweep_with_as_many_ranks(hand_run, tmp_path: Path, zygote: Zygote):
     _, *options, _, is_sweep, stages = shlex.split(SHOWN_SWEEP)
     arguments = (is_sweep, stages, *TINY, "hydra.sweep.dir=sweep")

@@ -492,8 +492,7 @@ def test_hard_cases_on_3_ranks_one_of_them_late_with_accumulation_and_in_bf16() 
     assert differing(HARD_RUNS, 3) == []
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.thinned(2, first=1)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_that_use_different_parts_of_a_model_neither_wait_for_each_other_nor_change_a_bit(num_ranks: int) -> None:
     """At stage 3, and at stage 0 on two ranks or on three, where it is not: at 1 on two, at 2 on three, which issue the
     same collectives. All of it is in tests/bits."""

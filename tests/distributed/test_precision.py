@@ -140,6 +140,7 @@ def resume_scale(case: Case) -> list[float]:
     return scales
 
 
+@pytest.mark.slow
 def test_a_scaler_with_the_state_of_another_goes_on_with_its_scales(answers: Answers) -> None:
     assert answers(resume_scale) == [[SCALES, SCALES]]
 

@@ -106,7 +106,7 @@ def require_bits_after_refusals(placement: int, shares: Sequence[int], folder: P
     "other names, settings, stages or paths by rank; a wrong call on one rank alone, or on all",
     "refused on all ranks with the arguments of each, and nothing changes",
 )
-@pytest.mark.parametrize("placement", ALL)
+@pytest.mark.parametrize("placement", [ALL[0], *(pytest.param(each, marks=pytest.mark.slow) for each in ALL[1:])])
 def test_after_each_refusal_training_goes_on_with_the_bits_of_a_run_that_was_never_refused(
     placement: int, tmp_path: Path
 ) -> None:

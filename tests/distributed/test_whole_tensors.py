@@ -119,8 +119,7 @@ def reference(make_optimizers: Any, precision: str, num_ranks: int, max_norm: fl
     "Muon, Adafactor",
     "the bits of one process with complete tensors, on 2 and 3 ranks",
 )
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.thinned(2, first=1)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_whole_tensors_are_updated_with_the_bits_of_one_process(num_ranks: int) -> None:
     """Muon for the matrices of the blocks and AdamW for the rest; Adafactor for tensors of any shape."""
     fine = SETTINGS[: 2 * len(STAGES) : 2]

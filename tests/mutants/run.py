@@ -110,7 +110,7 @@ def _become_pytest(tests: Tests, tree: Path) -> NoReturn:
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         import pytest
 
-        options = ["-x", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
+        options = ["-x", "--slow", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
         code = pytest.main([*options, *(f"tests/{test}" for test in tests.of)])
     finally:
         sys.stdout.flush()

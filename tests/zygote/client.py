@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,9 @@ from tests.zygote.server import MARK, NO_MARK, REPOSITORY
 from zerotrain.testing.limits import HANG_S
 
 POLL_S = 0.01
+SOCKET = "socket"
+STAND_INS = "ZEROTRAIN_TEST_SERVER"
+"""A variable that names the socket to stand-ins."""
 
 
 @dataclass(frozen=True)
@@ -54,46 +58,74 @@ class Forked:
             os.kill(self.pid, signum)
 
 
-class Zygote:
-    """The process of `server.py`, whose children the programs are."""
+class Server:
+    """The process of `server.py`."""
 
     def __init__(self, folder: Path, prefix: Sequence[str] = ()) -> None:
         """
         Args:
-            folder: for what the programs print, and for caches.
+            folder: for its socket, and for the caches of its programs.
             prefix: what to put before its command, which runs it elsewhere.
         """
-        self._folder = folder
-        ranks = folder / "ranks"
-        program = f"#!{sys.executable} -IS\n{Path(__file__).with_name('stand_in.py').read_text()}"
-        (folder / "python").write_text(program)
+        self.folder = folder
+        stand_in = f"#!{sys.executable} -IS\n{Path(__file__).with_name('stand_in.py').read_text()}"
+        (folder / "python").write_text(stand_in)
         (folder / "python").chmod(0o755)
-        self.for_torchrun = {"PYTHON_EXEC": str(folder / "python"), "ZEROTRAIN_TEST_RANKS": str(ranks)}
-        """Variables that let torchrun fork its ranks from here."""
-        self.environment = {
-            **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests/distributed/user_code")]),
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",  # a thread of it would be lost by a fork
-            "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1",
-            "XDG_CACHE_HOME": str(folder / "cache"),
-            **self.for_torchrun,
-        }
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, str(Path(__file__).with_name("server.py")), str(ranks)],
-            env={**self.environment, MARK: NO_MARK},
+            [*prefix, sys.executable, str(Path(__file__).with_name("server.py")), str(folder / SOCKET)],
+            env={**environment_of(folder), MARK: NO_MARK},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
         )
 
-    def ask(self, request: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None
+    def wait_until_ready(self) -> None:
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        assert self._process.stdout.readline()
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    """The environment of programs that a server forks."""
+    return {
+        **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests/distributed/user_code")]),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",  # a thread of it would be lost by a fork
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        **stand_in_variables(folder),
+    }
+
+
+def stand_in_variables(folder: Path) -> dict[str, str]:
+    """Variables that let torchrun fork its ranks from the server in this folder."""
+    return {"PYTHON_EXEC": str(folder / "python"), STAND_INS: str(folder / SOCKET)}
+
+
+class Zygote:
+    """A connection to the process of `server.py`, whose children the programs are."""
+
+    def __init__(self, server: Path, folder: Path) -> None:
+        """
+        Args:
+            server: the folder of a `Server` that is ready.
+            folder: for what the programs print.
+        """
+        self._folder = folder
+        self.environment = environment_of(server)
+        self.for_torchrun = stand_in_variables(server)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(server / SOCKET))
+        self._socket.sendall(b" ")
+        self._answers = self._socket.makefile("r")
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        self._socket.sendall(json.dumps(request).encode() + b"\n")
+        return json.loads(self._answers.readline())
 
     def start(
         self,
@@ -158,5 +190,5 @@ class Zygote:
         return Ending(code, out, Path(f"{printed}.err").read_text(errors="replace"))
 
     def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
+        self._answers.close()
+        self._socket.close()

@@ -3,11 +3,11 @@
 The program is the real one from its first line, in a session of its own, with the environment, the search path, the
 folder and the files that it was given; only the imports are there already. For tests that are not about these.
 
-Reads a JSON object a line and answers with one value a line. `{"arguments", "folder", "environment", "stdout",
-"stderr", "tells_programs"}` starts `python ARGUMENTS`, a file or `-m module`, and answers with its pid; `{"pid"}`
-answers with the exit code of one that was started, or null while it runs.
-
-The ranks that torchrun starts as programs come by a socket, one connection each: see `stand_in.py`.
+Listens at a socket, reads a JSON object a line and answers with one value a line. `{"arguments", "folder",
+"environment", "stdout", "stderr", "tells_programs"}` starts `python ARGUMENTS`, a file or `-m module`, and answers with
+its pid; `{"pid"}` answers with the exit code of one that was started, or null while it runs. A `stand_in.py`, which
+another has started as a Python, has a connection of its own, is told the pid and at the end the exit code, and takes
+the program along where it is killed.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ import weakref
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLOSED_PIPE = "a pipe that nobody reads"
@@ -69,7 +69,7 @@ def become(request: dict) -> NoReturn:
         os.chdir(request["folder"])
         set_environment(request["environment"])
         tempfile.tempdir = None  # noted before TMPDIR was that of this program
-        for descriptor, name in enumerate(["/dev/null", request["stdout"], request["stderr"]]):
+        for descriptor, name in enumerate([request.get("stdin", "/dev/null"), request["stdout"], request["stderr"]]):
             file = name if isinstance(name, int) else opened(name)
             os.dup2(file, descriptor)
             os.close(file)
@@ -110,7 +110,11 @@ def write_mark(mark: str) -> None:
 
 def run(arguments: list[str]) -> None:
     """`python ARGUMENTS`."""
-    if arguments[0] == "-m":
+    if arguments[0] == "-c":
+        sys.path[0] = ""
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], vars(import_module("__main__")))
+    elif arguments[0] == "-m":
         sys.path[0] = os.getcwd()
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -153,8 +157,8 @@ def get_ready() -> None:
     gc.enable()
 
 
-class Ranks:
-    """The ranks of torchrun: each is forked here, and lives as long as its stand-in."""
+class Connections:
+    """Those of clients, and those of stand-ins, each of which brings the files of its program along."""
 
     def __init__(self, path: str, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -165,10 +169,25 @@ class Ranks:
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
-        with connection.makefile("r") as file:
-            _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
-            request = json.loads(file.readline())
-        request |= dict(zip(("stdout", "stderr"), descriptors, strict=True), tells_programs=False)
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+        file = connection.makefile("r")
+        if descriptors:
+            self._stand_in(connection, json.loads(file.readline()), descriptors)
+        else:
+            self._selector.register(connection, selectors.EVENT_READ, lambda: self._answer(connection, file))
+
+    def _answer(self, connection: socket.socket, file: TextIO) -> None:
+        """One request of a client."""
+        if line := file.readline():
+            request = json.loads(line)
+            answer = code_of(request["pid"]) if "pid" in request else start(request)
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+        else:
+            self._selector.unregister(connection)
+            connection.close()
+
+    def _stand_in(self, connection: socket.socket, request: dict, descriptors: list[int]) -> None:
+        request |= dict(zip(("stdin", "stdout", "stderr"), descriptors, strict=True), tells_programs=False)
         pid = start(request)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -178,7 +197,7 @@ class Ranks:
         self._selector.register(ended, selectors.EVENT_READ, lambda: self._tell(connection, pid, ended))
 
     def _tell(self, connection: socket.socket, pid: int, ended: int) -> None:
-        """The rank has ended: say so to its stand-in."""
+        """The program has ended: say so to its stand-in."""
         for each in (connection, ended):
             self._selector.unregister(each)
         os.close(ended)
@@ -199,17 +218,12 @@ def kill(pidfd: int) -> None:
 def main() -> None:
     get_ready()
     selector = selectors.DefaultSelector()
-    Ranks(sys.argv[1], selector)
-    selector.register(sys.stdin, selectors.EVENT_READ, None)
+    Connections(sys.argv[1], selector)
+    selector.register(sys.stdin, selectors.EVENT_READ, sys.exit)  # who has started this has ended
+    print(flush=True)
     while True:
         for key, _ in selector.select():
-            if key.fileobj is not sys.stdin:
-                key.data()
-            elif line := sys.stdin.readline():
-                request = json.loads(line)
-                print(json.dumps(code_of(request["pid"]) if "pid" in request else start(request)), flush=True)
-            else:
-                return
+            key.data()
 
 
 if __name__ == "__main__":

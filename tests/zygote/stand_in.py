@@ -1,4 +1,5 @@
-"""Stands where torchrun has started a rank: `server.py` forks that, and this ends as the rank ends.
+"""Stands where another has started a Python, such as a rank of torchrun: `server.py` forks that, and this ends as it
+ends.
 
 Runs in a Python without site-packages, which starts in 10 ms.
 """
@@ -12,10 +13,10 @@ import sys
 
 def main() -> None:
     server = socket.socket(socket.AF_UNIX)
-    server.connect(os.environ["ZEROTRAIN_TEST_RANKS"])
+    server.connect(os.environ["ZEROTRAIN_TEST_SERVER"])
     arguments = [each for each in sys.argv[1:] if each != "-u"]
     request = {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}
-    socket.send_fds(server, [b" "], [1, 2])
+    socket.send_fds(server, [b" "], [0, 1, 2])
     server.sendall(json.dumps(request).encode() + b"\n")
     answers = server.makefile()
     pid = int(answers.readline())

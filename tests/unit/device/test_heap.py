@@ -81,6 +81,7 @@ def test_what_lives_longer_than_a_step_is_given_back_when_it_is_freed(tmp_path: 
     assert given_back < 16
 
 
+@pytest.mark.slow
 @of_glibc
 def test_what_the_user_has_set_stays() -> None:
     """glibc reads it when a process begins."""

@@ -61,6 +61,7 @@ def gone_on(
     return folder / "saved", went, stayed
 
 
+@pytest.mark.slow
 @pytest.mark.case(
     "checkpoints",
     "`--dcp`",

@@ -214,6 +214,7 @@ def test_a_run_that_lies_in_an_earlier_export_is_not_replaced(
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_mount_hides_no_run(run: Path, tmp_path: Path) -> None:
     isolated = ["unshare", "--map-root-user", "--mount"]
     if shutil.which("unshare") is None or subprocess.run([*isolated, "true"], capture_output=True).returncode:

@@ -3,6 +3,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 PROGRAM = """
 import sys
 from zerotrain.launching.start.imports import importing
@@ -34,6 +36,7 @@ def told(program: str) -> list[Any]:
     return list(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_no_optimizer_of_torch_imports_its_compiler_and_each_does_what_it_did() -> None:
     weights, hooked, compiler = told(PROGRAM)
     plain, plain_hooked, plain_compiler = told(

@@ -44,6 +44,7 @@ def test_changes_that_no_commit_has_are_kept_there(make_trainer, changed_code, t
     assert "-old = 1" in kept.read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_twice_is_one_curve(killed_twice, require_one_curve):
     folder = killed_twice("logger=mlflow", MLFLOW_DISABLE_TELEMETRY="true")
     client, [run] = runs_of(folder)
