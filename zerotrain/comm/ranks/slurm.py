@@ -6,10 +6,10 @@ from itertools import chain, repeat
 
 from zerotrain.errors import ConfigError
 
-STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")
-"""Either tells a process that srun has started it. A batch script has neither."""
-_RESTARTS = "SLURM_RESTART_COUNT"
 _NUM_TASKS, _TASKS_PER_NODE, _NODES = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"
+STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID", _TASKS_PER_NODE)
+"""Any of them tells a process that srun has started it. A batch script has none."""
+_RESTARTS, _NODE = "SLURM_RESTART_COUNT", "SLURM_NODEID"
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
 _MAX_TASKS = 1 << 20
 REMEDY = (
@@ -29,12 +29,14 @@ def variables_of_step(environment: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ConfigError: a variable is missing, no number, or contradicts another.
     """
-    if not any(name in environment for name in STEP_VARIABLES) or environment.get(_NUM_TASKS, "1") == "1":
+    num_tasks = _NUM_TASKS if _NUM_TASKS in environment else "SLURM_NTASKS"  # which may be those of the whole job
+    if not any(name in environment for name in STEP_VARIABLES) or environment.get(num_tasks, "1") == "1":
         return {}
-    size = _number(environment, _NUM_TASKS, 1, _MAX_TASKS)
+    size = _number(environment, num_tasks, 1, _MAX_TASKS)
     rank = _number(environment, "SLURM_PROCID", 0, size - 1)
     tasks = _tasks_per_node(environment, size)
-    node = _number(environment, "SLURM_NODEID", 0, len(tasks) - 1)
+    all_alike = "0" if len(set(tasks)) == 1 else None
+    node = _number(environment, _NODE, 0, len(tasks) - 1, default=all_alike)
     local_rank = _number(environment, "SLURM_LOCALID", 0, tasks[node] - 1)
     job, restarts = (
         _number(environment, name, 0, 1 << 62, default) for name, default in (("SLURM_JOB_ID", None), (_RESTARTS, "0"))
@@ -71,8 +73,7 @@ def _tasks_per_node(environment: Mapping[str, str], size: int) -> list[int]:
     if len(pairs) == len(parts) and sum(tasks * nodes for tasks, nodes in pairs) == size and all(map(all, pairs)):
         return list(chain.from_iterable(repeat(tasks, nodes) for tasks, nodes in pairs))
     raise ConfigError(
-        f"{_TASKS_PER_NODE}: got {given!r}; it must be counts of tasks such as 4(x2),3, of {_NUM_TASKS}={size} in all; "
-        f"{REMEDY}"
+        f"{_TASKS_PER_NODE}: got {given!r}; it must be counts of tasks such as 4(x2),3, of {size} in all; {REMEDY}"
     )
 
 

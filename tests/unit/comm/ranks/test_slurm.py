@@ -54,6 +54,15 @@ def test_the_ranks_meet_on_the_first_node_of_the_step(nodes: str, first: str):
     assert variables_of_step(STEP | {"SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
 
 
+def test_what_an_emulated_step_leaves_out_follows_from_the_rest():
+    left_out = {"SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID"}
+    told = {name: value for name, value in STEP.items() if name not in left_out}
+    alike = told | {"SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    assert variables_of_step(alike) == variables_of_step(STEP) | {"WORLD_SIZE": "4"}
+    with pytest.raises(ConfigError, match="SLURM_NODEID: not set, though this is a task of a Slurm step of several"):
+        variables_of_step(told | {"SLURM_NTASKS": "5"})
+
+
 def test_a_batch_script_a_step_of_one_task_and_a_process_without_slurm_are_no_ranks():
     batch = {name: value for name, value in STEP.items() if "STEP" not in name} | {"SLURM_NTASKS": "5"}
     for environment in ({}, batch, STEP | {"SLURM_STEP_NUM_TASKS": "1"}):
