@@ -12,12 +12,15 @@ from types import FrameType, FunctionType
 from typing import Any
 
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
+_NEEDED = ("torch", "hydra", "omegaconf", "numpy", "rich", "xxhash")
+"""The packages without which nothing runs."""
 
 
 @contextmanager
 def importing() -> Iterator[None]:
     """Switches off the garbage collector, which scans all imports again and again and finds nothing: 0.7 of the 3.4 s
-    that torch and its compiler take. Objects that exist at the end it never scans. Ctrl-C ends the process with a line.
+    that torch and its compiler take. Objects that exist at the end it never scans. Ctrl-C ends the process with a line;
+    so does a package that zerotrain needs and this Python lacks.
 
     numpy's linear algebra (OpenBLAS) starts a thread for each core when it is imported, unless OPENBLAS_NUM_THREADS
     says otherwise. It gets none: ranks share the cores, and a process with threads cannot be forked.
@@ -34,6 +37,15 @@ def importing() -> Iterator[None]:
         signal.signal(signal.SIGINT, _end_at_once)
     try:
         yield
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDED:
+            raise
+        print(
+            f"{sys.executable} has no package {error.name}; in a clone, `make install` makes one that has it: "
+            "`. .venv/bin/activate`; elsewhere, pip install zerotrain's wheel",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     finally:
         if heeds:
             signal.signal(signal.SIGINT, before)

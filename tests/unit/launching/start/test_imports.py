@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,3 +103,11 @@ weights, hooked = {}, sorted(name for name in set(sys.modules) - before if name.
 def test_no_step_imports_what_symbolic_shapes_need() -> None:
     """0.4 s of CPU and 40 MB of every rank, for `backward(gradient=...)` and for strides on the meta device."""
     assert told(STEPS)[1] == []
+
+
+def test_a_python_without_what_zerotrain_needs_says_so_in_a_line() -> None:
+    launch = Path(__file__).resolve().parents[4] / "launch.py"
+    ending = subprocess.run([sys.executable, "-S", launch], capture_output=True, text=True)
+    assert ending.returncode == 2
+    [line] = ending.stderr.splitlines()
+    assert line.startswith(f"{sys.executable} has no package hydra; in a clone, `make install` makes one that has it")
