@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import REPOSITORY, USER_CODE, result_of
 
 from benchmarks.errors import BenchmarkError
 from tests.cluster.hosts import Hosts, joined_hosts
+from tests.cluster.jobs import LAUNCH, RUN
 
-SCRIPT = Path(__file__).resolve().parent / "slurm.sh"
+HERE = Path(__file__).resolve().parent
+SCRIPT = HERE / "slurm.sh"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 NUM_HOSTS = 3
 
@@ -38,3 +41,20 @@ def slurm() -> Iterator[str]:
     yield str(folder / "slurm.conf")
     subprocess.run([SCRIPT, "stop", folder], check=True)
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def in_slurm(slurm: str) -> None:
+    """Commands of this process find the Slurm, zerotrain, the model that waits and those that misbehave."""
+    search = os.pathsep.join(map(str, (REPOSITORY, USER_CODE, HERE)))
+    os.environ |= {"SLURM_CONF": slurm, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="session")
+def undisturbed_job(in_slurm: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The sha256 of the weights of the run that nobody stops."""
+    folder = tmp_path_factory.mktemp("undisturbed_job")
+    (folder / "go_on").touch()
+    command = [*LAUNCH.split(), *RUN, "hydra.run.dir=run", "launch.nproc_per_node=2"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return str(result_of(folder / "run")["weights_sha256"])

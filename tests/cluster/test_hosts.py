@@ -12,6 +12,7 @@ import pytest
 from commands import TINY, Command, by_hand, result_of
 
 from tests.cluster.hosts import Hosts
+from tests.cluster.jobs import num_steps
 from tests.zygote.client import Zygote
 
 RUN = (*TINY, "train.max_steps=150", "checkpoint.every=20", "hydra.run.dir=run")
@@ -36,19 +37,19 @@ def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Und
     return weights
 
 
+def start_torchruns(hosts: Hosts, num_hosts: int, kind: str, *arguments: str, folder: Path) -> list[Command]:
+    """Start torchrun on so many hosts, with a rank each; returns them by host."""
+    common = (f"--nnodes={num_hosts}", "--nproc-per-node=1")
+    options = [(*common, *meeting) for meeting in hosts.meeting(kind)]
+    return [hosts.by_torchrun(host, options[host], *arguments, folder=folder) for host in range(num_hosts)]
+
+
 def ended(commands: list[Command]) -> list[int]:
     return [command.wait() for command in commands]
 
 
-def num_steps(folder: Path) -> int:
-    path = folder / "run/metrics.jsonl"
-    if not path.exists():
-        return 0
-    return max((json.loads(line).get("step", 0) for line in path.read_text().splitlines()), default=0)
-
-
 def wait_for_step(step: int, folder: Path, commands: list[Command]) -> None:
-    while num_steps(folder) < step:
+    while num_steps(folder / "run") < step:
         assert all(command.process.poll() is None for command in commands), commands[0].stderr
         time.sleep(0.02)
 
@@ -69,14 +70,15 @@ def test_hosts_have_the_bits_of_one_at_every_stage(
     )
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", ["static", "c10d"])
-def test_torchrun_starts_ranks_on_two_hosts_by_either_rendezvous(
-    hosts: Hosts, undisturbed: Undisturbed, tmp_path: Path, kind: str
+def test_torchrun_starts_ranks_on_two_hosts_and_on_three_by_either_rendezvous(
+    hosts: Hosts, undisturbed: Undisturbed, tmp_path: Path, kind: str, stage: int
 ) -> None:
-    options = [("--nnodes=2", "--nproc-per-node=1", *meeting) for meeting in hosts.meeting(kind)]
-    commands = [hosts.by_torchrun(host, options[host], *SHORT, folder=tmp_path) for host in range(2)]
-    assert ended(commands) == [0, 0], commands[0].stderr
-    assert result_of(tmp_path / "run")["weights_sha256"] == undisturbed(*SHORT, "launch.nproc_per_node=2")
+    num_hosts = 2 + (stage + (kind == "c10d")) % 2
+    commands = start_torchruns(hosts, num_hosts, kind, *SHORT, f"zero.stage={stage}", folder=tmp_path)
+    assert ended(commands) == [0] * num_hosts, commands[0].stderr
+    assert result_of(tmp_path / "run")["weights_sha256"] == undisturbed(*SHORT, f"launch.nproc_per_node={num_hosts}")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,33 @@ def test_a_pulled_cable_ends_all_hosts_in_time_with_one_ending_and_the_run_goes_
     assert result_of(tmp_path / "run")["weights_sha256"] == undisturbed(*RUN, "launch.nproc_per_node=4")
 
 
+@pytest.mark.parametrize("is_cut", [0, 1])
+@pytest.mark.parametrize("kind", ["static", "c10d"])
+def test_a_pulled_cable_ends_each_torchrun_in_time_and_the_run_goes_on_to_the_same_bits(
+    hosts: Hosts, undisturbed: Undisturbed, tmp_path: Path, kind: str, is_cut: int
+) -> None:
+    """Of c10d, the torchrun without the store waited for it for a quarter of an hour (torch 2.13, 2026-11-24)."""
+    commands = start_torchruns(hosts, 2, kind, *RUN, f"launch.timeout_s={TIMEOUT_S}", folder=tmp_path)
+    wait_for_step(20, tmp_path, commands)
+    hosts.cut(is_cut)
+    cut_s = time.monotonic()
+    try:
+        codes = ended(commands)
+        took_s = time.monotonic() - cut_s
+    finally:
+        hosts.mend(is_cut)
+    assert took_s < TIMEOUT_S + AT_ONCE_S
+    assert codes[0] == 1
+    assert codes[1] == (-9 if kind == "c10d" else 1)
+    assert ("does not answer, as its ranks have ended: it is killed" in commands[1].stderr) == (kind == "c10d")
+    error = result_of(tmp_path / "run")["error"].splitlines()[0]
+    assert re.match(r"n[01] \(rank \d\) is gone: did not answer for \d+ s", error), error
+    assert all(error in command.stderr for command in commands)
+    again = start_torchruns(hosts, 2, kind, *RUN, "checkpoint.resume=auto", folder=tmp_path)
+    assert ended(again) == [0, 0], again[0].stderr
+    assert result_of(tmp_path / "run")["weights_sha256"] == undisturbed(*RUN, "launch.nproc_per_node=2")
+
+
 SHARED = (*RUN, "train.max_steps=400", "train.virtual_ranks=4", "checkpoint.keep=null")
 SLOW = ("model._target_=misbehaving.PacedMLP", "+model.seconds=0.05")
 
@@ -145,7 +174,7 @@ def test_hosts_that_go_and_come_change_the_number_of_ranks_and_no_bit(
     wait_for_step(30, tmp_path, [first, second])
     for process in second.processes():
         process.kill()
-    alone = num_steps(tmp_path)
+    alone = num_steps(tmp_path / "run")
     wait_for_step(alone + 25, tmp_path, [first])
     again = start(1)
     assert ended([first, again]) == [0, 0], first.stderr + again.stderr

@@ -11,6 +11,7 @@ ORDER = ("unit/comm/accounts/test_ledger.py", "unit/engine/test_agreement.py")
 POSTED, BACKEND = "comm/wires/posted_handles.py", "comm/wires/backend_handles.py"
 
 HOSTS, STORES, WHEREABOUTS = "comm/ranks/hosts.py", "comm/ranks/stores.py", "comm/accounts/whereabouts.py"
+TORCHRUN, OF_TORCHRUN = "launching/start/torchrun.py", ("unit/launching/start/test_torchrun.py",)
 OF_HOSTS = ("unit/comm/ranks/test_hosts.py",)
 
 FAULTS = {
@@ -48,6 +49,20 @@ FAULTS = {
         "if True]",
         "who is cut off blames a rank of its own host",
         ("unit/comm/accounts/test_whereabouts.py",),
+    ),
+    "hosts-torchrun-killed-before-its-rank": Fault(
+        TORCHRUN,
+        "grep -q '^State:.Z' /proc/$0/status || exit\n",
+        "",
+        "torchrun is killed while its rank still says why it ends",
+        OF_TORCHRUN,
+    ),
+    "hosts-torchrun-killed-that-starts-again": Fault(
+        TORCHRUN,
+        "or restarts_left > 0:",
+        "or restarts_left < 0:",
+        "torchrun is killed though it is to start the ranks again",
+        OF_TORCHRUN,
     ),
     "stores-answer-without-a-limit": Fault(
         STORES,

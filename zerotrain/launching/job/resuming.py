@@ -1,5 +1,6 @@
 """Finds the checkpoints from which a run tries to resume, and the settings that they decide."""
 
+import os
 import re
 import shlex
 import sys
@@ -11,6 +12,7 @@ from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, first_whole, newe
 from zerotrain.checkpoint.manifest import Manifest, read_manifest
 from zerotrain.checkpoint.others.weights import find_weights
 from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.config.compose import slurm_job
 from zerotrain.config.interpolation import quoted
 from zerotrain.config.schema import LENGTHS, Config
 from zerotrain.device.kinds import num_gpus
@@ -116,7 +118,8 @@ def take_from(manifest: Manifest, config: Config, num_ranks: int, num_local_rank
 
 
 def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment | None, *more: str) -> str:
-    """The command that goes on with a run, for a shell.
+    """The command that goes on with a run, for a shell. In a job of sbatch that was stopped it is one for Slurm, which
+    alone knows the job's script.
 
     Args:
         overrides: the run's own.
@@ -124,6 +127,10 @@ def command_to_go_on(overrides: list[str], run_dir: Path, ranks: RankEnvironment
         ranks: of torchrun or srun, where that has started them; None: they were started by us.
         more: settings that are to be others.
     """
+    job = slurm_job(os.environ) if os.environ.get("ENVIRONMENT") == "BATCH" else None  # as sbatch sets it
+    if job is not None and not more:
+        settings = with_run_dir([f"checkpoint.resume={AUTO}"], run_dir)
+        return f"scontrol requeue {job}; when Slurm has forgotten the job, its script with {shlex.join(settings)}"
     program, _, of_module = sys.argv[0].rpartition("python ")
     started = shlex.split(of_module) if program == "" and of_module.startswith("-m ") else [sys.argv[0]]
     starter = "python"

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
 from zerotrain.comm.ranks.meeting import await_ranks
 from zerotrain.comm.ranks.stores import open_store
 from zerotrain.config.schema import LaunchConfig
@@ -43,6 +44,20 @@ _MAX_TIMEOUT_S = 1e6
 _PEER_HEAD_START_S = 2.0
 _STOP_HEAD_START_S = 1.0
 _STORE_LASTS_S = 1.0
+_TORCHRUN_LIMIT_S = 5
+"""In which torchrun takes note that a rank has ended; every tenth of a second it looks."""
+_END_TORCHRUN = """
+for _ in $(seq ${2}0); do
+  [ -d /proc/$0 ] || exit
+  sleep 0.1
+done
+grep -q '^State:.Z' /proc/$0/status || exit
+echo "$3" >&2
+kill -KILL $1
+"""
+"""Its arguments: the processes of the rank and of torchrun, the limit, the line to say. A rank that has ended stays in
+/proc until its parent takes note."""
+_KILLED = "torchrun waits for a store that does not answer, as its ranks have ended: it is killed"
 
 
 class JobExchange:
@@ -189,6 +204,8 @@ def run_here(job: Job, ranks: RankEnvironment) -> dict[str, Any]:
         # All ranks hear of a stop before one is gone, or that one would be taken for the cause of their end.
         _end(settle, _STOP_HEAD_START_S, exits.of_signal(signal.SIGINT))
     except (Exception, SystemExit) as error:  # its traceback is in the log
+        if ranks.local_rank == 0:
+            _let_torchrun_end(ranks, terminal)
         # Torchrun takes the first process to end for the root cause: let the rank that is it go first.
         wait_s = _PEER_HEAD_START_S if Failure.of(error, ranks.rank).from_peers else 0.0
         _end(settle, wait_s, exits.CONFIG_PROBLEM if isinstance(error, ConfigError) else exits.FAILED)
@@ -202,6 +219,25 @@ def _end(settle: Callable[[], None], wait_s: float, code: int) -> NoReturn:
         time.sleep(wait_s)
         settle()
     exit_now(code)
+
+
+def _let_torchrun_end(ranks: RankEnvironment, terminal: LastingStream) -> None:
+    """Have torchrun end after this process, where it has several hosts and no restart left. With `--rdzv-backend=c10d`
+    that of a host whose cable is pulled waits for its store without a limit, a quarter of an hour; no option or signal
+    but SIGKILL ends that (torch 2.13, 2026-11-24)."""
+    restarts_left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - num_restarts()
+    if ranks.starter != "torchrun" or ranks.local_world_size == ranks.world_size or restarts_left > 0:
+        return
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # it is no torchrun that has set the variables
+        return
+    arguments = [str(each) for each in (os.getpid(), os.getppid(), _TORCHRUN_LIMIT_S, _KILLED)]
+    with suppress(OSError):
+        subprocess.Popen(
+            ["sh", "-c", _END_TORCHRUN, *arguments],
+            stdin=subprocess.DEVNULL,
+            stderr=terminal.fileno(),
+            start_new_session=True,
+        )
 
 
 def _settle(job: Job, ranks: RankEnvironment, terminal: LastingStream) -> None:

@@ -124,3 +124,29 @@ def test_the_command_to_go_on_is_that_of_the_run_and_says_where(monkeypatch, arg
     overrides += ["+checkpoint.resume=x", "hydra.run.dir=else", "launch.overwrite=true"]
     started = ranks and RankEnvironment(0, ranks[1], 0, ranks[0], starter=ranks[2] if ranks[2:] else "torchrun")
     assert resuming.command_to_go_on(overrides, Path("out"), started, "train.max_steps=8") == command
+
+
+@pytest.mark.parametrize(
+    ("environment", "more", "begins"),
+    [
+        ({"SLURM_JOB_ID": "12", "ENVIRONMENT": "BATCH"}, [], "scontrol requeue 12; when "),
+        (
+            {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "3", "ENVIRONMENT": "BATCH"},
+            [],
+            "scontrol requeue 11_3; when ",
+        ),
+        ({"SLURM_JOB_ID": "12", "ENVIRONMENT": "BATCH"}, ["train.max_steps=8"], "srun --ntasks 2 python "),
+        ({"SLURM_JOB_ID": "12"}, [], "srun --ntasks 2 python "),
+        ({"ENVIRONMENT": "BATCH"}, [], "srun --ntasks 2 python "),
+    ],
+)
+def test_a_stopped_job_of_sbatch_goes_on_by_its_own_script(monkeypatch, environment, more, begins):
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "ENVIRONMENT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    started = RankEnvironment(0, 2, 0, 2, starter="srun")
+    command = resuming.command_to_go_on(["a=1"], Path("out"), started, *more)
+    assert command.startswith(begins)
+    assert "hydra.run.dir=out " in command
+    assert command.endswith("checkpoint.resume=auto")
