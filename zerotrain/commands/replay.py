@@ -33,8 +33,8 @@ from zerotrain.launching.end import exits
 from zerotrain.launching.job.job import num_threads_per_rank
 from zerotrain.launching.job.resuming import first_readable
 from zerotrain.replay.record import OF_ENVIRONMENT, Record, read_record
-from zerotrain.replay.report import Part, Report, batch_of, report_of
-from zerotrain.replay.steps import Steps, of_replay, opened_steps
+from zerotrain.replay.report import Part, StepReport, batch_of, report_of
+from zerotrain.replay.steps import ReplayedSteps, of_replay, opened_steps
 from zerotrain.run.factory import join_ranks
 from zerotrain.run.saved import NO_CONFIG, config_from
 from zerotrain.run.trust import require_trusted
@@ -62,7 +62,7 @@ REPLAY_NAME = "replay.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ReplayArguments:
     """The arguments."""
 
     path: Path
@@ -89,10 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--trust-code", **TRUST)
     given = vars(parser.parse_intermixed_args(arguments))
     del given["worst"]
-    return exit_code(lambda: _run(Asked(**given)))
+    return exit_code(lambda: _run(ReplayArguments(**given)))
 
 
-def _run(asked: Asked) -> int:
+def _run(asked: ReplayArguments) -> int:
     with words_of_config():
         body = replay(asked, Console())
     with whole(asked.out) as file:
@@ -101,7 +101,7 @@ def _run(asked: Asked) -> int:
     return exits.FAILED if body["differs"] else exits.COMPLETED
 
 
-def replay(asked: Asked, console: Console) -> dict[str, Any]:
+def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
     """Compute a step of a run again, print what it was made of, and return that for JSON.
 
     Raises:
@@ -162,7 +162,7 @@ def without_non_finite_within(value: Any) -> Any:
     return [without_non_finite_within(each) for each in value] if isinstance(value, list) else without_non_finite(value)
 
 
-def _require_elsewhere(asked: Asked) -> None:
+def _require_elsewhere(asked: ReplayArguments) -> None:
     """Make sure that what is written can be, before anything is computed, and lies outside the run."""
     for name, path in (("--out", asked.out), ("--save-batch", asked.save_batch)):
         if path is None:
@@ -214,7 +214,7 @@ def _step_in(checkpoint: Path) -> int | None:
         return None
 
 
-def _with(config: Config, asked: Asked, folder: Path) -> Config:
+def _with(config: Config, asked: ReplayArguments, folder: Path) -> Config:
     """The run's config for one rank, with the user's settings, all of whose classes are trusted."""
     config = of_replay(config)
     config.data = kept_in_own_cache(config.data)
@@ -227,13 +227,15 @@ def _with(config: Config, asked: Asked, folder: Path) -> Config:
     return config
 
 
-def _compared(steps: Steps, record: Record, until: int) -> str | None:
+def _compared(steps: ReplayedSteps, record: Record, until: int) -> str | None:
     """Go on to a step; how the first one that differs from the record does."""
     differences = [record.difference(step, outcome) for step, outcome in steps.train(until)]
     return next(filter(None, differences), None)
 
 
-def _causes(start: Mapping[str, Any], now: Mapping[str, Any], asked: Asked, left_out: Sequence[str]) -> list[str]:
+def _causes(
+    start: Mapping[str, Any], now: Mapping[str, Any], asked: ReplayArguments, left_out: Sequence[str]
+) -> list[str]:
     """What is different here, of what bits depend on."""
     causes = [
         f"{name}: {start[name]} in the run, {now[name]} here"
@@ -252,7 +254,7 @@ def _save(batch: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def _print(
-    console: Console, report: Report, began_at: int, record: Record, differs: str | None, causes: Sequence[str]
+    console: Console, report: StepReport, began_at: int, record: Record, differs: str | None, causes: Sequence[str]
 ) -> None:
     worst = report.worst
     table = Table("virtual rank", "micro-batch", "loss", "gradient", "largest in", title=f"step {report.step}")

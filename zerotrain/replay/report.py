@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from zerotrain.data.mix import MixedRows
@@ -14,7 +15,7 @@ from zerotrain.data.reading.inputs import ids_of, with_tensors
 from zerotrain.data.store.windows import TokenWindows
 from zerotrain.files.printable import printable
 from zerotrain.replay.nonfinite import FirstNonFinite, outlined
-from zerotrain.replay.steps import Steps
+from zerotrain.replay.steps import ReplayedSteps
 from zerotrain.training.sameness.seeds import seed_leaf
 
 MAX_TEXT = 60
@@ -68,7 +69,7 @@ class RowPart:
 
 
 @dataclass(kw_only=True)
-class Report:
+class StepReport:
     """What a step was made of, before its update."""
 
     step: int
@@ -88,14 +89,14 @@ class Report:
         return asdict(self) | {"worst": asdict(self.worst)}
 
 
-def report_of(steps: Steps, *, each_row: bool) -> Report:
+def report_of(steps: ReplayedSteps, *, each_row: bool) -> StepReport:
     """Compute each micro-batch of the next step alone, and trains nothing.
 
     Args:
         each_row: compute each row of the micro-batch that stands out, too.
     """
     sampler = steps.feed.sampler
-    report = Report(step=steps.done + 1, parts=[])
+    report = StepReport(step=steps.done + 1, parts=[])
     for virtual_rank in range(sampler.num_virtual_ranks):
         inputs, _ = steps.feed.leaf(virtual_rank)
         for number, each in enumerate(inputs):
@@ -117,7 +118,7 @@ def report_of(steps: Steps, *, each_row: bool) -> Report:
     return report
 
 
-def batch_of(steps: Steps, virtual_rank: int, micro_batch: int) -> dict[str, torch.Tensor]:
+def batch_of(steps: ReplayedSteps, virtual_rank: int, micro_batch: int) -> dict[str, torch.Tensor]:
     """The tensors of a micro-batch of the next step by name, for a file of safetensors."""
     inputs, _ = steps.feed.leaf(virtual_rank)
     given = inputs[micro_batch]
@@ -125,7 +126,7 @@ def batch_of(steps: Steps, virtual_rank: int, micro_batch: int) -> dict[str, tor
     return {str(name): each.detach().cpu().contiguous() for name, each in named if isinstance(each, torch.Tensor)}
 
 
-def _computed(steps: Steps, inputs: Any, virtual_rank: int, micro_batch: int) -> Part:
+def _computed(steps: ReplayedSteps, inputs: Any, virtual_rank: int, micro_batch: int) -> Part:
     """Forward and backward of a micro-batch alone, with the seeds that it has in the step."""
     losses: list[torch.Tensor] = []
     seed_each = partial(seed_leaf, steps.seed, steps.done)
@@ -161,7 +162,7 @@ def _source(dataset: Any, row: int) -> str:
         name, rows, number = dataset.source_of(row)
         return f"{name}: {_source(rows, number) or f'row {number}'}"
     if isinstance(dataset, TokenWindows):
-        starts, _ = dataset.layout.parts([row])
+        starts, _ = dataset.layout.parts(np.array([row]))
         return dataset.store.where(int(starts[0]))
     return ""
 

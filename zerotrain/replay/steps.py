@@ -16,7 +16,7 @@ from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import ConfigError
 from zerotrain.run.factory import build, build_collate, build_data, build_engine_of, build_validation_sets
 from zerotrain.run.trained import frozen_steps
-from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, RunCheckpoints
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, Resumed, RunCheckpoints
 from zerotrain.training.callbacks.stages import RunFreezing
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.sameness.seeds import seed_leaf
@@ -24,7 +24,7 @@ from zerotrain.training.schedule import set_rates
 
 
 @dataclass(kw_only=True)
-class Steps:
+class ReplayedSteps:
     """A run at one of its steps, on one rank. It writes nothing, logs nothing and evaluates nothing."""
 
     engine: ZeroEngine
@@ -66,7 +66,7 @@ def opened_steps(
     folder: Path,
     console: Console,
     data: Mapping[str, Any] | None = None,
-) -> Steps:
+) -> ReplayedSteps:
     """A run of this config at the first of some checkpoints that is whole; without any, at its first step.
 
     Args:
@@ -87,33 +87,17 @@ def opened_steps(
         raise ConfigError(
             "train.max_steps: is not noted by the run, and its schedule depends on it; give the checkpoint"
         )
-    given = config.checkpoint
-    policy = CheckpointPolicy(
-        resume=checkpoints, init_from=given.init_from and Path(given.init_from), strict=given.strict
-    )
-    resumed = RunCheckpoints(engine, world, folder, policy=policy, console=console, settings=None).resume()
-    feed = TrainingFeed(
-        dataset,
-        build_validation_sets(config),
-        engine=engine,
-        world=world,
-        seed=config.seed,
-        micro_batch_size=config.train.micro_batch_size,
-        num_micro_batches=config.train.gradient_accumulation_steps,
-        first_step=0 if resumed is None else resumed.step,
-        num_workers=0,
-        collate=build_collate(config),
-    )
-    state = {} if resumed is None else resumed.state
+    resumed = _resumed(config, engine, world, checkpoints, folder, console)
+    done, state = (0, {}) if resumed is None else (resumed.step, resumed.state)
+    feed = _feed(config, engine, world, dataset, done)
     feed.agree(state.get("data"), None)
     if data is not None and (line := _other_data(data, feed.sampler.fingerprint or {})):
         raise ConfigError(line)
     freezing = RunFreezing(engine, console, frozen_steps(config, frozen, dataset.train, world.size))
     freezing.load_state_dict(state)
-    done = 0 if resumed is None else resumed.step
     freezing.be_at(done)
     engine.train()
-    return Steps(
+    return ReplayedSteps(
         engine=engine,
         dataset=dataset,
         feed=feed,
@@ -127,11 +111,39 @@ def opened_steps(
     )
 
 
+def _resumed(
+    config: Config, engine: ZeroEngine, world: World, checkpoints: Sequence[Path], folder: Path, console: Console
+) -> Resumed | None:
+    """The checkpoint that was taken up; None: there is none, and the run's first weights were."""
+    given = config.checkpoint
+    policy = CheckpointPolicy(
+        resume=checkpoints, init_from=None if given.init_from is None else Path(given.init_from), strict=given.strict
+    )
+    return RunCheckpoints(engine, world, folder, policy=policy, console=console, settings=None).resume()
+
+
+def _feed(config: Config, engine: ZeroEngine, world: World, dataset: Any, first_step: int) -> TrainingFeed:
+    return TrainingFeed(
+        dataset,
+        build_validation_sets(config),
+        engine=engine,
+        world=world,
+        seed=config.seed,
+        micro_batch_size=config.train.micro_batch_size,
+        num_micro_batches=config.train.gradient_accumulation_steps,
+        first_step=first_step,
+        num_workers=0,
+        collate=build_collate(config),
+    )
+
+
 def of_replay(config: Config) -> Config:
     """A run's config on one rank at stage 0, without what saves, evaluates or watches. No gradient ends a replay."""
     config.zero.stage, config.zero.schedule = 0, None
     config.train = replace(config.train, on_nonfinite="skip", max_skipped_steps=2**31, profile=False)
-    config.checkpoint = replace(type(config.checkpoint)(), init_from=config.checkpoint.init_from)
+    config.checkpoint = replace(
+        type(config.checkpoint)(), init_from=config.checkpoint.init_from, strict=config.checkpoint.strict
+    )
     config.offload, config.callbacks = type(config.offload)(), {}
     config.launch = replace(config.launch, nproc_per_node=1, max_restarts=0, overwrite=False)
     return config

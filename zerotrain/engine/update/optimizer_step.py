@@ -115,8 +115,9 @@ class OptimizerStep:
         numbers = torch.stack([exchanged.norm, coefficient, exchanged.loss])
         # A step's one wait for the device.
         read = torch.cat([numbers, exchanged.digit_sums, exchanged.signals]).tolist()
-        split = 3 + len(exchanged.digit_sums)
-        return exchanged, _Told(*read[:3], tuple(read[3:split]), tuple(map(int, read[split:])))
+        norm, coefficient_value, mean_loss, *others = read
+        digits, signals = others[: len(exchanged.digit_sums)], others[len(exchanged.digit_sums) :]
+        return exchanged, _Told(norm, coefficient_value, mean_loss, tuple(digits), tuple(map(int, signals)))
 
 
 class _Told(NamedTuple):
