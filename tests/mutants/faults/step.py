@@ -72,8 +72,8 @@ FAULTS = {
     ),
     "overflow-not-skipped": Fault(
         STEP,
-        "skipped = not math.isfinite(norm_value)",
-        "skipped = math.isinf(norm_value)",
+        "skipped = not math.isfinite(told.norm)",
+        "skipped = math.isinf(told.norm)",
         "weights become NaN",
         OF_ENGINE,
     ),
@@ -169,8 +169,8 @@ FAULTS = {
     ),
     "loss-summed-over-virtual-ranks": Fault(
         ENGINE,
-        "loss=total / len(self.virtual_ranks)",
-        "loss=total",
+        "self._loss = total / len(self.virtual_ranks)",
+        "self._loss = total",
         "a step shows a loss that is too large by the number of virtual ranks",
         ("unit/engine/test_losses.py",),
     ),
