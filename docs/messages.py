@@ -21,6 +21,7 @@ TOPICS = {
         "The commands ended, alive and slurm",
         ("commands/ended.py", "commands/alive.py", "commands/slurm.py"),
     ),
+    "replay": ("The command replay", ("commands/replay.py", "replay")),
     "export": ("The command export", ("commands/export",)),
     "config": ("Settings and yamls", ("config", "settings.py")),
     "launching": ("Start, restart and end of a run", ("launching",)),

@@ -1,5 +1,5 @@
-"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect, ended, alive, slurm, report, prepare or plan;
-without a verb it trains."""
+"""`python -m zerotrain VERB`: train, generate, evaluate, export, inspect, ended, alive, slurm, report, prepare, plan or
+replay; without a verb it trains."""
 
 import importlib
 import sys
@@ -16,6 +16,7 @@ MODULES = {
     "report": "zerotrain.commands.report",
     "prepare": "zerotrain.commands.prepare",
     "plan": "zerotrain.commands.plan",
+    "replay": "zerotrain.commands.replay",
 }
 """Verb -> the module with its `main`: each imports what it needs, and no more."""
 ONLY_PRINT = ("generate", "inspect", "plan")

@@ -11,7 +11,7 @@ import zerotrain
 from zerotrain.config.schema import ZeroConfig
 from zerotrain.models import GPT
 
-NORM_NBYTES = (5 + 5 + 1) * 8
+NORM_NBYTES = (4 + 5 + 1 + 1) * 8
 """What one rank tells each other one for the gradient norm, and to compare what the ranks have done."""
 
 

@@ -25,7 +25,7 @@ KINDS = list(product(("fp32", "bf16"), (False, True)))
 
 
 def run_kinds(folder: Path, stages: tuple[int, ...]) -> list[list[str]]:
-    """The hash of the weights of each kind, by stage."""
+    """The hash of the weights and the record of the steps of each kind, by stage."""
     return [[run(folder, stage, *kind) for kind in KINDS] for stage in stages]
 
 
@@ -68,7 +68,10 @@ def run(folder: Path, stage: int, precision: str, muon: bool) -> str:
         run_facts={"stage": stage, "overrides": [], "config_hash": ""},
         console=Console(file=io.StringIO(), width=80),
     ).run()
-    return body["weights_sha256"]
+    of_rank_0 = folder / f"{world.size}-0-{stage}-{precision}-{muon}"
+    lines = (of_rank_0 / "steps.jsonl").read_text().splitlines(keepends=True)[1:]  # but for where it was computed
+    assert len(lines) == 4
+    return body["weights_sha256"] + "".join(lines)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +92,7 @@ def runs_on(num_ranks: int, stages: tuple[int, ...], folder: Path) -> list[list[
 )
 @pytest.mark.parametrize(("num_ranks", "stages"), [(1, (0,)), (2, (1, 3)), (4, (0, 2))])
 @pytest.mark.thinned(3, first=1)
-def test_any_number_of_ranks_ends_with_the_same_weights(
+def test_any_number_of_ranks_ends_with_the_same_weights_and_the_same_record_of_its_steps(
     num_ranks: int, stages: tuple[int, ...], alone: list[str], tmp_path: Path
 ) -> None:
     assert len(set(alone)) == len(KINDS)

@@ -267,22 +267,28 @@ def _of_evaluation(run: OfRun) -> Config:
     config.zero.stage, config.zero.schedule = stage_at(config.zero.stages, run.step), None
     config.train.virtual_ranks, config.train.gradient_accumulation_steps = None, 1
     config.offload, config.checkpoint = OffloadConfig(), CheckpointConfig()
-    config.data = _kept_in_own_cache(config.data)
+    config.data = kept_in_own_cache(config.data)
     config.launch.nproc_per_node, config.launch.max_restarts = 1, 0
     return config
 
 
-def _kept_in_own_cache(values: Any) -> Any:
+def kept_in_own_cache(values: Any) -> Any:
     """The arguments of data, of a mix too, whose tokens go into the user's own cache: a file names no folder that is
     written to."""
     if isinstance(values, dict):
         is_place = {name: name == "cache_dir" and isinstance(each, str) for name, each in values.items()}
-        return {name: None if is_place[name] else _kept_in_own_cache(each) for name, each in values.items()}
-    return [_kept_in_own_cache(each) for each in values] if isinstance(values, list) else values
+        return {name: None if is_place[name] else kept_in_own_cache(each) for name, each in values.items()}
+    return [kept_in_own_cache(each) for each in values] if isinstance(values, list) else values
 
 
-def with_settings(config: Config, settings: Sequence[str]) -> Config:
+def with_settings(
+    config: Config, settings: Sequence[str], *, doing: str = "an evaluation", at_work: tuple[str, ...] = AT_WORK
+) -> Config:
     """A config with some settings changed.
+
+    Args:
+        doing: what is done with it, for messages.
+        at_work: how names of settings begin that it has a use for, but for those of `IDLE`.
 
     Raises:
         ConfigError: a line for each that is none, has a value that it cannot have, or changes no evaluation.
@@ -295,15 +301,15 @@ def with_settings(config: Config, settings: Sequence[str]) -> Config:
         plain = name.lstrip("+~")
         group = name.partition(".")[0]
         if plain != name:
-            problems.append(f"{each}: an evaluation can only change settings; give {plain}=VALUE, such as {plain}=null")
+            problems.append(f"{each}: {doing} can only change settings; give {plain}=VALUE, such as {plain}=null")
         elif name in GROUPS:
             settings_of = [each for each in known if each.startswith(f"{name}.")]
             problems.append(f"{each}: {name} is a group; give one of its settings: {', '.join(settings_of)}")
         elif not is_setting or (name not in known and group not in OPEN_GROUPS):
-            at_work = [each for each in known if _is_at_work(each)]
-            problems.append(f"{each}: is no setting with a value of this run{did_you_mean(name, at_work)}")
-        elif not _is_at_work(name):
-            problems.append(f"{each}: has no effect on an evaluation; leave it out")
+            meant = [each for each in known if _is_at_work(each, at_work)]
+            problems.append(f"{each}: is no setting with a value of this run{did_you_mean(name, meant)}")
+        elif not _is_at_work(name, at_work):
+            problems.append(f"{each}: has no effect on {doing}; leave it out")
         else:
             try:
                 values.merge_with_dotlist([each])
@@ -322,9 +328,9 @@ def with_settings(config: Config, settings: Sequence[str]) -> Config:
     return changed
 
 
-def _is_at_work(name: str) -> bool:
-    """Whether an evaluation has a use for a setting."""
-    return name not in IDLE and name.startswith(AT_WORK)
+def _is_at_work(name: str, at_work: tuple[str, ...]) -> bool:
+    """Whether there is a use for a setting."""
+    return name not in IDLE and name.startswith(at_work)
 
 
 def _num_ranks(config: Config, ranks: RankEnvironment | None) -> tuple[int, int]:

@@ -114,10 +114,19 @@ class MixedRows(Dataset[Any]):
         Raises:
             IndexError: there is no such row.
         """
+        _, dataset, number = self.source_of(row)
+        return dataset[number]
+
+    def source_of(self, row: int) -> tuple[str, Any, int]:
+        """The name of the source of a row, its dataset, and the row's number there.
+
+        Raises:
+            IndexError: there is no such row.
+        """
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         source = bisect_right(self._ends, row)
-        return self._datasets[source][row - self._start(source)]
+        return list(self.sources)[source], self._datasets[source], row - self._start(source)
 
     def order(self, positions: ArrayLike, *, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The rows at some positions of a run.

@@ -5,6 +5,7 @@ The comparison of a step rides on the exchange of the norm, so it costs no colle
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,21 @@ STAMP = (
 HYPERPARAMETERS = STAMP.index("hyperparameters")
 """A hash, which tells nothing: what differs is asked for."""
 MAX_SHOWN_NBYTES = 200
+
+
+class Exchanged(NamedTuple):
+    """Numbers of all ranks in a step, on the device."""
+
+    norm: torch.Tensor
+    """0-dim fp64."""
+    digit_sums: torch.Tensor
+    """(4,) fp64, which the norm is made of."""
+    loss: torch.Tensor
+    """0-dim fp64, the mean."""
+    signals: torch.Tensor
+    """(ranks,)"""
+    stamps: torch.Tensor
+    """(ranks, len(STAMP))"""
 
 
 class StepStamps:
@@ -61,20 +77,24 @@ class StepStamps:
             stamp[HYPERPARAMETERS] += mixed(unread)
         return stamp
 
-    def stamped_norm(
-        self, digit_sums: torch.Tensor, param_groups: Sequence[Mapping[str, object]]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The norm over ranks, from the (5,) `digit_sums` of each, the ranks' stamps of this step, and (ranks,) their
-        signals.
+    def exchanged(
+        self, digit_sums: torch.Tensor, loss: torch.Tensor, param_groups: Sequence[Mapping[str, object]]
+    ) -> "Exchanged":
+        """Exchange the norm, and what rides on it. Collective.
 
         Stamps that differ make the norm NaN. A step whose norm is NaN is skipped anyway, and only that one reads the
         stamps back from the device: so comparing them costs a step nothing.
+
+        Args:
+            digit_sums: (4,) of this rank.
+            loss: 0-dim fp64, this rank's mean.
         """
-        numbers = torch.cat([digit_sums, self.stamp(param_groups)])
+        numbers = torch.cat([digit_sums, self.stamp(param_groups), loss.view(1)])
         everyone = self._collectives.gather_small(numbers, name="norm")
-        digits, stamps, signals = everyone.split([everyone.shape[1] - len(STAMP) - 1, len(STAMP), 1], dim=1)
-        norm = norm_of_digit_sums(add_digit_sums(digits))
-        return torch.where((stamps == stamps[0]).all(), norm, float("nan")), stamps, signals.flatten()
+        digits, stamps, signals, losses = everyone.split([len(digit_sums), len(STAMP), 1, 1], dim=1)
+        sums = add_digit_sums(digits)
+        norm = torch.where((stamps == stamps[0]).all(), norm_of_digit_sums(sums), float("nan"))
+        return Exchanged(norm, sums, losses.mean(), signals.flatten(), stamps)
 
     def require_same(self, stamps: torch.Tensor, param_groups: Sequence[Mapping[str, object]]) -> None:
         """Compare the stamps of all ranks, (ranks, len(STAMP)). Collective where hyperparameters differ.

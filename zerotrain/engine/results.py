@@ -22,6 +22,10 @@ class StepResult:
     """Factor of this step's losses in the backward; 1.0 but in fp16."""
     signals: tuple[int, ...]
     """Each rank's `engine.signal` in this step, by rank; the same on all ranks."""
+    mean_loss: float
+    """Mean over all ranks of `TrainStepResult.loss`; NaN of `engine.step`, which is told no loss."""
+    update_hash: str
+    """Equal where steps have the same norm, rates and scales: see `zerotrain.engine.update.optimizer_step`."""
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ class Steps:
         self._syncs = True
         self._in_last_leaf = leaves == 1
         self._losses: list[torch.Tensor] = []
+        self._loss: torch.Tensor | None = None
+        """0-dim fp64, the mean of this rank's virtual ranks in a `train_step`."""
         self._signal = 0
         self._broken_off_by = ""
         """The exception, mostly Ctrl-C, that cut off a backward or a step and left a part of the gradient."""
@@ -187,6 +189,7 @@ class Steps:
         self.stamps.num_backwards = 0
         self._held.ledger.drop_step()
         self._losses.clear()
+        self._loss = None
 
     @contextmanager
     def _clean_after_error(self) -> Iterator[None]:
@@ -234,7 +237,12 @@ class Steps:
         with self._phase(Phase.UPDATE), self._clean_after_error():
             groups, average = self._held.groups.hyperparameters, self._held.average
             share = None if average is None else average.share(self.stamps.num_steps + 1)
-            result, reason = self.optimizer_step.run(self._held.schedule, groups, self._losses, self._signal, share)
+            loss, self._loss = self._loss, None
+            if loss is None:
+                loss = torch.full((), torch.nan, dtype=torch.float64, device=self._held.world.device)
+            result, reason = self.optimizer_step.run(
+                self._held.schedule, groups, self._losses, loss, self._signal, share
+            )
         self._losses.clear()
         self._in_last_leaf = self._held.options.leaves_per_rank == 1
         if not result.skipped:
@@ -292,7 +300,8 @@ class Steps:
             for number in self.each_virtual_rank():
                 mine = list(islice(weighted, per_leaf))
                 total += self._run_leaf(number, mine, before_each, after_each, with_outputs)
-        return TrainStepResult(**vars(self.step()), loss=total / len(self.virtual_ranks))
+        self._loss = total / len(self.virtual_ranks)
+        return TrainStepResult(loss=self._loss, **vars(self.step()))
 
     @outside_graphs
     def leaf(
@@ -302,6 +311,7 @@ class Steps:
         *,
         weights: Sequence[Weight] | None = None,
         before_each: BeforeEach = lambda virtual_rank, micro_batch: None,
+        after_each: AfterEach | None = None,
     ) -> dict[str, torch.Tensor]:
         """The gradient that a virtual rank puts into the sum over all, computed alone, whichever rank runs it in a
         step: the same bits wherever the same weights, micro-batches and seeds are. Trains nothing. At stage 3 all ranks
@@ -309,7 +319,7 @@ class Steps:
 
         Args:
             virtual_rank: passed to `before_each`.
-            micro_batches, weights, before_each: of this virtual rank, as for `train_step`.
+            micro_batches, weights, before_each, after_each: of this virtual rank, as for `train_step`.
 
         Returns:
             By the name of each parameter that trains, of its shape: in the dtype that leaves are added in, rounded as
@@ -327,7 +337,7 @@ class Steps:
         num_backwards = self.stamps.num_backwards
         try:
             with self._clean_after_error():
-                self._run_leaf(virtual_rank, list(zip(micro_batches, weights, strict=True)), before_each)
+                self._run_leaf(virtual_rank, list(zip(micro_batches, weights, strict=True)), before_each, after_each)
                 return {
                     managed.names[0]: gradient
                     for bucket in self._held.schedule.trained

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from zerotrain.comm.ranks.world import World
-from zerotrain.data.reading.batches import GlobalBatchSampler
+from zerotrain.data.reading.batches import GlobalBatchSampler, RowsToRead
 from zerotrain.data.reading.device_copies import DeviceCopies
 from zerotrain.data.reading.fetch import Collate, may_be_read_beside
 from zerotrain.data.reading.fingerprint import fingerprint_of
@@ -135,6 +135,17 @@ class TrainingFeed:
         of_all = sum(reader((rows, step))[1] for rows in self.sampler.micro_batches(position, numbers))
         total = torch.tensor(of_all, dtype=torch.float64, device=self._world.device)
         return inputs, self._weights([number for _, number in read], total)
+
+    def rows_of(self, virtual_rank: int, micro_batch: int) -> RowsToRead:
+        """The rows of one micro-batch of the next step."""
+        return self.sampler.micro_batches(self.sampler.rows_consumed, [virtual_rank])[micro_batch]
+
+    def read(self, rows: RowsToRead) -> Any:
+        """The inputs of a micro-batch of any rows, read here and alone; RowError where one cannot be read."""
+        step = 1 + self.sampler.rows_consumed // self.sampler.global_batch_size
+        batch, _ = reader_of(self._dataset.train, self.sampler.seed, self._collate, self._vocab_size)((rows, step))
+        copies = DeviceCopies(self._world.device)
+        return as_inputs(copies.finish(copies.start([batch]))[0])
 
     def step_done(self) -> None:
         """The step that was read last is trained."""

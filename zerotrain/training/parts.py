@@ -13,6 +13,7 @@ from zerotrain.training.callbacks.stages import RunFreezing, RunStages
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.figures.metrics import StepClock
 from zerotrain.training.figures.result import RunResult
+from zerotrain.training.loggers.record import StepRecord
 from zerotrain.training.loggers.sinks import Sinks
 from zerotrain.training.measuring import Measuring
 from zerotrain.training.metrics.metric import OF_VALIDATION, metrics_in
@@ -39,6 +40,7 @@ def callbacks_of(
     engine, world = given.engine, given.world
     stages = RunStages(engine, world, result, console, given.stages, given.gradient_accumulation_steps)
     before: list[Callback] = [
+        StepRecord(feed.sampler),
         Sinks(given.sinks),
         metrics,
         Measuring(

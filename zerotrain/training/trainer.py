@@ -16,7 +16,7 @@ from zerotrain.training.callbacks.stop import StopRequest, stop_requests
 from zerotrain.training.feed import TrainingFeed
 from zerotrain.training.figures.metrics import StepClock
 from zerotrain.training.figures.result import RunResult
-from zerotrain.training.figures.sinks import METRICS_NAME, keep_lines
+from zerotrain.training.figures.sinks import METRICS_NAME, STEPS_NAME, keep_lines
 from zerotrain.training.metrics.metric import rising
 from zerotrain.training.metrics.steps import TrainingMetrics
 from zerotrain.training.parts import callbacks_of
@@ -146,7 +146,8 @@ class Trainer(TrainerSettings):
     def _take_over(self, resumed: Resumed) -> None:
         """Have in the run's folder what belongs to the steps before, once nothing can be refused any more."""
         self.checkpoints.agreed(resumed)
-        keep_lines(resumed.path.parent.parent / METRICS_NAME, self.run_dir / METRICS_NAME, until=self.first_step)
+        for name in (METRICS_NAME, STEPS_NAME):
+            keep_lines(resumed.path.parent.parent / name, self.run_dir / name, until=self.first_step)
 
     def _state(self) -> dict[str, Any]:
         """The run's state for a checkpoint: `_go_on` reads it."""

@@ -94,8 +94,8 @@ FAULTS = {
     ),
     "ends-leaves-temporary-files": Fault(
         "launching/job/job.py",
-        "names = (RESULT_NAME, METRICS_NAME, CONFIG_NAME)",
-        "names = (METRICS_NAME, CONFIG_NAME)",
+        "names = (RESULT_NAME, METRICS_NAME, STEPS_NAME, CONFIG_NAME)",
+        "names = (METRICS_NAME, STEPS_NAME, CONFIG_NAME)",
         "the half result.json of a killed rank stays in the folder for good",
         (
             "unit/launching/job/test_job.py::test_what_a_killed_rank_was_about_to_write_goes_when_the_run_is_started_again",

@@ -186,8 +186,12 @@ FAULTS = {
         "stage 0 updates with what has not arrived",
         UNIT,
     ),
-    "flag-of-the-first-row": Fault(
-        NORM, "rows[:, -1].max()", "rows[0, -1]", "what is not finite on another rank skips no step", OF_NORM
+    "infinity-of-no-row": Fault(
+        NORM,
+        "torch.where(largest.isfinite(), highest, math.inf)",
+        "highest",
+        "what is not finite skips no step",
+        OF_NORM,
     ),
     "digit-of-the-first-row": Fault(
         NORM, "top = rows[:, 0].max()", "top = rows[0, 0]", "a larger gradient of another rank leaves the norm", OF_NORM

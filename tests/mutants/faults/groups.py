@@ -16,7 +16,7 @@ FAULTS = {
     ),
     "freezing-begins-behind-the-first-step": Fault(
         STAGES,
-        "        self._change(run.step)\n\n    def after_step",
+        "        self.be_at(run.step)\n\n    def after_step",
         "        pass\n\n    def after_step",
         "the first steps train what the settings freeze",
         OF_RUNS,

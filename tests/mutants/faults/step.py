@@ -37,8 +37,8 @@ FAULTS = {
     ),
     "clipped-by-the-local-norm": Fault(
         AGREEMENT,
-        "norm_of_digit_sums(add_digit_sums(digits))",
-        "norm_of_digit_sums(numbers[: -len(STAMP) - 1])",
+        "sums = add_digit_sums(digits)",
+        "sums = digit_sums",
         "each rank clips by the norm of its own part",
         OF_ENGINE,
     ),
@@ -51,8 +51,8 @@ FAULTS = {
     ),
     "stamps-not-compared": Fault(
         AGREEMENT,
-        'torch.where((stamps == stamps[0]).all(), norm, float("nan"))',
-        'torch.where(torch.tensor(True), norm, float("nan"))',
+        'torch.where((stamps == stamps[0]).all(), norm_of_digit_sums(sums), float("nan"))',
+        'torch.where(torch.tensor(True), norm_of_digit_sums(sums), float("nan"))',
         "ranks that have not done the same train on",
         OF_ENGINE,
     ),
@@ -72,8 +72,8 @@ FAULTS = {
     ),
     "overflow-not-skipped": Fault(
         STEP,
-        "skipped = not math.isfinite(norm_value)",
-        "skipped = math.isinf(norm_value)",
+        "skipped = not math.isfinite(told.norm)",
+        "skipped = math.isinf(told.norm)",
         "weights become NaN",
         OF_ENGINE,
     ),
@@ -169,8 +169,8 @@ FAULTS = {
     ),
     "loss-summed-over-virtual-ranks": Fault(
         ENGINE,
-        "loss=total / len(self.virtual_ranks)",
-        "loss=total",
+        "self._loss = total / len(self.virtual_ranks)",
+        "self._loss = total",
         "a step shows a loss that is too large by the number of virtual ranks",
         ("unit/engine/test_losses.py",),
     ),

@@ -1,14 +1,16 @@
 """One optimizer step: the norm over all ranks, whether to skip, the update."""
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.engine.agreement import StepStamps
+from zerotrain.engine.agreement import Exchanged, StepStamps
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.parts.norm import StepSquares, clip_coefficient
 from zerotrain.engine.model.ranges import named_range
@@ -48,6 +50,7 @@ class OptimizerStep:
         schedule: Schedule,
         param_groups: Sequence[Mapping[str, object]],
         losses: Sequence[torch.Tensor],
+        loss: torch.Tensor,
         signal: int = 0,
         average_share: float | None = None,
     ) -> tuple[StepResult, str | None]:
@@ -55,6 +58,7 @@ class OptimizerStep:
 
         Args:
             losses: of the step's micro-batches, on this rank.
+            loss: 0-dim fp64, the mean of this rank's virtual ranks; for all ranks to know the mean over all.
             signal: this rank's number for the others, sent with the norm.
             average_share: see `Kept.update_average`; None: no average is due.
 
@@ -65,18 +69,18 @@ class OptimizerStep:
         schedule.reductions.finish()
         self._stamps.written, self._stamps.signal = written_to(schedule.buckets), signal
         squares = schedule.reductions.squares
-        norm_value, coefficient_value, signals, coefficient, stamps = self._norm(squares, param_groups)
+        exchanged, told = self._norm(squares, loss, param_groups)
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
         is_exact = all(bucket.gradient.reduction.has_exact_norm for bucket in schedule.trained)
-        if not math.isfinite(norm_value) and not is_exact:
+        if not math.isfinite(told.norm) and not is_exact:
             # Taken in fp32. A gradient of 1e20 is finite, and its square is not.
             squares = StepSquares()
             for bucket in schedule.trained:
                 squares.add(bucket.gradient.reduction.take_squares(loss_scale, exact=True))
-            norm_value, coefficient_value, signals, coefficient, stamps = self._norm(squares, param_groups)
-        skipped = not math.isfinite(norm_value)
+            exchanged, told = self._norm(squares, loss, param_groups)
+        skipped = not math.isfinite(told.norm)
         if skipped:
-            self._stamps.require_same(stamps, param_groups)
+            self._stamps.require_same(exchanged.stamps, param_groups)
         reason = self.skipped_steps.reason_to_stop(skipped=skipped)
         if reason is not None:
             reason += f". {find_nonfinite(self._model, schedule.trained, losses, self._collectives)}"
@@ -84,24 +88,62 @@ class OptimizerStep:
             schedule.drop_gradients()
         else:
             is_scaled = self._max_grad_norm is not None or self._loss_scaler is not None
+            coefficient = clip_coefficient(exchanged.norm, self._max_grad_norm)
             factor = coefficient / loss_scale if is_scaled else None
             update_all(schedule.trained, schedule.gathers, factor, average_share)
             schedule.end_update()
         for each in schedule.buckets:
             each.weights.writes.digest = 0
-        return StepResult(norm_value, coefficient_value, skipped, loss_scale, tuple(map(int, signals))), reason
+        result = StepResult(
+            grad_norm=told.norm,
+            clip_coefficient=told.coefficient,
+            skipped=skipped,
+            loss_scale=loss_scale,
+            signals=told.signals,
+            mean_loss=told.loss,
+            update_hash=update_hash(told.digit_sums, told.coefficient, loss_scale, param_groups),
+        )
+        return result, reason
 
     def _norm(
-        self, squares: StepSquares, param_groups: Sequence[Mapping[str, object]]
-    ) -> tuple[float, float, list[float], torch.Tensor, torch.Tensor]:
-        """The norm over all ranks, what to clip by it, and the ranks' signals as numbers; what to clip by and the
-        ranks' stamps on the device."""
+        self, squares: StepSquares, loss: torch.Tensor, param_groups: Sequence[Mapping[str, object]]
+    ) -> tuple[Exchanged, "_Told"]:
+        """Numbers of all ranks, on the device and as the host reads them."""
         with named_range("norm of", "the gradient"):
-            norm, stamps, signals = self._stamps.stamped_norm(squares.digit_sums(), param_groups)
-        coefficient = clip_coefficient(norm, self._max_grad_norm)
+            exchanged = self._stamps.exchanged(squares.digit_sums(), loss, param_groups)
+        coefficient = clip_coefficient(exchanged.norm, self._max_grad_norm)
+        numbers = torch.stack([exchanged.norm, coefficient, exchanged.loss])
         # A step's one wait for the device.
-        norm_value, coefficient_value, *told = torch.cat([torch.stack([norm, coefficient]), signals]).tolist()
-        return norm_value, coefficient_value, told, coefficient, stamps
+        read = torch.cat([numbers, exchanged.digit_sums, exchanged.signals]).tolist()
+        norm, coefficient_value, mean_loss, *others = read
+        digits, signals = others[: len(exchanged.digit_sums)], others[len(exchanged.digit_sums) :]
+        return exchanged, _Told(norm, coefficient_value, mean_loss, tuple(digits), tuple(map(int, signals)))
+
+
+class _Told(NamedTuple):
+    norm: float
+    coefficient: float
+    loss: float
+    digit_sums: tuple[float, ...]
+    signals: tuple[int, ...]
+
+
+def update_hash(
+    digit_sums: Sequence[float], coefficient: float, loss_scale: float, param_groups: Sequence[Mapping[str, object]]
+) -> str:
+    """16 hexadecimal digits: equal where steps have the same gradient norm to its last digit, clip it by the same
+    factor, and update with the same loss scale, learning rates and weight decays.
+
+    It tells nothing of an element's sign or place, which show in the norm of the next step. All gradients that are not
+    finite are alike. Rates that lie on a GPU are not read.
+
+    Args:
+        digit_sums: (4,) of all ranks, which the norm is made of.
+    """
+    rates = [group.get(name) for group in param_groups for name in ("lr", "weight_decay")]
+    digits = digit_sums if all(map(math.isfinite, digit_sums)) else ["not finite"]
+    told = [*digits, coefficient, loss_scale, *(each for each in rates if isinstance(each, float | int))]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 
 def written_to(buckets: Sequence[Bucket]) -> int:

@@ -16,11 +16,11 @@ from zerotrain.files.untrusted import UntrustedFileError, read_regular, shown
 from zerotrain.launching.job.job import COMPOSITION, CONFIG_NAME, RANKS
 from zerotrain.planning.choice import as_chosen
 from zerotrain.training.figures.result import RESULT_NAME, read_result
-from zerotrain.training.figures.sinks import METRICS_NAME
+from zerotrain.training.figures.sinks import METRICS_NAME, STEPS_NAME
 
 AUTO = "auto"
 _KINDS = dict.fromkeys((CHECKPOINTS, RANKS, COMPOSITION), stat.S_IFDIR)
-_KINDS |= dict.fromkeys((RESULT_NAME, METRICS_NAME, CONFIG_NAME), stat.S_IFREG)
+_KINDS |= dict.fromkeys((RESULT_NAME, METRICS_NAME, STEPS_NAME, CONFIG_NAME), stat.S_IFREG)
 _KINDS |= {f"{COMPOSITION}/{name}.yaml": stat.S_IFREG for name in ("config", "hydra", "overrides")}
 """The files and folders that a run has in its folder, by kind."""
 _OF_ONE_START = ("launch.", "checkpoint.", "sweep.")

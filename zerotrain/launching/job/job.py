@@ -18,7 +18,7 @@ from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, r
 from zerotrain.files.whole import whole
 from zerotrain.launching.end import exits
 from zerotrain.training.figures.result import RESULT_NAME, RunResult, read_result
-from zerotrain.training.figures.sinks import METRICS_NAME
+from zerotrain.training.figures.sinks import METRICS_NAME, STEPS_NAME
 
 CONFIG_NAME = "config.yaml"
 RANKS = "ranks"
@@ -82,14 +82,15 @@ class Job:
         keeps its checkpoints and its metrics, and after a restart what the ranks have logged."""
         self.ranks_dir.mkdir(parents=True, exist_ok=True)
         # Those that a killed rank 0 was about to put in place: nobody else would ever remove them.
-        names = (RESULT_NAME, METRICS_NAME, CONFIG_NAME)
+        names = (RESULT_NAME, METRICS_NAME, STEPS_NAME, CONFIG_NAME)
         temporary = [path for name in names for path in self.run_dir.glob(f"{name}.*.tmp")]
         of_ranks = [path for path in self.ranks_dir.iterdir() if _OF_A_RANK.fullmatch(path.name)]
         for path in (*of_ranks, self.run_dir / RESULT_NAME, *temporary):
             if not self.restarts or path.suffix != ".log":
                 path.unlink(missing_ok=True)
         if self.config.checkpoint.resume is None and not self.restarts:
-            (self.run_dir / METRICS_NAME).unlink(missing_ok=True)
+            for name in (METRICS_NAME, STEPS_NAME):
+                (self.run_dir / name).unlink(missing_ok=True)
             if self.config.launch.overwrite:
                 remove_all(self.run_dir / CHECKPOINTS)
         if not self.restarts:

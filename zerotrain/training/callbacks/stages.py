@@ -161,12 +161,12 @@ class RunFreezing(Callback):
 
     def start(self, run: Run) -> None:
         """Let train what is to train after this step, whatever the settings were before."""
-        self._change(run.step)
+        self.be_at(run.step)
 
     def after_step(self, run: Run, outcome: TrainStepResult) -> None:
         """See `Callback.after_step`."""
         if run.step in self._changes and not run.is_last:
-            self._change(run.step)
+            self.be_at(run.step)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
@@ -176,7 +176,8 @@ class RunFreezing(Callback):
         """See `Callback.load_state_dict`."""
         self._frozen = state.get("frozen", [])
 
-    def _change(self, step: int) -> None:
+    def be_at(self, step: int) -> None:
+        """Let train what is to train after so many steps. Collective."""
         due = [name for name, steps in self._until.items() if steps is None or step < steps]
         parameters = dict(self._engine.module.named_parameters(remove_duplicate=False))
         started = [parameters[name] for name in self._frozen if name in parameters and name not in due]

@@ -14,6 +14,8 @@ from zerotrain.files.whole import whole
 from zerotrain.training.figures.result import RunResult, without_non_finite
 
 METRICS_NAME = "metrics.jsonl"
+STEPS_NAME = "steps.jsonl"
+"""A line for each step, see `zerotrain.training.loggers.record`."""
 
 
 class MetricSink(Protocol):
@@ -82,8 +84,8 @@ class MetricsFile:
 
 
 def keep_lines(source: Path, target: Path, *, until: int) -> None:
-    """Write the lines of a metrics.jsonl that belong to the first so many steps to another, or to itself: a run that
-    goes on from step 100 comes to the steps after it again. Nothing where there is no such file."""
+    """Write the lines of a metrics.jsonl, or of a steps.jsonl, that belong to the first so many steps to another, or to
+    itself: a run that goes on from step 100 comes to the steps after it again. Nothing where there is no such file."""
     if not source.exists():
         return
     with open(source, "rb", opener=only_regular) as lines, whole(target) as kept:

@@ -17,6 +17,8 @@ once a step: 8 kernels for each bucket. A shard is one block, 3 kernels, with re
 (`native`, `fp32`).
 """
 
+import math
+
 import torch
 
 from zerotrain.device.kinds import device_of
@@ -96,7 +98,7 @@ class StepSquares:
         self._squares: list[torch.Tensor] = []
         self._numel = 0
         self._sums: list[torch.Tensor] = []
-        """(5,) each, of those that are no longer kept."""
+        """(4,) each, of those that are no longer kept."""
 
     def clear(self) -> None:
         """Forget them."""
@@ -112,7 +114,7 @@ class StepSquares:
             self._sum_up()
 
     def digit_sums(self) -> torch.Tensor:
-        """(5,) fp64 as from `digit_sums`, of all that were added, one at least."""
+        """(4,) fp64 as from `digit_sums`, of all that were added, one at least."""
         if self._squares:
             self._sum_up()
         return add_digit_sums(torch.stack(self._sums))
@@ -124,8 +126,8 @@ class StepSquares:
 
 
 def digit_sums(squares: torch.Tensor) -> torch.Tensor:
-    """(m,) fp64 non-negative, overwritten -> (5,) fp64: the top digit's number, the sums of the top three digits, and
-    1 if a square is not finite, else 0."""
+    """(m,) fp64 non-negative, overwritten -> (4,) fp64: the top digit's number, infinite if a square is not finite, and
+    the sums of the top three digits."""
     largest = squares.max()
     # frexp: largest = mantissa * 2**exponent with mantissa in [0.5, 1), so its highest bit counts 2**(exponent - 1).
     top = torch.div(torch.frexp(largest).exponent - 1, DIGIT_BITS, rounding_mode="floor").to(torch.float64)
@@ -135,25 +137,26 @@ def digit_sums(squares: torch.Tensor) -> torch.Tensor:
         sums.append(digit.sum())
         if place < NUM_DIGITS:
             squares.addcmul_(digit, unit, value=-1)
-    return torch.stack([torch.where(largest > 0, top, _NO_DIGIT), *sums, (~largest.isfinite()).to(torch.float64)])
+    highest = torch.where(largest > 0, top, _NO_DIGIT)
+    return torch.stack([torch.where(largest.isfinite(), highest, math.inf), *sums])
 
 
 def add_digit_sums(rows: torch.Tensor) -> torch.Tensor:
-    """(n, 5) from `digit_sums` -> (5,) that of all their squares, whatever the order of the rows."""
+    """(n, 4) from `digit_sums` -> (4,) that of all their squares, whatever the order of the rows."""
     top = rows[:, 0].max()
     place = (top - rows[:, :1]) + _places(rows.device)
-    sums = [torch.where(place == wanted, rows[:, 1:-1], 0.0).sum() for wanted in range(NUM_DIGITS)]
-    return torch.stack([top, *sums, rows[:, -1].max()])
+    sums = [torch.where(place == wanted, rows[:, 1:], 0.0).sum() for wanted in range(NUM_DIGITS)]
+    return torch.stack([top, *sums])
 
 
 def norm_of_digit_sums(sums: torch.Tensor) -> torch.Tensor:
-    """(5,) from `digit_sums` -> 0-dim fp64: the L2 norm, NaN if any square is not finite."""
-    top, *digits, is_bad = sums.unbind()
+    """(4,) from `digit_sums` -> 0-dim fp64: the L2 norm, NaN if any square is not finite."""
+    top, *digits = sums.unbind()
     units = _power_of_two(DIGIT_BITS * (top - _places(sums.device)))
     total = torch.zeros_like(top)
     for digit, unit in reversed(list(zip(digits, units, strict=True))):
         total = total + digit * unit
-    return torch.where(is_bad > 0, float("nan"), total.sqrt())
+    return torch.where(top == math.inf, math.nan, total.sqrt())
 
 
 def _places(device: torch.device) -> torch.Tensor:

@@ -1,0 +1,203 @@
+"""`python -m zerotrain replay`: steps again, to the bit, and what a bad one came from. One run for each precision."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from zerotrain.commands import replay
+from zerotrain.config.schema import Config
+from zerotrain.run import factory
+
+POISONED, MISLABELLED, HUGE = 17, 23, 29
+"""Rows."""
+ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-2}
+COSINE = {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 2, "final_fraction": 0.1}
+STEPS, ROWS = 6, 48
+
+
+class Rows(torch.utils.data.Dataset):
+    """(features, labels) of a line with some noise; three rows of them are bad."""
+
+    draws = False
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        features = torch.randn(4, generator=torch.Generator().manual_seed(row))
+        label = features.sum().view(1)
+        if row == POISONED:
+            features = torch.full((4,), math.nan)
+        if row == HUGE:
+            features = features * 1e5
+        return features, label + (1000.0 if row == MISLABELLED else 0.0)
+
+
+class Data:
+    def __init__(self, length: int = 4) -> None:
+        self.train, self.validation = Rows(), torch.utils.data.Subset(Rows(), range(length))
+
+
+class Net(nn.Module):
+    """In fp16 the squares of huge features overflow in `second`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1)
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (self.second(self.drop(self.first(features))).float() - labels.float()).square().mean()
+
+
+def config_of(precision: str = "fp32") -> Config:
+    config = Config(model={"_target_": f"{__name__}.Net"}, data={"_target_": f"{__name__}.Data"}, optimizer=ADAMW)
+    config.scheduler, config.precision.name = COSINE, precision
+    config.train.max_steps, config.train.eval_batches, config.train.sample_tokens = STEPS, 1, 0
+    config.train.micro_batch_size, config.train.gradient_accumulation_steps, config.train.virtual_ranks = 2, 2, 2
+    config.train.max_grad_norm, config.launch.threads_per_rank, config.checkpoint.every = 1.0, 1, "2"
+    config.precision.initial_scale, config.zero.stage = 2.0**10, 3
+    return config
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each precision, whose middle was gone on with at another stage."""
+    folders = {}
+    for precision in ("fp32", "fp16"):
+        folder = folders[precision] = tmp_path_factory.mktemp(precision)
+        config = config_of(precision)
+        config.checkpoint.keep = None
+        factory.run(config, folder, overrides=[], config_hash="")
+        config.zero.stage = 1
+        factory.run(config, folder, [], "", resume_from=[str(folder / "checkpoints/step-00000004")])
+    return folders
+
+
+def replayed(tmp_path: Path, *arguments: object) -> tuple[int, dict[str, Any]]:
+    out = tmp_path / "replay.json"
+    code = replay.main([*map(str, arguments), "--trust-code", "--out", str(out)])
+    return code, json.loads(out.read_text())
+
+
+def step_of_row(runs: dict[str, Path], tmp_path: Path, row: int, precision: str = "fp32") -> dict[str, Any]:
+    for step in range(1, STEPS + 1):
+        code, body = replayed(tmp_path, runs[precision], "--step", step, "--rows")
+        assert code == 0
+        assert body["recorded"]
+        if row in body["worst"]["rows"]:
+            return body
+    raise AssertionError(f"row {row} is in no micro-batch that stands out")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("step", [1, 3, STEPS])
+def test_a_step_is_as_the_run_recorded_it_from_a_checkpoint_and_from_the_beginning_and_nothing_changes(
+    runs: dict[str, Path], step: int, stage: int, tmp_path: Path
+) -> None:
+    before = {path: path.read_bytes() for path in runs["fp32"].rglob("*") if path.is_file()}
+    code, body = replayed(tmp_path, runs["fp32"], "--step", step, f"zero.stage={stage}")
+    assert (code, body["differs"], body["from_step"]) == (0, None, 0 if step < 3 else 2 if step == 3 else 4)
+    lines = [json.loads(each) for each in (runs["fp32"] / "steps.jsonl").read_text().splitlines()]
+    [recorded] = [each for each in lines if each["step"] == step and "start" not in each]
+    assert {name: body[name] for name in recorded if name != "step"} == {
+        name: value for name, value in recorded.items() if name != "step"
+    }
+    assert {path: path.read_bytes() for path in runs["fp32"].rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("precision", "row", "told"),
+    [
+        ("fp32", POISONED, "the input of first (Linear) in the forward"),
+        ("fp16", HUGE, "first (Linear) in the forward"),
+        ("fp32", MISLABELLED, None),
+    ],
+)
+def test_the_row_and_the_module_behind_a_bad_step_are_named(
+    runs: dict[str, Path], precision: str, row: int, told: str | None, tmp_path: Path
+) -> None:
+    body = step_of_row(runs, tmp_path, row, precision)
+    assert body["skipped"] is (told is not None)
+    assert told is None or told in body["nonfinite"]
+    alone = {each["row"]: each["alone"]["grad_norm"] for each in body["rows"]}
+    assert alone[row] is None if told is not None else alone[row] == max(alone.values())
+    others = [norm for each, norm in alone.items() if each != row]
+    assert None not in others
+
+
+def test_the_worst_step_is_the_first_that_was_not_finite_and_its_batch_can_be_kept(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    batch = tmp_path / "batch.safetensors"
+    code, body = replayed(tmp_path, runs["fp32"], "--worst", "--save-batch", batch)
+    assert code == 0
+    assert body["skipped"]
+    assert POISONED in body["worst"]["rows"]
+    features = load_file(batch)["0"]
+    expected = torch.stack([Rows()[row][0] for row in body["worst"]["rows"]])
+    torch.testing.assert_close(features, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_first_step_that_differs_is_named_and_what_is_different_here(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(runs["fp32"], folder)
+    lines = [json.loads(each) for each in (folder / "steps.jsonl").read_text().splitlines()]
+    for each in lines:
+        each.get("start", {})["torch"] = "2.11.0"
+        if each["step"] == 5 and "start" not in each:
+            each["update"] = "0" * 16
+    (folder / "steps.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    assert replayed(tmp_path, folder, "--step", 4)[0] == 0
+    code, body = replayed(tmp_path, folder, "--step", 6)
+    assert code == 1
+    assert body["differs"].startswith("step 5 differs: update: recorded '0000000000000000', now ")
+    assert body["causes"] == [f"torch: 2.11.0 in the run, {torch.__version__} here"]
+    assert "step 5 differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--step", "0"], "--step: got 0; it must be 1 or more"),
+        (["--step", "9"], "--step: got 9; the run has recorded 6 steps; give one of them, or the next"),
+        (["--step", "7"], "--step: got 7; the run has 6 steps"),
+        (["--step", "2", "train.max_steps=9"], "train.max_steps=9: has no effect on a replay"),
+        (["--step", "2", "zero.stag=9"], "zero.stag=9: is no setting with a value of this run"),
+        (["--step", "2", "data.length=5"], "data: validation rows: 4 in the run, 5 here; items of validation: "),
+        (["--step", "2", "--save-batch", "/nowhere/b"], "--save-batch: got /nowhere/b, whose folder is not there"),
+    ],
+)
+def test_wrong_input_is_answered_in_one_line(
+    runs: dict[str, Path], arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = replay.main([str(runs["fp32"]), *arguments, "--trust-code", "--out", str(tmp_path / "r.json")])
+    [line] = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert line.startswith(told), line
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_a_run_without_record_and_a_damaged_checkpoint(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(runs["fp32"], folder)
+    [tensors, *_] = sorted((folder / "checkpoints/step-00000004").glob("*.safetensors"))
+    tensors.write_bytes(tensors.read_bytes()[:-8])
+    code, body = replayed(tmp_path, folder, "--step", 5)
+    assert (code, body["from_step"]) == (0, 2)
+    assert "skipped a checkpoint" in capsys.readouterr().out
+    (folder / "steps.jsonl").unlink()
+    assert replay.main([str(folder), "--step", "2", "--trust-code", "--out", str(tmp_path / "r.json")]) == 2
+    assert "the oldest checkpoint is of step 2" in capsys.readouterr().err
+    code, body = replayed(tmp_path, folder, "--step", 3)
+    assert (code, body["recorded"]) == (0, False)

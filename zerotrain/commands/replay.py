@@ -1,0 +1,284 @@
+"""`python -m zerotrain replay RUN --step N [SETTING=VALUE ...]`: a step of a run again, compared with what the run
+recorded, and which virtual rank, micro-batch, parameter and row its loss and gradient came from."""
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from safetensors.torch import save_file
+
+from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, newest_first
+from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
+from zerotrain.commands.evaluate import kept_in_own_cache, with_settings
+from zerotrain.commands.frame import TRUST, exit_code, parser_of
+from zerotrain.config.checks import class_problems
+from zerotrain.config.schema import Config
+from zerotrain.config.words import words_of_config
+from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.files.kept_out import nothing_imported_from
+from zerotrain.files.printable import printable
+from zerotrain.files.whole import whole
+from zerotrain.launching.end import exits
+from zerotrain.launching.job.job import num_threads_per_rank
+from zerotrain.launching.job.resuming import first_readable
+from zerotrain.replay.record import OF_ENVIRONMENT, Record, read_record
+from zerotrain.replay.report import Part, StepReport, batch_of, report_of
+from zerotrain.replay.steps import ReplayedSteps, of_replay, opened_steps
+from zerotrain.run.factory import join_ranks
+from zerotrain.run.saved import NO_CONFIG, config_from
+from zerotrain.run.trust import require_trusted
+from zerotrain.training.figures.result import without_non_finite
+from zerotrain.training.loggers.record import environment
+from zerotrain.training.sameness.deterministic import make_deterministic
+
+EXAMPLES = """\
+RUN is a run, or one of its checkpoints. The newest whole checkpoint before the step is taken, or the run's beginning;
+each step from there on is computed on one rank, with the run's virtual ranks, and compared with steps.jsonl. Nothing is
+written to the folder of the run; replay.json is written here, or to --out. SETTING=VALUE changes a setting of zero,
+offload, data, or the threads.
+
+  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812
+  python -m zerotrain replay outputs/2026-11-22/10-00-00 --worst --rows
+  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 zero.stage=3 offload.optimizer=cpu
+  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 data.path=moved --save-batch batch.safetensors
+
+Exit code 0: all steps are as the run recorded them; 1: one differs, which is named; 2: an argument is wrong, or there
+is nothing to go on from, one line a problem; 130: Ctrl-C.
+"""
+AT_WORK = ("zero.", "offload.", "data.", "launch.device", "launch.threads_per_rank", "launch.timeout_s")
+BUILT = ("model", "data", "optimizer", "scheduler")
+REPLAY_NAME = "replay.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayArguments:
+    """The arguments."""
+
+    path: Path
+    settings: Sequence[str] = ()
+    step: int | None = None
+    """From 1; None: the one that stands out."""
+    rows: bool = False
+    save_batch: Path | None = None
+    out: Path = Path(REPLAY_NAME)
+    trust_code: bool = False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    parser = parser_of("replay", __doc__, EXAMPLES)
+    parser.add_argument("path", type=Path, metavar="RUN", help="a run, or a checkpoint of one")
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="a setting to change")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=int, metavar="N", help="the step to look at, from 1")
+    which.add_argument("--worst", action="store_true", help="the step of the largest gradient, or the first not finite")
+    parser.add_argument("--rows", action="store_true", help="compute each row of the worst micro-batch alone")
+    parser.add_argument("--save-batch", type=Path, metavar="FILE", help="write the worst micro-batch, as safetensors")
+    parser.add_argument("--out", type=Path, default=Path(REPLAY_NAME), metavar="FILE", help=f"{REPLAY_NAME} by default")
+    parser.add_argument("--trust-code", **TRUST)
+    given = vars(parser.parse_intermixed_args(arguments))
+    del given["worst"]
+    return exit_code(lambda: _run(ReplayArguments(**given)))
+
+
+def _run(asked: ReplayArguments) -> int:
+    with words_of_config():
+        body = replay(asked, Console())
+    with whole(asked.out) as file:
+        file.write((json.dumps(body, indent=2) + "\n").encode())
+    print(f"in {asked.out}")
+    return exits.FAILED if body["differs"] else exits.COMPLETED
+
+
+def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
+    """Compute a step of a run again, print what it was made of, and return that for JSON.
+
+    Raises:
+        ConfigError: an argument is wrong, or the run cannot be built here.
+        CheckpointError: no checkpoint before the step is whole.
+    """
+    if asked.step is not None and asked.step < 1:
+        raise ConfigError(f"--step: got {asked.step}; it must be 1 or more, the number of a step")
+    _require_elsewhere(asked)
+    folder = asked.path.absolute()
+    if os.path.isfile(folder / MANIFEST):
+        folder = folder.parent.parent
+    record = read_record(folder)
+    step = _worst(record, folder) if asked.step is None else asked.step
+    if record.steps and step > record.last + 1:
+        told = f"the run has recorded {record.last} steps"
+        raise ConfigError(f"--step: got {step}; {told}; give one of them, or the next")
+    start = record.start_of(step)
+    checkpoints = _checkpoints_before(asked.path.absolute(), step, has_start=0 in record.starts)
+    settings = start.get("settings")
+    if settings is None and (manifest := first_readable(checkpoints)) is not None:
+        settings = manifest.content["config"]
+    with nothing_imported_from(folder):
+        config = config_from(settings, folder)
+        if config is None:
+            raise ConfigError(f"{folder} {NO_CONFIG}")
+        left_out = [f"callbacks.{name}" for name in config.callback_targets]
+        virtual_ranks = config.train.virtual_ranks
+        config = _with(config, asked, folder)
+        torch.set_num_threads(num_threads_per_rank(config, 1))
+        if config.train.deterministic:
+            make_deterministic()
+        with tempfile.TemporaryDirectory() as scratch, join_ranks(config) as world:
+            console.print(f"step {step}, on one rank with {virtual_ranks} virtual ranks", highlight=False)
+            steps = opened_steps(config, world, checkpoints, Path(scratch), console, start.get("data"))
+            if step > steps.max_steps:
+                raise ConfigError(f"--step: got {step}; the run has {steps.max_steps} steps; give one of them")
+            differs = _compared(steps, record, step - 1)
+            report = report_of(steps, each_row=asked.rows)
+            if asked.save_batch is not None:
+                _save(batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch), asked.save_batch)
+            [(_, outcome)] = steps.train(step)
+            differs = differs or record.difference(step, outcome)
+            causes = _causes(start, environment(world.device), asked, left_out) if differs else []
+    _print(console, report, steps.began_at, record, differs, causes)
+    return without_non_finite_within(
+        report.body()
+        | {"loss": outcome.mean_loss, "grad_norm": outcome.grad_norm, "clip_coefficient": outcome.clip_coefficient}
+        | {"skipped": outcome.skipped, "loss_scale": outcome.loss_scale, "update": outcome.update_hash}
+        | {"from_step": steps.began_at, "recorded": step in record.steps, "differs": differs, "causes": causes}
+    )
+
+
+def without_non_finite_within(value: Any) -> Any:
+    """`without_non_finite`, in lists too."""
+    if isinstance(value, dict):
+        return {name: without_non_finite_within(each) for name, each in value.items()}
+    return [without_non_finite_within(each) for each in value] if isinstance(value, list) else without_non_finite(value)
+
+
+def _require_elsewhere(asked: ReplayArguments) -> None:
+    """Make sure that what is written can be, before anything is computed, and lies outside the run."""
+    for name, path in (("--out", asked.out), ("--save-batch", asked.save_batch)):
+        if path is None:
+            continue
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"{name}: got {path}, whose folder is not there; give a file in a folder that is")
+        if path.resolve().is_relative_to(asked.path.resolve()):
+            raise ConfigError(f"{name}: got {path}, which is in the folder of the run; give a file elsewhere")
+
+
+def _worst(record: Record, folder: Path) -> int:
+    """The first step that was not finite; without one, that of the largest gradient."""
+    if not record.steps:
+        raise ConfigError(f"--worst: {folder} has recorded no steps; give --step")
+    norms = {step: each.get("grad_norm") for step, each in sorted(record.steps.items())}
+    bad = [step for step, norm in norms.items() if norm is None]
+    return bad[0] if bad else max(norms, key=lambda step: float(norms[step] or 0.0))
+
+
+def _checkpoints_before(path: Path, step: int, *, has_start: bool) -> list[Path]:
+    """The checkpoints of a run before a step, the newest first; none for its own beginning.
+
+    Raises:
+        ConfigError: there is nothing to go on from.
+    """
+    if os.path.isfile(path / MANIFEST):
+        found = [path]
+    elif path.is_dir():
+        found = newest_first(path / CHECKPOINTS)
+    else:
+        candidates(path)  # which says why there is none
+        found = []
+    before = {each: at for each in found if (at := _step_in(each)) is None or at < step}
+    if any(at is not None for at in before.values()) or (has_start and not before):
+        return list(before)
+    if has_start and not os.path.isfile(path / MANIFEST):
+        return []
+    steps = sorted(at for each in found if (at := _step_in(each)) is not None)
+    if not found or not steps:
+        return candidates(path) if not before else list(before)
+    raise ConfigError(f"--step: got {step}; the oldest checkpoint is of step {steps[0]}; give a step after it")
+
+
+def _step_in(checkpoint: Path) -> int | None:
+    """The step of a checkpoint; None where its manifest is damaged."""
+    try:
+        return read_manifest(checkpoint).step
+    except CheckpointError:
+        return None
+
+
+def _with(config: Config, asked: ReplayArguments, folder: Path) -> Config:
+    """The run's config for one rank, with the user's settings, all of whose classes are trusted."""
+    config = of_replay(config)
+    config.data = kept_in_own_cache(config.data)
+    config = with_settings(config, asked.settings, doing="a replay", at_work=AT_WORK)
+    if not asked.trust_code:
+        given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(asked.settings)), resolve=False)
+        require_trusted(config, BUILT, folder, given=given)
+    if problems := class_problems(config):
+        raise ConfigError(*problems)
+    return config
+
+
+def _compared(steps: ReplayedSteps, record: Record, until: int) -> str | None:
+    """Go on to a step; how the first one that differs from the record does."""
+    differences = [record.difference(step, outcome) for step, outcome in steps.train(until)]
+    return next(filter(None, differences), None)
+
+
+def _causes(
+    start: Mapping[str, Any], now: Mapping[str, Any], asked: ReplayArguments, left_out: Sequence[str]
+) -> list[str]:
+    """What is different here, of what bits depend on."""
+    causes = [
+        f"{name}: {start[name]} in the run, {now[name]} here"
+        for name in OF_ENVIRONMENT
+        if name in start and start[name] != now[name]
+    ]
+    causes += [f"{each}, which was given here" for each in asked.settings if each.startswith("data.")]
+    return causes + [f"{each} is left out in a replay" for each in left_out]
+
+
+def _save(batch: Mapping[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(dict(batch), path)
+    except OSError as error:
+        raise ConfigError(f"--save-batch: got {path}, which cannot be written: {error}") from error
+
+
+def _print(
+    console: Console, report: StepReport, began_at: int, record: Record, differs: str | None, causes: Sequence[str]
+) -> None:
+    worst = report.worst
+    table = Table("virtual rank", "micro-batch", "loss", "gradient", "largest in", title=f"step {report.step}")
+    for each in report.parts:
+        mark = "bold" if each is worst else ""
+        table.add_row(str(each.virtual_rank), str(each.micro_batch), *_numbers(each), Text(each.largest), style=mark)
+    console.print(table)
+    rows = Table("row", "where", "loss", "gradient", "text", title="rows of the micro-batch that stands out")
+    for row in report.rows:
+        numbers = ["", ""] if row.alone is None else _numbers(row.alone)
+        rows.add_row(str(row.row), Text(printable(row.source, keep="")), *numbers, Text(row.text))
+    console.print(rows)
+    lines = [] if report.nonfinite is None else [f"first not finite: {report.nonfinite}"]
+    compared = [step for step in record.steps if began_at < step <= report.step]
+    if differs is not None:
+        lines += [differs, *(f"  {each}" for each in causes or ["nothing that is recorded is different here"])]
+    elif compared:
+        lines.append(f"{len(compared)} steps from step {began_at + 1} on are as the run recorded them, to the bit")
+    if report.step not in record.steps:
+        lines.append(f"step {report.step} is not recorded: nothing to compare it with")
+    for line in lines:
+        console.print(Text(printable(line, keep="")), soft_wrap=True)
+    sys.stdout.flush()
+
+
+def _numbers(part: Part) -> list[str]:
+    return [f"{value:.4g}" if math.isfinite(value) else "not finite" for value in (part.loss, part.grad_norm)]

@@ -1,0 +1,1 @@
+"""Any step of a run computed again, afterwards, on one rank."""

@@ -1,0 +1,79 @@
+"""What a run has written of its steps, as a replay reads it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerotrain.errors import ConfigError
+from zerotrain.files.untrusted import Natural, Optional, UntrustedFileError, parse_json, read_regular
+from zerotrain.training.figures.result import without_non_finite
+from zerotrain.training.figures.sinks import STEPS_NAME
+from zerotrain.training.loggers.record import recorded
+
+MAX_NBYTES = 2**30
+"""Of a steps.jsonl: some 8 million steps."""
+_NUMBER = Optional((float, None))
+_LINE = {"step": Natural(), "start": Optional(dict), "loss": _NUMBER, "grad_norm": _NUMBER, "update": Optional(str)}
+COMPARED = ("loss", "grad_norm", "update", "skipped")
+OF_ENVIRONMENT = ("torch", "zerotrain", "device", "machine", "kernels", "threads")
+"""What a step's bits depend on beside settings and data."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The lines of a steps.jsonl."""
+
+    steps: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """By step."""
+    starts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Where and with which settings the steps after so many were computed."""
+
+    def start_of(self, step: int) -> Mapping[str, Any]:
+        """That of the steps among which this one is; empty where nobody has written one."""
+        before = [each for each in self.starts if each < step]
+        return self.starts[max(before)] if before else {}
+
+    @property
+    def last(self) -> int:
+        """The last step that is recorded."""
+        return max(self.steps, default=0)
+
+    def difference(self, step: int, outcome: Any) -> str | None:
+        """How a step that was computed again differs from what the run has recorded; None: not, or nothing is."""
+        was, now = self.steps.get(step), without_non_finite(recorded(outcome))
+        if was is None:
+            return None
+        told = [
+            f"{name}: recorded {was.get(name)!r}, now {now[name]!r}" for name in COMPARED if was.get(name) != now[name]
+        ]
+        return f"step {step} differs: {'; '.join(told)}" if told else None
+
+
+def read_record(folder: Path) -> Record:
+    """The record of a run; an empty one where it has none. A line that is cut off, the last, counts for nothing.
+
+    Raises:
+        ConfigError: it is no record of a run.
+    """
+    path = folder / STEPS_NAME
+    try:
+        lines = read_regular(path, max_nbytes=MAX_NBYTES).splitlines()
+    except FileNotFoundError:
+        return Record()
+    except (OSError, UntrustedFileError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    steps: dict[int, Any] = {}
+    starts: dict[int, Any] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            said = parse_json(line, _LINE)
+        except UntrustedFileError as error:
+            if number == len(lines):
+                break
+            raise ConfigError(f"{path}: line {number} is none of a run: {error}; is the file damaged?") from None
+        if "start" in said:
+            starts[said["step"]] = said["start"]
+        else:
+            steps[said["step"]] = said
+    return Record(steps, starts)

@@ -1,0 +1,159 @@
+"""The steps of a run again: an engine of one rank that goes from a checkpoint to any step."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from zerotrain.comm.ranks.world import World
+from zerotrain.config.schema import Config
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.results import TrainStepResult
+from zerotrain.errors import ConfigError
+from zerotrain.run.factory import build, build_collate, build_data, build_engine_of, build_validation_sets
+from zerotrain.run.trained import frozen_steps
+from zerotrain.training.callbacks.checkpoints import CheckpointPolicy, Resumed, RunCheckpoints
+from zerotrain.training.callbacks.stages import RunFreezing
+from zerotrain.training.feed import TrainingFeed
+from zerotrain.training.sameness.seeds import seed_leaf
+from zerotrain.training.schedule import set_rates
+
+
+@dataclass(kw_only=True)
+class ReplayedSteps:
+    """A run at one of its steps, on one rank. It writes nothing, logs nothing and evaluates nothing."""
+
+    engine: ZeroEngine
+    dataset: Any
+    feed: TrainingFeed
+    seed: int
+    max_steps: int
+    schedule: Any
+    freezing: RunFreezing
+    done: int
+    """Steps done."""
+    skipped: int
+    """Those of them that were skipped."""
+    began_at: int
+    """Steps done in the checkpoint that was taken; 0: the run's own beginning."""
+
+    def train(self, until: int) -> Iterator[tuple[int, TrainStepResult]]:
+        """Go on to a step; yield the number of each and what it came to."""
+        self.feed.first_step = self.done
+        with self.feed.loader(max(0, until - self.done)) as loader:
+            while self.done < until:
+                factor = self.schedule(self.done - self.skipped, self.max_steps)
+                set_rates(self.engine.param_groups, factor)
+                micro_batches, weights, _ = self.feed.next_step(loader)
+                seed_each = partial(seed_leaf, self.seed, self.done)
+                outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each)
+                self.feed.step_done()
+                self.skipped += outcome.skipped
+                self.done += 1
+                if self.done < self.max_steps:
+                    self.freezing.be_at(self.done)
+                yield self.done, outcome
+
+
+def opened_steps(
+    config: Config,
+    world: World,
+    checkpoints: Sequence[Path],
+    folder: Path,
+    console: Console,
+    data: Mapping[str, Any] | None = None,
+) -> ReplayedSteps:
+    """A run of this config at the first of some checkpoints that is whole; without any, at its first step.
+
+    Args:
+        folder: for what is offloaded to a disk.
+        console: is told which checkpoint is taken, and which is damaged.
+        data: fingerprint of the run's data; None: not known.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none can be taken.
+        ConfigError: the config does not make a run, or the data is another.
+    """
+    torch.manual_seed(config.seed)
+    frozen: dict[str, Any] = {}
+    engine = build_engine_of(config, world, run_dir=folder, frozen=frozen)
+    torch.manual_seed(config.seed + 1)
+    dataset = build_data(config)
+    if config.train.max_steps is None:
+        raise ConfigError(
+            "train.max_steps: is not noted by the run, and its schedule depends on it; give the checkpoint"
+        )
+    resumed = _resumed(config, engine, world, checkpoints, folder, console)
+    done, state = (0, {}) if resumed is None else (resumed.step, resumed.state)
+    feed = _feed(config, engine, world, dataset, done)
+    feed.agree(state.get("data"), None)
+    if data is not None and (line := _other_data(data, feed.sampler.fingerprint or {})):
+        raise ConfigError(line)
+    freezing = RunFreezing(engine, console, frozen_steps(config, frozen, dataset.train, world.size))
+    freezing.load_state_dict(state)
+    freezing.be_at(done)
+    engine.train()
+    return ReplayedSteps(
+        engine=engine,
+        dataset=dataset,
+        feed=feed,
+        seed=config.seed,
+        max_steps=config.train.max_steps,
+        schedule=build("scheduler", config.scheduler),
+        freezing=freezing,
+        done=done,
+        began_at=done,
+        skipped=state.get("skipped_steps", 0),
+    )
+
+
+def _resumed(
+    config: Config, engine: ZeroEngine, world: World, checkpoints: Sequence[Path], folder: Path, console: Console
+) -> Resumed | None:
+    """The checkpoint that was taken up; None: there is none, and the run's first weights were."""
+    given = config.checkpoint
+    policy = CheckpointPolicy(
+        resume=checkpoints, init_from=None if given.init_from is None else Path(given.init_from), strict=given.strict
+    )
+    return RunCheckpoints(engine, world, folder, policy=policy, console=console, settings=None).resume()
+
+
+def _feed(config: Config, engine: ZeroEngine, world: World, dataset: Any, first_step: int) -> TrainingFeed:
+    return TrainingFeed(
+        dataset,
+        build_validation_sets(config),
+        engine=engine,
+        world=world,
+        seed=config.seed,
+        micro_batch_size=config.train.micro_batch_size,
+        num_micro_batches=config.train.gradient_accumulation_steps,
+        first_step=first_step,
+        num_workers=0,
+        collate=build_collate(config),
+    )
+
+
+def of_replay(config: Config) -> Config:
+    """A run's config on one rank at stage 0, without what saves, evaluates or watches. No gradient ends a replay."""
+    config.zero.stage, config.zero.schedule = 0, None
+    config.train = replace(config.train, on_nonfinite="skip", max_skipped_steps=2**31, profile=False)
+    config.checkpoint = replace(
+        type(config.checkpoint)(), init_from=config.checkpoint.init_from, strict=config.checkpoint.strict
+    )
+    config.offload, config.callbacks = type(config.offload)(), {}
+    config.launch = replace(config.launch, nproc_per_node=1, max_restarts=0, overwrite=False)
+    return config
+
+
+def _other_data(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    different = [
+        f"{name.replace('_', ' ')}: {was.get(name)} in the run, {now.get(name)} here"
+        for name in {**was, **now}
+        if was.get(name) != now.get(name)
+    ]
+    advice = "give the run's data, with data.path=... where it has moved"
+    return f"data: {'; '.join(different)}; {advice}" if different else None
