@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -257,12 +258,22 @@ def _print(
     console: Console, report: StepReport, began_at: int, record: Record, differs: str | None, causes: Sequence[str]
 ) -> None:
     worst = report.worst
-    table = Table("virtual rank", "micro-batch", "loss", "gradient", "largest in", title=f"step {report.step}")
+    table = Table(
+        "virtual rank",
+        "micro-batch",
+        "loss",
+        "gradient",
+        "largest in",
+        title=f"step {report.step}",
+        box=box.SIMPLE_HEAD,
+    )
     for each in report.parts:
         mark = "bold" if each is worst else ""
         table.add_row(str(each.virtual_rank), str(each.micro_batch), *_numbers(each), Text(each.largest), style=mark)
     console.print(table)
-    rows = Table("row", "where", "loss", "gradient", "text", title="rows of the micro-batch that stands out")
+    rows = Table(
+        "row", "where", "loss", "gradient", "text", title="rows of the micro-batch that stands out", box=box.SIMPLE_HEAD
+    )
     for row in report.rows:
         numbers = ["", ""] if row.alone is None else _numbers(row.alone)
         rows.add_row(str(row.row), Text(printable(row.source, keep="")), *numbers, Text(row.text))
@@ -272,7 +283,8 @@ def _print(
     if differs is not None:
         lines += [differs, *(f"  {each}" for each in causes or ["nothing that is recorded is different here"])]
     elif compared:
-        lines.append(f"{len(compared)} steps from step {began_at + 1} on are as the run recorded them, to the bit")
+        steps = f"{len(compared)} step{'s' * (len(compared) > 1)}"
+        lines.append(f"{steps} from step {began_at + 1} on: as the run recorded, to the bit")
     if report.step not in record.steps:
         lines.append(f"step {report.step} is not recorded: nothing to compare it with")
     for line in lines:
