@@ -140,8 +140,8 @@ def test_the_choice_is_that_of_all_ways_and_stages_planned_and_follows_the_rates
     slow_disk, slow_compute = replace(SPEEDS, disk=1e3), replace(SPEEDS, flops=1e6, operations=1e2, disk=1e12)
 
     seen = set()
-    for rates in (slow_disk, slow_compute):
-        for limit in (ends[0], ends[len(ends) // 4], ends[len(ends) // 2], ends[3 * len(ends) // 4]):
+    for rates in (slow_disk, slow_compute, replace(SPEEDS, link=1e3)):
+        for limit in ends:
             best = None
             for way, plan, nbytes in zip(ways, plans, taken, strict=True):
                 stage = next((stage for stage, one in zip((1, 2, 0, 3), nbytes, strict=True) if one <= limit), None)
