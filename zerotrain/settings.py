@@ -140,6 +140,7 @@ def _is_scale(value: float) -> bool:
 TRUE_OR_FALSE = one_of(True, False)
 STAGE = Rule("0, 1, 2 or 3", lambda value: type(value) is int and value in range(4))
 STEPS = at_least(1, "steps")
+SEQUENCES = Rule("1 or more sequences", lambda value: type(value) is int and value >= 1)
 VIRTUAL_RANKS = or_null(at_least(1, "virtual ranks"), " for as many as ranks")
 CLIPPING = or_null(positive("a number above 0"), " for no clipping")
 UNITS = Rule("auto or a list of module name patterns such as [blocks.*]", _are_units)
@@ -176,8 +177,24 @@ OFFLOADS_OPTIMIZER = Effect(
     lambda run, _: run.offload.optimizer != "device", "with offload.optimizer=device; it has one with cpu or disk"
 )
 OFFLOADS_TO_DISK = Effect(
-    lambda run, _: run.offload.uses_disk,
+    lambda run, _: run.offload.uses_disk or run.offload.optimizer == AUTO,
     "without offload.optimizer=disk, offload.parameters=disk or offload.activations=disk",
+)
+
+
+def autos_of(run: Any) -> list[str]:
+    """The settings of a `Config` that are `auto`, and are chosen as its run starts."""
+    values = {
+        "zero.stage": run.zero.stage,
+        "train.micro_batch_size": run.train.micro_batch_size,
+        "model.activation_checkpointing": run.model.get("activation_checkpointing"),
+        "offload.optimizer": run.offload.optimizer,
+    }
+    return [name for name, value in values.items() if value == AUTO]
+
+
+PLANNED = Effect(
+    lambda run, _: run.plan.only or bool(autos_of(run)), "without plan.only=true or a setting that is auto"
 )
 
 # ---- the settings
@@ -257,6 +274,15 @@ class OffloadConfig:
     def uses_disk(self) -> bool:
         """Whether anything goes to a disk."""
         return "disk" in (self.optimizer, self.parameters, self.activations)
+
+
+@dataclass
+class OffloadGroup(OffloadConfig):
+    """The same of a run, for which it may be chosen where the optimizer's state lies."""
+
+    optimizer: str = setting("device", or_auto(TIER))
+    """The optimizer's state, and master weights that are kept apart: device; cpu: the host's memory; disk: a file in
+    `path`. Fetched bucket by bucket for the update, and stored behind it. auto: chosen as the run starts."""
 
 
 @dataclass

@@ -84,6 +84,32 @@ def test_a_resume_and_a_rerun_are_at_the_stage_that_was_chosen_and_keep_the_bits
     assert config_of(run_dir)["zero"]["stage"] == 1
 
 
+def test_all_that_is_auto_is_chosen_stored_and_chosen_again(tmp_path: Path, zygote: Zygote):
+    more = ("model.activation_checkpointing=auto", "offload.optimizer=auto", "train.micro_batch_size=auto")
+    given = ("train.gradient_accumulation_steps=4", "launch.nproc_per_node=2")
+
+    def run(*overrides: str) -> str:
+        command = by_hand(*AUTO, *more, *given, *overrides, folder=tmp_path, zygote=zygote)
+        assert command.wait() == 0, command.stderr
+        assert "no effect" not in command.stderr
+        return str(command.stdout)
+
+    first = run("train.max_steps=2")
+    assert "a rank does in a second: " in first
+    assert "auto: zero.stage=1, train.micro_batch_size=4, model.activation_checkpointing=false" in first
+    path = tmp_path / "run/plan.json"
+    body = json.loads(path.read_text())
+    assert len(body["ways"]) == 1
+    body["chosen"] |= {"train.micro_batch_size": 2, "model.activation_checkpointing": True}
+    path.write_text(json.dumps(body))
+    resumed = run("checkpoint.resume=auto", "train.max_steps=3")
+    assert AS_BEFORE in resumed
+    config = config_of(tmp_path / "run")
+    assert (config["train"]["micro_batch_size"], config["train"]["gradient_accumulation_steps"]) == (2, 2)
+    assert (config["model"]["activation_checkpointing"], config["offload"]["optimizer"]) == (True, "device")
+    assert result_of(tmp_path / "run")["steps"] == 3
+
+
 def test_a_sweep_chooses_for_each_job_and_knows_its_jobs_again(tmp_path: Path, zygote: Zygote):
     sweep = ("-m", *TINY, "zero.stage=auto,3", "hydra.sweep.dir=sweep", "train.max_steps=1")
 

@@ -47,7 +47,7 @@ from zerotrain.run.factory import build_on_meta
 from zerotrain.run.preflight import check as preflight
 from zerotrain.run.saved import OfRun, SavedRun
 from zerotrain.run.trust import TARGET, are_known, names_others, require_trusted
-from zerotrain.settings import OffloadConfig
+from zerotrain.settings import OffloadGroup
 from zerotrain.training.callbacks.stages import stage_at
 from zerotrain.training.metrics import Metric
 
@@ -266,7 +266,7 @@ def _of_evaluation(run: OfRun) -> Config:
         config.model["lora"] = None
     config.zero.stage, config.zero.schedule = stage_at(config.zero.stages, run.step), None
     config.train.virtual_ranks, config.train.gradient_accumulation_steps = None, 1
-    config.offload, config.checkpoint = OffloadConfig(), CheckpointConfig()
+    config.offload, config.checkpoint = OffloadGroup(), CheckpointConfig()
     config.data = kept_in_own_cache(config.data)
     config.launch.nproc_per_node, config.launch.max_restarts = 1, 0
     return config

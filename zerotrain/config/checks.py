@@ -13,7 +13,7 @@ from zerotrain.config.interpolation import nested
 from zerotrain.config.schema import LENGTHS, Config, DataSwitches, ModelSwitches, OptimizerSwitches, TrainConfig
 from zerotrain.config.targets import makes_callables, target_problems
 from zerotrain.config.words import word
-from zerotrain.settings import AUTO, Setting, settings_in
+from zerotrain.settings import Setting, autos_of, settings_in
 
 OPEN_GROUPS = ("model", "data", "optimizer", "scheduler")
 CALLBACKS = "callbacks"
@@ -78,11 +78,12 @@ def value_problems(config: Config) -> list[str]:
         problems.append(
             "train.on_nonfinite: got stop; it must be skip with precision=fp16, which finds its loss scale by overflows"
         )
-    if config.zero.stage == AUTO and config.zero.schedule is not None:
-        problems.append(
-            f"zero.stage: got auto with zero.schedule={word(config.zero.schedule)}; it must be a number with a "
-            "schedule; leave one of them out"
-        )
+    if config.zero.schedule is not None:
+        problems += [
+            f"{name}: got auto with zero.schedule={word(config.zero.schedule)}; it must be a value with a schedule; "
+            "leave one of them out"
+            for name in autos_of(config)
+        ]
     if all(getattr(config.train, name) is None for name in LENGTHS):
         problems.append(
             "train.max_steps: got null; it must be a number of steps without train.num_epochs or max_tokens"

@@ -9,9 +9,10 @@ from typing import Any
 
 from zerotrain.config import rules
 from zerotrain.settings import (
-    AUTO,
     CLIPPING,
+    PLANNED,
     SENT,
+    SEQUENCES,
     SHARES,
     STAGE,
     STEPS,
@@ -19,7 +20,7 @@ from zerotrain.settings import (
     UNSCHEDULED,
     VIRTUAL_RANKS,
     Effect,
-    OffloadConfig,
+    OffloadGroup,
     PrecisionConfig,
     Rule,
     ZeroConfig,
@@ -85,9 +86,9 @@ class ModelSwitches:
     compile: bool = setting(False, TRUE_OR_FALSE)
     """torch.compile the forward of each unit (see `ZeroConfig.units`) in training. Needs a C++ compiler; the first step
     takes half a minute longer."""
-    activation_checkpointing: bool = setting(False, TRUE_OR_FALSE)
+    activation_checkpointing: Any = setting(False, or_auto(TRUE_OR_FALSE))
     """Keep of a unit's forward its inputs alone, and compute the rest again in its backward: less memory for about a
-    third more compute, and the same bits."""
+    third more compute, and the same bits. auto: chosen as the run starts."""
     freeze: Any = setting(None, rules.FREEZE)
     """Parameters that do not train, by patterns of their names; with `until` they train after so many steps, tokens or
     epochs. The first entry that matches a parameter counts."""
@@ -138,9 +139,9 @@ class TrainConfig:
     max_tokens: float | None = setting(None, or_null(positive("a number of tokens above 0")))
     """Length of the run in tokens, such as 1e9, in place of `max_steps`; rounded up to whole steps. Needs data whose
     sequences have as many tokens each."""
-    micro_batch_size: int = setting(8, at_least(1, "sequences"))
+    micro_batch_size: Any = setting(8, or_auto(SEQUENCES))
     """Sequences of one forward and backward; the global batch has micro_batch_size x gradient_accumulation_steps x
-    virtual_ranks."""
+    virtual_ranks. auto: chosen as a run starts, with gradient_accumulation_steps; the global batch is as with 1."""
     gradient_accumulation_steps: int = setting(1, at_least(1, "micro-batches"))
     """Micro-batches per virtual rank in one optimizer step."""
     virtual_ranks: int | None = setting(None, VIRTUAL_RANKS)
@@ -247,7 +248,6 @@ class LaunchConfig:
 
 
 PLANNING = Effect(lambda run, _: run.plan.only, "without plan.only=true")
-PLANNED = Effect(lambda run, _: run.plan.only or run.zero.stage == AUTO, "without plan.only=true or zero.stage=auto")
 
 
 @dataclass
@@ -258,7 +258,7 @@ class PlanConfig:
     """Start no rank and train nothing: print what each rank would hold and send at each stage, write plan.json into the
     run's folder, and end with exit code 0 if `zero.stage` fits, or 3 if it does not."""
     compare: bool = setting(False, TRUE_OR_FALSE)
-    """Show the plan of a run under what is measured, in its table and result.json; `zero.stage=auto` does anyway."""
+    """Show the plan of a run under what is measured, in its table and result.json; a setting that is auto does too."""
     num_ranks: int | None = setting(None, or_null(between(1, 2**17, "ranks")), PLANNING)
     """Ranks that are planned for, on all machines; null: those that `launch` would start."""
     memory_gb: float | None = setting(None, or_null(positive("a number of GB (1e9 bytes) above 0")), PLANNED)
@@ -315,7 +315,7 @@ class Config:
     """Seeds the initial weights, the order of the data and dropout."""
     zero: ZeroGroup = field(default_factory=ZeroGroup)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    offload: OffloadGroup = field(default_factory=OffloadGroup)
     model: dict[str, Any] = field(default_factory=lambda: asdict(ModelSwitches()))
     """An nn.Module: forward(inputs, labels) returns the mean loss over labels != -100; forward(inputs) the logits.
     Beside the arguments of its class it has the `ModelSwitches`."""

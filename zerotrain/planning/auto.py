@@ -1,24 +1,29 @@
 """Settings that may be `auto`: which values there are to choose from, and a config with those that were chosen."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
+from math import isqrt
 from typing import Any
 
 from zerotrain.config.compose import digest, noted
 from zerotrain.config.schema import Config
-from zerotrain.settings import AUTO
+from zerotrain.settings import AUTO, autos_of
 
-STAGE = "zero.stage"
-VALUES: Mapping[str, tuple[Any, ...]] = {STAGE: (0, 1, 2, 3)}
-"""By setting, what a run may get for `auto`: those that take less time first, but for stages, whose plans tell it."""
+STAGE, MICRO_BATCH, TIER = "zero.stage", "train.micro_batch_size", "offload.optimizer"
+_ACCUMULATION = "train.gradient_accumulation_steps"
+_VALUES: Mapping[str, tuple[Any, ...]] = {
+    STAGE: (0, 1, 2, 3),
+    "model.activation_checkpointing": (False, True),
+    TIER: ("device", "cpu", "disk"),
+}
 _OF_A_PLAN = ("zero", "precision", "offload", "model", "data", "optimizer")
 _OF_A_STEP = ("micro_batch_size", "gradient_accumulation_steps", "virtual_ranks")
 
 
 def autos_in(config: Config) -> list[str]:
     """The settings that are `auto`, and are to be chosen."""
-    return [name for name, value in values_in(config, VALUES).items() if value == AUTO]
+    return autos_of(config)
 
 
 def unchosen_problems(config: Config) -> list[str]:
@@ -26,8 +31,24 @@ def unchosen_problems(config: Config) -> list[str]:
     return [f"{name}: got auto, which is chosen as a run starts; it must be a value here" for name in autos_in(config)]
 
 
+def allowed(config: Config, name: str) -> tuple[Any, ...]:
+    """The values that a run may get for `auto`: those that take less time and more memory first, but for stages, whose
+    plans tell it. Micro-batches are of equal size, so that the global batch stays."""
+    if name != MICRO_BATCH:
+        return _VALUES[name]
+    rows = _rows_of_a_step(config)
+    small = [size for size in range(1, isqrt(rows) + 1) if not rows % size]
+    return tuple(sorted({*small, *(rows // size for size in small)}, reverse=True))
+
+
+def _rows_of_a_step(config: Config) -> int:
+    """Sequences of a virtual rank in a step."""
+    size, num = config.train.micro_batch_size, max(1, config.train.gradient_accumulation_steps)
+    return num if size == AUTO else num * int(size)
+
+
 def values_in(config: Config, names: Iterable[str]) -> dict[str, Any]:
-    """The values that a config has of some of the `VALUES`."""
+    """The values that a config has of some settings."""
     values = {}
     for name in names:
         group, _, field = name.partition(".")
@@ -37,7 +58,10 @@ def values_in(config: Config, names: Iterable[str]) -> dict[str, Any]:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """The same config with other values of some of the `VALUES`; `config` stays as it is."""
+    """The same config with other values of some settings; `config` stays as it is, and so does the global batch."""
+    values = dict(values)
+    if size := values.get(MICRO_BATCH):
+        values[_ACCUMULATION] = _rows_of_a_step(config) // size
     for name, value in values.items():
         group, _, field = name.partition(".")
         held: Any = getattr(config, group)
@@ -48,19 +72,40 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 def with_least_memory(config: Config) -> Config:
     """The same config with the last value for each `auto`: that takes least, and is what is checked first."""
-    return with_values(config, {name: VALUES[name][-1] for name in autos_in(config)})
+    return with_values(config, {name: allowed(config, name)[-1] for name in autos_in(config)})
 
 
-def ways_beside_stages(config: Config) -> Iterator[dict[str, Any]]:
-    """The values of all that is `auto` but the stage, by setting; the fastest first."""
-    names = [name for name in reversed([*VALUES]) if name in autos_in(config) and name != STAGE]
-    for values in product(*(VALUES[name] for name in names)):
-        yield dict(zip(names, values, strict=True))
+@dataclass(frozen=True)
+class Way:
+    """Values of all that is `auto` but the stage."""
+
+    values: Mapping[str, Any]
+    """By setting."""
+    saves: tuple[int, ...]
+    """For each of them, its place among those allowed: a later one takes more time."""
+
+    def is_slower_than(self, other: "Way") -> bool:
+        """Whether each of its values takes as much time as the other's, or more."""
+        return all(mine >= others for mine, others in zip(self.saves, other.saves, strict=True))
+
+
+def ways_beside_stages(config: Config, *, on_host: bool) -> Iterator[Way]:
+    """All ways; the first is the fastest.
+
+    Args:
+        on_host: a rank computes in the host's memory, where offloading to that frees nothing.
+    """
+    names = [name for name in autos_in(config) if name != STAGE]
+    values = {name: [*enumerate(allowed(config, name))] for name in names}
+    if on_host and TIER in values:
+        values[TIER] = [each for each in values[TIER] if each[1] != "cpu"]
+    for chosen in product(*values.values()):
+        yield Way({name: value for name, (_, value) in zip(names, chosen, strict=True)}, tuple(n for n, _ in chosen))
 
 
 def stages_in(config: Config) -> tuple[int, ...]:
     """The stages to choose from: all, or the one that is given."""
-    return VALUES[STAGE] if config.zero.stage == AUTO else (config.zero.stages[0],)
+    return _VALUES[STAGE] if config.zero.stage == AUTO else (config.zero.stages[0],)
 
 
 def asked_hash(config: Config) -> str:

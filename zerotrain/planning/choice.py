@@ -1,14 +1,17 @@
-"""Chooses what is `auto` in a config: the first way that fits by its plan, in the order of what a step costs.
+"""Chooses what is `auto` in a config: of all that fits by its plan the fastest.
 
-The cost model. Each stage computes the same. Of the stages that fit, one sends least; of those that send as much, one
-whose ranks share the update is faster than one where each rank updates all; of those, the lowest moves least within a
-rank. Times of all stages on one host and over a link are in docs/results/summary.md. Ways that take more time at any
-stage come after all stages without them.
+The order of stages. Each stage computes the same. Of the stages that fit, one sends least; of those that send as much,
+one whose ranks share the update is faster than one where each rank updates all; of those, the lowest moves least within
+a rank. Times of all stages on one host and over a link are in docs/results/summary.md.
+
+Where more than the stage is `auto`, each way has its best stage, and the way of least time by `planning.cost` is
+chosen. The fastest is planned first, and no way that is slower in each value than one that fits at the best stage. A
+way that saves more may hold more all the same, as sums of micro-batches do: no way is left out for its memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,20 @@ from zerotrain.config.schema import Config
 from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import Optional, UntrustedFileError, read_json
-from zerotrain.planning.auto import STAGE, VALUES, asked_hash, autos_in, stages_in, ways_beside_stages, with_values
+from zerotrain.planning.auto import (
+    STAGE,
+    Way,
+    allowed,
+    asked_hash,
+    autos_in,
+    stages_in,
+    values_in,
+    ways_beside_stages,
+    with_values,
+)
+from zerotrain.planning.cost import Speeds, step_s
 from zerotrain.planning.plan import PLAN_NAME, Planner, RunPlan
+from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.sharding.plan import STAGES
 from zerotrain.training.figures.report import in_unit
 
@@ -38,45 +53,106 @@ class Choice:
     plan: RunPlan
     """The plan with these values."""
     why: str
-    """A sentence."""
+    """A sentence; before it a line for the rates and each way that was planned, if more than the stage was chosen."""
+    tried: list[str]
+    """Those lines of ways."""
 
     def write(self, run_dir: Path, asked: Config) -> None:
         """Write plan.json, from which `as_chosen` takes the choice; what does not fit is chosen for no run."""
-        self.plan.write(run_dir, **{ASKED: asked_hash(asked), CHOSEN: self.values if self.plan.fits else None})
+        self.plan.write(
+            run_dir, **{ASKED: asked_hash(asked), CHOSEN: self.values if self.plan.fits else None, "ways": self.tried}
+        )
 
 
-def choose(asked: Config, config: Config, planner: Planner) -> Choice:
+def choose(asked: Config, config: Config, planner: Planner, probe: Callable[[], Speeds]) -> Choice:
     """Choose the values of all that is `auto`.
 
     Args:
         asked: the config with its `auto`.
         config: the same, checked, with any values in their place.
+        probe: called where more than the stage is chosen.
 
     Raises:
         ConfigError: nobody can tell what fits, since the activations are unknown.
     """
     names, stages = autos_in(asked), stages_in(asked)
-    for way in ways_beside_stages(asked):
-        plan = planner.run(with_values(config, way))
-        if unknown := next((plan.stages[each].unknown_because for each in stages), None):
-            raise ConfigError(
-                f"{', '.join(names)}: got auto, but {unknown} cannot be followed without values, so that activations "
-                "are unknown; give a value"
+    ways = [*ways_beside_stages(asked, on_host=planner.on_host)]
+    rates = probe() if len(ways) > 1 else None
+    tried: list[_Tried] = []
+    for way in ways:
+        if any(each.fits_best and way.is_slower_than(each.way) for each in tried):
+            continue
+        tried.append(_try(way, with_values(config, way.values), planner, stages, rates, names))
+    best = min(tried, key=lambda each: (not each.fits, each.taken if not each.fits else each.seconds))
+    values = {name: best.stage if name == STAGE else best.way.values[name] for name in names}
+    chosen = with_values(config, values)
+    plans = best.plans | {each: planner.stage(chosen, each) for each in range(len(STAGES)) if each not in best.plans}
+    plan = RunPlan(stage=best.stage, num_ranks=planner.ranks.num_ranks, memory=planner.memory, stages=plans)
+    told = [each.told() for each in tried] if rates else []
+    if best.fits:
+        why = f"auto: {chosen_named(values)}: "
+        if rates:
+            why += (
+                f"of {sum(each.fits for each in tried)} ways planned that fit, the one of least time by the cost model"
             )
-        fitting = [each for each in stages if plan.memory.fits(plan.stages[each])]
-        taken = {each: plan.memory.taken(plan.stages[each]) for each in stages}
-        stage = min(fitting, key=lambda each: _cost(plan, each)) if fitting else min(taken, key=taken.__getitem__)
-        values = {name: stage if name == STAGE else way[name] for name in names}
-        plan = replace(plan, stage=stage)
-        if fitting:
-            break
-    if fitting:
-        return Choice(values=values, plan=plan, why=f"auto: {chosen_named(values)}: {_why(plan, stages, fitting)}")
+        if STAGE in names:
+            why += "; " * bool(rates) + _why(plan, stages, best.fitting)
+        return Choice(
+            values=values, plan=plan, why="\n".join([*([str(rates)] if rates else []), *told, why]), tried=told
+        )
     why = (
         f"{', '.join(names)}: got auto, but nothing fits: with {chosen_named(values)} a rank would hold "
-        f"{in_unit(taken[stage])}, of {in_unit(plan.memory.device)}; {_advice(with_values(config, values), planner)}"
+        f"{in_unit(best.taken)}, of {in_unit(plan.memory.device)}; {_advice(chosen, planner)}"
     )
-    return Choice(values=values, plan=plan, why=why)
+    return Choice(values=values, plan=plan, why=why, tried=told)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tried:
+    """A way, at the stage that is best of those at which it fits; else at that which takes least."""
+
+    way: Way
+    plans: dict[int, StagePlan]
+    stage: int
+    fitting: list[int]
+    fits_best: bool
+    """Whether it fits at the stage that would be chosen with memory enough: no slower way is better."""
+    taken: int
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.fitting)
+
+    def told(self) -> str:
+        """A line."""
+        held = f"a rank holds {in_unit(self.taken)}"
+        told = f"{self.seconds:.3g} s a step by the cost model, {held}" if self.fits else f"does not fit: {held}"
+        return f"  {chosen_named(dict(self.way.values))}, stage {self.stage}: {told}"
+
+
+def _try(
+    way: Way, config: Config, planner: Planner, stages: tuple[int, ...], rates: Speeds | None, names: list[str]
+) -> _Tried:
+    plans, memory = {stage: planner.stage(config, stage) for stage in stages}, planner.memory
+    if unknown := next((each.unknown_because for each in plans.values()), None):
+        raise ConfigError(
+            f"{', '.join(names)}: got auto, but {unknown} cannot be followed without values, so that activations "
+            "are unknown; give a value"
+        )
+    cost = {stage: _cost(plan, stage, planner.ranks.num_ranks) for stage, plan in plans.items()}
+    taken = {stage: memory.taken(plan) for stage, plan in plans.items()}
+    fitting = [stage for stage in stages if memory.fits(plans[stage])]
+    stage = min(fitting, key=cost.__getitem__) if fitting else min(stages, key=taken.__getitem__)
+    return _Tried(
+        way=way,
+        plans=plans,
+        stage=stage,
+        fitting=fitting,
+        fits_best=bool(fitting) and cost[stage] == min(cost.values()),
+        taken=taken[stage],
+        seconds=step_s(plans[stage], rates) if rates else 0.0,
+    )
 
 
 def as_chosen(config: Config, run_dir: Path, num_ranks: int | None = None) -> Config:
@@ -96,7 +172,7 @@ def as_chosen(config: Config, run_dir: Path, num_ranks: int | None = None) -> Co
     values: Any = said.get(CHOSEN)
     if said.get(ASKED) != asked_hash(config) or num_ranks not in (None, said["num_ranks"]):
         return config
-    chosen = {name: _one_of(VALUES[name], (values or {}).get(name)) for name in autos}
+    chosen = {name: _one_of(allowed(config, name), (values or {}).get(name)) for name in autos}
     return config if None in chosen.values() else with_values(config, chosen)
 
 
@@ -105,20 +181,18 @@ def chosen_named(values: dict[str, Any]) -> str:
     return ", ".join(f"{name}={word(value)}" for name, value in values.items())
 
 
-def _one_of(allowed: tuple[Any, ...], said: Any) -> Any:
+def _one_of(values: tuple[Any, ...], said: Any) -> Any:
     """The allowed value that a file has said; None: it is none of them. True is not 1."""
-    return next((each for each in allowed if type(each) is type(said) and each == said), None)
+    return next((each for each in values if type(each) is type(said) and each == said), None)
 
 
-def _cost(plan: RunPlan, stage: int) -> tuple[int, bool, int]:
-    """See the module's cost model."""
-    return plan.stages[stage].sent or 0, plan.num_ranks > 1 and not STAGES[stage].shards_optimizer, stage
+def _cost(plan: StagePlan, stage: int, num_ranks: int) -> tuple[int, bool, int]:
+    """See the order of stages above."""
+    return plan.sent or 0, num_ranks > 1 and not STAGES[stage].shards_optimizer, stage
 
 
 def _why(plan: RunPlan, stages: tuple[int, ...], fitting: list[int]) -> str:
     sent = in_unit(plan.stages[plan.stage].sent or 0)
-    if len(stages) == 1:
-        return "of the ways that are auto, the fastest first, the first that fits"
     if plan.num_ranks == 1:
         return "one rank sends nothing and shares nothing, so that the lowest stage that fits is as good as any"
     if len(fitting) == 1:
@@ -143,6 +217,8 @@ def _changes(config: Config, planner: Planner) -> Iterator[tuple[str, Config, in
     recompute = {"model.activation_checkpointing": True}
     offload = {"offload.optimizer": "disk" if planner.on_host else "cpu"}
     for values in (recompute, offload, recompute | offload):
+        if values.items() <= values_in(config, values).items():
+            continue
         yield chosen_named(values), with_values(config, values), num_ranks
     for times in MORE_RANKS:
         yield f"{times * num_ranks} ranks, each with as much memory,", config, times * num_ranks

@@ -42,6 +42,12 @@ class LiveMemory(TorchDispatchMode):
         """(storage, kind, bytes) by the id of the storage, which is one object as long as its memory lives."""
         self._resize: Any = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's question to a mode: within this one nothing is compiled, and each operation is spared the care that
+        it needs where something is."""
+        return False
+
     @property
     def nbytes(self) -> int:
         """Bytes alive now."""

@@ -60,6 +60,10 @@ class StagePlan:
     """From host and disk, in a step."""
     stored: int
     largest_unit: int
+    flops: int | None
+    """Of all products of matrices and attention in a step: 2 for a multiplication and an addition."""
+    operations: int | None
+    """Operations of torch in a step."""
     unknown_because: str | None
     """The operation that cannot be followed without values."""
 
@@ -165,6 +169,7 @@ class _Rehearsal:
                 engine.train_step(rows)
             name_state(mode, engine)
             mode.begin(engine)
+            mode.flops = mode.operations = 0
             engine.train_step(rows)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             failed = mode.failed or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -189,6 +194,8 @@ class _Rehearsal:
             fetched=sum(fetched for fetched, _ in moved),
             stored=sum(stored for _, stored in moved),
             largest_unit=max(_unit_nbytes(unit.buckets) for unit in engine.schedule.units),
+            flops=None if failed else mode.flops * leaves * accumulated // num,
+            operations=None if failed else mode.operations * leaves * accumulated // num,
             unknown_because=failed,
         )
 

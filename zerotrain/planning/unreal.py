@@ -1,6 +1,6 @@
 """Operations on tensors without memory: each gives tensors of the right shapes, and computes nothing."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from zerotrain.planning.live import LiveMemory
 
@@ -30,6 +30,22 @@ FLASH = 1
 _IS_SET_TO, _NUMBER = _aten.is_set_to.default, _aten._local_scalar_dense.default
 _GROUPED = _aten._grouped_mm.default
 
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward_flops(grad: torch.Tensor, *inputs: Any, **_: Any) -> int:
+    query, key, value = inputs[:3]
+    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+
+
+_OF_CPU: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+"""Those that torch's own table lacks."""
+
 _OPERATIONS: dict[int, "_Operation"] = {}
 """By the id of torch's object, which is there for good."""
 _RESULTS: dict[Any, Any] = {}
@@ -45,6 +61,9 @@ class Unreal(LiveMemory):
 
     def __init__(self) -> None:
         super().__init__()
+        self.flops = 0
+        """Of products of matrices and attention so far."""
+        self.operations = 0
         self.failed = ""
         """The first operation that cannot be followed without values."""
         self.unknown: float | None = None
@@ -66,10 +85,13 @@ class Unreal(LiveMemory):
             if num_unreal < len(tensors):
                 if operation.is_mutable and not tensors[0].is_meta:
                     return tensors[0]  # a number that is known goes on being what it was
-                args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+                args, kwargs = _without_values(args), {name: _without_values(each) for name, each in kwargs.items()}
             given = self._result(func, operation, args, kwargs)
         else:
             given = func(*args, **kwargs)
+        self.operations += 1
+        if operation.flops is not None:
+            self.flops += operation.flops(*args, **kwargs, out_val=given)
         for each in given if isinstance(given, tuple | list) else (given,):
             if isinstance(each, torch.Tensor):
                 self._note(each)
@@ -191,8 +213,11 @@ def _tensors_in(given: Iterable[Iterable[Any]]) -> list[torch.Tensor]:
     return found
 
 
-def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else _made(tensor.shape, tensor.stride(), tensor.dtype)
+def _without_values(given: Any) -> Any:
+    """The same with tensors without values in the place of those with. (torch's tree_map takes ten times as long.)"""
+    if isinstance(given, torch.Tensor):
+        return given if given.is_meta else _made(given.shape, given.stride(), given.dtype)
+    return type(given)(map(_without_values, given)) if isinstance(given, list | tuple) else given
 
 
 def _made(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -208,6 +233,8 @@ class _Operation:
     """Whether all that it gives is new memory, and nothing that it gets is written to."""
     written: tuple[int, str] | None
     """(place, name) of the argument that it writes into, and gives: that stays what it was, without values."""
+    flops: Callable[..., int] | None
+    """Counts those of a call, by its arguments and result; None: it has none to speak of."""
 
     @classmethod
     def of(cls, func: Any) -> "_Operation":
@@ -223,6 +250,7 @@ class _Operation:
             schema.is_mutable,
             not schema.is_mutable and all(each.alias_info is None for each in schema.returns),
             places[0] if is_plain and not changes_shape else None,
+            _OF_CPU.get(func.overloadpacket) or flop_registry.get(func.overloadpacket),
         )
         return made
 

@@ -164,7 +164,8 @@ def build_engine_of(
     Raises:
         ConfigError: a class cannot be found or refuses its arguments, or the model cannot be trained so.
     """
-    train, offload = config.train, config.offload
+    train = config.train
+    offload: OffloadConfig = config.offload
     if run_dir is None:
         offload = OffloadConfig()
     elif offload.path is None:

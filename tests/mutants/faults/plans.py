@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 OF_VERB, OF_COMMAND = ("unit/commands/test_plan.py",), ("unit/launching/command/test_planned.py",)
 OF_REHEARSAL = ("unit/planning/test_rehearsal.py",)
+OF_WAYS = ("unit/planning/test_ways.py",)
 OF_CHOICE, OF_AUTO = ("unit/planning/test_choice.py",), ("unit/planning/test_auto.py",)
 
 FAULTS = {
@@ -59,8 +60,8 @@ FAULTS = {
     ),
     "auto-lowest-stage": Fault(
         "planning/choice.py",
-        "plan.stages[stage].sent or 0, plan.num_ranks > 1 and not STAGES[stage].shards_optimizer, stage",
-        "plan.stages[stage].sent or 0, False, stage",
+        "plan.sent or 0, num_ranks > 1 and not STAGES[stage].shards_optimizer, stage",
+        "plan.sent or 0, False, stage",
         "a stage is chosen at which each rank updates all",
         OF_CHOICE,
     ),
@@ -94,8 +95,8 @@ FAULTS = {
     ),
     "auto-unknown-fits": Fault(
         "planning/choice.py",
-        "        if unknown := next((plan.stages[each].unknown_because for each in stages), None):\n",
-        "        if unknown := None:\n",
+        "    if unknown := next((each.unknown_because for each in plans.values()), None):\n",
+        "    if unknown := None:\n",
         "a stage is chosen though nobody knows the activations",
         OF_CHOICE,
     ),
@@ -112,5 +113,47 @@ FAULTS = {
         "(setattr(held, field, value), held)[1]",
         "the config that asked for auto is lost, and with it the choice of a rerun",
         OF_AUTO,
+    ),
+    "auto-other-global-batch": Fault(
+        "planning/auto.py",
+        "_rows_of_a_step(config) // size",
+        "config.train.gradient_accumulation_steps // size",
+        "a micro-batch that is chosen twice shrinks the global batch",
+        OF_WAYS,
+    ),
+    "auto-takes-a-way-that-does-not-fit": Fault(
+        "planning/choice.py",
+        "key=lambda each: (not each.fits, each.taken if not each.fits else each.seconds)",
+        "key=lambda each: each.seconds",
+        "the fastest way is chosen, also where it does not fit",
+        OF_WAYS,
+    ),
+    "auto-skips-ways-at-any-stage": Fault(
+        "planning/choice.py",
+        "if any(each.fits_best and ",
+        "if any(each.fits and ",
+        "a way that fits at a better stage is not planned, since a faster one fits at a worse",
+        OF_WAYS,
+    ),
+    "auto-forgets-the-disk": Fault(
+        "planning/cost.py",
+        "rates.disk if plan.disk else rates.host",
+        "rates.host",
+        "a slow disk is taken for memory",
+        OF_WAYS,
+    ),
+    "auto-counts-one-micro-batch": Fault(
+        "planning/rehearsal.py",
+        "mode.flops * leaves * accumulated // num",
+        "mode.flops",
+        "the compute of further micro-batches is forgotten",
+        OF_WAYS,
+    ),
+    "auto-measures-no-link": Fault(
+        "run/probe.py",
+        'assumed=assumed if is_one_host else ("link", *assumed)',
+        "assumed=assumed",
+        "a rate that nobody has measured is told as one that was",
+        OF_WAYS,
     ),
 }

@@ -61,7 +61,7 @@ def test_a_schedule_leaves_nothing_to_choose():
 
     [problem] = value_problems(config)
 
-    assert problem.startswith("zero.stage: got auto with zero.schedule={3: 1}; it must be a number with a schedule")
+    assert problem.startswith("zero.stage: got auto with zero.schedule={3: 1}; it must be a value with a schedule")
 
 
 def test_the_memory_of_a_rank_has_an_effect_where_a_stage_is_chosen():

@@ -13,12 +13,14 @@ from zerotrain.comm.ranks.world import choose_device
 from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
 from zerotrain.launching.end import exits
+from zerotrain.launching.job.job import num_threads_per_rank
 from zerotrain.planning.auto import autos_in, values_in, with_values
-from zerotrain.planning.choice import as_chosen, choose, chosen_named
+from zerotrain.planning.choice import Choice, as_chosen, choose, chosen_named
 from zerotrain.planning.plan import PLAN_NAME, Memory, Planner
 from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.planning.table import print_plan
 from zerotrain.run.preflight.room import Ranks
+from zerotrain.run.probe import probed
 from zerotrain.training.figures.report import PlannedUsage
 
 
@@ -48,7 +50,7 @@ def planned(asked: Config, config: Config, ranks: Ranks, run_dir: Path, shown: P
         shown: the folder as it is shown.
     """
     planner = Planner(config, ranks, choose_device(config.launch.device, 0), run_dir)
-    choice = choose(asked, config, planner) if autos_in(asked) else None
+    choice = _choose(asked, config, planner, run_dir) if autos_in(asked) else None
     plan = planner.run(config) if choice is None else choice.plan
     print_plan(Console(), plan, compiles=config.model_switches["compile"])
     if choice is None:
@@ -76,7 +78,7 @@ def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[
         return config, None
     planner = Planner(config, ranks, choose_device(config.launch.device, 0), run_dir)
     if autos_in(as_chosen(asked, run_dir, ranks.num_ranks)):
-        choice = choose(asked, config, planner)
+        choice = _choose(asked, config, planner, run_dir)
         if not choice.plan.fits:
             raise ConfigError(choice.why)
         print_plan(Console(), choice.plan, compiles=config.model_switches["compile"])
@@ -91,6 +93,12 @@ def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[
             )
         plan = planner.stage(config, config.zero.stages[0])
     return config, asdict(_usage(plan, config.zero.stages[0], planner.memory))
+
+
+def _choose(asked: Config, config: Config, planner: Planner, run_dir: Path) -> Choice:
+    """The choice, with the rates of this machine where it needs them."""
+    device, num_threads = choose_device(config.launch.device, 0), num_threads_per_rank(config, planner.ranks.num_local)
+    return choose(asked, config, planner, lambda: probed(config, planner.ranks, device, num_threads, run_dir))
 
 
 def _usage(plan: StagePlan, stage: int, memory: Memory) -> PlannedUsage:

@@ -48,7 +48,8 @@ class BlockSquares:
     """
 
     def __init__(self, shard: torch.Tensor, *, exact: bool) -> None:
-        self._on_host, self._exact = device_of(shard.device).is_host, exact
+        device = device_of(shard.device)
+        self._on_host, self._holds_values, self._exact = device.is_host, device.holds_values, exact
         num_blocks = shard.numel() // ALIGN_NUMEL if exact or self._on_host else 1
         self._roots = torch.empty(num_blocks, dtype=torch.float64, device=shard.device)
         """Roots of the sums of squares; a tree on a GPU gives those sums themselves."""
@@ -68,6 +69,8 @@ class BlockSquares:
         if self._widened is None:
             roots.copy_(torch.linalg.vector_norm(values.view(-1, ALIGN_NUMEL), dim=1, dtype=torch.float32))
             return
+        if not self._holds_values:  # each further chunk does as the first, in the same memory
+            values, roots = values[:CHUNK_NUMEL], roots[: CHUNK_NUMEL // ALIGN_NUMEL]
         for chunk, out in zip(values.split(CHUNK_NUMEL), roots.split(CHUNK_NUMEL // ALIGN_NUMEL), strict=True):
             widened = self._widened[: chunk.numel()].copy_(chunk)
             torch.linalg.vector_norm(widened.view(-1, ALIGN_NUMEL), dim=1, out=out)
