@@ -8,6 +8,7 @@ the exchange of the norm: a step has no further message, and the device is not w
 """
 
 import platform
+import shlex
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from zerotrain.checkpoint.manifest import versions
 from zerotrain.data.reading.batches import GlobalBatchSampler
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.results import TrainStepResult
+from zerotrain.errors import TrainingError
 from zerotrain.training.callback import Callback, Run
+from zerotrain.training.figures.report import say
 from zerotrain.training.figures.sinks import STEPS_NAME, MetricsFile
 
 
@@ -50,8 +53,11 @@ class StepRecord(Callback):
             self._file.close()
 
     def failure(self, run: Run, error: BaseException) -> None:
-        """See `Callback.failure`."""
+        """See `Callback.failure`. Says the command that explains a step whose numbers have ended the run."""
         self.end(run)
+        if isinstance(error, TrainingError):
+            command = f"python -m zerotrain replay {shlex.quote(str(run.folder))} --step {run.step + 1}"
+            say(run.console, f"which rows and module: {command}")
 
 
 def recorded(outcome: TrainStepResult) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from zerotrain import TrainingError
 from zerotrain.config.schema import Config
 from zerotrain.run import factory
 from zerotrain.training.figures.sinks import STEPS_NAME
@@ -16,10 +17,13 @@ TOKENS = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 8, "vocab_siz
 TINY = {"_target_": "zerotrain.models.MLP", "vocab_size": 16, "hidden_size": 8, "context": 2, "num_layers": 1}
 
 
-def train(folder: Path, max_steps: int, *, stage: int = 0, lr: float = 1e-3, resume: bool = False) -> list[Any]:
+def train(
+    folder: Path, max_steps: int, *, stage: int = 0, lr: float = 1e-3, resume: bool = False, on_nonfinite: str = "skip"
+) -> list[Any]:
     config = Config(model=TINY, data=TOKENS, optimizer=ADAMW | {"lr": lr}, scheduler=COSINE)
     config.train.max_steps, config.train.eval_batches, config.train.sample_tokens = max_steps, 1, 0
     config.train.micro_batch_size, config.zero.stage, config.train.log_every = 2, stage, 3
+    config.train.on_nonfinite = on_nonfinite
     from_ = [str(folder / f"checkpoints/step-{3:08d}")] if resume else []
     folder.mkdir(exist_ok=True)
     factory.run(config, folder, overrides=[], config_hash="", resume_from=from_)
@@ -54,3 +58,13 @@ def test_the_hash_of_an_update_follows_from_the_rates_and_from_no_stage(changed:
     assert (plain[1] == other[1]) is (changed == "stage")
     assert plain[1]["grad_norm"] == other[1]["grad_norm"]
     assert (plain[1]["update"] == other[1]["update"]) is (changed == "stage")
+
+
+def test_a_run_that_its_numbers_end_says_the_command_that_explains_the_step(tmp_path: Path, capsys) -> None:
+    with pytest.raises(TrainingError):
+        train(tmp_path / "run", 9, lr=1e30, on_nonfinite="stop")
+    *_, last = (tmp_path / "run" / STEPS_NAME).read_text().splitlines()
+    command = (
+        f"which rows and module: python -m zerotrain replay {tmp_path / 'run'} --step {json.loads(last)['step'] + 1}"
+    )
+    assert command in capsys.readouterr().out.replace("\n", "")
