@@ -372,7 +372,7 @@ SWEEPS = [
 
 DISK = "offload.optimizer=disk offload.path="
 OFFLOADING = [
-    Attack("offload.optimizer=nvme", "offload.optimizer: got nvme; it must be device, cpu or disk; the default is dev"),
+    Attack("offload.optimizer=nvme", "offload.optimizer: got nvme; it must be device, cpu or disk, or auto; the "),
     Attack("offload.parameters=gpu zero.stage=3", "offload.parameters: got gpu; it must be device, cpu or disk"),
     Attack("offload=cpu", "offload=cpu: offload is a group of settings: "),
     Attack("offload.keep=1.5 offload.optimizer=cpu", "offload.keep: got 1.5; it must be between 0 and 1 of the opt"),

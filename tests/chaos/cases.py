@@ -40,7 +40,17 @@ SETTINGS = (
 """A run of a second: several buckets, micro-batches, evaluations, and a save beside each step."""
 COMPARED = ("step", "train_loss", "val_loss", "grad_norm", "lr", "epoch", "tokens", "skipped_steps")
 """Of a line of metrics.jsonl: all that is no time."""
-IN_A_RUN = {".hydra", ".lock", "alive", "checkpoints", "config.yaml", "metrics.jsonl", "ranks", "result.json"}
+IN_A_RUN = {
+    ".hydra",
+    ".lock",
+    "alive",
+    "checkpoints",
+    "config.yaml",
+    "metrics.jsonl",
+    "ranks",
+    "result.json",
+    "steps.jsonl",
+}
 
 
 @dataclass

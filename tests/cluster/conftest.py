@@ -3,20 +3,23 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY, USER_CODE, result_of
+from commands import REPOSITORY, USER_CODE, by_hand, result_of
 
 from benchmarks.errors import BenchmarkError
 from tests.cluster.hosts import Hosts, joined_hosts
 from tests.cluster.jobs import LAUNCH, RUN
+from tests.zygote.client import Zygote
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "slurm.sh"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 NUM_HOSTS = 3
+Undisturbed = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +61,16 @@ def undisturbed_job(in_slurm: None, tmp_path_factory: pytest.TempPathFactory) ->
     command = [*LAUNCH.split(), *RUN, "hydra.run.dir=run", "launch.nproc_per_node=2"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return str(result_of(folder / "run")["weights_sha256"])
+
+
+@pytest.fixture(scope="session")
+def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The weights of a run on one host, by its settings."""
+
+    @cache
+    def weights(*arguments: str) -> str:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        assert by_hand(*arguments, folder=folder, zygote=zygote).wait() == 0
+        return str(result_of(folder / "run")["weights_sha256"])
+
+    return weights

@@ -3,38 +3,20 @@
 import json
 import re
 import time
-from collections.abc import Callable
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 
 import pytest
-from commands import TINY, Command, by_hand, result_of
+from commands import TINY, Command, result_of
 
+from tests.cluster.conftest import Undisturbed
 from tests.cluster.hosts import Hosts
 from tests.cluster.jobs import num_steps
-from tests.zygote.client import Zygote
 
 RUN = (*TINY, "train.max_steps=150", "checkpoint.every=20", "hydra.run.dir=run")
 TIMEOUT_S = 10
 AT_ONCE_S = 60
 """Far above the ten seconds that all hosts take on a quiet machine, far below the quarter of an hour of TCP."""
-
-
-Undisturbed = Callable[..., str]
-
-
-@pytest.fixture(scope="session")
-def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The weights of a run on one host, by its settings."""
-
-    @cache
-    def weights(*arguments: str) -> str:
-        folder = tmp_path_factory.mktemp("undisturbed")
-        assert by_hand(*arguments, folder=folder, zygote=zygote).wait() == 0
-        return str(result_of(folder / "run")["weights_sha256"])
-
-    return weights
 
 
 def start_torchruns(hosts: Hosts, num_hosts: int, kind: str, *arguments: str, folder: Path) -> list[Command]:

@@ -45,6 +45,7 @@ def test_a_run_by_hand_leaves_one_folder_with_all_its_files(hand_run):
         "config.yaml",
         "metrics.jsonl",
         "result.json",
+        "steps.jsonl",
         "ranks/0.log",
         "ranks/1.log",
     }

@@ -194,7 +194,7 @@ def sample(run: dict[str, Any]) -> str:
 def test_only_the_first_rank_writes_and_shows(tmp_path: Path) -> None:
     first_rank, second_rank = train(tmp_path / "runs", 2, 1, ragged=False)
     for run in first_rank:
-        assert run["files"] == ["metrics.jsonl", "result.json"]
+        assert run["files"] == ["metrics.jsonl", "result.json", "steps.jsonl"]
         assert "train loss" in run["screen"]
     for run in second_rank:
         assert run["files"] == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.run.preflight.test_check import config
-from zerotrain.config.schema import Config, OffloadConfig, PrecisionConfig, ZeroGroup
+from zerotrain.config.schema import Config, OffloadGroup, PrecisionConfig, ZeroGroup
 from zerotrain.errors import ConfigError
 from zerotrain.offload.rates import SAMPLE_NBYTES
 from zerotrain.run.factory import build_on_meta
@@ -21,7 +21,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def to_disk(path: Path | None, **groups: Any) -> Config:
-    offload = OffloadConfig("disk", "disk", path=None if path is None else str(path))
+    offload = OffloadGroup("disk", "disk", path=None if path is None else str(path))
     return config(offload=offload, precision=PrecisionConfig("bf16"), **groups)
 
 
@@ -65,7 +65,7 @@ def test_a_disk_is_to_be_large_enough_for_each_stage(
 def test_nothing_is_made_and_nothing_asked_of_a_disk_that_is_not_used(tmp_path: Path) -> None:
     path = tmp_path / "not/there"
     require_room(to_disk(path), None, None, Ranks(1, 1))
-    require_room(config(offload=OffloadConfig(path="/proc/x")), None, tmp_path, Ranks(1, 1))
+    require_room(config(offload=OffloadGroup(path="/proc/x")), None, tmp_path, Ranks(1, 1))
     assert list(tmp_path.iterdir()) == []
 
 
