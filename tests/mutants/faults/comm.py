@@ -11,7 +11,7 @@ ORDER = ("unit/comm/accounts/test_ledger.py", "unit/engine/test_agreement.py")
 POSTED, BACKEND = "comm/wires/posted_handles.py", "comm/wires/backend_handles.py"
 
 HOSTS, STORES, WHEREABOUTS = "comm/ranks/hosts.py", "comm/ranks/stores.py", "comm/accounts/whereabouts.py"
-TORCHRUN, OF_TORCHRUN = "launching/start/torchrun.py", ("unit/launching/start/test_torchrun.py",)
+TORCHRUN, OF_TORCHRUN = "launching/start/torchrun.py", ("cluster/test_torchrun_end.py",)
 OF_HOSTS = ("unit/comm/ranks/test_hosts.py",)
 
 FAULTS = {
