@@ -1,4 +1,4 @@
-"""How a torchrun ends whose store does not answer any more. It is here since it failed once among other tests' processes."""
+"""How a torchrun ends whose store does not answer. It is no unit test since it failed once among many other processes."""
 
 import os
 import signal
