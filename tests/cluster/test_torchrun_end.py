@@ -1,4 +1,4 @@
-"""How a torchrun ends whose store does not answer. It is no unit test since it failed once among many other processes."""
+"""How a torchrun ends whose store does not answer: no unit test, since it failed once among many processes."""
 
 import os
 import signal
