@@ -18,8 +18,6 @@ import torch  # noqa: E402
 from tests.zygote.client import SOCKET, STAND_INS, Server, Zygote  # noqa: E402
 from tests.zygote.rank_server import fork_rank_server  # noqa: E402
 
-SERVER = "ZEROTRAIN_TEST_SERVER_FOLDER"
-"""A variable that tells the workers of pytest-xdist of their server."""
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when its packages are imported; the ranks of a test inherit it
 
@@ -94,7 +92,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     config.add_cleanup(lambda: shutil.rmtree(server.folder))
     config.add_cleanup(server.close)
     server.wait_until_ready()
-    os.environ.update({STAND_INS: str(server.folder / SOCKET), SERVER: str(server.folder)})
+    os.environ[STAND_INS] = str(server.folder / SOCKET)
     for spec in specs:
         spec.python = str(server.folder / "python")
 
@@ -103,10 +101,10 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """The process that commands are forked from where a test is not about their start."""
     folder, own = tmp_path_factory.mktemp("zygote"), None
-    if SERVER not in os.environ:
+    if STAND_INS not in os.environ:
         own = Server(folder)
         own.wait_until_ready()
-    zygote = Zygote(Path(os.environ.get(SERVER, folder)), folder)
+    zygote = Zygote(Path(os.environ[STAND_INS]).parent if own is None else folder, folder)
     yield zygote
     zygote.close()
     if own is not None:

@@ -148,19 +148,12 @@ def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
             differs = differs or record.difference(step, outcome)
             causes = _causes(start, environment(world.device), asked, left_out) if differs else []
     _print(console, report, steps.began_at, record, differs, causes)
-    return without_non_finite_within(
+    return without_non_finite(
         report.body()
         | {"loss": outcome.mean_loss, "grad_norm": outcome.grad_norm, "clip_coefficient": outcome.clip_coefficient}
         | {"skipped": outcome.skipped, "loss_scale": outcome.loss_scale, "update": outcome.update_hash}
         | {"from_step": steps.began_at, "recorded": step in record.steps, "differs": differs, "causes": causes}
     )
-
-
-def without_non_finite_within(value: Any) -> Any:
-    """`without_non_finite`, in lists too."""
-    if isinstance(value, dict):
-        return {name: without_non_finite_within(each) for name, each in value.items()}
-    return [without_non_finite_within(each) for each in value] if isinstance(value, list) else without_non_finite(value)
 
 
 def _require_elsewhere(asked: ReplayArguments) -> None:
@@ -237,7 +230,7 @@ def _compared(steps: ReplayedSteps, record: Record, until: int) -> str | None:
 def _causes(
     start: Mapping[str, Any], now: Mapping[str, Any], asked: ReplayArguments, left_out: Sequence[str]
 ) -> list[str]:
-    """What is different here, of what bits depend on."""
+    """Lines for all that bits depend on and that is different here."""
     causes = [
         f"{name}: {start[name]} in the run, {now[name]} here"
         for name in OF_ENVIRONMENT

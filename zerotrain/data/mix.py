@@ -84,7 +84,7 @@ class MixedRows(Dataset[Any]):
 
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float]) -> None:
         self.sources, self.weights = dict(sources), dict(weights)
-        self._datasets = list(self.sources.values())
+        self._names, self._datasets = list(self.sources), list(self.sources.values())
         self._ends = list(accumulate(len(each) for each in self._datasets))
         tokens = {getattr(each, "tokens_per_sequence", None) for each in self._datasets}
         self.tokens_per_sequence: int | None = tokens.pop() if len(tokens) == 1 else None
@@ -126,7 +126,7 @@ class MixedRows(Dataset[Any]):
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         source = bisect_right(self._ends, row)
-        return list(self.sources)[source], self._datasets[source], row - self._start(source)
+        return self._names[source], self._datasets[source], row - self._start(source)
 
     def order(self, positions: ArrayLike, *, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The rows at some positions of a run.

@@ -21,14 +21,9 @@ _OF_A_PLAN = ("zero", "precision", "offload", "model", "data", "optimizer")
 _OF_A_STEP = ("micro_batch_size", "gradient_accumulation_steps", "virtual_ranks")
 
 
-def autos_in(config: Config) -> list[str]:
-    """The settings that are `auto`, and are to be chosen."""
-    return autos_of(config)
-
-
 def unchosen_problems(config: Config) -> list[str]:
     """A line for each `auto` where there is no run that it could be chosen for."""
-    return [f"{name}: got auto, which is chosen as a run starts; it must be a value here" for name in autos_in(config)]
+    return [f"{name}: got auto, which is chosen as a run starts; it must be a value here" for name in autos_of(config)]
 
 
 def allowed(config: Config, name: str) -> tuple[Any, ...]:
@@ -72,7 +67,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 def with_least_memory(config: Config) -> Config:
     """The same config with the last value for each `auto`: that takes least, and is what is checked first."""
-    return with_values(config, {name: allowed(config, name)[-1] for name in autos_in(config)})
+    return with_values(config, {name: allowed(config, name)[-1] for name in autos_of(config)})
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ def ways_beside_stages(config: Config, *, on_host: bool) -> Iterator[Way]:
     Args:
         on_host: a rank computes in the host's memory, where offloading to that frees nothing.
     """
-    names = [name for name in autos_in(config) if name != STAGE]
+    names = [name for name in autos_of(config) if name != STAGE]
     values = {name: [*enumerate(allowed(config, name))] for name in names}
     if on_host and TIER in values:
         values[TIER] = [each for each in values[TIER] if each[1] != "cpu"]

@@ -24,7 +24,6 @@ from zerotrain.planning.auto import (
     Way,
     allowed,
     asked_hash,
-    autos_in,
     stages_in,
     values_in,
     ways_beside_stages,
@@ -33,6 +32,7 @@ from zerotrain.planning.auto import (
 from zerotrain.planning.cost import Speeds, step_s
 from zerotrain.planning.plan import PLAN_NAME, Planner, RunPlan
 from zerotrain.planning.rehearsal import StagePlan
+from zerotrain.settings import autos_of
 from zerotrain.sharding.plan import STAGES
 from zerotrain.training.figures.report import in_unit
 
@@ -75,7 +75,7 @@ def choose(asked: Config, config: Config, planner: Planner, probe: Callable[[], 
     Raises:
         ConfigError: nobody can tell what fits, since the activations are unknown.
     """
-    names, stages = autos_in(asked), stages_in(asked)
+    names, stages = autos_of(asked), stages_in(asked)
     ways = [*ways_beside_stages(asked, on_host=planner.on_host)]
     rates = probe() if len(ways) > 1 else None
     tried: list[_Tried] = []
@@ -97,9 +97,8 @@ def choose(asked: Config, config: Config, planner: Planner, probe: Callable[[], 
             )
         if STAGE in names:
             why += "; " * bool(rates) + _why(plan, stages, best.fitting)
-        return Choice(
-            values=values, plan=plan, why="\n".join([*([str(rates)] if rates else []), *told, why]), tried=told
-        )
+        lines = [str(rates), *told, why] if rates else [why]
+        return Choice(values=values, plan=plan, why="\n".join(lines), tried=told)
     why = (
         f"{', '.join(names)}: got auto, but nothing fits: with {chosen_named(values)} a rank would hold "
         f"{in_unit(best.taken)}, of {in_unit(plan.memory.device)}; {_advice(chosen, planner)}"
@@ -162,7 +161,7 @@ def as_chosen(config: Config, run_dir: Path, num_ranks: int | None = None) -> Co
     Args:
         num_ranks: those that they must have been chosen for; null: any.
     """
-    autos = autos_in(config)
+    autos = autos_of(config)
     if not autos:
         return config
     try:

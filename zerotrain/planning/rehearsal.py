@@ -61,7 +61,7 @@ class StagePlan:
     stored: int
     largest_unit: int
     flops: int | None
-    """Of all products of matrices and attention in a step: 2 for a multiplication and an addition."""
+    """Those of all products of matrices and attention in a step: 2 for a multiplication and an addition."""
     operations: int | None
     """Operations of torch in a step."""
     unknown_because: str | None

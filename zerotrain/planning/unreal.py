@@ -62,7 +62,7 @@ class Unreal(LiveMemory):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
-        """Of products of matrices and attention so far."""
+        """Those of products of matrices and attention so far."""
         self.operations = 0
         self.failed = ""
         """The first operation that cannot be followed without values."""

@@ -1,4 +1,4 @@
-"""What a run has written of its steps, as a replay reads it."""
+"""The record of a run's steps, as a replay reads it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from zerotrain.training.figures.sinks import STEPS_NAME
 from zerotrain.training.loggers.record import recorded
 
 MAX_NBYTES = 2**30
-"""Of a steps.jsonl: some 8 million steps."""
+"""A steps.jsonl of some 8 million steps."""
 _NUMBER = Optional((float, None))
 _LINE = {"step": Natural(), "start": Optional(dict), "loss": _NUMBER, "grad_norm": _NUMBER, "update": Optional(str)}
 COMPARED = ("loss", "grad_norm", "update", "skipped")
 OF_ENVIRONMENT = ("torch", "zerotrain", "device", "machine", "kernels", "threads")
-"""What a step's bits depend on beside settings and data."""
+"""The names of all that a step's bits depend on beside settings and data."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Record:
     steps: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """By step."""
     starts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Where and with which settings the steps after so many were computed."""
+    """The environment and settings in which the steps after so many were computed."""
 
     def start_of(self, step: int) -> Mapping[str, Any]:
         """That of the steps among which this one is; empty where nobody has written one."""

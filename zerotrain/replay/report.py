@@ -70,14 +70,14 @@ class RowPart:
 
 @dataclass(kw_only=True)
 class StepReport:
-    """What a step was made of, before its update."""
+    """The parts of a step, before its update."""
 
     step: int
     parts: list[MicroBatchPart]
     rows: list[RowPart] = field(default_factory=list)
     """Those of `worst`."""
     nonfinite: str | None = None
-    """What made the first value that was not finite; None where all were."""
+    """The module that made the first value that was not finite; None where all were."""
 
     @property
     def worst(self) -> MicroBatchPart:
@@ -157,7 +157,7 @@ def _computed(steps: ReplayedSteps, inputs: Any, virtual_rank: int, micro_batch:
 
 
 def _source(dataset: Any, row: int) -> str:
-    """Where a row of the data lies, as far as the dataset tells."""
+    """The place of a row of the data, as far as the dataset tells."""
     if isinstance(dataset, MixedRows):
         name, rows, number = dataset.source_of(row)
         return f"{name}: {_source(rows, number) or f'row {number}'}"

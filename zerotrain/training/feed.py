@@ -1,6 +1,6 @@
 """Feeds a rank: the run's place in the data, the next micro-batches, and their weights in the loss."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,14 +125,11 @@ class TrainingFeed:
         numbers, position = range(self.sampler.num_virtual_ranks), self.sampler.rows_consumed
         if virtual_rank not in numbers:
             raise ValueError(f"virtual_rank={virtual_rank}: there are {len(numbers)}; give 0 to {numbers[-1]}")
-        reader = reader_of(self._dataset.train, self.sampler.seed, self._collate, self._vocab_size)
-        step = 1 + position // self.sampler.global_batch_size
-        read = [reader((rows, step)) for rows in self.sampler.micro_batches(position, [virtual_rank])]
-        copies = DeviceCopies(self._world.device)
-        inputs = [as_inputs(batch) for batch in copies.finish(copies.start([batch for batch, _ in read]))]
+        read = list(self._read(self.sampler.micro_batches(position, [virtual_rank])))
+        inputs = self._inputs([batch for batch, _ in read])
         if self.tokens_per_sequence is not None:
             return inputs, None
-        of_all = sum(reader((rows, step))[1] for rows in self.sampler.micro_batches(position, numbers))
+        of_all = sum(num_labels for _, num_labels in self._read(self.sampler.micro_batches(position, numbers)))
         total = torch.tensor(of_all, dtype=torch.float64, device=self._world.device)
         return inputs, self._weights([number for _, number in read], total)
 
@@ -142,10 +139,19 @@ class TrainingFeed:
 
     def read(self, rows: RowsToRead) -> Any:
         """The inputs of a micro-batch of any rows, read here and alone; RowError where one cannot be read."""
+        [inputs] = self._inputs([batch for batch, _ in self._read([rows])])
+        return inputs
+
+    def _read(self, micro_batches: Iterable[RowsToRead]) -> Iterator[tuple[Any, int]]:
+        """(batch, labels that count) of each, in the host's memory; for the next step."""
+        reader = reader_of(self._dataset.train, self.sampler.seed, self._collate, self._vocab_size)
         step = 1 + self.sampler.rows_consumed // self.sampler.global_batch_size
-        batch, _ = reader_of(self._dataset.train, self.sampler.seed, self._collate, self._vocab_size)((rows, step))
+        return (reader((rows, step)) for rows in micro_batches)
+
+    def _inputs(self, batches: list[Any]) -> list[Any]:
+        """What the model takes of each, on the device."""
         copies = DeviceCopies(self._world.device)
-        return as_inputs(copies.finish(copies.start([batch]))[0])
+        return [as_inputs(batch) for batch in copies.finish(copies.start(batches))]
 
     def step_done(self) -> None:
         """The step that was read last is trained."""

@@ -24,15 +24,15 @@ FAULTS = {
     ),
     "hosts-keeper-on-its-loopback": Fault(
         HOSTS,
-        "if route and not _is_loopback(route[1])), None)",
+        "if route and not is_loopback(route[1])), None)",
         "if route), None)",
         "the host of the store listens on its loopback where its own name is there",
         OF_HOSTS,
     ),
     "hosts-loopback-let-through": Fault(
         HOSTS,
-        "        if _is_loopback(place.fixed):\n",
-        "        if place is places[rank] and _is_loopback(place.fixed):\n",
+        "        if is_loopback(place.fixed):\n",
+        "        if place is places[rank] and is_loopback(place.fixed):\n",
         "only the rank that listens on the loopback is refused, and the others wait for it",
         OF_HOSTS,
     ),

@@ -5,7 +5,8 @@ import pytest
 from zerotrain.config.checks import value_problems, without_effect
 from zerotrain.config.compose import from_values
 from zerotrain.config.schema import Config, ZeroGroup
-from zerotrain.planning.auto import asked_hash, autos_in, unchosen_problems, with_least_memory, with_values
+from zerotrain.planning.auto import asked_hash, unchosen_problems, with_least_memory, with_values
+from zerotrain.settings import autos_of
 
 
 def of_auto() -> Config:
@@ -19,7 +20,7 @@ def test_values_are_put_in_the_place_of_auto_and_the_config_that_asked_stays_as_
     given, least = with_values(asked, {"zero.stage": 1}), with_least_memory(asked)
 
     assert (asked.zero.stage, given.zero.stage, least.zero.stage) == ("auto", 1, 3)
-    assert (autos_in(asked), autos_in(given)) == (["zero.stage"], [])
+    assert (autos_of(asked), autos_of(given)) == (["zero.stage"], [])
     assert with_least_memory(given) == given
 
 

@@ -37,7 +37,7 @@ def host_name() -> str:
 
 @dataclass(frozen=True)
 class RankHost:
-    """Where a rank is, as it tells the others when they meet."""
+    """The place of a rank, as it tells the others when they meet."""
 
     size: int
     """Number of ranks, as it was told."""
@@ -99,14 +99,14 @@ def choose_interface(places: Sequence[RankHost], rank: int, interface: str | Non
     if not others:
         return
     for number, place in enumerate(places):
-        if _is_loopback(place.fixed):
+        if is_loopback(place.fixed):
             raise ConfigError(_unreachable(number, place))
     if interface != AUTO:
         taken = interface
     else:
         # To itself the host of the store may be on its loopback: it takes the way to another.
         routes = (places[rank].route, *(_route_to(each.route[1]) for each in others if each.route))
-        taken = next((route[0] for route in routes if route and not _is_loopback(route[1])), None)
+        taken = next((route[0] for route in routes if route and not is_loopback(route[1])), None)
     if taken:
         os.environ.setdefault(_VARIABLES["gloo"], taken)
         os.environ.setdefault(_VARIABLES["nccl"], f"={taken}")  # without the sign it would be a beginning of names
@@ -141,7 +141,7 @@ def _fixed(backend: str, interface: str | None) -> tuple[str, str]:
 
 def _unreachable(rank: int, place: RankHost) -> str:
     reaches, remedy = "", "use an interface that the other hosts reach"
-    if place.route and not _is_loopback(place.route[1]):
+    if place.route and not is_loopback(place.route[1]):
         taken = place.route[0]
         reaches = f": {taken} ({place.route[1]}) reaches MASTER_ADDR"
         remedy = f"use World.from_environment(interface='{taken}')"
@@ -193,5 +193,6 @@ def _of_own_name() -> str:
     return "127.0.0.1"
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches an address."""
     return address.startswith("127.") or address == "::1"

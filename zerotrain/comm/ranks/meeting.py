@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Met:
-    """What ranks have that have met."""
+    """The common things of ranks that have met."""
 
     store: dist.Store
     """For what they do together."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from zerotrain.comm.accounts.shortage import shortage
 from zerotrain.comm.accounts.within import within
 from zerotrain.comm.ranks.environment import RankEnvironment, num_restarts
+from zerotrain.comm.ranks.hosts import is_loopback
 from zerotrain.errors import CommError, ConfigError
 
 _REMINDER_S = 10.0
@@ -135,7 +136,7 @@ def _listen_beside(ranks: RankEnvironment, timeout_s: float) -> tuple[dist.Store
     with socket.create_connection((ranks.address, ranks.port), timeout=timeout_s) as reached:
         family, here = reached.family, str(reached.getsockname()[0])
     others_reach = here
-    if _is_loopback(here) and ranks.local_world_size < ranks.world_size:  # this is the machine that MASTER_ADDR names
+    if is_loopback(here) and ranks.local_world_size < ranks.world_size:  # this is the machine that MASTER_ADDR names
         here, others_reach = "", ranks.address
     listener = socket.create_server((here, 0), family=family, backlog=2048)
     port = int(listener.getsockname()[1])
@@ -150,10 +151,6 @@ def _listen_beside(ranks: RankEnvironment, timeout_s: float) -> tuple[dist.Store
     )
     _kept_here.append(kept)
     return kept, (others_reach, port)
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 def _keeper(ranks: RankEnvironment) -> str:
@@ -224,7 +221,7 @@ def _listen_on_loopback(ranks: RankEnvironment) -> int | None:
     all addresses."""
     found = socket.getaddrinfo(ranks.address, ranks.port, type=socket.SOCK_STREAM)
     family, address = found[0][0], found[0][4]
-    if not _is_loopback(str(address[0])):
+    if not is_loopback(str(address[0])):
         return None
     return socket.create_server(address[:2], family=family, backlog=2048).detach()
 

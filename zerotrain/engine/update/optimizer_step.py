@@ -69,7 +69,7 @@ class OptimizerStep:
         schedule.reductions.finish()
         self._stamps.written, self._stamps.signal = written_to(schedule.buckets), signal
         squares = schedule.reductions.squares
-        exchanged, told = self._norm(squares, loss, param_groups)
+        exchanged, coefficient, told = self._norm(squares, loss, param_groups)
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
         is_exact = all(bucket.gradient.reduction.has_exact_norm for bucket in schedule.trained)
         if not math.isfinite(told.norm) and not is_exact:
@@ -77,7 +77,7 @@ class OptimizerStep:
             squares = StepSquares()
             for bucket in schedule.trained:
                 squares.add(bucket.gradient.reduction.take_squares(loss_scale, exact=True))
-            exchanged, told = self._norm(squares, loss, param_groups)
+            exchanged, coefficient, told = self._norm(squares, loss, param_groups)
         skipped = not math.isfinite(told.norm)
         if skipped:
             self._stamps.require_same(exchanged.stamps, param_groups)
@@ -88,7 +88,6 @@ class OptimizerStep:
             schedule.drop_gradients()
         else:
             is_scaled = self._max_grad_norm is not None or self._loss_scaler is not None
-            coefficient = clip_coefficient(exchanged.norm, self._max_grad_norm)
             factor = coefficient / loss_scale if is_scaled else None
             update_all(schedule.trained, schedule.gathers, factor, average_share)
             schedule.end_update()
@@ -107,8 +106,8 @@ class OptimizerStep:
 
     def _norm(
         self, squares: StepSquares, loss: torch.Tensor, param_groups: Sequence[Mapping[str, object]]
-    ) -> tuple[Exchanged, "_Told"]:
-        """Numbers of all ranks, on the device and as the host reads them."""
+    ) -> tuple[Exchanged, torch.Tensor, "_Told"]:
+        """Numbers of all ranks and what to clip by, on the device, and both as the host reads them."""
         with named_range("norm of", "the gradient"):
             exchanged = self._stamps.exchanged(squares.digit_sums(), loss, param_groups)
         coefficient = clip_coefficient(exchanged.norm, self._max_grad_norm)
@@ -117,7 +116,11 @@ class OptimizerStep:
         read = torch.cat([numbers, exchanged.digit_sums, exchanged.signals]).tolist()
         norm, coefficient_value, mean_loss, *others = read
         digits, signals = others[: len(exchanged.digit_sums)], others[len(exchanged.digit_sums) :]
-        return exchanged, _Told(norm, coefficient_value, mean_loss, tuple(digits), tuple(map(int, signals)))
+        return (
+            exchanged,
+            coefficient,
+            _Told(norm, coefficient_value, mean_loss, tuple(digits), tuple(map(int, signals))),
+        )
 
 
 class _Told(NamedTuple):

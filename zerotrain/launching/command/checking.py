@@ -1,4 +1,4 @@
-"""What is checked of a job before any of its ranks starts: its config, its folder, its data, what it goes on from."""
+"""The checks of a job before any of its ranks starts: its config, its folder, its data, what it goes on from."""
 
 import sys
 from dataclasses import dataclass

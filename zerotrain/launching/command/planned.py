@@ -14,13 +14,14 @@ from zerotrain.config.schema import Config
 from zerotrain.errors import ConfigError
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.job import num_threads_per_rank
-from zerotrain.planning.auto import autos_in, values_in, with_values
+from zerotrain.planning.auto import values_in, with_values
 from zerotrain.planning.choice import Choice, as_chosen, choose, chosen_named
 from zerotrain.planning.plan import PLAN_NAME, Memory, Planner
 from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.planning.table import print_plan
 from zerotrain.run.preflight.room import Ranks
 from zerotrain.run.probe import probed
+from zerotrain.settings import autos_of
 from zerotrain.training.figures.report import PlannedUsage
 
 
@@ -50,7 +51,7 @@ def planned(asked: Config, config: Config, ranks: Ranks, run_dir: Path, shown: P
         shown: the folder as it is shown.
     """
     planner = Planner(config, ranks, choose_device(config.launch.device, 0), run_dir)
-    choice = _choose(asked, config, planner, run_dir) if autos_in(asked) else None
+    choice = _choose(asked, config, planner, run_dir) if autos_of(asked) else None
     plan = planner.run(config) if choice is None else choice.plan
     print_plan(Console(), plan, compiles=config.model_switches["compile"])
     if choice is None:
@@ -73,11 +74,11 @@ def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[
     Raises:
         ConfigError: nothing fits.
     """
-    names = autos_in(asked)
+    names = autos_of(asked)
     if not names and not config.plan.compare:
         return config, None
     planner = Planner(config, ranks, choose_device(config.launch.device, 0), run_dir)
-    if autos_in(as_chosen(asked, run_dir, ranks.num_ranks)):
+    if autos_of(as_chosen(asked, run_dir, ranks.num_ranks)):
         choice = _choose(asked, config, planner, run_dir)
         if not choice.plan.fits:
             raise ConfigError(choice.why)

@@ -189,4 +189,6 @@ def without_non_finite(value: Any) -> Any:
     """The same value with null for each float that is nan or infinite: JSON has no such numbers."""
     if isinstance(value, dict):
         return {key: without_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -61,7 +61,7 @@ class StepRecord(Callback):
 
 
 def recorded(outcome: TrainStepResult) -> dict[str, Any]:
-    """What is compared of a step: numbers in as many digits as they have."""
+    """The numbers of a step that are compared, in as many digits as they have."""
     return {
         "loss": outcome.mean_loss,
         "grad_norm": outcome.grad_norm,
@@ -71,7 +71,7 @@ def recorded(outcome: TrainStepResult) -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What the bits of a step depend on beside its settings and data."""
+    """All that the bits of a step depend on beside its settings and data."""
     return versions() | {
         "device": device_of(device).name.partition(",")[0],
         "machine": platform.machine(),

@@ -2,30 +2,18 @@
 
 import itertools
 import os
-import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from commands import free_port
 
 import zerotrain
 from zerotrain.comm.ranks import meeting, stores
-from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.errors import CommError, ConfigError
 
 ABOVE_ALL_WAITS_S = 60.0
-
-
-@pytest.fixture
-def ranks(tmp_path: Path):
-    """(rank, size) -> a rank that meets the others in a file."""
-
-    def make(rank: int, size: int = 3) -> RankEnvironment:
-        return RankEnvironment(rank, size, rank, size, "localhost", 1, str(tmp_path / "store"))
-
-    return make
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +22,6 @@ def the_same_meeting(monkeypatch):
     monkeypatch.setattr(meeting, "_worlds", itertools.repeat(0))
     monkeypatch.setattr(meeting, "_makings", itertools.repeat(0))
     monkeypatch.setattr(stores, "_opened", {})
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_ranks_wait_until_all_have_come(ranks):

@@ -3,11 +3,11 @@
 import os
 import socket
 import threading
-from pathlib import Path
 
 import psutil
 import pytest
 import torch.distributed as dist
+from commands import free_port
 
 from zerotrain.comm.ranks import stores
 from zerotrain.comm.ranks.environment import RankEnvironment
@@ -16,24 +16,9 @@ from zerotrain.errors import CommError, ConfigError
 ABOVE_ALL_WAITS_S = 60.0
 
 
-@pytest.fixture
-def ranks(tmp_path: Path):
-    """(rank, size) -> a rank that meets the others in a file."""
-
-    def make(rank: int, size: int = 3) -> RankEnvironment:
-        return RankEnvironment(rank, size, rank, size, "localhost", 1, str(tmp_path / "store"))
-
-    return make
-
-
 @pytest.fixture(autouse=True)
 def no_store_of_another_test(monkeypatch):
     monkeypatch.setattr(stores, "_opened", {})
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_a_store_of_one_machine_is_reached_from_this_machine_alone():
