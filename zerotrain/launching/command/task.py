@@ -169,8 +169,12 @@ def _end_as_stopped(result: dict[str, Any], signum: int, config: Config | None) 
         _hand_on(signum)
         if (line := queue_again(config, by)) is not None:
             print(line, file=sys.stderr)
-        code = code_of_stop(by, config.launch.exit_code_when_stopped)
-        raise SystemExit(exits.COMPLETED if _is_of_torchrun(RankEnvironment.read()) else code)
+        ranks = RankEnvironment.read()
+        if ranks is None or not _is_of_torchrun(ranks):
+            raise SystemExit(code_of_stop(by, config.launch.exit_code_when_stopped))
+        # After 0, torchrun waits up to 300 s for those of the other hosts, which the signal itself may have ended.
+        is_waited_for = signum and ranks.local_world_size < ranks.world_size
+        raise SystemExit(exits.STOPPED if is_waited_for else exits.COMPLETED)
 
 
 def _code_of(error: Exception) -> int:
