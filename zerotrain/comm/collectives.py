@@ -126,7 +126,7 @@ class Collectives:
         started_s = time.monotonic()
         try:
             with self.world.watching(f"{kind} of {name}"):
-                return call()
+                result = call()
         except OtherNamesError as error:
             if in_order:
                 self._journal.take_back(kind, name)
@@ -136,6 +136,8 @@ class Collectives:
             ) from None
         except RuntimeError as error:
             self._journal.fail(kind, name, error, time.monotonic() - started_s)
+        self.ledger.waited(time.monotonic() - started_s)
+        return result
 
 
 def _wire_of(world: World, ordered: bool) -> Wire:

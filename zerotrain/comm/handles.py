@@ -118,6 +118,7 @@ class Handle(ABC):
             self._wait()
         except RuntimeError as error:
             self._fail(error, started_s)
+        self._journal.ledger.waited(time.monotonic() - started_s)
         self._waited = True
 
     def _fail(self, error: RuntimeError, started_s: float) -> NoReturn:

@@ -234,7 +234,7 @@ class Steps:
                 "micro-batch of a step outside `with engine.no_sync()`"
                 + (f", and this rank's {leaves} virtual ranks in engine.each_virtual_rank()" if leaves > 1 else "")
             )
-        with self._phase(Phase.UPDATE), self._clean_after_error():
+        with self._phase(Phase.UPDATE), self._clean_after_error(), self._held.ledger.updating():
             groups, average = self._held.groups.hyperparameters, self._held.average
             share = None if average is None else average.share(self.stamps.num_steps + 1)
             loss, self._loss = self._loss, None

@@ -95,6 +95,7 @@ class Measuring(Callback):
             "step_ms_median": self._clock.step_ms_median(last_steps=self._log_every),
             "mfu": self._utilization(last_steps=self._log_every),
             "data_wait_ms": wait_ms,
+            **self._parts_ms(self._log_every),
             "epoch": self._feed.epoch,
             "samples": self._feed.num_samples,
             "tokens": self._feed.num_tokens,
@@ -113,6 +114,14 @@ class Measuring(Callback):
             "samples_per_s": per_step * self._clock.steps_per_s(last_steps),
         }
 
+    def _parts_ms(self, last_steps: int | None = None) -> dict[str, float | None]:
+        """Milliseconds of this rank's step that are no compute; None where the host does not wait for its device."""
+        waits = device_of(self._world.device).is_host
+        return {
+            "comm_wait_ms": self._clock.comm_wait_ms(last_steps) if waits else None,
+            "update_ms": self._clock.update_ms(last_steps) if waits else None,
+        }
+
     def _rates(self) -> dict[str, float]:
         """The learning rate, and those of groups with one of their own."""
         first, *others = self._engine.param_groups
@@ -121,7 +130,7 @@ class Measuring(Callback):
 
     def _note_speed(self) -> None:
         """The speed of the run, however it has ended."""
-        for name, value in self._speeds().items():
+        for name, value in (self._speeds() | self._parts_ms()).items():
             setattr(self._result, name, value)
         self._result.step_ms_median = self._clock.step_ms_median()
         self._result.mfu = self._utilization()

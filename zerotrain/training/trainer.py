@@ -175,7 +175,7 @@ class Trainer(TrainerSettings):
                     outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each, **measuring)
                 # Read only now: the step has waited for the device anyway.
                 num_labels, num_tokens = counts.tolist()
-                self.clock.count(num_tokens, loader.wait_s, num_labels=num_labels)
+                self.clock.count(num_tokens, loader.wait_s, num_labels=num_labels, traffic=self.engine.ledger.last_step)
                 self.feed.step_done()
                 self.data_state = self.feed.sampler.state_dict()
                 self.result.skipped_steps += outcome.skipped

@@ -1,5 +1,8 @@
 """What a run measures of a step is that of all its ranks."""
 
+import time
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,3 +68,38 @@ def rates_of(*rates: float) -> dict[str, float]:
 def test_a_group_with_a_rate_of_its_own_has_a_curve_of_its_own() -> None:
     assert rates_of(0.1) == rates_of(0.1, 0.1) == {"lr": 0.1}
     assert rates_of(0.1, 0.2, 0.1) == {"lr": 0.1, "lr/group 1": 0.2}
+
+
+class SlowSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        time.sleep(0.05)
+        super().step(closure)
+
+
+def parts_of_a_step(folder: Path, *, overlap: bool, stage: int) -> list[tuple[float, float, float]]:
+    """Rank 1 sleeps for half a second once rank 0 is about to wait for it: (step, wait, update) in seconds."""
+    world = zerotrain.World.current(torch.device("cpu"))
+    zero = zerotrain.ZeroConfig(stage=stage, overlap=overlap)
+    engine = zerotrain.build_engine(Line(2, 1), optimizer=SlowSGD, zero=zero, world=world)
+    clock, found = StepClock(), []
+    for number in range(2):
+        with clock:
+            if world.rank == 0:
+                (folder / str(number)).touch()
+            else:
+                while not (folder / str(number)).exists():
+                    time.sleep(0.001)
+                time.sleep(0.5)
+            engine.train_step([(torch.ones(1, 2),)])
+        clock.count(0.0, traffic=engine.ledger.last_step)
+        found.append((clock.last_s, clock.comm_wait_ms(1) / 1e3, clock.update_ms(1) / 1e3))
+    return found
+
+
+@pytest.mark.parametrize(("stage", "overlap"), [(0, False), (1, True), (2, False), (3, True)])
+def test_the_time_of_a_step_is_told_apart(tmp_path: Path, stage: int, overlap: bool) -> None:
+    of_first, of_second = run_ranks(partial(parts_of_a_step, tmp_path, overlap=overlap, stage=stage), 2)
+    for step_s, wait_s, update_s in (*of_first, *of_second):
+        assert update_s >= 0.05  # its optimizer sleeps for so long
+        assert wait_s + update_s <= step_s
+    assert all(wait_s >= 0.1 for _, wait_s, _ in of_first)

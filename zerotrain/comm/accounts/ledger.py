@@ -1,7 +1,10 @@
 """The record of an engine's collectives: counts, bytes, order, and the message of a failure."""
 
+import time
 import zlib
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NoReturn
@@ -23,6 +26,10 @@ class Traffic:
     """Number of collectives by kind: gather, reduce, exchange, norm."""
     nbytes: Counter[str] = field(default_factory=Counter)
     """Bytes this rank sent, by kind."""
+    waited_s: float = 0.0
+    """Seconds in which the host waited for other ranks. On a GPU it goes on while the GPU waits."""
+    update_s: float = 0.0
+    """Seconds of the host for the optimizer's update, without that wait."""
 
     @property
     def sent_nbytes(self) -> int:
@@ -47,6 +54,18 @@ class Ledger:
         traffic = self._this_step if self.in_step else self.outside_steps
         traffic.calls[kind] += 1
         traffic.nbytes[kind] += nbytes
+
+    def waited(self, seconds: float) -> None:
+        """The host has waited so long for other ranks."""
+        (self._this_step if self.in_step else self.outside_steps).waited_s += seconds
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The update of the step under way is made in here."""
+        traffic = self._this_step
+        begun_s = time.monotonic() - traffic.waited_s
+        yield
+        traffic.update_s = time.monotonic() - traffic.waited_s - begun_s
 
     def close_step(self) -> None:
         """An optimizer step ended: its traffic becomes `last_step`."""

@@ -12,6 +12,18 @@ WIDTH = 1000
 NEAR = 0.005
 """Parts by which a measured number may differ from the theory and still be told as equal."""
 
+_TIMES = (("k1", "comm_wait_ms", "communication"), ("k2", "update_ms", "update"), ("k3", "data_wait_ms", "data"))
+"""(class of the colour, column, name) of the parts of a step but the first, its compute."""
+
+_TOLD_APART = (
+    "Median of the steps of rank 0, and the mean of its parts. Communication is waiting for other ranks, which hides "
+    "behind nothing."
+)
+_NOT_TOLD_APART = (
+    "Median of the steps of rank 0, and its mean wait for data. The host does not wait for a GPU, so compute, "
+    "communication and update are not told apart; a trace of three steps (train.profile=true) does that."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
@@ -65,18 +77,22 @@ def time_section(report: Report) -> Markup:
     found = []
     rows = report.ranked if len(report.rows) > MAX_BARS else report.rows
     for row in rows:
-        step_ms, wait_ms = row["step_ms_median"], row["data_wait_ms"] or 0.0
-        if step_ms and step_ms > 0:
-            wait_ms = min(max(wait_ms, 0.0), step_ms)
-            parts = [("k0", step_ms - wait_ms), ("k3", wait_ms)]
-            words = f"{step_ms:,.1f} ms, {wait_ms / step_ms:.1%} data"
-            found.append(Bar(rows=[row], parts=parts, theory=[], words=words))
-    note = (
-        "Median of the steps, and the mean wait for data, of rank 0. A run does not measure compute, communication and "
-    )
-    note += "update apart; a trace of three steps (train.profile=true) shows them."
+        step_ms = left_ms = row["step_ms_median"] or 0.0
+        if step_ms <= 0:
+            continue
+        parts, words = [], f"{step_ms:,.1f} ms"
+        for style, name, what in _TIMES:
+            part_ms = min(max(row[name] or 0.0, 0.0), left_ms)
+            left_ms -= part_ms
+            parts.append((style, part_ms))
+            words += f", {part_ms / step_ms:.1%} {what}" if part_ms else ""
+        found.append(Bar(rows=[row], parts=[("k0", left_ms), *parts], theory=[], words=words))
+    is_split = any(row["comm_wait_ms"] is not None for row in rows)
+    note = _TOLD_APART if is_split else _NOT_TOLD_APART
     note += " The best jobs come first." if len(rows) > MAX_BARS else ""
-    legend = [("k0", "compute, communication, update"), ("k3", "waiting for data")]
+    used = {style for bar in found for style, size in bar.parts if size}
+    legend = [("k0", "compute" if is_split else "compute, communication, update")]
+    legend += [(style, what) for style, _, what in _TIMES if style in used]
     return _section(report, "time", "Time of a step", found, legend, note)
 
 

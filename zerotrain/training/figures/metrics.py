@@ -8,6 +8,7 @@ from types import TracebackType
 
 import torch
 
+from zerotrain.comm.accounts.ledger import Traffic
 from zerotrain.device.kinds import device_of
 
 NUM_WARMUP_STEPS = 3
@@ -59,6 +60,8 @@ class StepClock:
         self._num_tokens: list[float] = []
         self._num_labels: list[float] = []
         self._waits_s: list[float] = []
+        self._comm_waits_s: list[float] = []
+        self._updates_s: list[float] = []
         self._started_s = 0.0
         self._earlier = dict.fromkeys(EARLIER, 0.0)
 
@@ -72,15 +75,25 @@ class StepClock:
         if error is None:
             self._durations_s.append(time.perf_counter() - self._started_s)
 
-    def count(self, num_tokens: float, wait_s: float = 0.0, *, num_labels: float | None = None) -> None:
+    def count(
+        self,
+        num_tokens: float,
+        wait_s: float = 0.0,
+        *,
+        num_labels: float | None = None,
+        traffic: Traffic = Traffic(),  # noqa: B008 -- never changed
+    ) -> None:
         """Note the tokens of the step just timed, of all ranks together, and how long of it was waiting for data.
 
         Args:
             num_labels: that count in the loss; None: as many as tokens.
+            traffic: of the step.
         """
         self._num_tokens.append(num_tokens)
         self._num_labels.append(num_tokens if num_labels is None else num_labels)
         self._waits_s.append(wait_s)
+        self._comm_waits_s.append(traffic.waited_s)
+        self._updates_s.append(traffic.update_s)
 
     def state_dict(self) -> dict[str, float]:
         """The sums of the run's steps, for a run that resumes."""
@@ -126,6 +139,15 @@ class StepClock:
         """Mean milliseconds that a step waited for its data, over the same steps; nan before any."""
         return 1e3 * self._mean("waits_s", self._waits_s, "steps", [1.0] * len(self._waits_s), last_steps)
 
+    def comm_wait_ms(self, last_steps: int | None = None) -> float:
+        """Mean milliseconds that the host waited for other ranks in a step, over the same steps but of this sitting;
+        nan before any."""
+        return 1e3 * _mean_of(*self._of(last_steps, self._comm_waits_s))
+
+    def update_ms(self, last_steps: int | None = None) -> float:
+        """Mean milliseconds of the host for the update of a step, likewise."""
+        return 1e3 * _mean_of(*self._of(last_steps, self._updates_s))
+
     def data_wait_share(self) -> float:
         """Part of the run's steps that was waiting for data, 0 to 1, over the same steps; nan before any."""
         return self._mean("waits_s", self._waits_s, "seconds", self._durations_s, None)
@@ -147,3 +169,7 @@ class StepClock:
         num_warmup = NUM_WARMUP_STEPS if len(self._durations_s) > NUM_WARMUP_STEPS else 0
         first = num_warmup if last_steps is None else -last_steps
         return [each[first:] for each in values]
+
+
+def _mean_of(values: list[float]) -> float:
+    return statistics.fmean(values) if values else math.nan

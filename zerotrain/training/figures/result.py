@@ -101,6 +101,11 @@ class RunResult:
     """Milliseconds of one optimizer step, the first steps left out."""
     data_wait_ms: float | None = None
     """Milliseconds of a step in which rank 0 waited for its rows, the mean, the first steps left out."""
+    comm_wait_ms: float | None = None
+    """Likewise in which it waited for other ranks: communication that hid behind nothing; null on a GPU, whose host
+    does not wait."""
+    update_ms: float | None = None
+    """Likewise of the optimizer's update, without that wait; null on a GPU."""
     train_s: float | None = None
     """Seconds of training steps, of all sittings."""
     save_pause_ms: float | None = None

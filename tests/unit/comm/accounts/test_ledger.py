@@ -1,5 +1,7 @@
 """What is counted of collectives, and their order as one number that ranks compare."""
 
+import time
+
 from zerotrain.comm.accounts.ledger import ORDER_BITS, Journal, Ledger
 from zerotrain.comm.accounts.whereabouts import Whereabouts
 
@@ -54,6 +56,23 @@ def test_a_step_counts_its_own_traffic_and_what_lies_outside_counts_apart() -> N
     assert ledger.last_step.sent_nbytes == 25
     assert ledger.outside_steps.sent_nbytes == 100
     assert not ledger.in_step
+
+
+def test_the_wait_of_an_update_is_none_of_its_own_time() -> None:
+    ledger = Ledger()
+    ledger.waited(100.0)
+    ledger.in_step = True
+    ledger.waited(0.25)
+    with ledger.updating():
+        started_s = time.monotonic()
+        time.sleep(0.06)
+        waited_s = time.monotonic() - started_s - 0.01
+        ledger.waited(waited_s)
+    ledger.close_step()
+    assert ledger.last_step.waited_s == 0.25 + waited_s
+    assert ledger.last_step.update_s >= 0.01
+    assert ledger.last_step.update_s < time.monotonic() - started_s - waited_s + 0.001
+    assert ledger.outside_steps.waited_s == 100.0
 
 
 def test_a_step_that_was_given_up_counts_as_outside_and_leaves_nothing_to_the_next() -> None:

@@ -30,6 +30,8 @@ TIMES = (
     "samples_per_s",
     "step_ms_median",
     "data_wait_ms",
+    "comm_wait_ms",
+    "update_ms",
     "mfu",
     "train_s",
     "wall_time_s",

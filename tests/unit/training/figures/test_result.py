@@ -32,6 +32,8 @@ KEYS = [
     "samples_per_s",
     "step_ms_median",
     "data_wait_ms",
+    "comm_wait_ms",
+    "update_ms",
     "mfu",
     "weights_sha256",
     "comm_bytes_per_step",
