@@ -11,7 +11,7 @@ from commands import REPOSITORY, Command, result_of
 
 from tests.cluster.jobs import Job, num_steps, preempt, until
 from tests.sweep.conftest import CASES, SETTINGS
-from tests.sweep.test_sweeps import journal_of, rows_of
+from tests.sweep.test_sweeps import journal_of, rows_of, said_of, state_of
 
 WAITS = """model: {_target_: waiting.WaitingMLP}
 train: {log_every: 1, eval_every: 0}
@@ -75,6 +75,15 @@ def test_eight_jobs_of_which_some_fail_and_one_is_preempted(tmp_path: Path):
     result, steps = result_of(waits), [step for _, step in stops_of(tmp_path)]
     assert [int(path.name[5:]) for path in sorted((waits / "checkpoints").iterdir())] == steps  # and at no other time
     assert result["resumed_from"].endswith(f"step-{steps[-1]:08d}")
+    done = ("well0", "well1", "well2", "waits")
+    before = {case: state_of(tmp_path / f"sweep/{EIGHT.index(case)}") for case in done}
+    seen = len(journal_of(tmp_path))
+    again = sweep(f"+case={','.join(EIGHT)}", "hydra.sweep.dir=sweep", *SUBMITIT)
+    assert again.wait() == 1, again.stderr
+    events = journal_of(tmp_path)[seen:]
+    assert said_of(events, "taken") == dict.fromkeys(done, "completed")
+    assert said_of(events, "ended") == {"raises": "failed", "killed": "completed", "no_number": "diverged"}
+    assert {case: state_of(tmp_path / f"sweep/{EIGHT.index(case)}") for case in done} == before
     undisturbed = sweep("+case=waits", "hydra.sweep.dir=another")
     assert undisturbed.wait() == 0, undisturbed.stderr
     assert result["weights_sha256"] == result_of(tmp_path / "another/0")["weights_sha256"]
