@@ -135,6 +135,26 @@ def test_one_run_is_a_page_without_comparisons(tmp_path: Path):
     assert [each["id"] for each in page.all("section")] == ["loss", "jobs", "memory", "sent", "time", "command"]
 
 
+def test_the_time_of_a_step_is_told_by_its_parts_where_they_were_measured(tmp_path: Path):
+    parts = {"step_ms_median": 100.0, "data_wait_ms": 2.0, "comm_wait_ms": 12.0, "update_ms": 3.0}
+    whole = time_of(job(tmp_path / "of_cpu", ["seed=3"], **parts))
+    assert "100.0 ms, 12.0% communication, 3.0% update, 2.0% data" in whole
+    assert re.findall(r'width="(\d+)[.\d]*" height="10" class="(k\d)"', whole) == [
+        ("830", "k0"), ("120", "k1"), ("30", "k2"), ("20", "k3"),
+    ]  # fmt: skip
+    of_gpu = time_of(job(tmp_path / "of_gpu", ["seed=3"], **parts | {"comm_wait_ms": None, "update_ms": None}))
+    assert "100.0 ms, 2.0% data" in of_gpu
+    assert "compute, communication, update" in of_gpu
+    beyond = time_of(job(tmp_path / "beyond", ["seed=3"], **parts | {"comm_wait_ms": 1e9, "update_ms": -5.0}))
+    assert "100.0 ms, 100.0% communication<" in beyond
+
+
+def time_of(folder: Path) -> str:
+    """The section of a step's time."""
+    [found] = re.findall(r'<section id="time">.*?</section>', page_of(read_report(folder)).decode(), re.DOTALL)
+    return str(found)
+
+
 def test_a_folder_with_nothing_in_its_files_is_a_page(tmp_path: Path):
     (tmp_path / "0").mkdir()
     (tmp_path / "0/metrics.jsonl").touch()
