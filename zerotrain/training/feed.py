@@ -149,7 +149,7 @@ class TrainingFeed:
         return (reader((rows, step)) for rows in micro_batches)
 
     def _inputs(self, batches: list[Any]) -> list[Any]:
-        """What the model takes of each, on the device."""
+        """The inputs of the model in each batch, on the device."""
         copies = DeviceCopies(self._world.device)
         return [as_inputs(batch) for batch in copies.finish(copies.start(batches))]
 

@@ -49,7 +49,7 @@ class Met:
 
 
 def meet(ranks: RankEnvironment, timeout_s: float, *, backend: str = "gloo", interface: str | None = AUTO) -> Met:
-    """Wait until all ranks have come. Where they are of several hosts, each then listens where the others reach it.
+    """Wait until all ranks have come. Each then listens where the others reach it if they are of several hosts.
 
     Args:
         backend: of the collectives.

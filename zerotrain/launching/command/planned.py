@@ -64,8 +64,8 @@ def planned(asked: Config, config: Config, ranks: Ranks, run_dir: Path, shown: P
 
 
 def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[Config, dict[str, Any] | None]:
-    """The config that a run has, and its `PlannedUsage`; None: nobody has asked for a plan. What is `auto` is as an
-    earlier run in the folder had it; else it is chosen, and the plans and the choice are printed, and written there.
+    """The config that a run has, and its `PlannedUsage`; None: nobody has asked for a plan. Each `auto` becomes what an
+    earlier run in the folder had; without one it is chosen: the plans and the choice are printed and written there.
 
     Args:
         asked: the config with its `auto`.
