@@ -20,15 +20,15 @@ _INVERSE = pow(1_000_003, -1, 2**ORDER_BITS)
 
 @dataclass
 class Traffic:
-    """The collectives of one span of time on one rank."""
+    """The collectives of one span of time on one rank. Two are equal if they sent the same, however long they took."""
 
     calls: Counter[str] = field(default_factory=Counter)
     """Number of collectives by kind: gather, reduce, exchange, norm."""
     nbytes: Counter[str] = field(default_factory=Counter)
     """Bytes this rank sent, by kind."""
-    waited_s: float = 0.0
+    waited_s: float = field(default=0.0, compare=False)
     """Seconds in which the host waited for other ranks. On a GPU it goes on while the GPU waits."""
-    update_s: float = 0.0
+    update_s: float = field(default=0.0, compare=False)
     """Seconds of the host for the optimizer's update, without that wait."""
 
     @property
