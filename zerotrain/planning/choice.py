@@ -56,6 +56,8 @@ class Choice:
     """A sentence; before it a line for the rates and each way that was planned, if more than the stage was chosen."""
     tried: list[str]
     """Those lines of ways."""
+    alternatives: dict[int, int]
+    """Where the stage was chosen: by each other one, the best first, the bytes that a rank would hold there."""
 
     def write(self, run_dir: Path, asked: Config) -> None:
         """Write plan.json, from which `as_chosen` takes the choice; what does not fit is chosen for no run."""
@@ -89,6 +91,8 @@ def choose(asked: Config, config: Config, planner: Planner, probe: Callable[[], 
     plans = best.plans | {each: planner.stage(chosen, each) for each in range(len(STAGES)) if each not in best.plans}
     plan = RunPlan(stage=best.stage, num_ranks=planner.ranks.num_ranks, memory=planner.memory, stages=plans)
     told = [each.told() for each in tried] if rates else []
+    others = sorted({*stages} - {best.stage}, key=lambda stage: _cost(plans[stage], stage, plan.num_ranks))
+    alternatives = {stage: plan.memory.taken(plans[stage]) for stage in others}
     if best.fits:
         why = f"auto: {chosen_named(values)}: "
         if rates:
@@ -98,12 +102,12 @@ def choose(asked: Config, config: Config, planner: Planner, probe: Callable[[], 
         if STAGE in names:
             why += "; " * bool(rates) + _why(plan, stages, best.fitting)
         lines = [str(rates), *told, why] if rates else [why]
-        return Choice(values=values, plan=plan, why="\n".join(lines), tried=told)
+        return Choice(values=values, plan=plan, why="\n".join(lines), tried=told, alternatives=alternatives)
     why = (
         f"{', '.join(names)}: got auto, but nothing fits: with {chosen_named(values)} a rank would hold "
         f"{in_unit(best.taken)}, of {in_unit(plan.memory.device)}; {_advice(chosen, planner)}"
     )
-    return Choice(values=values, plan=plan, why=why, tried=told)
+    return Choice(values=values, plan=plan, why=why, tried=told, alternatives=alternatives)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,8 @@ def test_the_choice_sends_least_of_what_fits_and_shares_the_update(four_ranks: t
         choice = choose(asked, with_least_memory(asked), with_room_for(planner, limit))
         chosen[limit] = choice.values["zero.stage"]
         assert choice.plan.stage == chosen[limit]
+        others = [each for each in (1, 2, 0, 3) if each != chosen[limit]]
+        assert list(choice.alternatives.items()) == [(each, taken[each]) for each in others]
         assert choice.why.startswith(f"auto: zero.stage={chosen[limit]}: ")
 
     order = (1, 2, 0, 3)  # as much is sent at 0, but each rank updates all; the most is sent at 3

@@ -77,7 +77,7 @@ def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[
     names = autos_of(asked)
     if not names and not config.plan.compare:
         return config, None
-    planner = Planner(config, ranks, choose_device(config.launch.device, 0), run_dir)
+    planner, of_choice = Planner(config, ranks, choose_device(config.launch.device, 0), run_dir), dict[str, Any]()
     if autos_of(as_chosen(asked, run_dir, ranks.num_ranks)):
         choice = _choose(asked, config, planner, run_dir)
         if not choice.plan.fits:
@@ -87,13 +87,15 @@ def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[
         choice.write(run_dir, asked)
         config = with_values(config, choice.values)
         plan = choice.plan.stages[choice.plan.stage]
+        others = {str(stage): nbytes for stage, nbytes in choice.alternatives.items()}
+        of_choice = {"memory": round(planner.memory.device), "alternatives": others}
     else:
         if names:
             print(
                 f"auto: {chosen_named(values_in(config, names))}, as {PLAN_NAME} of the run's folder has it", flush=True
             )
         plan = planner.stage(config, config.zero.stages[0])
-    return config, asdict(_usage(plan, config.zero.stages[0], planner.memory))
+    return config, asdict(_usage(plan, config.zero.stages[0], planner.memory)) | of_choice
 
 
 def _choose(asked: Config, config: Config, planner: Planner, run_dir: Path) -> Choice:

@@ -16,6 +16,9 @@ from zerotrain.training.callbacks.run_state import AskedStages
 from zerotrain.training.figures.report import RankUsage, gather_usages, in_unit, measure_usage, say
 from zerotrain.training.figures.result import RunResult
 
+COMPARED_AFTER = 3
+"""Steps, after which a run whose stage was chosen compares what its ranks hold with what they may."""
+
 
 def stages_named(stages: Mapping[int, int], step: int = 0) -> str:
     """The stages from a step on, such as "stage 2, 3 after step 500"."""
@@ -102,7 +105,7 @@ class RunStages(Callback):
         if run.is_last:
             return
         step = run.step
-        if (asked := run.asked.stage) is not None:
+        if (asked := run.asked.stage if run.asked.stage is not None else self._instead(step)) is not None:
             self.asked[str(step)] = asked
         now, due = self._engine.options.zero.stage, stage_at(self._due, step)
         if due == now:
@@ -113,6 +116,27 @@ class RunStages(Callback):
         self._enter(due, step, sent)
         run.log({"stage": due, **{f"stage_{name}": value for name, value in sent.items()}})
         run.callbacks.call("after_stage_change", run, switch)
+
+    def _instead(self, step: int) -> int | None:
+        """The stage to go on at, where `zero.stage=auto` chose one at which a rank turns out to hold more than it may;
+        None: this one. Collective where it was chosen."""
+        planned = (self._result.memory_bytes or {}).get("planned") or {}
+        if step != COMPARED_AFTER or not (peaks := planned.get("alternatives")):
+            return None
+        budget, peak = planned["memory"], max(each.peak_nbytes for each in self.note_usage())
+        if peak <= budget or self._result.stage != planned["stage"]:
+            return None
+        fitting = [stage for stage, nbytes in peaks.items() if nbytes + peak - planned["peak"] <= budget]
+        best = fitting[0] if fitting else min(peaks, key=peaks.__getitem__)
+        found = (
+            f"a rank held {in_unit(peak)} by step {step}, of {in_unit(budget)}; planned were {in_unit(planned['peak'])}"
+        )
+        if peaks[best] >= planned["peak"]:
+            say(self._console, f"warning: zero.stage=auto: {found}, and no other stage holds less")
+            return None
+        less = in_unit(planned["peak"] - peaks[best])
+        say(self._console, f"zero.stage=auto: {found}, and stage {best} holds {less} less")
+        return int(best)
 
     def _change(self, due: int, step: int) -> StageSwitch:
         now = self._engine.options.zero.stage

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 from rich import box
@@ -72,6 +72,10 @@ class PlannedUsage:
     """To other ranks, in a step."""
     peak: int | None
     """With the process itself, where the measured one has it too."""
+    memory: int | None = None
+    """That a rank may hold, where the stage was chosen by it."""
+    alternatives: dict[str, int] = field(default_factory=dict)
+    """Where the stage was chosen: by each other stage, the best first, the peak that was planned for it."""
 
     def by_column(self) -> dict[str, int | None]:
         """The bytes by column of the table."""

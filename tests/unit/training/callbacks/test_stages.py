@@ -275,3 +275,42 @@ def test_stages_are_named_from_where_a_run_is():
     assert stages_named({0: 2}) == "stage 2"
     assert stages_named({0: 2, 500: 3, 900: 0}) == "stage 2, 3 after step 500, 0 after step 900"
     assert stages_named({0: 2, 500: 3, 900: 0}, 500) == "stage 3, 0 after step 900"
+
+
+PLANNED = 10**6
+NO_PLAN = dict.fromkeys(("parameters", "gradients", "optimizer", "offloaded", "scratch", "sent"), 0)
+
+
+@pytest.mark.parametrize(
+    ("memory", "alternatives", "goes_on_at", "words"),
+    [
+        (1, {"0": PLANNED + 9, "2": PLANNED - 10**12, "3": PLANNED - 10**13}, 2, "stage 2 holds 1000 GB less"),
+        (1, {"2": PLANNED - 10, "3": PLANNED - 30, "0": PLANNED + 9}, 3, "stage 3 holds 30 B less"),
+        (1, {"2": PLANNED, "0": PLANNED + 9}, 1, "and no other stage holds less"),
+        (10**15, {"2": PLANNED - 10**12}, 1, ""),
+        (1, {}, 1, ""),
+    ],
+    ids=["the best that fits", "none fits: the least", "none holds less", "within the budget", "nothing was chosen"],
+)
+def test_a_stage_that_was_chosen_and_holds_more_than_it_may_is_changed_after_three_steps(
+    memory, alternatives, goes_on_at, words, model, tmp_path
+):
+    plan = NO_PLAN | {"stage": 1, "peak": PLANNED, "memory": memory, "alternatives": alternatives}
+    facts = {"stage": 1, "overrides": [], "config_hash": "", "memory_bytes": {"planned": plan}}
+    policy = CheckpointPolicy(every_steps=5, at_end=False, keep=None)
+
+    def run(world, folder, **changes):
+        screen = io.StringIO()
+        console = Console(file=screen, width=200)
+        return trainer_of(world, model, folder, stage=1, console=console, **changes).run(), screen.getvalue()
+
+    [(wanted, _), _], _ = run_threads(partial(run, folder=tmp_path / "fixed"), 2)
+    given = {"folder": tmp_path / "chosen", "run_facts": facts, "checkpoint": policy}
+    [(got, shown), _], _ = run_threads(partial(run, **given), 2, late_rank=1)
+    assert got["weights_sha256"] == wanted["weights_sha256"]
+    stages = {0: 1} if goes_on_at == 1 else {0: 1, 3: goes_on_at}
+    assert {each["from_step"]: each["stage"] for each in got["stages"]} == stages
+    assert ("a rank held" in shown, words in shown) == (bool(words), True)
+    resumed = CheckpointPolicy(resume=[tmp_path / "chosen" / "checkpoints" / "step-00000005"], at_end=False)
+    [(again, _), _], _ = run_threads(partial(run, folder=tmp_path / "again", checkpoint=resumed), 2)
+    assert (again["stage"], again["weights_sha256"]) == (goes_on_at, wanted["weights_sha256"])
