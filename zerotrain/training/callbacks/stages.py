@@ -124,7 +124,7 @@ class RunStages(Callback):
         if step != COMPARED_AFTER or not (peaks := planned.get("alternatives")):
             return None
         budget, peak = planned["memory"], max(each.peak_nbytes for each in self.note_usage())
-        if peak <= budget or self._result.stage != planned["stage"]:
+        if peak <= budget or str(self._result.stage) in peaks:
             return None
         fitting = [stage for stage, nbytes in peaks.items() if nbytes + peak - planned["peak"] <= budget]
         best = fitting[0] if fitting else min(peaks, key=peaks.__getitem__)
