@@ -104,8 +104,9 @@ class RunStages(Callback):
         another."""
         if run.is_last:
             return
-        step = run.step
-        if (asked := run.asked.stage if run.asked.stage is not None else self._instead(step)) is not None:
+        step, asked = run.step, run.asked.stage
+        asked = self._instead(step) if asked is None else asked
+        if asked is not None:
             self.asked[str(step)] = asked
         now, due = self._engine.options.zero.stage, stage_at(self._due, step)
         if due == now:
