@@ -57,6 +57,11 @@ class Way:
     saved: str
     """Which folder of the checkpoints it reads."""
 
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What decides about its imports."""
+        return tuple(self.command[:3])
+
     def filled(self, saved: Path, out: Path) -> list[str]:
         """The command for two paths."""
         return [each.replace("{saved}", str(saved)).replace("{out}", str(out)) for each in self.command]
@@ -228,7 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 wanted = wanted or {each: values.clone() for each, values in made.items()}
                 require_equal(name, made, wanted)
             _remove(folder / "out")
-    imports = {name: imports_nbytes(way, folder) for name, way in ways.items()}
+    programs = {way.program: way for way in ways.values()}
+    of_programs = {program: imports_nbytes(way, folder) for program, way in programs.items()}
+    imports = {name: of_programs[way.program] for name, way in ways.items()}
     for left in folder.iterdir():
         _remove(left)
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())

@@ -168,7 +168,7 @@ def training_of(kind: str, precision: str) -> Training:
 @pytest.mark.parametrize(
     ("kind", "precision"), [each for each in product(KINDS, DTYPES) if each != ("an output layer kept in fp32", "fp32")]
 )
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_a_model_of_any_kind_comes_to_the_bits_of_plain_pytorch(kind: str, precision: str, stage: int) -> None:
     training = training_of(kind, precision)
     assert not any(in_plain_pytorch(training).skipped)

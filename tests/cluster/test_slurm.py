@@ -118,8 +118,9 @@ def test_a_job_whose_first_node_dies_goes_on_from_its_newest_checkpoint(
     job = Job.submit(tmp_path, FOUR_TASKS, command)
     until(lambda: list(job.run_dir.glob("checkpoints/step-*/manifest.json")), job)
     node = job.shown("BatchHost")
-    [slurmd] = [each for each in psutil.process_iter() if each.cmdline()[:3] == ["slurmd", "-N", node]]
-    steps = [each for each in psutil.process_iter() if each.name() == "slurmstepd" and _is_of(each, job, node)]
+    found = list(psutil.process_iter(["cmdline", "name"]))  # null for one that is just ending
+    [slurmd] = [each for each in found if (each.info["cmdline"] or [])[:3] == ["slurmd", "-N", node]]
+    steps = [each for each in found if each.info["name"] == "slurmstepd" and _is_of(each, job, node)]
     assert len(steps) == 2  # of the script, and of its tasks
     for process in [slurmd, *(each for step in steps for each in (step, *step.children(recursive=True)))]:
         process.send_signal(signal.SIGKILL)

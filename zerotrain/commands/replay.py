@@ -4,7 +4,6 @@ recorded, and which virtual rank, micro-batch, parameter and row its loss and gr
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from safetensors.torch import save_file
 
 from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, newest_first
@@ -26,16 +22,18 @@ from zerotrain.commands.frame import TRUST, exit_code, parser_of
 from zerotrain.config.checks import class_problems
 from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
+from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
-from zerotrain.files.printable import printable
 from zerotrain.files.whole import whole
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.job import num_threads_per_rank
 from zerotrain.launching.job.resuming import first_readable
 from zerotrain.replay.record import OF_ENVIRONMENT, Record, read_record
-from zerotrain.replay.report import Part, StepReport, batch_of, report_of
+from zerotrain.replay.report import batch_of, report_of
 from zerotrain.replay.steps import ReplayedSteps, of_replay, opened_steps
+from zerotrain.replay.tables import print_around, print_report, print_side_by_side
+from zerotrain.replay.what_if import Change, side_by_side
 from zerotrain.run.factory import join_ranks
 from zerotrain.run.saved import NO_CONFIG, config_from
 from zerotrain.run.trust import require_trusted
@@ -51,6 +49,8 @@ offload, data, or the threads.
 
   python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812
   python -m zerotrain replay outputs/2026-11-22/10-00-00 --worst --rows
+  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 --without-rows 7,12
+  python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 --lr 1e-4 --clip 0.5
   python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 zero.stage=3 offload.optimizer=cpu
   python -m zerotrain replay outputs/2026-11-22/10-00-00 --step 812 data.path=moved --save-batch batch.safetensors
 
@@ -71,6 +71,11 @@ class ReplayArguments:
     step: int | None = None
     """From 1; None: the one that stands out."""
     rows: bool = False
+    around: int = 0
+    """Steps before it, and as many after it."""
+    without_rows: frozenset[int] = frozenset()
+    lr: float | None = None
+    clip: float | None = None
     save_batch: Path | None = None
     out: Path = Path(REPLAY_NAME)
     trust_code: bool = False
@@ -85,12 +90,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which.add_argument("--step", type=int, metavar="N", help="the step to look at, from 1")
     which.add_argument("--worst", action="store_true", help="the step of the largest gradient, or the first not finite")
     parser.add_argument("--rows", action="store_true", help="compute each row of the worst micro-batch alone")
+    parser.add_argument("--around", type=int, default=0, metavar="K", help="K steps before and after it, a line each")
+    parser.add_argument(
+        "--without-rows", type=_row_numbers, default=frozenset(), metavar="ROWS",
+        help="the step again without the labels of these rows, such as 7,12, side by side",
+    )  # fmt: skip
+    parser.add_argument("--lr", type=float, metavar="RATE", help="the step again with this learning rate, likewise")
+    parser.add_argument("--clip", type=float, metavar="NORM", help="the step again, clipped to this norm, likewise")
     parser.add_argument("--save-batch", type=Path, metavar="FILE", help="write the worst micro-batch, as safetensors")
     parser.add_argument("--out", type=Path, default=Path(REPLAY_NAME), metavar="FILE", help=f"{REPLAY_NAME} by default")
     parser.add_argument("--trust-code", **TRUST)
     given = vars(parser.parse_intermixed_args(arguments))
     del given["worst"]
     return exit_code(lambda: _run(ReplayArguments(**given)))
+
+
+def _row_numbers(text: str) -> frozenset[int]:
+    return frozenset(int(each) for each in text.split(","))
 
 
 def _run(asked: ReplayArguments) -> int:
@@ -109,8 +125,7 @@ def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
         ConfigError: an argument is wrong, or the run cannot be built here.
         CheckpointError: no checkpoint before the step is whole.
     """
-    if asked.step is not None and asked.step < 1:
-        raise ConfigError(f"--step: got {asked.step}; it must be 1 or more, the number of a step")
+    _require_in_range(asked)
     _require_elsewhere(asked)
     folder = asked.path.absolute()
     if os.path.isfile(folder / MANIFEST):
@@ -121,7 +136,9 @@ def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
         told = f"the run has recorded {record.last} steps"
         raise ConfigError(f"--step: got {step}; {told}; give one of them, or the next")
     start = record.start_of(step)
-    checkpoints = _checkpoints_before(asked.path.absolute(), step, has_start=0 in record.starts)
+    change = Change(without_rows=asked.without_rows, lr=asked.lr, clip=asked.clip)
+    first = max(1, step - asked.around)
+    checkpoints = _checkpoints_before(asked.path.absolute(), first, has_start=0 in record.starts)
     settings = start.get("settings")
     if settings is None and (manifest := first_readable(checkpoints)) is not None:
         settings = manifest.content["config"]
@@ -140,20 +157,41 @@ def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
             steps = opened_steps(config, world, checkpoints, Path(scratch), console, start.get("data"))
             if step > steps.max_steps:
                 raise ConfigError(f"--step: got {step}; the run has {steps.max_steps} steps; give one of them")
-            differs = _compared(steps, record, step - 1)
+            found = _compared(steps, record, step - 1)
             report = report_of(steps, each_row=asked.rows)
             if asked.save_batch is not None:
                 _save(batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch), asked.save_batch)
+            what_if = side_by_side(steps, change, Path(scratch)) if str(change) else None
             [(_, outcome)] = steps.train(step)
-            differs = differs or record.difference(step, outcome)
+            found.append(_beside_record(steps, record, step, outcome))
+            found += _compared(steps, record, min(step + asked.around, steps.max_steps))
+            differs = next((each["differs"] for each in found if each["differs"]), None)
             causes = _causes(start, environment(world.device), asked, left_out) if differs else []
-    _print(console, report, steps.began_at, record, differs, causes)
+    around = [each for each in found if asked.around and abs(each["step"] - step) <= asked.around]
+    print_report(console, report, steps.began_at, record, differs, causes)
+    if around:
+        print_around(console, around, step)
+    if what_if is not None:
+        print_side_by_side(console, what_if, step)
     return without_non_finite(
         report.body()
         | {"loss": outcome.mean_loss, "grad_norm": outcome.grad_norm, "clip_coefficient": outcome.clip_coefficient}
         | {"skipped": outcome.skipped, "loss_scale": outcome.loss_scale, "update": outcome.update_hash}
         | {"from_step": steps.began_at, "recorded": step in record.steps, "differs": differs, "causes": causes}
+        | ({"around": around} if around else {})
+        | ({} if what_if is None else {"what_if": what_if})
     )
+
+
+def _require_in_range(asked: ReplayArguments) -> None:
+    if asked.step is not None and asked.step < 1:
+        raise ConfigError(f"--step: got {asked.step}; it must be 1 or more, the number of a step")
+    if asked.around < 0:
+        raise ConfigError(f"--around: got {asked.around}; it must be 0 or more steps")
+    if asked.lr is not None and not (math.isfinite(asked.lr) and asked.lr >= 0):
+        raise ConfigError(f"--lr: got {asked.lr:g}; it must be a learning rate of 0 or more")
+    if asked.clip is not None and not (math.isfinite(asked.clip) and asked.clip > 0):
+        raise ConfigError(f"--clip: got {asked.clip:g}; it must be a norm above 0")
 
 
 def _require_elsewhere(asked: ReplayArguments) -> None:
@@ -221,10 +259,23 @@ def _with(config: Config, asked: ReplayArguments, folder: Path) -> Config:
     return config
 
 
-def _compared(steps: ReplayedSteps, record: Record, until: int) -> str | None:
-    """Go on to a step; how the first one that differs from the record does."""
-    differences = [record.difference(step, outcome) for step, outcome in steps.train(until)]
-    return next(filter(None, differences), None)
+def _compared(steps: ReplayedSteps, record: Record, until: int) -> list[dict[str, Any]]:
+    """Go on to a step; what each step on the way came to, beside the record."""
+    return [_beside_record(steps, record, step, outcome) for step, outcome in steps.train(until)]
+
+
+def _beside_record(steps: ReplayedSteps, record: Record, step: int, outcome: TrainStepResult) -> dict[str, Any]:
+    differs = record.difference(step, outcome)
+    return {
+        "step": step,
+        "loss": outcome.mean_loss,
+        "grad_norm": outcome.grad_norm,
+        "clip_coefficient": outcome.clip_coefficient,
+        "skipped": outcome.skipped,
+        "lr": max(float(group["lr"]) for group in steps.engine.param_groups),
+        "as_recorded": None if step not in record.steps else differs is None,
+        "differs": differs,
+    }
 
 
 def _causes(
@@ -245,45 +296,3 @@ def _save(batch: Mapping[str, torch.Tensor], path: Path) -> None:
         save_file(dict(batch), path)
     except OSError as error:
         raise ConfigError(f"--save-batch: got {path}, which cannot be written: {error}") from error
-
-
-def _print(
-    console: Console, report: StepReport, began_at: int, record: Record, differs: str | None, causes: Sequence[str]
-) -> None:
-    worst = report.worst
-    table = Table(
-        "virtual rank",
-        "micro-batch",
-        "loss",
-        "gradient",
-        "largest in",
-        title=f"step {report.step}",
-        box=box.SIMPLE_HEAD,
-    )
-    for each in report.parts:
-        mark = "bold" if each is worst else ""
-        table.add_row(str(each.virtual_rank), str(each.micro_batch), *_numbers(each), Text(each.largest), style=mark)
-    console.print(table)
-    rows = Table(
-        "row", "where", "loss", "gradient", "text", title="rows of the micro-batch that stands out", box=box.SIMPLE_HEAD
-    )
-    for row in report.rows:
-        numbers = ["", ""] if row.alone is None else _numbers(row.alone)
-        rows.add_row(str(row.row), Text(printable(row.source, keep="")), *numbers, Text(row.text))
-    console.print(rows)
-    lines = [] if report.nonfinite is None else [f"first not finite: {report.nonfinite}"]
-    compared = [step for step in record.steps if began_at < step <= report.step]
-    if differs is not None:
-        lines += [differs, *(f"  {each}" for each in causes or ["nothing that is recorded is different here"])]
-    elif compared:
-        steps = f"{len(compared)} step{'s' * (len(compared) > 1)}"
-        lines.append(f"{steps} from step {began_at + 1} on: as the run recorded, to the bit")
-    if report.step not in record.steps:
-        lines.append(f"step {report.step} is not recorded: nothing to compare it with")
-    for line in lines:
-        console.print(Text(printable(line, keep="")), soft_wrap=True)
-    sys.stdout.flush()
-
-
-def _numbers(part: Part) -> list[str]:
-    return [f"{value:.4g}" if math.isfinite(value) else "not finite" for value in (part.loss, part.grad_norm)]

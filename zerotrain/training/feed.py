@@ -1,6 +1,6 @@
 """Feeds a rank: the run's place in the data, the next micro-batches, and their weights in the loss."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -132,6 +132,21 @@ class TrainingFeed:
         of_all = sum(num_labels for _, num_labels in self._read(self.sampler.micro_batches(position, numbers)))
         total = torch.tensor(of_all, dtype=torch.float64, device=self._world.device)
         return inputs, self._weights([number for _, number in read], total)
+
+    def without(self, rows: Set[int]) -> tuple[list[Any], list[float | torch.Tensor] | None]:
+        """(inputs of each micro-batch, weight of each) of all virtual ranks in the next step, read here and alone, as
+        if the labels of some rows did not count. A micro-batch of these rows alone keeps them, and weighs nothing."""
+        inputs, num_labels = [], []
+        for whole in self.sampler.micro_batches(self.sampler.rows_consumed, range(self.sampler.num_virtual_ranks)):
+            kept = [(row, epoch) for row, epoch in zip(*whole, strict=True) if row not in rows]
+            left = RowsToRead(*map(list, zip(*kept, strict=True))) if kept else whole
+            [(batch, number)] = self._read([left])
+            inputs.append(batch)
+            num_labels.append(number if kept else 0)
+        if not rows and self.tokens_per_sequence is not None:
+            return self._inputs(inputs), None
+        total = torch.tensor(sum(num_labels), dtype=torch.float64, device=self._world.device)
+        return self._inputs(inputs), self._weights(num_labels, total)
 
     def rows_of(self, virtual_rank: int, micro_batch: int) -> RowsToRead:
         """The rows of one micro-batch of the next step."""

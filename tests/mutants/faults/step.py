@@ -65,8 +65,8 @@ FAULTS = {
     ),
     "loss-scale-stays-without-clipping": Fault(
         STEP,
-        "self._max_grad_norm is not None or self._loss_scaler is not None",
-        "self._max_grad_norm is not None",
+        "self.max_grad_norm is not None or self._loss_scaler is not None",
+        "self.max_grad_norm is not None",
         "without clipping gradients are too large by the loss scale",
         OF_ENGINE,
     ),

@@ -14,6 +14,7 @@ from torch import nn
 from zerotrain.commands import replay
 from zerotrain.config.schema import Config
 from zerotrain.run import factory
+from zerotrain.training.sameness.seeds import seed_leaf
 
 POISONED, MISLABELLED, HUGE = 17, 23, 29
 """Rows."""
@@ -172,6 +173,10 @@ def test_the_first_step_that_differs_is_named_and_what_is_different_here(
         (["--step", "7"], "--step: got 7; the run has 6 steps"),
         (["--step", "2", "train.max_steps=9"], "train.max_steps=9: has no effect on a replay"),
         (["--step", "2", "zero.stag=9"], "zero.stag=9: is no setting with a value of this run"),
+        (["--step", "2", "--around", "-1"], "--around: got -1; it must be 0 or more steps"),
+        (["--step", "2", "--lr", "nan"], "--lr: got nan; it must be a learning rate of 0 or more"),
+        (["--step", "2", "--clip", "0"], "--clip: got 0; it must be a norm above 0"),
+        (["--step", "2", "--without-rows", "99"], "--without-rows: got 99; the rows of step 2 are "),
         (["--step", "2", "data.length=5"], "data: validation rows: 4 in the run, 5 here; items of validation: "),
         (["--step", "2", "--save-batch", "/nowhere/b"], "--save-batch: got /nowhere/b, whose folder is not there"),
     ],
@@ -201,3 +206,77 @@ def test_a_run_without_record_and_a_damaged_checkpoint(
     assert "the oldest checkpoint is of step 2" in capsys.readouterr().err
     code, body = replayed(tmp_path, folder, "--step", 3)
     assert (code, body["recorded"]) == (0, False)
+
+
+LR_OF_FIRST = ADAMW["lr"] * 0.5
+"""Of the first step: half of the rise."""
+
+
+def in_plain_pytorch(parts: list[list[int]], without: list[int], lr: float, clip: float) -> tuple[float, ...]:
+    """(loss, norm, loss after it) of the first step with the rows that are left of its micro-batches."""
+    torch.manual_seed(config_of().seed)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    left = [[row for row in rows if row not in without] for rows in parts]
+
+    def total_loss() -> torch.Tensor:
+        total = torch.zeros(())
+        for number, rows in enumerate(left):
+            if rows:
+                seed_leaf(config_of().seed, 0, *divmod(number, 2))
+                features, labels = map(torch.stack, zip(*(Rows()[row] for row in rows), strict=True))
+                total = total + model(features, labels) * len(rows) / sum(map(len, left))
+        return total
+
+    loss = total_loss()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss.item(), norm.item(), total_loss().item()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "lr", "clip"), [(1, None, None), (3, None, None), (0, 0.3, None), (0, None, 1e-3), (3, 0.3, 0.5)]
+)
+def test_a_step_with_one_thing_changed_is_that_of_plain_pytorch_and_changes_nothing(
+    runs: dict[str, Path], num_rows: int, lr: float | None, clip: float | None, tmp_path: Path
+) -> None:
+    _, plain = replayed(tmp_path, runs["fp32"], "--step", 1)
+    parts = [each["rows"] for each in plain["parts"]]
+    # Three leave none of the first micro-batch.
+    without = [row for rows in parts for row in rows][:num_rows]
+    given = ["--without-rows", ",".join(map(str, without))] if without else []
+    given += [] if lr is None else ["--lr", lr]
+    given += [] if clip is None else ["--clip", clip]
+    code, body = replayed(tmp_path, runs["fp32"], "--step", 1, *given, "zero.stage=3")
+    assert code == 0
+    found = body.pop("what_if")
+    assert body == plain
+    assert found["change"] == " ".join(map(str, given))
+    assert found["as_it_was"]["update"] == plain["update"]
+    for each, values in (
+        ("as_it_was", ([], LR_OF_FIRST, 1.0)),
+        ("changed", (without, lr or LR_OF_FIRST, clip or 1.0)),
+    ):
+        loss, norm, after = in_plain_pytorch(parts, *values)
+        got = found[each]
+        assert (got["loss"], got["grad_norm"]) == pytest.approx((loss, norm), rel=1e-5)
+        if each == "changed" or not without:  # the loss after it is that of the rows that are left
+            assert got["loss_after"] == pytest.approx(after, rel=1e-4)
+        assert got["lr"] == pytest.approx(values[1])
+
+
+def test_a_step_without_the_row_that_is_no_number_is_made(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, body = replayed(tmp_path, runs["fp32"], "--worst", "--without-rows", POISONED, "--around", 1)
+    found, step = body["what_if"], body["step"]
+    assert code == 0
+    assert (found["as_it_was"]["skipped"], found["changed"]["skipped"]) == (True, False)
+    assert found["as_it_was"]["grad_norm"] is None
+    assert found["changed"]["loss_after"] < found["changed"]["loss"]
+    around = [(each["step"], each["as_recorded"]) for each in body["around"]]
+    assert around == [(each, True) for each in range(max(1, step - 1), min(STEPS, step + 1) + 1)]
+    shown = capsys.readouterr().out
+    assert f"step {step} with --without-rows {POISONED}" in shown
+    assert "steps around it" in shown

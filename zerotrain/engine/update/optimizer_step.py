@@ -41,7 +41,8 @@ class OptimizerStep:
         loss_scaler: LossScaler | None,
     ) -> None:
         self._model, self._collectives, self._stamps = model, collectives, stamps
-        self._max_grad_norm = options.given.max_grad_norm
+        self.max_grad_norm = options.given.max_grad_norm
+        """Of the whole gradient, L2; None: it is not clipped."""
         self._loss_scaler = loss_scaler
         self.skipped_steps = SkippedSteps(options.given.max_skipped_steps, loss_scaler)
 
@@ -87,7 +88,7 @@ class OptimizerStep:
         if skipped:
             schedule.drop_gradients()
         else:
-            is_scaled = self._max_grad_norm is not None or self._loss_scaler is not None
+            is_scaled = self.max_grad_norm is not None or self._loss_scaler is not None
             factor = coefficient / loss_scale if is_scaled else None
             update_all(schedule.trained, schedule.gathers, factor, average_share)
             schedule.end_update()
@@ -110,7 +111,7 @@ class OptimizerStep:
         """Numbers of all ranks and what to clip by, on the device, and both as the host reads them."""
         with named_range("norm of", "the gradient"):
             exchanged = self._stamps.exchanged(squares.digit_sums(), loss, param_groups)
-        coefficient = clip_coefficient(exchanged.norm, self._max_grad_norm)
+        coefficient = clip_coefficient(exchanged.norm, self.max_grad_norm)
         numbers = torch.stack([exchanged.norm, coefficient, exchanged.loss])
         # A step's one wait for the device.
         read = torch.cat([numbers, exchanged.digit_sums, exchanged.signals]).tolist()

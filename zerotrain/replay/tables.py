@@ -1,0 +1,102 @@
+"""What a replay found, as tables and lines."""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zerotrain.files.printable import printable
+from zerotrain.replay.record import Record
+from zerotrain.replay.report import Part, StepReport
+
+
+def print_report(
+    console: Console, report: StepReport, began_at: int, record: Record, differs: str | None, causes: Sequence[str]
+) -> None:
+    """Print what the step was made of, and whether it is that of the run."""
+    worst = report.worst
+    table = Table(
+        "virtual rank",
+        "micro-batch",
+        "loss",
+        "gradient",
+        "largest in",
+        title=f"step {report.step}",
+        box=box.SIMPLE_HEAD,
+    )
+    for each in report.parts:
+        mark = "bold" if each is worst else ""
+        table.add_row(str(each.virtual_rank), str(each.micro_batch), *_numbers(each), Text(each.largest), style=mark)
+    console.print(table)
+    rows = Table(
+        "row", "where", "loss", "gradient", "text", title="rows of the micro-batch that stands out", box=box.SIMPLE_HEAD
+    )
+    for row in report.rows:
+        numbers = ["", ""] if row.alone is None else _numbers(row.alone)
+        rows.add_row(str(row.row), Text(printable(row.source, keep="")), *numbers, Text(row.text))
+    console.print(rows)
+    lines = [] if report.nonfinite is None else [f"first not finite: {report.nonfinite}"]
+    compared = [step for step in record.steps if began_at < step <= report.step]
+    if differs is not None:
+        lines += [differs, *(f"  {each}" for each in causes or ["nothing that is recorded is different here"])]
+    elif compared:
+        steps = f"{len(compared)} step{'s' * (len(compared) > 1)}"
+        lines.append(f"{steps} from step {began_at + 1} on: as the run recorded, to the bit")
+    if report.step not in record.steps:
+        lines.append(f"step {report.step} is not recorded: nothing to compare it with")
+    for line in lines:
+        console.print(Text(printable(line, keep="")), soft_wrap=True)
+    sys.stdout.flush()
+
+
+def print_around(console: Console, steps: Sequence[Mapping[str, Any]], asked: int) -> None:
+    """Print a row for each step, the one asked for in bold."""
+    table = Table(
+        "step",
+        "loss",
+        "gradient",
+        "clipped to",
+        "learning rate",
+        "the run",
+        title="steps around it",
+        box=box.SIMPLE_HEAD,
+    )
+    for each in steps:
+        clipped = "skipped" if each["skipped"] else _number(each["grad_norm"] * each["clip_coefficient"])
+        same = {None: "not recorded", True: "the same", False: "differs"}[each["as_recorded"]]
+        numbers = map(_number, (each["loss"], each["grad_norm"]))
+        style = "bold" if each["step"] == asked else ""
+        table.add_row(str(each["step"]), *numbers, clipped, _number(each["lr"]), same, style=style)
+    console.print(table)
+
+
+def print_side_by_side(console: Console, found: Mapping[str, Any], step: int) -> None:
+    """Print a row for the step as it was, and one for the changed step."""
+    table = Table(
+        "",
+        "loss",
+        "gradient",
+        "clipped to",
+        "learning rate",
+        "loss after it",
+        title=f"step {step} with {found['change']}",
+        box=box.SIMPLE_HEAD,
+    )
+    for name, each in (("as it was", found["as_it_was"]), ("changed", found["changed"])):
+        clipped = "skipped" if each["skipped"] else _number(each["grad_norm"] * each["clip_coefficient"])
+        numbers = map(_number, (each["loss"], each["grad_norm"]))
+        table.add_row(name, *numbers, clipped, _number(each["lr"]), _number(each["loss_after"]))
+    console.print(table)
+
+
+def _numbers(part: Part) -> list[str]:
+    return [_number(part.loss), _number(part.grad_norm)]
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "not finite"
