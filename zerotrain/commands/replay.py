@@ -25,12 +25,13 @@ from zerotrain.config.words import words_of_config
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import CheckpointError, ConfigError
 from zerotrain.files.kept_out import nothing_imported_from
+from zerotrain.files.printable import printable
 from zerotrain.files.whole import whole
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.job import num_threads_per_rank
 from zerotrain.launching.job.resuming import first_readable
 from zerotrain.replay.record import OF_ENVIRONMENT, Record, read_record
-from zerotrain.replay.report import batch_of, report_of
+from zerotrain.replay.report import StepReport, batch_of, report_of
 from zerotrain.replay.steps import ReplayedSteps, of_replay, opened_steps
 from zerotrain.replay.tables import print_around, print_report, print_side_by_side
 from zerotrain.replay.what_if import Change, side_by_side
@@ -73,7 +74,8 @@ class ReplayArguments:
     rows: bool = False
     around: int = 0
     """Steps before it, and as many after it."""
-    without_rows: frozenset[int] = frozenset()
+    without_rows: str = ""
+    """Numbers, such as 7,12."""
     lr: float | None = None
     clip: float | None = None
     save_batch: Path | None = None
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", action="store_true", help="compute each row of the worst micro-batch alone")
     parser.add_argument("--around", type=int, default=0, metavar="K", help="K steps before and after it, a line each")
     parser.add_argument(
-        "--without-rows", type=_row_numbers, default=frozenset(), metavar="ROWS",
+        "--without-rows", default="", metavar="ROWS",
         help="the step again without the labels of these rows, such as 7,12, side by side",
     )  # fmt: skip
     parser.add_argument("--lr", type=float, metavar="RATE", help="the step again with this learning rate, likewise")
@@ -103,10 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(parser.parse_intermixed_args(arguments))
     del given["worst"]
     return exit_code(lambda: _run(ReplayArguments(**given)))
-
-
-def _row_numbers(text: str) -> frozenset[int]:
-    return frozenset(int(each) for each in text.split(","))
 
 
 def _run(asked: ReplayArguments) -> int:
@@ -136,7 +134,6 @@ def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
         told = f"the run has recorded {record.last} steps"
         raise ConfigError(f"--step: got {step}; {told}; give one of them, or the next")
     start = record.start_of(step)
-    change = Change(without_rows=asked.without_rows, lr=asked.lr, clip=asked.clip)
     first = max(1, step - asked.around)
     checkpoints = _checkpoints_before(asked.path.absolute(), first, has_start=0 in record.starts)
     settings = start.get("settings")
@@ -157,29 +154,58 @@ def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
             steps = opened_steps(config, world, checkpoints, Path(scratch), console, start.get("data"))
             if step > steps.max_steps:
                 raise ConfigError(f"--step: got {step}; the run has {steps.max_steps} steps; give one of them")
-            found = _compared(steps, record, step - 1)
-            report = report_of(steps, each_row=asked.rows)
-            if asked.save_batch is not None:
-                _save(batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch), asked.save_batch)
-            what_if = side_by_side(steps, change, Path(scratch)) if str(change) else None
-            [(_, outcome)] = steps.train(step)
-            found.append(_beside_record(steps, record, step, outcome))
-            found += _compared(steps, record, min(step + asked.around, steps.max_steps))
-            differs = next((each["differs"] for each in found if each["differs"]), None)
-            causes = _causes(start, environment(world.device), asked, left_out) if differs else []
-    around = [each for each in found if asked.around and abs(each["step"] - step) <= asked.around]
-    print_report(console, report, steps.began_at, record, differs, causes)
-    if around:
-        print_around(console, around, step)
-    if what_if is not None:
-        print_side_by_side(console, what_if, step)
-    return without_non_finite(
-        report.body()
-        | {"loss": outcome.mean_loss, "grad_norm": outcome.grad_norm, "clip_coefficient": outcome.clip_coefficient}
-        | {"skipped": outcome.skipped, "loss_scale": outcome.loss_scale, "update": outcome.update_hash}
-        | {"from_step": steps.began_at, "recorded": step in record.steps, "differs": differs, "causes": causes}
-        | ({"around": around} if around else {})
-        | ({} if what_if is None else {"what_if": what_if})
+            found = _computed(steps, asked, record, step, Path(scratch))
+            causes = _causes(start, environment(world.device), asked, left_out) if found.differs else []
+    print_report(console, found.report, steps.began_at, record, found.differs, causes)
+    if found.around:
+        print_around(console, found.around, step)
+    if found.what_if is not None:
+        print_side_by_side(console, found.what_if, step)
+    about = {"from_step": steps.began_at, "recorded": step in record.steps, "causes": causes}
+    return without_non_finite(found.body() | about)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """Of a step that was computed again."""
+
+    report: StepReport
+    outcome: TrainStepResult
+    differs: str | None
+    """How the first of all steps that differs from the record does."""
+    around: list[dict[str, Any]]
+    what_if: dict[str, Any] | None
+
+    def body(self) -> dict[str, Any]:
+        """For JSON."""
+        outcome = self.outcome
+        return (
+            self.report.body()
+            | {"loss": outcome.mean_loss, "grad_norm": outcome.grad_norm, "clip_coefficient": outcome.clip_coefficient}
+            | {"skipped": outcome.skipped, "loss_scale": outcome.loss_scale, "update": outcome.update_hash}
+            | {"differs": self.differs}
+            | ({"around": self.around} if self.around else {})
+            | ({} if self.what_if is None else {"what_if": self.what_if})
+        )
+
+
+def _computed(steps: ReplayedSteps, asked: ReplayArguments, record: Record, step: int, scratch: Path) -> _Found:
+    """Go on to a step, and to those after it that are asked for."""
+    found = _compared(steps, record, step - 1)
+    report = report_of(steps, each_row=asked.rows)
+    if asked.save_batch is not None:
+        _save(batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch), asked.save_batch)
+    change = Change(without_rows=_row_numbers(asked), lr=asked.lr, clip=asked.clip)
+    what_if = side_by_side(steps, change, scratch) if str(change) else None
+    [(_, outcome)] = steps.train(step)
+    found.append(_beside_record(steps, record, step, outcome))
+    found += _compared(steps, record, min(step + asked.around, steps.max_steps))
+    return _Found(
+        report=report,
+        outcome=outcome,
+        differs=next((each["differs"] for each in found if each["differs"]), None),
+        around=[each for each in found if asked.around and abs(each["step"] - step) <= asked.around],
+        what_if=what_if,
     )
 
 
@@ -192,6 +218,15 @@ def _require_in_range(asked: ReplayArguments) -> None:
         raise ConfigError(f"--lr: got {asked.lr:g}; it must be a learning rate of 0 or more")
     if asked.clip is not None and not (math.isfinite(asked.clip) and asked.clip > 0):
         raise ConfigError(f"--clip: got {asked.clip:g}; it must be a norm above 0")
+    _row_numbers(asked)
+
+
+def _row_numbers(asked: ReplayArguments) -> frozenset[int]:
+    try:
+        return frozenset(map(int, filter(None, asked.without_rows.split(","))))
+    except ValueError:
+        given = printable(asked.without_rows, 100)
+        raise ConfigError(f"--without-rows: got {given}; it must be numbers of rows, such as 7,12") from None
 
 
 def _require_elsewhere(asked: ReplayArguments) -> None:

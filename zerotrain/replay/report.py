@@ -163,7 +163,7 @@ def _source(dataset: Any, row: int) -> str:
         return f"{name}: {_source(rows, number) or f'row {number}'}"
     if isinstance(dataset, TokenWindows):
         starts, _ = dataset.layout.parts(np.array([row]))
-        return dataset.store.where(int(starts[0]))
+        return dataset.store.origin(int(starts[0]))
     return ""
 
 

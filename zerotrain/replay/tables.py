@@ -33,11 +33,12 @@ def print_report(
         mark = "bold" if each is worst else ""
         table.add_row(str(each.virtual_rank), str(each.micro_batch), *_numbers(each), Text(each.largest), style=mark)
     console.print(table)
-    rows = Table(
-        "row", "where", "loss", "gradient", "text", title="rows of the micro-batch that stands out", box=box.SIMPLE_HEAD
-    )
+    rows = Table(title="rows of the micro-batch that stands out", box=box.SIMPLE_HEAD)
+    alone = ("loss", "gradient") if report.rows[0].alone else ()
+    for name in ("row", "where", *alone, "text"):
+        rows.add_column(name, overflow="fold")  # a path has no spaces to break it at
     for row in report.rows:
-        numbers = ["", ""] if row.alone is None else _numbers(row.alone)
+        numbers = _numbers(row.alone) if row.alone else []
         rows.add_row(str(row.row), Text(printable(row.source, keep="")), *numbers, Text(row.text))
     console.print(rows)
     lines = [] if report.nonfinite is None else [f"first not finite: {report.nonfinite}"]

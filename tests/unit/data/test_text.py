@@ -181,3 +181,20 @@ def test_the_summary_counts_the_files_of_the_text_also_where_training_is_wrapped
     assert said.startswith("3 files, 153 tokens, ")  # with a newline behind each
     dataset.train = [dataset.train[row] for row in range(3)]
     assert (dataset.summary(), dataset.fingerprint()) == (said, known)
+
+
+def test_a_token_is_told_by_the_file_that_it_was_read_from_and_its_place_there(folder, text_file, cache):
+    of_files = TextDataset(str(folder), seq_len=4, cache_dir=str(cache)).store
+    origins = [of_files.origin(position) for position in range(of_files.tokens)]
+    for position, origin in enumerate(origins):
+        path, _, number = origin.rpartition(", token ")
+        text = Path(path).read_bytes()
+        if int(number) < len(text):  # else it stands between documents
+            assert of_files.read(position, position + 1)[0] == text[int(number)]
+    assert [Path(each.rpartition(",")[0]).name for each in origins] == ["a"] * 51 + ["b"] * 51 + ["c"] * 51
+    one_file = TextDataset(str(text_file), seq_len=44, cache_dir=str(cache)).store
+    assert one_file.origin(1000) == f"{text_file}, token 1000"
+    (folder / "d.jsonl").write_text('{"text": "first"}\n{"text": "second"}\n')
+    of_lines = TextDataset(str(folder), seq_len=4, cache_dir=str(cache)).store
+    assert of_lines.origin(153 + 6 + 2).startswith(f"document 4 of {cache}")
+    assert of_lines.origin(153 + 6 + 2).endswith(", token 2")

@@ -176,6 +176,7 @@ def test_the_first_step_that_differs_is_named_and_what_is_different_here(
         (["--step", "2", "--around", "-1"], "--around: got -1; it must be 0 or more steps"),
         (["--step", "2", "--lr", "nan"], "--lr: got nan; it must be a learning rate of 0 or more"),
         (["--step", "2", "--clip", "0"], "--clip: got 0; it must be a norm above 0"),
+        (["--step", "2", "--without-rows", "7,x"], "--without-rows: got 7,x; it must be numbers of rows, such as 7,12"),
         (["--step", "2", "--without-rows", "99"], "--without-rows: got 99; the rows of step 2 are "),
         (["--step", "2", "data.length=5"], "data: validation rows: 4 in the run, 5 here; items of validation: "),
         (["--step", "2", "--save-batch", "/nowhere/b"], "--save-batch: got /nowhere/b, whose folder is not there"),

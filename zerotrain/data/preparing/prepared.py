@@ -52,9 +52,11 @@ def prepared(recipe: Recipe, cache: Path) -> TokenStore:
     if recipe.tokenizer is None and len(files) == 1 and is_plain(files[0]) and not sources.leaves_data:
         return TokenStore([Shard(files[0], files[0].stat().st_size)], recipe.dtype, vocab_size=recipe.vocab_size)
     with naming_setting("data.cache_dir", cache):
-        return TokenStore.open(
+        store = TokenStore.open(
             kept_store(_folder_in(cache, recipe), files, recipe.fingerprint, partial(_write, recipe))
         )
+    store.sources = files
+    return store
 
 
 def prepared_in(recipe: Recipe, folder: Path) -> TokenStore:

@@ -67,6 +67,8 @@ class TokenStore:
         self.tokenizer = tokenizer
         self.tokens = sum(shard.tokens for shard in self.shards)
         """Tokens of all shards."""
+        self.sources: Sequence[Path] = ()
+        """The files that the documents were read from, in order; empty where nobody knows."""
         self._read_documents = documents
         self._reader = ShardReader(self.shards, self.dtype)
 
@@ -128,6 +130,18 @@ class TokenStore:
         """The file of token `position` of the row, and its number in it, as a message says it."""
         shard, offset = self._reader.place(position)
         return f"{self.shards[shard].path}, token {offset}"
+
+    def origin(self, position: int) -> str:
+        """The document of token `position` of the row, and its number in it: by the file that was read where each is
+        one document, else by the document's number."""
+        documents = self.documents
+        if documents is None:
+            return self.where(position)
+        number = int(np.searchsorted(documents, position, side="right")) - 1
+        shard, _ = self._reader.place(position)
+        one_each = len(self.sources) == len(documents)
+        name = self.sources[number] if one_each else f"document {number} of {self.shards[shard].path.parent}"
+        return f"{name}, token {position - documents[number]}"
 
 
 def write_index(
