@@ -1,0 +1,73 @@
+"""Faults in replays, and in a stage that is changed since its plan was wrong."""
+
+from tests.mutants.fault import Fault
+
+OF_REPLAY = ("unit/replay/test_replay.py",)
+OF_STAGES = ("unit/training/callbacks/test_stages.py",)
+OF_TEXT = ("unit/data/test_text.py",)
+
+FAULTS = {
+    "replay-removes-rows-and-keeps-their-share": Fault(
+        "training/feed.py",
+        "num_labels.append(number if kept else 0)",
+        "num_labels.append(number)",
+        "a micro-batch all of whose rows are left out weighs as much as before",
+        OF_REPLAY,
+    ),
+    "replay-takes-equal-weights-for-fewer-rows": Fault(
+        "training/feed.py",
+        "if not rows and self.tokens_per_sequence is not None:\n            return self._inputs(inputs), None",
+        "if True:\n            return self._inputs(inputs), None",
+        "micro-batches with fewer rows weigh as much as the others",
+        OF_REPLAY,
+    ),
+    "replay-goes-on-from-the-changed-step": Fault(
+        "replay/what_if.py",
+        "        steps.engine.load(saved)\n",
+        "",
+        "a question about a step changes what the replay finds then",
+        OF_REPLAY,
+    ),
+    "replay-changes-the-rate-after-the-step": Fault(
+        "replay/what_if.py",
+        "steps.set_rates(factor * change.lr / lr)",
+        "steps.set_rates(factor * change.lr)",
+        "--lr is a factor in place of a rate",
+        OF_REPLAY,
+    ),
+    "replay-keeps-the-other-clipping": Fault(
+        "replay/what_if.py",
+        "    finally:\n        update.max_grad_norm = clip",
+        "    finally:\n        pass",
+        "the steps after a question are clipped as it was",
+        OF_REPLAY,
+    ),
+    "replay-counts-tokens-from-the-first-document": Fault(
+        "data/store/store.py",
+        "token {position - documents[number]}",
+        "token {position}",
+        "a row is told at a place of its file at which it is not",
+        OF_TEXT,
+    ),
+    "stage-over-its-memory-stays": Fault(
+        "training/callbacks/stages.py",
+        "if peak <= budget or",
+        "if planned['peak'] <= budget or",
+        "a rank that holds more than it may is never noticed",
+        OF_STAGES,
+    ),
+    "stage-forgets-how-wrong-the-plan-was": Fault(
+        "training/callbacks/stages.py",
+        'nbytes + peak - planned["peak"] <= budget',
+        "nbytes <= budget",
+        "the run changes to a stage that does not fit either, though another would",
+        OF_STAGES,
+    ),
+    "stage-that-was-changed-is-not-saved": Fault(
+        "training/callbacks/stages.py",
+        "            self.asked[str(step)] = asked\n",
+        "            self._schedule[step] = asked\n",
+        "a resume goes on at the stage that did not fit",
+        OF_STAGES,
+    ),
+}
