@@ -1,11 +1,13 @@
 """`python -m zerotrain replay RUN --step N [SETTING=VALUE ...]`: a step of a run again, compared with what the run
 recorded, and which virtual rank, micro-batch, parameter and row its loss and gradient came from."""
 
+import code
 import json
 import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,7 @@ class ReplayArguments:
     """Numbers, such as 7,12."""
     lr: float | None = None
     clip: float | None = None
+    interactive: bool = False
     save_batch: Path | None = None
     out: Path = Path(REPLAY_NAME)
     trust_code: bool = False
@@ -99,6 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--lr", type=float, metavar="RATE", help="the step again with this learning rate, likewise")
     parser.add_argument("--clip", type=float, metavar="NORM", help="the step again, clipped to this norm, likewise")
+    parser.add_argument(
+        "--interactive", action="store_true", help="a Python shell before the step: engine, batch, report"
+    )
     parser.add_argument("--save-batch", type=Path, metavar="FILE", help="write the worst micro-batch, as safetensors")
     parser.add_argument("--out", type=Path, default=Path(REPLAY_NAME), metavar="FILE", help=f"{REPLAY_NAME} by default")
     parser.add_argument("--trust-code", **TRUST)
@@ -195,6 +201,8 @@ def _computed(steps: ReplayedSteps, asked: ReplayArguments, record: Record, step
     report = report_of(steps, each_row=asked.rows)
     if asked.save_batch is not None:
         _save(batch_of(steps, report.worst.virtual_rank, report.worst.micro_batch), asked.save_batch)
+    if asked.interactive:
+        _shell(steps, report, scratch)
     change = Change(without_rows=_row_numbers(asked), lr=asked.lr, clip=asked.clip)
     what_if = side_by_side(steps, change, scratch) if str(change) else None
     [(_, outcome)] = steps.train(step)
@@ -324,6 +332,18 @@ def _causes(
     ]
     causes += [f"{each}, which was given here" for each in asked.settings if each.startswith("data.")]
     return causes + [f"{each} is left out in a replay" for each in left_out]
+
+
+def _shell(steps: ReplayedSteps, report: StepReport, scratch: Path) -> None:
+    """A Python shell at the moment before the step. What is done there to the engine is undone at its end."""
+    worst = report.worst
+    inputs, _ = steps.feed.leaf(worst.virtual_rank)
+    names = {"engine": steps.engine, "batch": inputs[worst.micro_batch], "report": report, "steps": steps}
+    about = f"before step {report.step}: engine, batch (the micro-batch that stands out), report, steps; Ctrl-D goes on"
+    saved = steps.engine.save(scratch / "of_shell")
+    with suppress(SystemExit):  # by exit()
+        code.interact(banner=about, local=names, exitmsg="")
+    steps.engine.load(saved)
 
 
 def _save(batch: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -14,6 +14,9 @@ from zerotrain.files.printable import printable
 from zerotrain.replay.record import Record
 from zerotrain.replay.report import Part, StepReport
 
+BAR = 12
+"""Characters of the largest gradient."""
+
 
 def print_report(
     console: Console, report: StepReport, began_at: int, record: Record, differs: str | None, causes: Sequence[str]
@@ -26,12 +29,20 @@ def print_report(
         "loss",
         "gradient",
         "largest in",
+        "",
         title=f"step {report.step}",
         box=box.SIMPLE_HEAD,
     )
     for each in report.parts:
         mark = "bold" if each is worst else ""
-        table.add_row(str(each.virtual_rank), str(each.micro_batch), *_numbers(each), Text(each.largest), style=mark)
+        table.add_row(
+            str(each.virtual_rank),
+            str(each.micro_batch),
+            *_numbers(each),
+            Text(each.largest),
+            _bar(each, worst),
+            style=mark,
+        )
     console.print(table)
     rows = Table(title="rows of the micro-batch that stands out", box=box.SIMPLE_HEAD)
     alone = ("loss", "gradient") if report.rows[0].alone else ()
@@ -93,6 +104,13 @@ def print_side_by_side(console: Console, found: Mapping[str, Any], step: int) ->
         numbers = map(_number, (each["loss"], each["grad_norm"]))
         table.add_row(name, *numbers, clipped, _number(each["lr"]), _number(each["loss_after"]))
     console.print(table)
+
+
+def _bar(part: Part, longest: Part) -> str:
+    """As long as the gradient is large."""
+    if not (math.isfinite(part.grad_norm) and math.isfinite(longest.grad_norm)):
+        return "" if math.isfinite(part.grad_norm) else "!" * BAR
+    return "█" * round(BAR * part.grad_norm / (longest.grad_norm or 1.0))
 
 
 def _numbers(part: Part) -> list[str]:

@@ -1,5 +1,6 @@
 """`python -m zerotrain replay`: steps again, to the bit, and what a bad one came from. One run for each precision."""
 
+import io
 import json
 import math
 import shutil
@@ -265,6 +266,19 @@ def test_a_step_with_one_thing_changed_is_that_of_plain_pytorch_and_changes_noth
         if each == "changed" or not without:  # the loss after it is that of the rows that are left
             assert got["loss_after"] == pytest.approx(after, rel=1e-4)
         assert got["lr"] == pytest.approx(values[1])
+
+
+def test_a_shell_has_the_engine_and_the_batch_and_changes_nothing_for_the_steps_after_it(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = "engine.train_step([batch] * 4)\nprint('rows:', batch[0].tolist())\nengine.zero_gradd()\nexit()\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    code, body = replayed(tmp_path, runs["fp32"], "--step", 5, "--around", 1, "--interactive")
+    assert code == 0
+    assert [each["as_recorded"] for each in body["around"]] == [True] * 3
+    told = capsys.readouterr()
+    assert "rows: " in told.out
+    assert "AttributeError" in told.err
 
 
 def test_a_step_without_the_row_that_is_no_number_is_made(

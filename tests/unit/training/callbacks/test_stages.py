@@ -284,7 +284,12 @@ NO_PLAN = dict.fromkeys(("parameters", "gradients", "optimizer", "offloaded", "s
 @pytest.mark.parametrize(
     ("memory", "alternatives", "goes_on_at", "words"),
     [
-        (2 * PLANNED, {"0": PLANNED + 9, "2": PLANNED - 10**12, "3": PLANNED - 10**13}, 2, "stage 2 holds 1000 GB less"),
+        (
+            2 * PLANNED,
+            {"0": PLANNED + 9, "2": PLANNED - 10**12, "3": PLANNED - 10**13},
+            2,
+            "stage 2 holds 1000 GB less",
+        ),
         (2 * PLANNED, {"2": PLANNED - 10, "3": PLANNED - 30, "0": PLANNED + 9}, 3, "stage 3 holds 30 B less"),
         (2 * PLANNED, {"2": PLANNED, "0": PLANNED + 9}, 1, "and no other stage holds less"),
         (10**15, {"2": PLANNED - 10**12}, 1, ""),
