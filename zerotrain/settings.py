@@ -177,7 +177,7 @@ OFFLOADS_OPTIMIZER = Effect(
     lambda run, _: run.offload.optimizer != "device", "with offload.optimizer=device; it has one with cpu or disk"
 )
 OFFLOADS_TO_DISK = Effect(
-    lambda run, _: run.offload.uses_disk or run.offload.optimizer == AUTO,
+    lambda run, _: run.offload.uses_disk or AUTO in (run.offload.optimizer, run.offload.parameters),
     "without offload.optimizer=disk, offload.parameters=disk or offload.activations=disk",
 )
 
@@ -189,6 +189,7 @@ def autos_of(run: Any) -> list[str]:
         "train.micro_batch_size": run.train.micro_batch_size,
         "model.activation_checkpointing": run.model.get("activation_checkpointing"),
         "offload.optimizer": run.offload.optimizer,
+        "offload.parameters": run.offload.parameters,
     }
     return [name for name, value in values.items() if value == AUTO]
 
@@ -278,11 +279,14 @@ class OffloadConfig:
 
 @dataclass
 class OffloadGroup(OffloadConfig):
-    """The same of a run, for which it may be chosen where the optimizer's state lies."""
+    """The same of a run, for which it may be chosen where the optimizer's state and the weights lie."""
 
     optimizer: str = setting("device", or_auto(TIER))
     """The optimizer's state, and master weights that are kept apart: device; cpu: the host's memory; disk: a file in
     `path`. Fetched bucket by bucket for the update, and stored behind it. auto: chosen as the run starts."""
+    parameters: str = setting("device", or_auto(TIER), STAGE_3)
+    """Stage 3: this rank's part of the weights, fetched for each gather, and stored after each update. auto: chosen as
+    the run starts."""
 
 
 @dataclass

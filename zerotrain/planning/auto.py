@@ -10,12 +10,13 @@ from zerotrain.config.compose import digest, noted
 from zerotrain.config.schema import Config
 from zerotrain.settings import AUTO, autos_of
 
-STAGE, MICRO_BATCH, TIER = "zero.stage", "train.micro_batch_size", "offload.optimizer"
+STAGE, MICRO_BATCH = "zero.stage", "train.micro_batch_size"
+TIERS = ("offload.optimizer", "offload.parameters")
 _ACCUMULATION = "train.gradient_accumulation_steps"
 _VALUES: Mapping[str, tuple[Any, ...]] = {
     STAGE: (0, 1, 2, 3),
     "model.activation_checkpointing": (False, True),
-    TIER: ("device", "cpu", "disk"),
+    **dict.fromkeys(TIERS, ("device", "cpu", "disk")),
 }
 _OF_A_PLAN = ("zero", "precision", "offload", "model", "data", "optimizer")
 _OF_A_STEP = ("micro_batch_size", "gradient_accumulation_steps", "virtual_ranks")
@@ -92,8 +93,9 @@ def ways_beside_stages(config: Config, *, on_host: bool) -> Iterator[Way]:
     """
     names = [name for name in autos_of(config) if name != STAGE]
     values = {name: [*enumerate(allowed(config, name))] for name in names}
-    if on_host and TIER in values:
-        values[TIER] = [each for each in values[TIER] if each[1] != "cpu"]
+    if on_host:
+        for tier in values.keys() & {*TIERS}:
+            values[tier] = [each for each in values[tier] if each[1] != "cpu"]
     for chosen in product(*values.values()):
         yield Way({name: value for name, (_, value) in zip(names, chosen, strict=True)}, tuple(n for n, _ in chosen))
 

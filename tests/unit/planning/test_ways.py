@@ -89,6 +89,25 @@ def test_ways_go_from_the_fastest_on_and_a_cpu_offloads_to_disk_alone():
     assert [*ways[-1].values()] == [*on_gpu[-1].values()] == [1, True, "disk"]
 
 
+def test_weights_go_to_a_disk_where_nothing_else_fits(tmp_path: Path):
+    asked = asking()
+    asked.model |= {"num_layers": 12, "hidden_size": 64}
+    asked.offload.parameters = "auto"
+    assert value_problems(asked) == []
+    planner = Planner(with_least_memory(asked), Ranks(1, 1), torch.device("cpu"), tmp_path)
+    least = planner.memory.taken(planner.stage(with_least_memory(asked), 3))
+
+    roomy, narrow = (chosen_of(asked, planner, nbytes) for nbytes in (1e12, least))
+    too_narrow = chosen_of(asked, planner, least - 1)
+
+    assert roomy.values == {"zero.stage": 0, "offload.parameters": "device"}
+    assert narrow.values == {"zero.stage": 3, "offload.parameters": "disk"}
+    assert not too_narrow.plan.fits
+    narrow.write(tmp_path, asked)
+    found = as_chosen(asked, tmp_path, 1)
+    assert (found.zero.stage, found.offload.parameters, found.offload.uses_disk) == (3, "disk", True)
+
+
 def test_the_seconds_of_a_step_are_those_of_the_formula(tmp_path: Path):
     plan = planned(Row(model="mlp", ranks=2, stage=1, precision="fp32"), tmp_path)
     by_hand = replace(plan, flops=10**9, operations=1000, optimizer=10**8, sent=10**7, fetched=10**6, stored=10**6)
@@ -184,7 +203,7 @@ def test_all_that_was_chosen_is_found_again(two_ranks: tuple[Config, Planner], t
 @pytest.mark.parametrize(
     ("group", "name", "value"),
     [("train", "micro_batch_size", 0), ("train", "micro_batch_size", 1.5), ("train", "micro_batch_size", True),
-     ("train", "micro_batch_size", "automatic"), ("offload", "optimizer", "nvme"), ("offload", "parameters", "auto")],
+     ("train", "micro_batch_size", "automatic"), ("offload", "optimizer", "nvme"), ("offload", "activations", "auto")],
 )  # fmt: skip
 def test_a_value_that_there_is_not_is_told(group: str, name: str, value: object):
     config = Config()
