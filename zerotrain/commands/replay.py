@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from rich.console import Console
-from safetensors.torch import save_file
 
 from zerotrain.checkpoint.kept import CHECKPOINTS, candidates, newest_first
 from zerotrain.checkpoint.manifest import MANIFEST, read_manifest
@@ -26,6 +25,7 @@ from zerotrain.config.schema import Config
 from zerotrain.config.words import words_of_config
 from zerotrain.engine.results import TrainStepResult
 from zerotrain.errors import CheckpointError, ConfigError
+from zerotrain.files.extras import package
 from zerotrain.files.kept_out import nothing_imported_from
 from zerotrain.files.printable import printable
 from zerotrain.files.whole import whole
@@ -237,8 +237,17 @@ def _row_numbers(asked: ReplayArguments) -> frozenset[int]:
         raise ConfigError(f"--without-rows: got {given}; it must be numbers of rows, such as 7,12") from None
 
 
+def _safetensors() -> Any:
+    try:
+        return package("safetensors.torch", extra="hf", needed_by="--save-batch")
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+
+
 def _require_elsewhere(asked: ReplayArguments) -> None:
     """Make sure that what is written can be, before anything is computed, and lies outside the run."""
+    if asked.save_batch is not None:
+        _safetensors()
     for name, path in (("--out", asked.out), ("--save-batch", asked.save_batch)):
         if path is None:
             continue
@@ -348,6 +357,6 @@ def _shell(steps: ReplayedSteps, report: StepReport, scratch: Path) -> None:
 
 def _save(batch: Mapping[str, torch.Tensor], path: Path) -> None:
     try:
-        save_file(dict(batch), path)
+        _safetensors().save_file(dict(batch), path)
     except OSError as error:
         raise ConfigError(f"--save-batch: got {path}, which cannot be written: {error}") from error

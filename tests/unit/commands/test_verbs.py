@@ -37,3 +37,23 @@ def test_no_file_of_the_package_hides_one_of_the_standard_library() -> None:
     command = [sys.executable, "-c", "import dataclasses, inspect"]
     done = subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+EXTRAS = (
+    "datasets", "deepspeed", "huggingface_hub", "matplotlib", "mlflow", "optuna", "peft", "psutil", "pyarrow",
+    "safetensors", "sqlalchemy", "tensorboard", "tokenizers", "torchmetrics", "trackio", "transformers", "wandb",
+    "zstandard",
+)  # fmt: skip
+"""Packages that `make train` does not install."""
+
+
+def test_each_verb_is_there_with_the_packages_that_training_needs_alone() -> None:
+    modules = [*MODULES.values(), "zerotrain.launching.command.task"]
+    program = f"""
+import importlib, sys
+sys.modules.update(dict.fromkeys({EXTRAS!r}))  # to import one of these fails, as if it were absent
+for each in {modules!r}:
+    importlib.import_module(each)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

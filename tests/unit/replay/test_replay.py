@@ -4,6 +4,7 @@ import io
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,16 @@ def test_wrong_input_is_answered_in_one_line(
     assert code == 2
     assert line.startswith(told), line
     assert not (tmp_path / "r.json").exists()
+
+
+def test_a_batch_that_no_package_can_write_is_refused_before_anything_is_computed(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    arguments = ["--step", "2", "--save-batch", str(tmp_path / "b"), "--trust-code"]
+    assert replay.main([str(runs["fp32"]), *arguments]) == 2
+    told = "--save-batch needs safetensors, which is not installed; pip install 'zerotrain[hf]'\n"
+    assert capsys.readouterr() == ("", told)
 
 
 def test_a_run_without_record_and_a_damaged_checkpoint(
