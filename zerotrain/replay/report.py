@@ -13,6 +13,7 @@ from zerotrain.data.mix import MixedRows
 from zerotrain.data.reading.batches import RowsToRead
 from zerotrain.data.reading.inputs import ids_of, with_tensors
 from zerotrain.data.store.windows import TokenWindows
+from zerotrain.device.heap import give_back_freed
 from zerotrain.files.printable import printable
 from zerotrain.replay.nonfinite import FirstNonFinite, outlined
 from zerotrain.replay.steps import ReplayedSteps
@@ -148,12 +149,15 @@ def _computed(steps: ReplayedSteps, inputs: Any, virtual_rank: int, micro_batch:
             first_bad = name  # the last of the model comes first in the backward
         elif top > largest:
             largest, name_of_largest = top, name
-    return Part(
+    part = Part(
         loss=float(losses[0]),
         grad_norm=math.sqrt(squares) / scale if math.isfinite(squares) else math.nan,
         largest=first_bad or name_of_largest,
         largest_value=math.nan if first_bad else largest / scale,
     )
+    del gradients
+    give_back_freed()  # as large as the model: what stays of it in the heap does not fit the next one
+    return part
 
 
 def _source(dataset: Any, row: int) -> str:
