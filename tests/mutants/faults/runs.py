@@ -134,8 +134,8 @@ FAULTS = {
     ),
     "sweep-runs-a-job-twice": Fault(
         "launching/sweep/places.py",
-        "            if last is not None or holding_job(run_dir) == note:\n",
-        "            if last is not None:\n",
+        "if is_held(each) and holding_job(each.parent) == note), None)",
+        "if is_held(each) and not each), None)",
         "two drivers of one folder run a job that neither has begun yet",
         OF_PLACES,
     ),
