@@ -177,7 +177,7 @@ OFFLOADS_OPTIMIZER = Effect(
     lambda run, _: run.offload.optimizer != "device", "with offload.optimizer=device; it has one with cpu or disk"
 )
 OFFLOADS_TO_DISK = Effect(
-    lambda run, _: run.offload.uses_disk or AUTO in (run.offload.optimizer, run.offload.parameters),
+    lambda run, _: run.offload.uses_disk or any(name.startswith("offload.") for name in autos_of(run)),
     "without offload.optimizer=disk, offload.parameters=disk or offload.activations=disk",
 )
 
@@ -190,6 +190,7 @@ def autos_of(run: Any) -> list[str]:
         "model.activation_checkpointing": run.model.get("activation_checkpointing"),
         "offload.optimizer": run.offload.optimizer,
         "offload.parameters": run.offload.parameters,
+        "offload.activations": run.offload.activations,
     }
     return [name for name, value in values.items() if value == AUTO]
 
@@ -287,6 +288,10 @@ class OffloadGroup(OffloadConfig):
     parameters: str = setting("device", or_auto(TIER), STAGE_3)
     """Stage 3: this rank's part of the weights, fetched for each gather, and stored after each update. auto: chosen as
     the run starts."""
+    activations: str = setting("device", or_auto(TIER))
+    """The tier for tensors that a unit's forward saves for its backward (with activation checkpointing the unit's
+    inputs), in memories of 64 KiB or more; they are fetched one unit ahead of the backward. cpu; disk: a file in `path`
+    that grows with the first steps. auto: chosen as the run starts."""
 
 
 @dataclass

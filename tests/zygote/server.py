@@ -49,6 +49,8 @@ IMPORTED = (
     "zerotrain.training",
 )
 """What the commands import on their way. Nothing here makes a thread, which a fork would lose."""
+OF_HUGGING_FACE = ("peft", "transformers.modeling_utils", "transformers.generation")
+"""Imported too, where they are installed: 2 s of each command with such a model."""
 
 
 def start(request: dict) -> int:
@@ -151,6 +153,9 @@ def get_ready() -> None:
     gc.disable()
     for name in IMPORTED:
         import_module(name)
+    with suppress(ModuleNotFoundError):
+        for name in OF_HUGGING_FACE:
+            import_module(name)
     import_module("torch").set_num_threads(1)
     import_module("hydra.core.plugins").Plugins.instance()  # looks through all installed packages once
     gc.freeze()

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="a setting to change")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int, metavar="N", help="the step to look at, from 1")
-    which.add_argument("--worst", action="store_true", help="the step of the largest gradient, or the first not finite")
+    which.add_argument("--worst", action="store_true", help="the first step not finite, or the largest spike")
     parser.add_argument("--rows", action="store_true", help="compute each row of the worst micro-batch alone")
     parser.add_argument("--around", type=int, default=0, metavar="K", help="K steps before and after it, a line each")
     parser.add_argument(
@@ -135,7 +135,9 @@ def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
     if os.path.isfile(folder / MANIFEST):
         folder = folder.parent.parent
     record = read_record(folder)
-    step = _worst(record, folder) if asked.step is None else asked.step
+    if asked.step is None and not record.steps:
+        raise ConfigError(f"--worst: {folder} has recorded no steps; give --step")
+    step = record.worst if asked.step is None else asked.step
     if record.steps and step > record.last + 1:
         told = f"the run has recorded {record.last} steps"
         raise ConfigError(f"--step: got {step}; {told}; give one of them, or the next")
@@ -255,15 +257,6 @@ def _require_elsewhere(asked: ReplayArguments) -> None:
             raise ConfigError(f"{name}: got {path}, whose folder is not there; give a file in a folder that is")
         if path.resolve().is_relative_to(asked.path.resolve()):
             raise ConfigError(f"{name}: got {path}, which is in the folder of the run; give a file elsewhere")
-
-
-def _worst(record: Record, folder: Path) -> int:
-    """The first step that was not finite; without one, that of the largest gradient."""
-    if not record.steps:
-        raise ConfigError(f"--worst: {folder} has recorded no steps; give --step")
-    norms = {step: each.get("grad_norm") for step, each in sorted(record.steps.items())}
-    bad = [step for step, norm in norms.items() if norm is None]
-    return bad[0] if bad else max(norms, key=lambda step: float(norms[step] or 0.0))
 
 
 def _checkpoints_before(path: Path, step: int, *, has_start: bool) -> list[Path]:

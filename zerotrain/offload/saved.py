@@ -42,6 +42,7 @@ class _Stored:
     def fetch(self) -> None:
         """Begin to bring the bytes to the device, if they are not there."""
         if self.memory is None:
+            self.owner.fetched_nbytes += self.place.nbytes
             self.memory, self.arriving = self.owner.windows.tier.fetched(self.place, self.storing)
 
     def on_device(self) -> torch.Tensor:
@@ -165,6 +166,10 @@ class SavedTensors:
         self._stored: weakref.WeakValueDictionary[int, _Stored] = weakref.WeakValueDictionary()
         """By the identity of the memory that the bytes come from."""
         self._staying: frozenset[int] = frozenset()
+        self.fetched_nbytes = self.stored_nbytes = 0
+        """Bytes of all transfers so far."""
+        self.placed_nbytes = self.most_placed_nbytes = 0
+        """Bytes of places that are not given back yet, now and when they were most."""
 
     def leave_alone(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing that lies in the memory of these is kept elsewhere."""
@@ -214,6 +219,9 @@ class SavedTensors:
         window.memory[: memory.nbytes].copy_(memory)
         storing = tier.store(window, place)
         self.windows.give_back(window, storing)
+        self.stored_nbytes += place.nbytes
+        self.placed_nbytes += place.nbytes
+        self.most_placed_nbytes = max(self.most_placed_nbytes, self.placed_nbytes)
         stored = _Stored(self, StorageWeakRef(storage), tensor._version, place, storing, memory)
         self._stored[storage._cdata] = stored
         return stored
@@ -229,6 +237,7 @@ class SavedTensors:
             arriving.wait()  # before its memory is given back, which is the device's to use again
             storing.settle()
             self.windows.tier.free(place)
+            self.placed_nbytes -= place.nbytes
 
     def __del__(self) -> None:
         # The engine is gone, and the memory of what still arrives is the device's to use again.

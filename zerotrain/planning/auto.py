@@ -11,7 +11,7 @@ from zerotrain.config.schema import Config
 from zerotrain.settings import AUTO, autos_of
 
 STAGE, MICRO_BATCH = "zero.stage", "train.micro_batch_size"
-TIERS = ("offload.optimizer", "offload.parameters")
+TIERS = ("offload.optimizer", "offload.parameters", "offload.activations")
 _ACCUMULATION = "train.gradient_accumulation_steps"
 _VALUES: Mapping[str, tuple[Any, ...]] = {
     STAGE: (0, 1, 2, 3),

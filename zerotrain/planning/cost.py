@@ -39,7 +39,7 @@ class Speeds:
 
 def step_s(plan: StagePlan, rates: Speeds) -> float:
     """Seconds of a step, by the module's formula; of one whose activations are known."""
-    state = plan.optimizer + plan.host + plan.disk
+    state = plan.optimizer + plan.host + plan.disk - plan.saved
     moved = (plan.fetched + plan.stored) / (rates.disk if plan.disk else rates.host)
     compute = (plan.flops or 0) / rates.flops + (plan.operations or 0) / rates.operations
     return compute + 2 * state / rates.memory + (plan.sent or 0) / rates.link + moved

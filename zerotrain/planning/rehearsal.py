@@ -54,6 +54,8 @@ class StagePlan:
     """The part of a step in which that is."""
     host: int
     disk: int
+    saved: int
+    """The part of `host` and `disk` that a forward saves for its backward, when it is most."""
     sent: int | None
     """To other ranks, in a step."""
     fetched: int
@@ -170,14 +172,16 @@ class _Rehearsal:
             name_state(mode, engine)
             mode.begin(engine)
             mode.flops = mode.operations = 0
+            before = self._saved_moved()
             engine.train_step(rows)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             failed = mode.failed or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         at_peak = {} if failed else mode.at_peak
-        placed = {"cpu": 0, "disk": 0}
-        for (where, _), tier in self._homes.tiers_by_place.items():
-            placed[where] += tier.placed_nbytes
-        moved = [engine.held.usage.moved_nbytes(accumulated * leaves, where) for where in placed]
+        moved = [engine.held.usage.moved_nbytes(accumulated * leaves, where) for where in ("cpu", "disk")]
+        if not failed:
+            more = [now - then for now, then in zip(self._saved_moved(), before, strict=True)]
+            moved.append((more[0] * leaves * accumulated // num, more[1] * leaves * accumulated // num))
+        placed, saved = self._placed_nbytes()
         return StagePlan(
             parameters=held["parameters"],
             gradients=held["gradients"],
@@ -190,6 +194,7 @@ class _Rehearsal:
             peak_phase=None if failed else mode.peak_phase,
             host=placed["cpu"],
             disk=placed["disk"],
+            saved=saved,
             sent=None if failed else self._sent(num),
             fetched=sum(fetched for fetched, _ in moved),
             stored=sum(stored for _, stored in moved),
@@ -198,6 +203,21 @@ class _Rehearsal:
             operations=None if failed else mode.operations * leaves * accumulated // num,
             unknown_because=failed,
         )
+
+    def _saved_moved(self) -> tuple[int, int]:
+        """Bytes (fetched, stored) so far of what forwards save, in each micro-batch as much."""
+        saved = self._homes.saved
+        return (0, 0) if saved is None else (saved.fetched_nbytes, saved.stored_nbytes)
+
+    def _placed_nbytes(self) -> tuple[dict[str, int], int]:
+        """Bytes off the device by tier, at rest and of what forwards save when it was most; and the latter."""
+        saved, placed = self._homes.saved, {"cpu": 0, "disk": 0}
+        if saved is not None:
+            saved.free_ended()
+            placed[self._config.offload.activations] += saved.most_placed_nbytes
+        for (where, _), tier in self._homes.tiers_by_place.items():
+            placed[where] += tier.placed_nbytes
+        return placed, 0 if saved is None else saved.most_placed_nbytes
 
     def _others_nbytes(self) -> int:
         """So much more another rank may hold at once than the one that keeps most: it owns other tensors, and what it

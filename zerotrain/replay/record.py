@@ -9,6 +9,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import Natural, Optional, UntrustedFileError, parse_json, read_regular
 from zerotrain.training.figures.result import without_non_finite
 from zerotrain.training.figures.sinks import STEPS_NAME
+from zerotrain.training.figures.spikes import Spikes
 from zerotrain.training.loggers.record import recorded
 
 MAX_NBYTES = 2**30
@@ -38,6 +39,16 @@ class Record:
     def last(self) -> int:
         """The last step that is recorded."""
         return max(self.steps, default=0)
+
+    @property
+    def worst(self) -> int:
+        """The first step that was not finite; without one the largest spike; without one the largest gradient."""
+        norms = {step: each.get("grad_norm") for step, each in sorted(self.steps.items())}
+        if bad := [step for step, norm in norms.items() if norm is None]:
+            return bad[0]
+        spikes = Spikes()
+        found = {step: spike.score for step in norms if (spike := spikes.of(self.steps[step])) is not None}
+        return max(norms, key=lambda step: (found.get(step, 0.0), float(norms[step] or 0.0)))
 
     def difference(self, step: int, outcome: Any) -> str | None:
         """How a step that was computed again differs from what the run has recorded; None: not, or nothing is."""

@@ -135,6 +135,20 @@ FAULTS = {
         "a way that fits at a better stage is not planned, since a faster one fits at a worse",
         OF_WAYS,
     ),
+    "auto-moves-what-forwards-save-for-nothing": Fault(
+        "planning/rehearsal.py",
+        "            moved.append((more[0] * leaves * accumulated // num, more[1] * leaves * accumulated // num))\n",
+        "",
+        "to offload activations costs no time by the model",
+        ("unit/planning/test_ways.py",),
+    ),
+    "auto-updates-what-forwards-save": Fault(
+        "planning/cost.py",
+        " - plan.saved",
+        "",
+        "activations that are offloaded are taken for state of the optimizer",
+        ("unit/planning/test_ways.py",),
+    ),
     "auto-forgets-the-disk": Fault(
         "planning/cost.py",
         "rates.disk if plan.disk else rates.host",

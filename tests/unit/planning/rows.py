@@ -135,10 +135,10 @@ def held(row: Row, world: World, folder: Path) -> Held:
         return _held_when_compiled(row, world, folder)
     with LiveMemory() as live:
         engine = build_engine_of(config, world, row.stage, folder)
-        _step(engine, row)
+        step(engine, row)
         name_state(live, engine)
         live.begin(engine)
-        _step(engine, row)
+        step(engine, row)
     return _held(engine, live.peak_nbytes)
 
 
@@ -146,10 +146,10 @@ def _held_when_compiled(row: Row, world: World, folder: Path) -> Held:
     """Torch compiles nothing within `LiveMemory`: the peak is what torch's allocator tells the profiler."""
     engine = build_engine_of(row.config, world, row.stage, folder)
     for _ in range(2):
-        _step(engine, row)
+        step(engine, row)
     before = engine.memory_bytes()
     with profile(profile_memory=True) as profiled:
-        _step(engine, row)
+        step(engine, row)
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     now, most = 0, 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -163,7 +163,8 @@ def _held(engine: ZeroEngine, peak: int) -> Held:
     return Held({kind: memory[kind] for kind in AT_REST}, engine.ledger.last_step.sent_nbytes, peak)
 
 
-def _step(engine: ZeroEngine, row: Row) -> None:
+def step(engine: ZeroEngine, row: Row) -> None:
+    """A step of its batches."""
     train, first = row.config.train, batch_of_one(row.model)
     num = train.gradient_accumulation_steps * len(engine.virtual_ranks)
     rows = tuple(each.repeat(train.micro_batch_size, *[1] * (each.ndim - 1)) for each in first)

@@ -26,6 +26,7 @@ def stage_plan(parameters: int, gradients: int, optimizer: int, peak: int | None
         peak_phase=None if peak is None else "backward",
         host=0,
         disk=0,
+        saved=0,
         sent=None if peak is None else MB,
         fetched=0,
         stored=0,

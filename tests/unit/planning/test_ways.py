@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.unit.planning.rows import Row, batch_of_one, planned
+from tests.unit.planning.rows import Row, batch_of_one, planned, step
 from tests.unit.planning.test_choice import asking, with_room_for
+from zerotrain.comm.ranks.world import World
 from zerotrain.config.checks import value_problems
 from zerotrain.config.schema import Config
 from zerotrain.planning.auto import (
@@ -24,7 +25,7 @@ from zerotrain.planning.choice import Choice, as_chosen, choose
 from zerotrain.planning.cost import Speeds, step_s
 from zerotrain.planning.plan import Planner
 from zerotrain.planning.rehearsal import StagePlan
-from zerotrain.run.factory import build
+from zerotrain.run.factory import build, build_engine_of
 from zerotrain.run.preflight.room import Ranks
 from zerotrain.run.probe import OF_A_NETWORK, probed
 
@@ -108,6 +109,50 @@ def test_weights_go_to_a_disk_where_nothing_else_fits(tmp_path: Path):
     assert (found.zero.stage, found.offload.parameters, found.offload.uses_disk) == (3, "disk", True)
 
 
+def test_what_a_forward_saves_goes_to_a_disk_where_that_takes_less_time_than_to_compute_it_again(tmp_path: Path):
+    asked = asking()
+    asked.train.micro_batch_size = 16
+    asked.offload.activations = asked.model["activation_checkpointing"] = "auto"
+    assert value_problems(asked) == []
+    planner = Planner(with_least_memory(asked), Ranks(1, 1), torch.device("cpu"), tmp_path)
+    ways = [*ways_beside_stages(asked, on_host=True)]
+    plans = [planner.stage(with_values(with_least_memory(asked), way.values), 1) for way in ways]
+    assert [tuple(way.values.values()) for way in ways] == [
+        (False, "device"), (False, "disk"), (True, "device"), (True, "disk")
+    ]  # fmt: skip
+    taken = [planner.memory.taken(plan) for plan in plans]
+    assert taken[0] > max(taken[1:])
+    assert plans[1].disk == plans[1].saved > 0
+    assert plans[0].saved == plans[0].fetched == 0
+    asked.zero.stage = 1
+    fast_disk, slow_disk = replace(SPEEDS, disk=1e12), replace(SPEEDS, disk=1e3)
+
+    chosen = [chosen_of(asked, planner, taken[0] - 1, rates).values for rates in (fast_disk, slow_disk)]
+
+    assert [each["offload.activations"] for each in chosen] == ["disk", "device"]
+    assert [each["model.activation_checkpointing"] for each in chosen] == [False, True]
+
+
+@pytest.mark.parametrize("settings", [(), ("train.gradient_accumulation_steps=3",), ("train.virtual_ranks=4",)])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_forward_saves_elsewhere_is_planned_to_the_byte(settings: tuple[str, ...], again: bool, tmp_path: Path):
+    more = ("train.micro_batch_size=32", "offload.activations=disk", f"model.activation_checkpointing={again}".lower())
+    row = Row(model="gpt", ranks=1, stage=2, precision="fp32", settings=(*more, *settings))
+    engine = build_engine_of(row.config, World(0, 1, 0, torch.device("cpu")), row.stage, tmp_path)
+    saved = engine.held.homes.saved
+    assert saved is not None
+    step(engine, row)
+    fetched, stored = saved.fetched_nbytes, saved.stored_nbytes
+
+    step(engine, row)
+    told = planned(row, tmp_path)
+
+    assert (told.fetched, told.stored) == (saved.fetched_nbytes - fetched, saved.stored_nbytes - stored)
+    assert told.stored >= told.saved == told.disk == saved.most_placed_nbytes > 0
+    saved.free_ended()
+    assert saved.placed_nbytes == 0
+
+
 def test_the_seconds_of_a_step_are_those_of_the_formula(tmp_path: Path):
     plan = planned(Row(model="mlp", ranks=2, stage=1, precision="fp32"), tmp_path)
     by_hand = replace(plan, flops=10**9, operations=1000, optimizer=10**8, sent=10**7, fetched=10**6, stored=10**6)
@@ -115,6 +160,8 @@ def test_the_seconds_of_a_step_are_those_of_the_formula(tmp_path: Path):
     assert step_s(by_hand, SPEEDS) == pytest.approx(1 + 0.01 + 0.2 + 0.1 + 0.002)
     on_disk = replace(by_hand, disk=10**8)
     assert step_s(on_disk, SPEEDS) == pytest.approx(1 + 0.01 + 0.4 + 0.1 + 0.02)
+    of_forwards = replace(on_disk, saved=10**8)
+    assert step_s(of_forwards, SPEEDS) == pytest.approx(1 + 0.01 + 0.2 + 0.1 + 0.02)
 
 
 def test_the_flops_of_a_plan_are_those_that_torch_counts(tmp_path: Path):
@@ -203,7 +250,7 @@ def test_all_that_was_chosen_is_found_again(two_ranks: tuple[Config, Planner], t
 @pytest.mark.parametrize(
     ("group", "name", "value"),
     [("train", "micro_batch_size", 0), ("train", "micro_batch_size", 1.5), ("train", "micro_batch_size", True),
-     ("train", "micro_batch_size", "automatic"), ("offload", "optimizer", "nvme"), ("offload", "activations", "auto")],
+     ("train", "micro_batch_size", "automatic"), ("offload", "optimizer", "nvme"), ("offload", "update", "auto")],
 )  # fmt: skip
 def test_a_value_that_there_is_not_is_told(group: str, name: str, value: object):
     config = Config()

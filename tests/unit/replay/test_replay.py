@@ -20,6 +20,8 @@ from zerotrain.training.sameness.seeds import seed_leaf
 
 POISONED, MISLABELLED, HUGE = 17, 23, 29
 """Rows."""
+LATE = (340, 341)
+"""Rows of `Long` that two of its steps after the twentieth take."""
 ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-2}
 COSINE = {"_target_": "zerotrain.training.warmup_cosine", "_partial_": True, "warmup_steps": 2, "final_fraction": 0.1}
 STEPS, ROWS = 6, 48
@@ -40,12 +42,20 @@ class Rows(torch.utils.data.Dataset):
             features = torch.full((4,), math.nan)
         if row == HUGE:
             features = features * 1e5
-        return features, label + (1000.0 if row == MISLABELLED else 0.0)
+        return features, label + (1000.0 if row in (MISLABELLED, *LATE) else 0.0)
 
 
 class Data:
     def __init__(self, length: int = 4) -> None:
         self.train, self.validation = Rows(), torch.utils.data.Subset(Rows(), range(length))
+
+
+class Long(Data):
+    """Rows of which two are bad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train = [Rows()[row] for row in range(ROWS, 400)]
 
 
 class Net(nn.Module):
@@ -146,6 +156,28 @@ def test_the_worst_step_is_the_first_that_was_not_finite_and_its_batch_can_be_ke
     features = load_file(batch)["0"]
     expected = torch.stack([Rows()[row][0] for row in body["worst"]["rows"]])
     torch.testing.assert_close(features, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_run_says_the_command_as_a_step_stands_out_and_the_command_finds_the_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of()
+    config.data, config.train.max_steps = {"_target_": f"{__name__}.Long"}, 44
+    (tmp_path / "run").mkdir()
+    factory.run(config, tmp_path / "run", overrides=[], config_hash="")
+    lines = [each for each in capsys.readouterr().out.splitlines() if "stands out" in each]
+    lines_of_record = (tmp_path / "run/steps.jsonl").read_text().splitlines()[1:]
+    losses = [json.loads(each)["loss"] for each in lines_of_record]
+    step, again = (number for number, loss in enumerate(losses, 1) if loss > 1e4)
+    assert 20 < step < again
+    assert len(lines) == 1, "the second comes too soon after the first"
+    assert lines[0].startswith(f"step {step}: ")
+    assert lines[0].endswith(f"which rows: python -m zerotrain replay {tmp_path / 'run'} --step {step}")
+    for asked, found in ((["--worst"], (step, again)), (["--step", step], (step,))):
+        code, body = replayed(tmp_path, tmp_path / "run", *asked)
+        assert (code, body["differs"]) == (0, None)
+        assert body["step"] in found
+        assert {row - ROWS for row in LATE} & set(body["worst"]["rows"])
 
 
 def test_the_first_step_that_differs_is_named_and_what_is_different_here(

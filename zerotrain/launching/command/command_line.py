@@ -7,8 +7,10 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import hydra
+from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
@@ -49,6 +51,29 @@ def is_sweep() -> bool:
     """Whether this process was asked for a sweep."""
     arguments = get_args_parser().parse_args()
     return arguments.multirun or "hydra.mode=MULTIRUN" in arguments.overrides
+
+
+@contextmanager
+def composed_once(conf: Path) -> Iterator[None]:
+    """Spare a start 0.15 s: Hydra composes the whole config once more, to see whether a yaml has set `hydra.mode`, and
+    is not asked where none can have.
+
+    Args:
+        conf: the folder of the configs.
+    """
+    arguments = get_args_parser().parse_args()
+    elsewhere = (arguments.config_dir, arguments.config_path, arguments.config_name)
+    if any(elsewhere) or any("hydra.mode" in each for each in arguments.overrides) or _set_a_mode(conf):
+        yield
+        return
+    with patch.object(Hydra, "get_mode", lambda *_, **__: None):
+        yield
+
+
+def _set_a_mode(conf: Path) -> bool:
+    """Whether a yaml in a folder may say how Hydra runs: it has a `mode`, and Hydra's name in it or in its place."""
+    files = {path: path.read_bytes() for path in conf.rglob("*.yaml") if path.is_file()}
+    return any(b"mode:" in text and b"hydra" in bytes(path) + text for path, text in files.items())
 
 
 def problems_with(error: Exception, conf: Path) -> list[str]:

@@ -15,7 +15,7 @@ from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.config.interpolation import quoted
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.terminal import code_of, outlast_readers, with_output_written
-from zerotrain.launching.command.command_line import is_sweep, problems_with, put_options_last
+from zerotrain.launching.command.command_line import composed_once, is_sweep, problems_with, put_options_last
 from zerotrain.launching.end import exits
 from zerotrain.launching.end.signals import end_with_parent
 from zerotrain.launching.start.imports import importing
@@ -115,7 +115,8 @@ def _run_hydra(main: Callable[[], None], conf: Path, may_sweep: bool = True) -> 
             )
             return exits.CONFIG_PROBLEM
         find_latest(sys.argv)
-        _run_to_its_end(main)
+        with composed_once(conf):
+            _run_to_its_end(main)
         code = exits.COMPLETED
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would cut off the table of the sweep

@@ -21,10 +21,11 @@ from zerotrain.errors import TrainingError
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.figures.report import say
 from zerotrain.training.figures.sinks import STEPS_NAME, MetricsFile
+from zerotrain.training.figures.spikes import NUM_BEFORE, Spikes
 
 
 class StepRecord(Callback):
-    """Writes steps.jsonl, on rank 0.
+    """Writes steps.jsonl, on rank 0, and tells a step that stands out as it comes.
 
     Args:
         sampler: of the run's training, whose fingerprint tells the data.
@@ -35,6 +36,9 @@ class StepRecord(Callback):
     def __init__(self, sampler: GlobalBatchSampler) -> None:
         self._sampler = sampler
         self._file: MetricsFile | None = None
+        self._spikes = Spikes()
+        self._silent_until = 0
+        """A step that stands out before this one is not told: a line says enough of a curve that stays where it is."""
 
     def start(self, run: Run) -> None:
         """See `Callback.start`."""
@@ -45,7 +49,12 @@ class StepRecord(Callback):
     def after_step(self, run: Run, outcome: TrainStepResult) -> None:
         """See `Callback.after_step`."""
         if self._file is not None:
-            self._file.log(recorded(outcome), run.step)
+            line = recorded(outcome)
+            self._file.log(line, run.step)
+            spike = self._spikes.of(line)
+            if spike is not None and run.step >= self._silent_until:
+                self._silent_until = run.step + NUM_BEFORE
+                say(run.console, f"step {run.step}: {spike}; which rows: {replay_command(run, run.step)}")
 
     def end(self, run: Run) -> None:
         """See `Callback.end`."""
@@ -56,8 +65,12 @@ class StepRecord(Callback):
         """See `Callback.failure`. Says the command that explains a step whose numbers have ended the run."""
         self.end(run)
         if isinstance(error, TrainingError):
-            command = f"python -m zerotrain replay {shlex.quote(str(run.folder))} --step {run.step + 1}"
-            say(run.console, f"which rows and module: {command}")
+            say(run.console, f"which rows and module: {replay_command(run, run.step + 1)}")
+
+
+def replay_command(run: Run, step: int) -> str:
+    """The command that computes a step of a run again."""
+    return f"python -m zerotrain replay {shlex.quote(str(run.folder))} --step {step}"
 
 
 def recorded(outcome: TrainStepResult) -> dict[str, Any]:
