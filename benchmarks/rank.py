@@ -19,7 +19,7 @@ from benchmarks.split import Split, split_of
 from benchmarks.workload import Workload
 from zerotrain.comm.ranks.world import choose_device
 from zerotrain.device.heap import reuse_what_is_freed
-from zerotrain.launching.end.signals import end_with_parent
+from zerotrain.device.processes import end_with_parent
 from zerotrain.training.figures.flops import count_flops
 from zerotrain.training.figures.metrics import device_peak_flops
 

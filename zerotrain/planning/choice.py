@@ -88,7 +88,7 @@ def choose(asked: Config, config: Config, planner: Planner, probe: Callable[[], 
     best = min(tried, key=lambda each: (not each.fits, each.taken if not each.fits else each.seconds))
     values = {name: best.stage if name == STAGE else best.way.values[name] for name in names}
     chosen = with_values(config, values)
-    plans = best.plans | {each: planner.stage(chosen, each) for each in range(len(STAGES)) if each not in best.plans}
+    plans = best.plans | planner.stages(chosen, [each for each in range(len(STAGES)) if each not in best.plans])
     plan = RunPlan(stage=best.stage, num_ranks=planner.ranks.num_ranks, memory=planner.memory, stages=plans)
     told = [each.told() for each in tried] if rates else []
     others = sorted({*stages} - {best.stage}, key=lambda stage: _cost(plans[stage], stage, plan.num_ranks))
@@ -137,7 +137,7 @@ class _Tried:
 def _try(
     way: Way, config: Config, planner: Planner, stages: tuple[int, ...], rates: Speeds | None, names: list[str]
 ) -> _Tried:
-    plans, memory = {stage: planner.stage(config, stage) for stage in stages}, planner.memory
+    plans, memory = planner.stages(config, stages), planner.memory
     if unknown := next((each.unknown_because for each in plans.values()), None):
         raise ConfigError(
             f"{', '.join(names)}: got auto, but {unknown} cannot be followed without values, so that activations "

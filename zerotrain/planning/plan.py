@@ -2,8 +2,10 @@
 
 import json
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.items import first_batches
+from zerotrain.device.cpu import one_thread
 from zerotrain.device.kinds import device_of
+from zerotrain.device.processes import beside, num_cores
 from zerotrain.files.whole import whole
 from zerotrain.planning.optimizer import look_at
 from zerotrain.planning.rehearsal import StagePlan, rehearse
@@ -109,7 +113,8 @@ class Planner:
         collate = build_collate(config)
         [row] = [first_batches(build_data(config).train, "data.train", seed=config.seed, collate=collate)[0]]
         self._row, self._optimizer = row, build("optimizer", config.optimizer_target)
-        self._seen = look_at(self._optimizer, on_host=self.on_host)
+        with one_thread():
+            self._seen = look_at(self._optimizer, on_host=self.on_host)
 
     def stage(self, config: Config, stage: int, num_ranks: int | None = None) -> StagePlan:
         """The plan of a stage, as `rehearse` makes it.
@@ -126,7 +131,20 @@ class Planner:
         links = Links(num, self.ranks.num_local, on_host, ordered, config.launch.shared_memory == "auto")
         return rehearse(config, stage, links, self._row, self._optimizer, self._seen, self._run_dir)
 
+    def stages(self, config: Config, stages: Sequence[int]) -> dict[int, StagePlan]:
+        """The plans of several stages, made on several cores, in children of this process. Raises as `stage`."""
+        num, some = max(1, min(num_cores(), len(stages))), partial(self._planned, config)
+        with ExitStack() as children:
+            others = [children.enter_context(beside(partial(some, stages[first::num]))) for first in range(1, num)]
+            plans = some(stages[::num]) + [plan for told in others for plan in told()]
+        by_stage = {stage: StagePlan(**plan) for stage, plan in plans}
+        return {stage: by_stage[stage] for stage in stages}
+
+    def _planned(self, config: Config, stages: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
+        """(stage, its plan)."""
+        return [(stage, asdict(self.stage(config, stage))) for stage in stages]
+
     def run(self, config: Config) -> RunPlan:
         """The plans of all stages."""
-        stages = {stage: self.stage(config, stage) for stage in range(len(STAGES))}
+        stages = self.stages(config, range(len(STAGES)))
         return RunPlan(stage=config.zero.stages[0], num_ranks=self.ranks.num_ranks, memory=self.memory, stages=stages)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from zerotrain.config.schema import Config
+from zerotrain.device.cpu import one_thread
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.errors import OffloadError
@@ -36,17 +37,13 @@ def probed(config: Config, ranks: Ranks, device: torch.device, num_threads: int,
     disk, assumed = _disk_rate(Path(config.offload.path or run_dir))
     if not device_of(device).is_host:
         return Speeds(**vars(OF_A_GPU) | {"disk": disk, "assumed": (*OF_A_GPU.assumed, *assumed)})
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # more would leave threads behind that forked ranks lack
-    try:
+    with one_thread():
         left = torch.ones(_MATRIX, _MATRIX, dtype=precision_named(config.precision.name).compute)
         flops = 2 * _MATRIX**3 * num_threads * _each_second(lambda: left @ left)
         source, small = torch.ones(_COPIED_NUMEL), torch.ones(8)
         target = torch.empty_like(source)
         memory = 2 * source.nbytes * _each_second(lambda: target.copy_(source))
         operations = _each_second(lambda: small + small)
-    finally:
-        torch.set_num_threads(before)
     is_one_host = ranks.num_local == ranks.num_ranks
     return Speeds(
         flops=flops,

@@ -1,6 +1,9 @@
 """The values that a run gets for `auto`, from plans of a small model."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,3 +148,34 @@ def test_a_model_that_asks_for_values_leaves_nothing_to_choose_by(tmp_path: Path
 
     with pytest.raises(ConfigError, match=r"^zero\.stage: got auto, but aten\.index\.Tensor cannot be"):
         choose(asked, with_least_memory(asked), planner_of(asked, 2, tmp_path))
+
+
+def test_plans_that_a_child_makes_are_those_that_are_made_here(tmp_path: Path):
+    """In a process of its own: one with pytest's threads forks no child."""
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "import torch\n"
+        "from tests.unit.planning.test_choice import asking\n"
+        "from zerotrain.device import processes\n"
+        "from zerotrain.planning.auto import with_least_memory\n"
+        "from zerotrain.planning.plan import Planner\n"
+        "from zerotrain.run.preflight.room import Ranks\n"
+        "config = with_least_memory(asking())\n"
+        "planner = Planner(config, Ranks(2, 2), torch.device('cpu'), Path(sys.argv[1]))\n"
+        "assert processes.may_fork()\n"
+        "here = {stage: planner.stage(config, stage) for stage in range(4)}\n"
+        "os.sched_getaffinity = lambda _: {0, 1}\n"
+        "planned, begun = [], os.fork\n"
+        "def fork():\n"
+        "    planned.append(1)\n"
+        "    return begun()\n"
+        "os.fork = fork\n"
+        "assert planner.stages(config, range(4)) == here\n"
+        "assert list(planner.stages(config, [3, 1])) == [3, 1] and len(planned) == 2\n"
+        "os.sched_getaffinity = lambda _: {0}\n"
+        "assert planner.stages(config, range(4)) == here and len(planned) == 2\n"
+    )
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

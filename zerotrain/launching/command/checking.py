@@ -14,6 +14,7 @@ from zerotrain.comm.ranks.world import num_gpus_for
 from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config
 from zerotrain.config.places import with_place
 from zerotrain.config.schema import Config
+from zerotrain.device.cpu import one_thread
 from zerotrain.errors import ConfigError
 from zerotrain.launching.command.placing import all_ranks, device_for
 from zerotrain.launching.end import exits
@@ -103,7 +104,8 @@ def require_sound(
     # Objects are made from arguments that the signatures allow, or the same problem would be told twice.
     if not any(problem.lstrip("+").startswith((*OPEN_GROUPS, CALLBACKS, "launch")) for problem in problems):
         try:
-            data_checked = preflight.check(config, started.num_local, started.num_ranks, manifest, run_dir)
+            with one_thread():
+                data_checked = preflight.check(config, started.num_local, started.num_ranks, manifest, run_dir)
         except ConfigError as error:
             problems += error.problems
     if not has_length and not problems:

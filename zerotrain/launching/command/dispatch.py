@@ -13,11 +13,11 @@ from typing import NoReturn
 
 from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.config.interpolation import quoted
+from zerotrain.device.processes import end_with_parent
 from zerotrain.errors import ConfigError, ZeroTrainError
 from zerotrain.files.terminal import code_of, outlast_readers, with_output_written
 from zerotrain.launching.command.command_line import composed_once, is_sweep, problems_with, put_options_last
 from zerotrain.launching.end import exits
-from zerotrain.launching.end.signals import end_with_parent
 from zerotrain.launching.start.imports import importing
 from zerotrain.launching.sweep import table
 from zerotrain.launching.sweep.driver import driven, find_latest

@@ -1,8 +1,6 @@
 """Signals to our processes, as far as that needs no torch."""
 
-import ctypes
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +9,6 @@ from types import FrameType
 from zerotrain.launching.end import exits
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent(signum: int = signal.SIGKILL) -> None:
-    """Get this signal when the parent process dies, however it dies. Linux only: elsewhere nothing happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
 
 
 class Ended(BaseException):

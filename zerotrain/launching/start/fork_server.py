@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +24,9 @@ from typing import Any, NoReturn, Protocol
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
-from zerotrain.device.kinds import is_gpu_in_use
+from zerotrain.device.processes import end_with_parent, may_fork
 from zerotrain.launching.end import exits
-from zerotrain.launching.end.signals import STOP_SIGNALS, end_with_parent
+from zerotrain.launching.end.signals import STOP_SIGNALS
 from zerotrain.launching.start import rank_process
 
 _STANDARD = (0, 1, 2)
@@ -165,7 +164,7 @@ def open_fork_server() -> None:
     To be called when torch is imported and before anything runs: threads are lost by a fork, and their locks are held
     for ever.
     """
-    if not _opened and "RANK" not in os.environ and _is_safe():
+    if not _opened and "RANK" not in os.environ and may_fork():
         with contextlib.suppress(OSError):  # no process is to be had: it will be said of the ranks
             _opened.append(ForkServer())
 
@@ -173,14 +172,6 @@ def open_fork_server() -> None:
 def fork_server() -> ForkServer | None:
     """The one of this process; None where there is none, or none any more."""
     return next((server for server in _opened if not server.is_gone), None)
-
-
-def _is_safe() -> bool:
-    """Whether this is a Linux process of one thread that has not used a GPU: CUDA cannot be used after a fork, and
-    macOS ends forked processes that use its own libraries."""
-    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
-        return False
-    return len(os.listdir("/proc/self/task")) == 1 and not is_gpu_in_use()
 
 
 def _is_inherited(descriptor: int) -> bool:

@@ -8,7 +8,7 @@ def main(job_path: str) -> None:
     """Run a rank of the job that `spawn` has left in a file."""
     # Until the run can be stopped in order, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from zerotrain.launching.end.signals import end_with_parent
+    from zerotrain.device.processes import end_with_parent
     from zerotrain.launching.start.imports import importing
 
     end_with_parent()

@@ -1,0 +1,118 @@
+"""A child that computes beside its parent: its value, its errors, its end; and none where a fork is not safe.
+
+Each is tried in a process of its own, since one with pytest's threads may not fork."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from zerotrain.testing.limits import HANG_S
+
+BEGIN = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from zerotrain.device.processes import beside, may_fork
+from zerotrain.errors import ConfigError
+
+here = os.getpid()
+
+def children():
+    return Path(f"/proc/{here}/task/{here}/children").read_text().split()
+
+assert may_fork()
+"""
+END = """
+assert children() == []
+assert len(os.listdir("/proc/self/fd")) == 4, os.listdir("/proc/self/fd")
+"""
+
+
+def tried(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", BEGIN + code, *arguments], capture_output=True, text=True)
+
+
+OF_A_CHILD = """
+with beside(os.getpid) as told:
+    assert len(children()) == 1
+    assert told() != here
+"""
+LARGER_THAN_A_PIPE = """
+with beside(lambda: "a" * 10**7) as told:
+    assert told() == "a" * 10**7
+"""
+AN_ERROR = """
+def compute():
+    raise ConfigError("one: line", "another: line")
+
+try:
+    with beside(compute) as told:
+        told()
+except ConfigError as error:
+    assert list(error.problems) == ["one: line", "another: line"]
+else:
+    raise AssertionError
+"""
+A_KILLED_CHILD = """
+def compute():
+    if os.getpid() != here:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 7
+
+with beside(compute) as told:
+    assert told() == 7
+"""
+NOBODY_WAITS = """
+try:
+    with beside(lambda: time.sleep(1000)):
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    pass
+"""
+A_THREAD = """
+over = threading.Event()
+thread = threading.Thread(target=over.wait)
+thread.start()
+assert not may_fork()
+with beside(os.getpid) as told:
+    assert children() == []
+    assert told() == here
+over.set()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    "code", [OF_A_CHILD, LARGER_THAN_A_PIPE, AN_ERROR, A_KILLED_CHILD, NOBODY_WAITS, A_THREAD],
+    ids=["of a child", "larger than a pipe", "an error", "a killed child", "nobody waits", "a thread"],
+)  # fmt: skip
+def test_what_is_computed_beside_is_told_and_no_child_and_no_file_is_left(code: str):
+    started_s = time.monotonic()
+    done = tried(code + END)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert time.monotonic() - started_s < HANG_S
+
+
+def test_what_was_printed_before_is_printed_once():
+    done = tried("sys.stdout.write('once')\nwith beside(os.getpid) as told: told()")
+    assert (done.stdout, done.stderr) == ("once", "")
+
+
+def test_a_child_ends_with_its_parent_however_that_ends(tmp_path: Path):
+    code = """
+def compute():
+    Path(sys.argv[1]).write_text(str(os.getpid()))
+    time.sleep(1000)
+
+with beside(compute):
+    while not os.path.exists(sys.argv[1]) or not Path(sys.argv[1]).read_text():
+        time.sleep(0.01)
+    os.kill(here, signal.SIGKILL)
+"""
+    tried(code, str(tmp_path / "pid"))
+    child, deadline_s = int((tmp_path / "pid").read_text()), time.monotonic() + HANG_S
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{child}").exists()

@@ -1,0 +1,83 @@
+"""Children of this process: forked to compute beside it, and ended with it. Imports no torch."""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(signum: int = signal.SIGKILL) -> None:
+    """Get this signal when the parent process dies, however it dies. Linux only: elsewhere nothing happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def may_fork() -> bool:
+    """Whether this is a Linux process of one thread that has not used a GPU: CUDA cannot be used after a fork, and
+    macOS ends forked processes that use its own libraries."""
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return False
+    if len(os.listdir("/proc/self/task")) > 1:
+        return False
+    if "torch" not in sys.modules:
+        return True
+    from zerotrain.device.kinds import is_gpu_in_use
+
+    return not is_gpu_in_use()
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def beside(compute: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """Compute in a child of this process, meanwhile; what is yielded waits for the value. A value that no child has
+    told is computed here: it has raised an error, which is raised here then, it was killed, or none may be forked.
+
+    Args:
+        compute: gives a value that JSON can hold, and prints nothing.
+    """
+    if not may_fork():
+        yield compute
+        return
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        _tell(compute, writer)
+    os.close(writer)
+
+    def told() -> Any:
+        try:
+            return json.loads(file.read())
+        except ValueError:  # nothing, or a part
+            return compute()
+
+    with open(reader, "rb") as file:
+        try:
+            yield told
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _tell(compute: Callable[[], Any], writer: int) -> None:
+    """Compute in the child, and end: nothing of the parent's is written or cleaned up here."""
+    try:
+        end_with_parent()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says what Ctrl-C has ended
+        said = json.dumps(compute()).encode()
+        with open(writer, "wb") as file:
+            file.write(said)
+    finally:
+        os._exit(0)
