@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import export, offload
+from benchmarks import export, offload, plans
 
 
 def rows_of(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
@@ -31,3 +31,12 @@ def test_offloading_trains_to_one_loss_whichever_way(tmp_path: Path, capsys: pyt
     assert rows.keys() == {offload.BARE, *offload.OURS}
     assert len({rows[name][-1] for name in offload.OURS}) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_stands_beside_what_a_rank_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    plans.main(["--models", "convnet", "--stages", "3", "--tools", "zerotrain,FSDP2"])
+    rows = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| convnet")]
+    ratios = {cells[2].strip(): float(cells[5]) for cells in rows}
+    assert ratios.keys() == {"zerotrain", "FSDP2"}
+    assert 1 <= ratios["zerotrain"] < 1.1
+    assert 0.5 < ratios["FSDP2"] < 2

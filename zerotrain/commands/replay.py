@@ -32,7 +32,7 @@ from zerotrain.files.whole import whole
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.job import num_threads_per_rank
 from zerotrain.launching.job.resuming import first_readable
-from zerotrain.replay.record import OF_ENVIRONMENT, Record, read_record
+from zerotrain.replay.record import Record, read_record
 from zerotrain.replay.report import StepReport, batch_of, report_of
 from zerotrain.replay.steps import ReplayedSteps, of_replay, opened_steps
 from zerotrain.replay.tables import print_around, print_report, print_side_by_side
@@ -163,7 +163,11 @@ def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
             if step > steps.max_steps:
                 raise ConfigError(f"--step: got {step}; the run has {steps.max_steps} steps; give one of them")
             found = _computed(steps, asked, record, step, Path(scratch))
-            causes = _causes(start, environment(world.device), asked, left_out) if found.differs else []
+            causes = []
+            if found.differs_at is not None:
+                causes = record.causes(found.differs_at, environment(world.device), settings)
+                causes += [f"{each}, which was given here" for each in asked.settings if each.startswith("data.")]
+                causes += [f"{each} is left out in a replay" for each in left_out]
     print_report(console, found.report, steps.began_at, record, found.differs, causes)
     if found.around:
         print_around(console, found.around, step)
@@ -181,6 +185,8 @@ class _Found:
     outcome: TrainStepResult
     differs: str | None
     """How the first of all steps that differs from the record does."""
+    differs_at: int | None
+    """That step."""
     around: list[dict[str, Any]]
     what_if: dict[str, Any] | None
 
@@ -214,6 +220,7 @@ def _computed(steps: ReplayedSteps, asked: ReplayArguments, record: Record, step
         report=report,
         outcome=outcome,
         differs=next((each["differs"] for each in found if each["differs"]), None),
+        differs_at=next((each["step"] for each in found if each["differs"]), None),
         around=[each for each in found if asked.around and abs(each["step"] - step) <= asked.around],
         what_if=what_if,
     )
@@ -321,19 +328,6 @@ def _beside_record(steps: ReplayedSteps, record: Record, step: int, outcome: Tra
         "as_recorded": None if step not in record.steps else differs is None,
         "differs": differs,
     }
-
-
-def _causes(
-    start: Mapping[str, Any], now: Mapping[str, Any], asked: ReplayArguments, left_out: Sequence[str]
-) -> list[str]:
-    """Lines for all that bits depend on and that is different here."""
-    causes = [
-        f"{name}: {start[name]} in the run, {now[name]} here"
-        for name in OF_ENVIRONMENT
-        if name in start and start[name] != now[name]
-    ]
-    causes += [f"{each}, which was given here" for each in asked.settings if each.startswith("data.")]
-    return causes + [f"{each} is left out in a replay" for each in left_out]
 
 
 def _shell(steps: ReplayedSteps, report: StepReport, scratch: Path) -> None:

@@ -19,6 +19,8 @@ _LINE = {"step": Natural(), "start": Optional(dict), "loss": _NUMBER, "grad_norm
 COMPARED = ("loss", "grad_norm", "update", "skipped")
 OF_ENVIRONMENT = ("torch", "zerotrain", "device", "machine", "kernels", "threads")
 """The names of all that a step's bits depend on beside settings and data."""
+OF_BITS = ("seed", "model", "data", "optimizer", "scheduler", "precision", "train")
+"""The groups of settings that it depends on."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,32 @@ class Record:
             f"{name}: recorded {was.get(name)!r}, now {now[name]!r}" for name in COMPARED if was.get(name) != now[name]
         ]
         return f"step {step} differs: {'; '.join(told)}" if told else None
+
+    def causes(self, step: int, now: Mapping[str, Any], settings: Mapping[str, Any] | None) -> list[str]:
+        """A line for all that the bits of a step depend on and that was different when the run made it.
+
+        Args:
+            now: see `environment`.
+            settings: those of the replay.
+        """
+        start = self.start_of(step)
+        pairs = [(name, start[name], now[name]) for name in OF_ENVIRONMENT if name in start]
+        was, here = (
+            _flat({name: (of or {}).get(name) for name in OF_BITS}) for of in (start.get("settings"), settings)
+        )
+        pairs += [(name, was.get(name), here.get(name)) for name in sorted(was.keys() | here.keys())]
+        return [f"{name}: {then} in the run, {now} here" for name, then, now in pairs if then != now]
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Values by their dotted names."""
+    if not isinstance(values, Mapping):
+        return {prefix: values}
+    return {
+        name: value
+        for key, each in values.items()
+        for name, value in _flat(each, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
 
 
 def read_record(folder: Path) -> Record:

@@ -17,6 +17,11 @@ from zerotrain.replay.report import Part, StepReport
 BAR = 12
 """Characters of the largest gradient."""
 
+NOTHING_RECORDED = (
+    "nothing that is recorded is different here: its rows, or the code of the model or the data, are not as they were"
+)
+"""The cause that is left, since the steps before it were those of the run."""
+
 
 def print_report(
     console: Console, report: StepReport, began_at: int, record: Record, differs: str | None, causes: Sequence[str]
@@ -55,7 +60,7 @@ def print_report(
     lines = [] if report.nonfinite is None else [f"first not finite: {report.nonfinite}"]
     compared = [step for step in record.steps if began_at < step <= report.step]
     if differs is not None:
-        lines += [differs, *(f"  {each}" for each in causes or ["nothing that is recorded is different here"])]
+        lines += [differs, *(f"  {each}" for each in causes or [NOTHING_RECORDED])]
     elif compared:
         steps = f"{len(compared)} step{'s' * (len(compared) > 1)}"
         lines.append(f"{steps} from step {began_at + 1} on: as the run recorded, to the bit")

@@ -199,6 +199,52 @@ def test_the_first_step_that_differs_is_named_and_what_is_different_here(
     assert "step 5 differs" in capsys.readouterr().out
 
 
+def test_threads_and_settings_that_were_others_are_named(runs: dict[str, Path], tmp_path: Path) -> None:
+    """As if the run had been gone on with from step 4 at another rate and with other threads."""
+    folder = tmp_path / "copy"
+    shutil.copytree(runs["fp32"], folder)
+    shutil.rmtree(folder / "checkpoints/step-00000004")
+    lines = [json.loads(each) for each in (folder / "steps.jsonl").read_text().splitlines()]
+    for each in lines:
+        if "start" in each and each["step"] == 4:
+            each["start"]["threads"] = 7
+            each["start"]["settings"]["optimizer"]["lr"] = 0.5
+            each["start"]["settings"]["train"]["max_grad_norm"] = None
+        if "start" not in each and each["step"] == 5:
+            each["loss"] = 0.25
+    (folder / "steps.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    code, body = replayed(tmp_path, folder, "--step", 4, "--around", 1)
+    assert code == 1
+    assert body["differs"].startswith("step 5 differs: loss: recorded 0.25, now ")
+    assert body["causes"] == [
+        "threads: 7 in the run, 1 here",
+        "optimizer.lr: 0.5 in the run, 0.01 here",
+        "train.max_grad_norm: None in the run, 1.0 here",
+    ]
+
+
+def test_a_row_that_has_changed_is_the_cause_that_is_left(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, body = replayed(tmp_path, runs["fp32"], "--step", 4)
+    changed = body["worst"]["rows"][0]
+    assert changed > 3, "none of the validation, whose first items are in the fingerprint"
+    given = Rows.__getitem__
+
+    def row_of(self: Rows, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        features, label = given(self, row)
+        return features, label + (1e-3 if row == changed else 0)
+
+    monkeypatch.setattr(Rows, "__getitem__", row_of)
+    code, body = replayed(tmp_path, runs["fp32"], "--step", 6)
+    assert code == 0, "begins behind it"
+    code, body = replayed(tmp_path, runs["fp32"], "--step", 4)
+    assert (code, body["causes"]) == (1, [])
+    assert body["differs"].startswith("step 4 differs: loss: ")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "its rows, or the code of the model or the data, are not as they were" in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
