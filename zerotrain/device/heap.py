@@ -12,6 +12,8 @@ _OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNAB
 _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)  # not everywhere is glibc
 if any(name in os.environ for name in _OF_THE_USER):
     _MALLOPT = None
+MAX_KEPT_NBYTES = 0 if _MALLOPT is None else _FREE_AT_TOP_NBYTES
+"""Freed bytes that a process may keep, which it holds beside its tensors."""
 
 
 def reuse_what_is_freed(reuses: bool = True) -> None:

@@ -14,6 +14,7 @@ import torch
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.items import first_batches
 from zerotrain.device.cpu import one_thread
+from zerotrain.device.heap import MAX_KEPT_NBYTES
 from zerotrain.device.kinds import device_of
 from zerotrain.device.processes import beside, num_cores
 from zerotrain.files.whole import whole
@@ -39,7 +40,7 @@ class Memory:
     on_host: bool
     """Whether both are the same memory."""
     process: int
-    """A rank's process takes these without its tensors."""
+    """A rank's process takes these beside its tensors: what it has imported, and what it keeps of freed memory."""
 
     @classmethod
     def of(cls, config: Config, device: torch.device, num_local: int) -> "Memory":
@@ -51,7 +52,7 @@ class Memory:
             device=there if given is None else given * 1e9,
             host=room.host,
             on_host=on_host,
-            process=now if on_host else 0,
+            process=now + MAX_KEPT_NBYTES if on_host else 0,
         )
 
     def taken(self, plan: StagePlan) -> int:
