@@ -79,7 +79,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         try:
-            port = _free_port()
+            port = free_port()
             for rank in range(num_started):
                 ranks.append(_start_rank(rank, port, engine, workload, network, Path(folder), others_are_fake))
             _wait(ranks, engine, Path(folder), timeout_s)
@@ -188,7 +188,7 @@ def _wait_until_quiet(max_load: float, timeout_s: float) -> None:
             return
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,0 +1,202 @@
+"""`python -m benchmarks.choice`: what `auto` chooses, beside a sweep of all that it could have chosen.
+
+Two ranks train a GPT in fp32 through launch.py, each in a memory cgroup of its own that kills it at its limit; with
+`--link` on two hosts that a link joins. For each limit each way is run, killed or not, and then a run chooses for
+itself. A row tells the fastest way that lived, the way that was chosen, and the step of the one over that of the other,
+both as the sweep measured them. Needs root, for the cgroups.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.network import LINKS_BIT_PER_S, SHARED, Network, link
+from benchmarks.report import markdown
+from benchmarks.rounds import REPOSITORY, free_port, machine
+from zerotrain.config.words import word
+
+NUM_RANKS = 2
+CHOSEN = ("zero.stage", "model.activation_checkpointing", "offload.optimizer")
+WAYS = [*product(range(4), (False, True), ("device", "disk"))]
+CGROUPS = Path("/sys/fs/cgroup")
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of one."""
+
+    step_ms: float | None
+    """The median; None: a rank was killed or the run refused."""
+    way: tuple[str, ...]
+    """Its values of `CHOSEN`."""
+    said: str
+
+
+def settings_of(options: argparse.Namespace) -> list[str]:
+    """The run, but for the way."""
+    return [
+        "data=synthetic",
+        f"data.seq_len={options.seq_len}",
+        "data.vocab_size=4096",
+        f"train.micro_batch_size={options.rows}",
+        "model=gpt_tiny",
+        f"model.hidden_size={options.width}",
+        f"model.num_layers={options.layers}",
+        "model.num_heads=8",
+        f"train.max_steps={options.steps}",
+        "train.log_every=1",
+        "train.eval_every=0",
+        "train.eval_batches=1",
+        "train.sample_tokens=0",
+        "checkpoint.save_at_end=false",
+        "launch.threads_per_rank=1",
+    ]
+
+
+@contextmanager
+def memory_limit(name: str, nbytes: int) -> Iterator[Path]:
+    """The `cgroup.procs` of a new group whose processes are killed beyond so many bytes; no swap.
+
+    Raises:
+        BenchmarkError: no group can be made.
+    """
+    is_first_version = (CGROUPS / "memory").is_dir()
+    folder = (CGROUPS / "memory" if is_first_version else CGROUPS) / f"zerotrain-{os.getpid()}-{name}"
+    try:
+        folder.mkdir()
+        (folder / ("memory.limit_in_bytes" if is_first_version else "memory.max")).write_text(str(nbytes))
+    except OSError as error:
+        raise BenchmarkError(f"memory cgroups: {error}; root is needed") from error
+    try:
+        yield folder / "cgroup.procs"
+    finally:
+        for _ in range(100):  # the last process may be on its way out
+            try:
+                folder.rmdir()
+                break
+            except OSError:
+                time.sleep(0.05)
+
+
+def run_ranks_of(settings: Sequence[str], network: Network, nbytes: int, folder: Path) -> Run:
+    """Start the ranks, wait for them, and read the result."""
+    run_dir, port = folder / "run", free_port()
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(NUM_RANKS):
+            procs = stack.enter_context(memory_limit(str(rank), nbytes))
+            host, alone = network.host_of(rank, NUM_RANKS), len(network.hosts) > 1
+            environment = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(NUM_RANKS),
+                "LOCAL_RANK": "0" if alone else str(rank),
+                "LOCAL_WORLD_SIZE": "1" if alone else str(NUM_RANKS),
+                "MASTER_ADDR": network.hosts[0].address,
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }
+            command = [*host.command_prefix, sys.executable, "launch.py", *settings, f"hydra.run.dir={run_dir}"]
+            inside = ["sh", "-c", f'echo $$ > {procs}; exec "$@"', "sh", *command]
+            log = stack.enter_context((folder / f"rank-{rank}.log").open("w"))
+            ranks.append(subprocess.Popen(inside, cwd=REPOSITORY, env=environment, stdout=log, stderr=log))
+        try:
+            codes = [process.wait(TIMEOUT_S) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    said = (folder / "rank-0.log").read_text(errors="replace").strip()
+    way = tuple(each.partition("=")[2] for each in settings[-len(CHOSEN) :])
+    step_ms = None
+    if codes == [0] * NUM_RANKS:
+        step_ms = json.loads((run_dir / "result.json").read_text())["step_ms_median"]
+        way = _chosen_in(run_dir) if "auto" in way else way
+    shutil.rmtree(run_dir, ignore_errors=True)
+    return Run(step_ms, way, said)
+
+
+def _chosen_in(run_dir: Path) -> tuple[str, ...]:
+    chosen = json.loads((run_dir / "plan.json").read_text())["chosen"]
+    return tuple(word(chosen[name]) for name in CHOSEN)
+
+
+def named(way: Sequence[str]) -> str:
+    """Such as `stage 1, recompute, optimizer on disk`."""
+    stage, again, tier = way
+    return f"stage {stage}" + ", recompute" * (again == "true") + f", optimizer on {tier}" * (tier != "device")
+
+
+def compared(options: argparse.Namespace, network: Network, gb: float) -> list[str]:
+    """A row: all ways under a limit, `options.rounds` times in turn, and then the choice."""
+    given, nbytes = settings_of(options), int(gb * 1e9)
+    times: dict[tuple[str, ...], list[float]] = {}
+    dead: set[tuple[str, ...]] = set()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for _ in range(options.rounds):
+            for values in WAYS:
+                way = tuple(map(word, values))
+                if way in dead:
+                    continue
+                asked = [f"{name}={value}" for name, value in zip(CHOSEN, way, strict=True)]
+                found = run_ranks_of([*given, *asked], network, nbytes, Path(folder))
+                if found.step_ms is None:
+                    dead.add(way)
+                else:
+                    times.setdefault(way, []).append(found.step_ms)
+                told = "killed" if found.step_ms is None else f"{found.step_ms:.0f} ms"
+                print(f"{gb} GB: {named(way)}: {told}", flush=True)
+        auto = [f"{name}=auto" for name in CHOSEN]
+        found = run_ranks_of([*given, f"plan.memory_gb={gb}", *auto], network, nbytes, Path(folder))
+    lived = {way: statistics.median(each) for way, each in times.items() if way not in dead}
+    best = min(lived, key=lived.__getitem__, default=None)
+    row = [f"{gb:g}", f"{len(lived)} of {len(WAYS)}", *((named(best), f"{lived[best]:.0f}") if best else ("none", ""))]
+    if found.step_ms is None:
+        print(found.said[-2000:], flush=True)
+        row += ["refused or killed", "", ""]
+    else:
+        taken = lived.get(found.way, found.step_ms)
+        row += [named(found.way), f"{taken:.0f}", f"{taken / lived[best]:.2f}" if best else ""]
+    print(*row, sep=" | ", flush=True)
+    return row
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.choice", description=__doc__)
+    add = parser.add_argument
+    add("--memory", default="2,0.85,0.6", help="GB that a rank may take, comma-separated")
+    add("--link", choices=LINKS_BIT_PER_S, help="ranks on two hosts joined by a link of this rate; default: one host")
+    add("--width", type=int, default=512)
+    add("--layers", type=int, default=8)
+    add("--rows", type=int, default=8)
+    add("--seq-len", type=int, default=128)
+    add("--steps", type=int, default=5)
+    add("--rounds", type=int, default=1)
+    add("--folder", type=Path, default=None, help="on a disk; default: the folder of temporary files")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table: a row for each limit."""
+    options = options_of(arguments)
+    head = ["GB a rank", "ways that live", "fastest", "ms", "auto", "ms", "auto / fastest"]
+    with link(options.link) if options.link else nullcontext(SHARED) as network:
+        rows = [compared(options, network, float(gb)) for gb in options.memory.split(",")]
+    print(f"\n{options.link or 'one host'}; {machine()}\n\n{markdown([head, *rows])}")
+
+
+if __name__ == "__main__":
+    main()
