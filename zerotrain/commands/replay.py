@@ -164,8 +164,8 @@ def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
                 raise ConfigError(f"--step: got {step}; the run has {steps.max_steps} steps; give one of them")
             found = _computed(steps, asked, record, step, Path(scratch))
             causes = []
-            if found.differs_at is not None:
-                causes = record.causes(found.differs_at, environment(world.device), settings)
+            if found.first_that_differs is not None:
+                causes = record.causes(found.first_that_differs["step"], environment(world.device), settings)
                 causes += [f"{each}, which was given here" for each in asked.settings if each.startswith("data.")]
                 causes += [f"{each} is left out in a replay" for each in left_out]
     print_report(console, found.report, steps.began_at, record, found.differs, causes)
@@ -179,16 +179,19 @@ def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """Of a step that was computed again."""
+    """All that was found by computing a step again."""
 
     report: StepReport
     outcome: TrainStepResult
-    differs: str | None
-    """How the first of all steps that differs from the record does."""
-    differs_at: int | None
-    """That step."""
+    first_that_differs: dict[str, Any] | None
+    """Of all steps, beside the record."""
     around: list[dict[str, Any]]
     what_if: dict[str, Any] | None
+
+    @property
+    def differs(self) -> str | None:
+        """How the first step that differs from the record does."""
+        return None if self.first_that_differs is None else str(self.first_that_differs["differs"])
 
     def body(self) -> dict[str, Any]:
         """For JSON."""
@@ -219,8 +222,7 @@ def _computed(steps: ReplayedSteps, asked: ReplayArguments, record: Record, step
     return _Found(
         report=report,
         outcome=outcome,
-        differs=next((each["differs"] for each in found if each["differs"]), None),
-        differs_at=next((each["step"] for each in found if each["differs"]), None),
+        first_that_differs=next((each for each in found if each["differs"]), None),
         around=[each for each in found if asked.around and abs(each["step"] - step) <= asked.around],
         what_if=what_if,
     )

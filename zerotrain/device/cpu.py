@@ -1,33 +1,14 @@
 """The CPU, which has done a piece of work when it is told the next."""
 
 import mmap
-import os
 import resource
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from zerotrain.device.device import DONE, Device, Event, Stream
-
-OPENBLAS = "OPENBLAS_NUM_THREADS"
-"""Read when a library that has OpenBLAS is imported, which then starts so many threads."""
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Within it torch computes with one thread, and so does the linear algebra of a library that is imported meanwhile,
-    as scipy's with transformers: more would stay, and a process with threads cannot be forked."""
-    before, said = torch.get_num_threads(), os.environ.get(OPENBLAS)
-    torch.set_num_threads(1)
-    os.environ.setdefault(OPENBLAS, "1")
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-        if said is None:
-            os.environ.pop(OPENBLAS, None)
 
 
 class Cpu(Device):

@@ -1,4 +1,6 @@
-"""Children of this process: forked to compute beside it, and ended with it. Imports no torch."""
+"""Children of this process, forked to compute beside it and ended with it, and no threads, which a fork would lose.
+
+Imports no torch before it is needed."""
 
 import ctypes
 import json
@@ -11,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_OPENBLAS = "OPENBLAS_NUM_THREADS"
 
 
 def end_with_parent(signum: int = signal.SIGKILL) -> None:
@@ -31,6 +34,36 @@ def may_fork() -> bool:
     from zerotrain.device.kinds import is_gpu_in_use
 
     return not is_gpu_in_use()
+
+
+@contextmanager
+def no_threads_of_openblas() -> Iterator[None]:
+    """The linear algebra of numpy and scipy (OpenBLAS) starts a thread for each core when it is imported, unless
+    OPENBLAS_NUM_THREADS says otherwise. Within this it gets none: ranks share the cores, and a process with threads
+    cannot be forked."""
+    sets_threads = _OPENBLAS not in os.environ
+    if sets_threads:
+        os.environ[_OPENBLAS] = "1"
+    try:
+        yield
+    finally:
+        if sets_threads:
+            os.environ.pop(_OPENBLAS, None)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within it torch computes with one thread, and a library that is imported meanwhile, as scipy with transformers,
+    leaves none."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with no_threads_of_openblas():
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def num_cores() -> int:

@@ -13,10 +13,9 @@ import torch
 
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.items import first_batches
-from zerotrain.device.cpu import one_thread
 from zerotrain.device.heap import MAX_KEPT_NBYTES
 from zerotrain.device.kinds import device_of
-from zerotrain.device.processes import beside, num_cores
+from zerotrain.device.processes import beside, num_cores, one_thread
 from zerotrain.files.whole import whole
 from zerotrain.planning.optimizer import look_at
 from zerotrain.planning.rehearsal import StagePlan, rehearse

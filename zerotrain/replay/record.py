@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerotrain.engine.options import dotted
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import Natural, Optional, UntrustedFileError, parse_json, read_regular
 from zerotrain.training.figures.result import without_non_finite
@@ -71,22 +72,10 @@ class Record:
         """
         start = self.start_of(step)
         pairs = [(name, start[name], now[name]) for name in OF_ENVIRONMENT if name in start]
-        was, here = (
-            _flat({name: (of or {}).get(name) for name in OF_BITS}) for of in (start.get("settings"), settings)
-        )
-        pairs += [(name, was.get(name), here.get(name)) for name in sorted(was.keys() | here.keys())]
+        if start.get("settings") and settings:
+            was, here = (dotted({name: of.get(name) for name in OF_BITS}) for of in (start["settings"], settings))
+            pairs += [(name, was.get(name), here.get(name)) for name in sorted(was.keys() | here.keys())]
         return [f"{name}: {then} in the run, {now} here" for name, then, now in pairs if then != now]
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Values by their dotted names."""
-    if not isinstance(values, Mapping):
-        return {prefix: values}
-    return {
-        name: value
-        for key, each in values.items()
-        for name, value in _flat(each, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
 
 
 def read_record(folder: Path) -> Record:

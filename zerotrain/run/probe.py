@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from zerotrain.config.schema import Config
-from zerotrain.device.cpu import one_thread
 from zerotrain.device.kinds import device_of
+from zerotrain.device.processes import one_thread
 from zerotrain.engine.precision.policy import precision_named
 from zerotrain.errors import OffloadError
 from zerotrain.offload.disk import DiskTier

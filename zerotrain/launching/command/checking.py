@@ -14,7 +14,7 @@ from zerotrain.comm.ranks.world import num_gpus_for
 from zerotrain.config.checks import CALLBACKS, OPEN_GROUPS, checked_config
 from zerotrain.config.places import with_place
 from zerotrain.config.schema import Config
-from zerotrain.device.cpu import one_thread
+from zerotrain.device.processes import one_thread
 from zerotrain.errors import ConfigError
 from zerotrain.launching.command.placing import all_ranks, device_for
 from zerotrain.launching.end import exits

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from zerotrain.checkpoint.kept import CHECKPOINTS, remove_all
 from zerotrain.config.compose import config_hash, first_line, from_values, save_config
 from zerotrain.config.schema import Config
+from zerotrain.device.processes import num_cores
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import Natural, UntrustedFileError, parse_json, read_json
 from zerotrain.files.whole import whole
@@ -160,8 +161,7 @@ def refusal_in(run_dir: Path) -> str | None:
 
 def num_threads_per_rank(config: Config, num_local_ranks: int) -> int:
     """CPU threads of each rank: as set, or this machine's cores shared out."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return config.launch.threads_per_rank or max(1, num_cores // num_local_ranks)
+    return config.launch.threads_per_rank or max(1, num_cores() // num_local_ranks)
 
 
 def write_ending(job: Job, world_size: int, *, status: str, error: str, code: int = exits.FAILED) -> None:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from types import FrameType, FunctionType
 from typing import Any
 
-_NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
+from zerotrain.device.processes import no_threads_of_openblas
+
 _NEEDED = ("torch", "hydra", "omegaconf", "numpy", "rich", "xxhash")
 """The packages without which nothing runs."""
 
@@ -20,23 +21,19 @@ _NEEDED = ("torch", "hydra", "omegaconf", "numpy", "rich", "xxhash")
 def importing() -> Iterator[None]:
     """Switches off the garbage collector, which scans all imports again and again and finds nothing: 0.7 of the 3.4 s
     that torch and its compiler take. Objects that exist at the end it never scans. Ctrl-C ends the process with a line;
-    so does a package that zerotrain needs and this Python lacks.
-
-    numpy's linear algebra (OpenBLAS) starts a thread for each core when it is imported, unless OPENBLAS_NUM_THREADS
-    says otherwise. It gets none: ranks share the cores, and a process with threads cannot be forked.
+    so does a package that zerotrain needs and this Python lacks. No library leaves threads: a process that has some
+    cannot be forked.
     """
     gc.disable()
     num_modules = len(sys.modules)
-    sets_threads = _NUMPY_THREADS not in os.environ
-    if sets_threads:
-        os.environ[_NUMPY_THREADS] = "1"
     before = signal.getsignal(signal.SIGINT)
     # A traceback of what was being imported says nothing; and C++ that is being loaded may make another error of it.
     heeds = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     if heeds:
         signal.signal(signal.SIGINT, _end_at_once)
     try:
-        yield
+        with no_threads_of_openblas():
+            yield
     except ModuleNotFoundError as error:
         if error.name not in _NEEDED:
             raise
@@ -49,8 +46,6 @@ def importing() -> Iterator[None]:
     finally:
         if heeds:
             signal.signal(signal.SIGINT, before)
-        if sets_threads:
-            del os.environ[_NUMPY_THREADS]
         if len(sys.modules) > num_modules:  # else garbage would stay: 0.8 MB of each job of a sweep
             gc.freeze()
         gc.enable()

@@ -27,7 +27,7 @@ class Spike:
     name: str
     value: float
     median: float
-    """Of the steps before it."""
+    """The median of the same number over the steps before it."""
     score: float
     """Standard deviations, told from the quartiles of the steps before it, by which it is above their median."""
 
