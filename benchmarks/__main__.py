@@ -35,6 +35,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--steps", type=_at_least_one, default=8, help="steps on the clock in each run")
     add("--bucket-mb", type=_positive, default=25.0, help="MiB of zerotrain's buckets")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="cpu: gloo, one thread a rank; cuda: NCCL")
+    add("--clip", type=_positive, help="the norm that gradients are clipped to; default: they are not")
     add("--compile", action="store_true", help="torch.compile, as each engine documents it")
     add("--link", choices=LINKS_BIT_PER_S, help="ranks on two hosts joined by a link of this rate; default: one host")
     add("--max-load", type=_positive, default=1.0, help="share of the machine others may use before a run is repeated")
@@ -88,6 +89,7 @@ def run(options: argparse.Namespace, command: str) -> Comparison:
         bucket_mb=options.bucket_mb,
         device=options.device,
         compiled=options.compile,
+        max_grad_norm=options.clip,
     )
     measurements: list[Measurement] = []
     failures: dict[str, str] = {}
@@ -137,13 +139,18 @@ def main(arguments: list[str]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    options.out.mkdir(parents=True, exist_ok=True)
-    comparison.save(options.out / "results.json")
+    return write(comparison, options.out)
+
+
+def write(comparison: Comparison, folder: Path) -> int:
+    """Leave the results in a folder, show the table, and return the exit code: 1 where an engine failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    comparison.save(folder / "results.json")
     text = report(comparison)
-    (options.out / "report.md").write_text(text)
-    print(f"\n{text}\nwritten to {options.out}")
+    (folder / "report.md").write_text(text)
+    print(f"\n{text}\nwritten to {folder}")
     try:
-        draw(comparison, options.out / "chart.png")
+        draw(comparison, folder / "chart.png")
     except ImportError:
         print("without chart.png: matplotlib is not installed; pip install -e '.[bench]'")
     return 1 if comparison.failures else 0

@@ -1,26 +1,44 @@
 """`python -m benchmarks.gpu`: what one GPU can tell of one size: eager, compiled, and as one rank of eight.
 
-Ends within its time limit, so that a machine lent for minutes still leaves its figures: each part writes its own when
-it is over, and says what it had no time for or what is not installed here.
+Minutes on a GPU are dear. So all engines start at once, compile beside each other, and take turns on the clock: while
+one trains the others rest, with nothing of the GPU but their state. It ends within its time limit, and each part writes
+its own figures when it is over, and says what it had no time for or what is not installed here.
 """
 
 import argparse
+import shlex
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import date
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks import fake_world
-from benchmarks.__main__ import main as compare
+from benchmarks.__main__ import write
+from benchmarks.engines import choose_engines
+from benchmarks.errors import BenchmarkError
+from benchmarks.network import SHARED
+from benchmarks.results import Comparison, Measurement
+from benchmarks.rounds import Ranks, interleaved, machine
 from benchmarks.time_limit import TimeLimit
-from benchmarks.workload import SIZES
+from benchmarks.workload import SIZES, Workload
 from zerotrain.comm.ranks.world import choose_device
 from zerotrain.errors import ConfigError
 
 ENGINES = "zero0,alone_bf16,ddp_bf16,fsdp2,deepspeed0,alone,ddp"
 """What differs on one rank, where every stage of ours is stage 0. What matters most comes first."""
 ENGINES_AMONG_FAKE = "zero3,fsdp2,zero2,zero1,zero0,fsdp2_kept"
-EAGER_UNTIL, COMPILED_UNTIL = 0.35, 0.8
-"""Shares of the time limit; compiling takes its time. The rest is for the fake ranks."""
+T = TypeVar("T")
+Entry = tuple[str, str]
+"""A part, and an engine in it."""
+Chosen = tuple[list[str], dict[str, str]]
+"""As from `choose_engines`."""
+TURNS_UNTIL = 0.8
+"""Share of the time limit for what runs alone; the rest is for the fake ranks."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -28,39 +46,131 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     add = parser.add_argument
     add("--engines", default=ENGINES, help="of the eager and the compiled part, as for python -m benchmarks")
-    add("--engines-among-fake", default=ENGINES_AMONG_FAKE, help="of the part with fake ranks")
+    add("--engines-among-fake", default=ENGINES_AMONG_FAKE, help="of the part with fake ranks; none: leave it out")
     add("--size", default="gpt2", choices=SIZES)
     add("--device", default="cuda", choices=("cpu", "cuda"))
     add("--rounds", type=int, default=3, help="at most")
     add("--steps", type=int, default=20, help="steps on the clock in each run")
+    add("--clip", type=float, default=1.0, help="the norm that gradients are clipped to, as runs do by default")
     add("--time-limit", type=float, default=440.0, help="seconds, all in all")
     add("--out", type=Path, default=Path("outputs/bench/gpu"), help="folder for the results")
     return parser.parse_args(arguments)
 
 
+class Turns:
+    """Engines that are started at once and measured in turn.
+
+    Args:
+        workloads: by name of the part, such as "compiled".
+        engines: of each part, with those that have been left out, and why.
+    """
+
+    def __init__(self, workloads: dict[str, Workload], engines: dict[str, Chosen], limit: TimeLimit) -> None:
+        self._workloads, self._engines, self._limit = workloads, engines, limit
+        self._measured: dict[str, list[Measurement]] = {part: [] for part in workloads}
+        self._failures: dict[str, dict[str, str]] = {part: {} for part in workloads}
+
+    def run(self, num_rounds: int) -> None:
+        """Measure them, with a line for each. One that fails is left out from then on."""
+        entries = [(part, name) for part, (able, _) in self._engines.items() for name in able]
+        with ExitStack() as stack:
+            started = {
+                entry: stack.enter_context(Ranks(entry[1], self._workloads[entry[0]], SHARED)) for entry in entries
+            }
+            for entry, ranks in started.items():
+                self._unless_failed(entry, partial(ranks.rest, self._limit.left_s))
+            ready = [entry for entry in entries if not self._has_failed(entry)]
+            if not ready:
+                raise BenchmarkError("no engine could be measured")
+            turns = interleaved(ready, num_rounds)
+            for count, entry in enumerate(turns, 1):
+                if self._has_failed(entry) or not self._limit.has_room_for(str(entry)):
+                    continue
+                measured = self._unless_failed(entry, partial(self._turn, entry, started[entry]))
+                if measured is not None:
+                    self._measured[entry[0]].append(measured)
+                    print(
+                        f"[{count}/{len(turns)}] {entry[1]:<12} {entry[0]:<8} {measured.step_ms:8.1f} ms/step, "
+                        f"host {measured.host_ms or 0.0:.1f}, loss {measured.loss:.5f}",
+                        flush=True,
+                    )
+
+    def comparison(self, part: str, command: str, num_rounds: int) -> Comparison:
+        """What was measured of a part."""
+        able, left_out = self._engines[part]
+        left_out, measured, failures = dict(left_out), self._measured[part], self._failures[part]
+        for name in able:
+            num_missed = num_rounds - sum(each.engine == name for each in measured)
+            if num_missed and name not in failures:
+                reason = f"{num_missed} of {num_rounds} rounds, by the time limit of {self._limit.limit_s:.0f} s"
+                left_out[name] = reason
+        return Comparison(
+            command=command,
+            date=date.today().isoformat(),
+            machine=machine(),
+            workload=self._workloads[part],
+            link_bit_per_s=None,
+            measurements=measured,
+            failures=failures,
+            left_out=left_out,
+        )
+
+    def _turn(self, entry: Entry, ranks: Ranks) -> Measurement:
+        with self._limit.timed(str(entry)):
+            measured = ranks.measure(self._limit.left_s)
+            ranks.rest(self._limit.left_s)
+        return measured
+
+    def _has_failed(self, entry: Entry) -> bool:
+        return entry[1] in self._failures[entry[0]]
+
+    def _unless_failed(self, entry: Entry, do: Callable[[], T]) -> T | None:
+        try:
+            return do()
+        except BenchmarkError as error:
+            if self._limit.left_s > 0:
+                self._failures[entry[0]][entry[1]] = str(error)
+            print(f"{entry[1]}, {entry[0]}: {error}", file=sys.stderr, flush=True)
+            return None
+
+
 def main(arguments: list[str]) -> int:
-    """Run the three parts one after the other, each whatever came of the others; return the worst exit code."""
+    """Run what the command line asks for and return the exit code."""
     options = parse(arguments)
     limit = TimeLimit(options.time_limit)
+    has_fake = options.engines_among_fake != "none"
+    alone = Workload(
+        size=options.size,
+        precision="bf16",
+        num_ranks=1,
+        num_steps=options.steps,
+        device=options.device,
+        max_grad_norm=options.clip,
+    )
+    workloads = {"eager": alone, "compiled": replace(alone, compiled=True)}
     try:
         choose_device(options.device, 0)
-    except ConfigError as error:
+        engines = {
+            part: choose_engines(options.engines, "bf16", compiled=workload.compiled)
+            for part, workload in workloads.items()
+        }
+        turns = Turns(workloads, engines, TimeLimit(options.time_limit * (TURNS_UNTIL if has_fake else 1.0)))
+        turns.run(options.rounds)
+    except (BenchmarkError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    common = ["--size", options.size, "--device", options.device, "--precision", "bf16", "--steps", str(options.steps)]
-    alone = [*common, "--ranks", "1", "--rounds", str(options.rounds), "--engines", options.engines]
-    fake = [*common, "--ranks", "8", "--rounds", "1", "--engines", options.engines_among_fake]
-    parts = (
-        (compare, [*alone, "--out", str(options.out / options.size)], EAGER_UNTIL),
-        (compare, [*alone, "--out", str(options.out / f"{options.size}-compiled"), "--compile"], COMPILED_UNTIL),
-        (fake_world.main, [*fake, "--out", str(options.out / f"{options.size}-fake-ranks.md")], 1.0),
-    )
+    except KeyboardInterrupt:
+        return 130
+    command = shlex.join(["python", "-m", "benchmarks.gpu", *arguments])
     codes = []
-    for run, words, until in parts:
-        left_s = max(1.0, limit.left_s - (1 - until) * options.time_limit)
-        codes.append(run([*words, "--time-limit", f"{left_s:.0f}"]))
-        if codes[-1] == 130:
-            break
+    for part in workloads:
+        comparison = turns.comparison(part, command, options.rounds)
+        codes.append(write(comparison, options.out / f"{options.size}-{part}") if comparison.measurements else 2)
+    if has_fake:
+        words = ["--size", options.size, "--device", options.device, "--precision", "bf16"]
+        words += ["--steps", str(options.steps), "--ranks", "8", "--rounds", "1"]
+        words += ["--engines", options.engines_among_fake, "--time-limit", f"{max(1.0, limit.left_s):.0f}"]
+        codes.append(fake_world.main([*words, "--out", str(options.out / f"{options.size}-fake-ranks.md")]))
     return max(codes)
 
 

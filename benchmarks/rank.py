@@ -1,4 +1,5 @@
-"""What one rank of a benchmark does: build an engine, train, and write down what it took. Started by `rounds`."""
+"""What one rank of a benchmark does: build an engine, train, and write down what it took, as often as `rounds.Ranks`
+asks for it."""
 
 import faulthandler
 import json
@@ -20,10 +21,13 @@ from benchmarks.workload import Workload
 from zerotrain.comm.ranks.world import choose_device
 from zerotrain.device.heap import reuse_what_is_freed
 from zerotrain.device.processes import end_with_parent
+from zerotrain.files.whole import whole
 from zerotrain.training.figures.flops import count_flops
 from zerotrain.training.figures.metrics import device_peak_flops
 
 NUM_HOST_STEPS = 5
+MEASURE, REST = "measure", "rest"
+"""What a rank can be asked for, each with the path of the file to write when it is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,51 +90,71 @@ def own_device(workload: Workload) -> torch.device:
     return device
 
 
-def measure(engine_name: str, workload: Workload, device: torch.device, interface: str | None = None) -> RankResult:
-    """Train as one rank of the process group there is and return what it took."""
-    spec = ENGINES[engine_name]
-    spec.load()
-    dist.barrier()
-    # The first optimizer of a process imports the half of torch that no engine can do without.
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    start_nbytes = resident_nbytes("VmRSS")
+class Prepared:
+    """An engine that has made its first steps, as one rank of the process group there is."""
 
-    model = workload.build_model(device)
-    full_speed_ms = _full_speed_ms(workload, device)
-    engine = spec.build(model, workload)
-    num_steps = workload.num_warmup_steps + workload.num_steps
-    batches = [workload.micro_batches(step, dist.get_rank(), device) for step in range(num_steps)]
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for batch in batches[: workload.num_warmup_steps]:
-        engine.step(batch)
-    dist.barrier()
-    sent_before = _sent_once_quiet(interface)
-    clock = StepClock(device)
-    clock.mark()
-    for batch in batches[workload.num_warmup_steps :]:
-        loss = engine.step(batch)
+    def __init__(
+        self, engine_name: str, workload: Workload, device: torch.device, interface: str | None = None
+    ) -> None:
+        self._workload, self._device, self._interface = workload, device, interface
+        self._spec = ENGINES[engine_name]
+        self._spec.load()
+        dist.barrier()
+        # The first optimizer of a process imports the half of torch that no engine can do without.
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+        self._start_nbytes = resident_nbytes("VmRSS")
+        model = workload.build_model(device)
+        self._full_speed_ms = _full_speed_ms(workload, device)
+        self._engine = self._spec.build(model, workload)
+        num_steps = workload.num_warmup_steps + workload.num_steps
+        self._batches = [workload.micro_batches(step, dist.get_rank(), device) for step in range(num_steps)]
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self._warm_up()
+
+    def rest(self) -> None:
+        """Let others have the memory of the device that is free, until the next measurement, which warms up anew."""
+        self._is_warm = False
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def measure(self) -> RankResult:
+        """Train and return what it took."""
+        engine, workload = self._engine, self._workload
+        if not self._is_warm:
+            self._warm_up()
+        dist.barrier()
+        sent_before = _sent_once_quiet(self._interface)
+        clock = StepClock(self._device)
         clock.mark()
-    step_ms = clock.durations_ms()
-    sent_after = _sent_once_quiet(interface)
-    traffic = engine.traffic()
-    peak_nbytes = resident_nbytes("VmHWM")
-    split = Split()
-    if device.type == "cpu" and not workload.compiled:
-        split = split_of(lambda: engine.step(batches[-1]), has_ranges=spec.is_ours)
-    return RankResult(
-        **asdict(split),
-        step_ms=step_ms,
-        loss=loss.item(),
-        start_nbytes=start_nbytes,
-        peak_nbytes=peak_nbytes,
-        sent_nbytes=None if sent_before is None or sent_after is None else sent_after - sent_before,
-        counted_nbytes=traffic.counted_nbytes if traffic else None,
-        theory_nbytes=traffic.theory_nbytes if traffic else None,
-        full_speed_ms=full_speed_ms,
-        host_ms=_host_ms(engine, batches[-1]) if device.type == "cuda" else None,
-        device_peak_nbytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-    )
+        for batch in self._batches[workload.num_warmup_steps :]:
+            loss = engine.step(batch)
+            clock.mark()
+        step_ms = clock.durations_ms()
+        sent_after = _sent_once_quiet(self._interface)
+        traffic = engine.traffic()
+        peak_nbytes = resident_nbytes("VmHWM")
+        split, on_cuda = Split(), self._device.type == "cuda"
+        if not on_cuda and not workload.compiled:
+            split = split_of(lambda: engine.step(self._batches[-1]), has_ranges=self._spec.is_ours)
+        return RankResult(
+            **asdict(split),
+            step_ms=step_ms,
+            loss=loss.item(),
+            start_nbytes=self._start_nbytes,
+            peak_nbytes=peak_nbytes,
+            sent_nbytes=None if sent_before is None or sent_after is None else sent_after - sent_before,
+            counted_nbytes=traffic.counted_nbytes if traffic else None,
+            theory_nbytes=traffic.theory_nbytes if traffic else None,
+            full_speed_ms=self._full_speed_ms,
+            host_ms=_host_ms(engine, self._batches[-1]) if on_cuda else None,
+            device_peak_nbytes=torch.cuda.max_memory_allocated() if on_cuda else None,
+        )
+
+    def _warm_up(self) -> None:
+        self._is_warm = True
+        for batch in self._batches[: self._workload.num_warmup_steps]:
+            self._engine.step(batch)
 
 
 def resident_nbytes(field: str) -> int:
@@ -157,7 +181,7 @@ def _full_speed_ms(workload: Workload, device: torch.device) -> float | None:
     if peak_per_s is None:
         return None
     ids, labels = workload.micro_batches(0, 0, torch.device("meta"))[0]
-    num_flops = count_flops(workload.build_model(torch.device("meta")), (ids[0], labels[0]))
+    num_flops = count_flops(workload.build_model(torch.device("meta")), (ids[:1], labels[:1]))
     num_sequences = workload.num_tokens / workload.num_ranks / workload.shape.seq_len
     return None if num_flops is None else 1e3 * num_flops * num_sequences / peak_per_s
 
@@ -183,8 +207,16 @@ def main() -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workload.num_ranks)
     else:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    result = measure(job["engine"], workload, device, job["interface"])
-    Path(job["result"]).write_text(json.dumps(asdict(result)))
+    prepared = Prepared(job["engine"], workload, device, job["interface"])
+    for line in sys.stdin:  # as it is written, by `rounds.Ranks`
+        wish, answer = line.rstrip("\n").split(" ", maxsplit=1)
+        result = {}
+        if wish == MEASURE:
+            result = asdict(prepared.measure())
+        else:
+            prepared.rest()
+        with whole(Path(answer)) as file:
+            file.write(json.dumps(result).encode())
     dist.barrier()
     dist.destroy_process_group()
 

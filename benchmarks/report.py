@@ -93,14 +93,16 @@ def _heading(comparison: Comparison) -> str:
     shape = workload.shape
     rate = comparison.link_bit_per_s
     place = "one host" if rate is None else f"two hosts joined by a link of {rate / 1e9:g} Gbit/s"
+    clipped = "" if workload.max_grad_norm is None else f", gradients clipped to a norm of {workload.max_grad_norm:g}"
     num_rounds = max(len(comparison.rounds_of(engine)) for engine in comparison.engines)
     load = statistics.median(each.other_load for each in comparison.measurements)
     return (
         f"`{comparison.command}`, {comparison.date}, {comparison.machine}.\n\n"
         f"GPT {workload.size}, {workload.precision}{', compiled' if workload.compiled else ''}, "
         f"{workload.num_ranks} ranks on {place}, {workload.num_micro_batches} x {shape.micro_batch_size} sequences of "
-        f"{shape.seq_len} tokens per rank and step; medians of {num_rounds} interleaved rounds of {workload.num_steps} "
-        f"steps after {workload.num_warmup_steps} to warm up. Other work took {load:.0%} of the machine (median). "
+        f"{shape.seq_len} tokens per rank and step{clipped}; medians of {num_rounds} "
+        f"interleaved rounds of {workload.num_steps} steps after {workload.num_warmup_steps} to warm up. "
+        f"Other work took {load:.0%} of the machine (median). "
         "MB are 10^6 bytes, of one rank."
     )
 

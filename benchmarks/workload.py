@@ -58,6 +58,8 @@ class Workload:
     """cpu (gloo, one thread per rank) or cuda (NCCL)."""
     compiled: bool = False
     """Whether torch.compile is used, in the way each engine documents."""
+    max_grad_norm: float | None = None
+    """Of the whole gradient, which is clipped to it; None: it is not."""
     seed: int = 0
 
     @property

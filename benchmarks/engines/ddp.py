@@ -37,7 +37,7 @@ def build(
     if workload.compiled:
         wrapped.compile()
     if bf16_weights:
-        return DdpTraining(wrapped, MasterWeightAdamW(parameters))
+        return DdpTraining(wrapped, MasterWeightAdamW(parameters), workload)
     optimizer: torch.optim.Optimizer
     if sharded_optimizer:
         optimizer = ZeroRedundancyOptimizer(
@@ -49,4 +49,4 @@ def build(
         )
     else:
         optimizer = adamw(parameters)
-    return DdpTraining(wrapped, optimizer, autocast=workload.precision == "bf16")
+    return DdpTraining(wrapped, optimizer, workload, autocast=workload.precision == "bf16")

@@ -47,8 +47,7 @@ def build(model: nn.Module, workload: Workload, *, stage: int) -> DeepSpeedTrain
                 "overlap_comm": True,
                 "reduce_scatter": True,
             },
-            # The default clips at 1.0, which no other engine is asked to do.
-            "gradient_clipping": 0.0,
+            "gradient_clipping": workload.max_grad_norm or 0.0,  # its default is 1.0
             "bf16": {"enabled": workload.precision == "bf16"},
             "steps_per_print": 1_000_000,
         },

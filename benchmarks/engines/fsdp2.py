@@ -17,8 +17,8 @@ from zerotrain.models import GPT
 class FsdpTraining(TorchTraining):
     """PyTorch's training loop around modules that were fully sharded."""
 
-    def __init__(self, model: nn.Module, *, reshard: bool) -> None:
-        super().__init__(model, adamw(model.parameters()))
+    def __init__(self, model: nn.Module, workload: Workload, *, reshard: bool) -> None:
+        super().__init__(model, adamw(model.parameters()), workload)
         self.reshard = reshard
 
     def synchronisation(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -38,9 +38,11 @@ def build(model: GPT, workload: Workload, *, reshard: bool) -> FsdpTraining:
     # The tutorial reduces in fp32; in bf16, as our engine does, fewer bytes are sent.
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     policy = bf16 if workload.precision == "bf16" else MixedPrecisionPolicy()
+    if workload.compiled:  # as torchtitan does
+        model.loss.compile()
     for block in model.blocks:
         if workload.compiled:
             block.compile()
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    return FsdpTraining(model, reshard=reshard)
+    return FsdpTraining(model, workload, reshard=reshard)

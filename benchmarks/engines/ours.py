@@ -60,6 +60,7 @@ def build(model: nn.Module, workload: Workload, *, stage: int, shared_memory: bo
         # What fake ranks gather may be no numbers: with torch 2.11 stage 3 in bf16 ended so, after 20 steps in a row.
         max_skipped_steps=1_000_000 if dist.get_backend() == "fake" else 20,
         decay_all=True,
+        max_grad_norm=workload.max_grad_norm,
         compile=workload.compiled,
         world=replace(world, shards=replace(world.shards, shared_memory=shared_memory)),
     )

@@ -18,8 +18,9 @@ class TorchTraining:
         autocast: compute in bf16 on fp32 weights (torch.amp), PyTorch's documented mixed precision.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, *, autocast: bool = False) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, workload: Workload, *, autocast: bool = False) -> None:
         self.model = model
+        self.max_grad_norm = workload.max_grad_norm
         self.optimizer = optimizer
         self.autocast = autocast
         self.device_type = next(model.parameters()).device.type
@@ -33,6 +34,8 @@ class TorchTraining:
                     loss = self.model(*inputs) / len(micro_batches)
                 loss.backward()
             losses.append(loss.detach())
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return torch.stack(losses).sum()
@@ -84,5 +87,5 @@ def build(model: nn.Module, workload: Workload, *, bf16_weights: bool = False) -
         model.compile()
     if bf16_weights:
         model.to(torch.bfloat16)
-        return TorchTraining(model, MasterWeightAdamW(model.parameters()))
-    return TorchTraining(model, adamw(model.parameters()), autocast=workload.precision == "bf16")
+        return TorchTraining(model, MasterWeightAdamW(model.parameters()), workload)
+    return TorchTraining(model, adamw(model.parameters()), workload, autocast=workload.precision == "bf16")

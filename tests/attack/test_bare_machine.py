@@ -76,7 +76,7 @@ def test_each_part_of_bench_gpu_leaves_its_figures_in_the_folder_that_was_named(
     variables["OPTIONS"] = "--rounds 1 --steps 2 --engines-among-fake zero3,fsdp2"
     code, printed = make("bench-gpu", bare | {"TORCHDYNAMO_DISABLE": "1"}, OUT=str(out), **variables)
     assert code == 0, printed
-    assert (out / "tiny" / "report.md").is_file()
+    assert (out / "tiny-eager" / "report.md").is_file()
     assert (out / "tiny-compiled" / "report.md").is_file()
     assert "FSDP2, resharded" in (out / "tiny-fake-ranks.md").read_text()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.engines import ENGINES
-from benchmarks.rank import RankResult, measure
+from benchmarks.rank import Prepared, RankResult
 from benchmarks.standing import LOSS_TOLERANCE
 from benchmarks.workload import Workload
 from zerotrain.testing import run_ranks
@@ -24,7 +24,7 @@ def results(engine: str) -> list[RankResult]:
     """On each rank: the engine in each workload whose precision it has."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     fitting = [workload for workload in WORKLOADS if workload.precision in ENGINES[engine].precisions]
-    return [measure(engine, workload, torch.device("cpu")) for workload in fitting]
+    return [Prepared(engine, workload, torch.device("cpu")).measure() for workload in fitting]
 
 
 def mean_losses(engine: str) -> list[float]:
@@ -54,7 +54,7 @@ def test_ranks_that_share_nothing_end_elsewhere(ours: list[float]) -> None:
 
 
 def traffic_and_memory() -> RankResult:
-    return measure("zero2", WORKLOADS[0], torch.device("cpu"))
+    return Prepared("zero2", WORKLOADS[0], torch.device("cpu")).measure()
 
 
 def test_a_rank_tells_its_traffic_and_its_memory() -> None:
