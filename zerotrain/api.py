@@ -53,7 +53,7 @@ def build_engine(
         decay_all: weight decay is for every parameter; False: for matrices alone, as the launcher has it.
         param_groups: dicts of "params" (names, patterns such as "*.bias", parameters) and settings; see
             docs/reference/cases/parameters.md.
-        compile: torch.compile each unit's forward.
+        compile: torch.compile each unit's forward, and losses that are modules, such as `nn.CrossEntropyLoss`.
         activation_checkpointing: keep a unit's inputs alone, and compute the rest again in its backward.
         world: default: the caller's process group, or one process, on the device of the model's first parameter.
 

@@ -5,14 +5,15 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.streams.stand_in import clocks, run_on_streams
+from tests.streams.stand_in import SimulatedEvent, clocks, run_on_streams
 from tests.streams.trainings import build, net, rows
 from zerotrain.comm.ranks.world import World
 from zerotrain.engine.buckets.parts.norm import BlockSquares
 from zerotrain.settings import OffloadConfig
 
-MOST_PER_BUCKET = {"native": 14, "fp32": 19, "ordered": 24}
-"""By the reduction, at stage 3, where a bucket is gathered twice."""
+MOST_PER_BUCKET = {"native": 15, "fp32": 20, "ordered": 25}
+"""By the reduction, at stage 3, where a bucket is gathered twice. One of them takes back the number of the step, which
+torch counts before it knows on the device that the step is skipped."""
 NUM_BLOCKS, WIDTH = 4, 64
 OneStep = tuple[int, Counter[str], Counter[str]]
 """Buckets, kernels by name, waits of the host by what waited."""
@@ -46,7 +47,36 @@ def test_a_bucket_more_is_a_few_kernels_more_and_the_host_waits_once_a_step(stag
     assert (few, many) == (1, NUM_BLOCKS)
     per_bucket = (kernels_of_many.total() - kernels_of_few.total()) / (many - few)
     assert per_bucket <= MOST_PER_BUCKET[reduction], kernels_of_many - kernels_of_few
-    assert syncs == {"tolist": 1}
+    assert syncs == {"event": 1}  # the numbers of the norm have come
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+def test_when_the_host_waits_the_device_has_its_update_to_do(
+    reduction: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that comes behind the wait are gathers of what was updated."""
+    told: list[int] = []
+    waits = SimulatedEvent.synchronize
+
+    def synchronize(event: SimulatedEvent) -> None:
+        told.append(clocks().kernels.total())
+        waits(event)
+
+    def on_a_rank(world: World) -> tuple[int, int]:
+        engine = build(world, stage, reduction=reduction)
+        for step in range(2):
+            engine.backward(engine(rows(step, 0, world.rank)))
+            if step == 0:
+                engine.step()
+        with monkeypatch.context() as patched:
+            patched.setattr(SimulatedEvent, "synchronize", synchronize)
+            engine.step()
+        return clocks().kernels.total() - told[-1], len(engine.schedule.buckets)
+
+    behind, num_buckets = run_on_streams(on_a_rank, 1).results[0]
+    assert len(told) == 1
+    assert behind == (num_buckets if stage in (1, 2) else 0)
 
 
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
@@ -74,5 +104,5 @@ def test_the_norm_of_a_bucket_takes_few_kernels_however_large_it_is(exact: bool,
 def test_offload_makes_the_host_wait_for_its_windows() -> None:
     """Known, and to become fewer: a window that is used again is waited for by the host."""
     num_buckets, _, syncs = one_step(3, offload=OffloadConfig(optimizer="cpu", parameters="cpu"))
-    assert syncs["tolist"] == 1
+    assert syncs["tolist"] == 0
     assert syncs.total() - 1 <= 8 * num_buckets

@@ -1,5 +1,6 @@
 """Training on GPUs that do not exist: nothing that streams and the host do is unordered; planted faults are found."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import zerotrain
 from tests.streams.faults import FAULTS
 from tests.streams.stand_in import run_on_streams
-from tests.streams.trainings import build, net, saved_beside, train
+from tests.streams.trainings import ADAMW, build, net, rows, saved_beside, train
 from tests.unit.checkpoint.slow_disk import SlowDisk
 from zerotrain.comm.ranks.world import World
 from zerotrain.settings import OffloadConfig
@@ -77,6 +78,65 @@ def test_the_code_of_a_gpu_comes_to_the_bits_of_a_cpu(name: str) -> None:
     on_gpu = run_on_streams(TRAININGS[name]).results[0]
     on_cpu = run_threads(TRAININGS[name], 2)[0][0]
     assert torch.equal(on_gpu, on_cpu)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": ADAMW,
+    "SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, fused=True),
+}
+IS_FINITE = (False, True, False, True, True)
+"""Whether the gradient of a step is: before the optimizer has any state, too."""
+
+
+def factor(is_finite: bool) -> float:
+    return 1.0 if is_finite else torch.inf
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_is_skipped_on_a_gpu_changes_nothing(name: str) -> None:
+    """The GPU is told the update before anybody knows; the weights are those of plain PyTorch without these steps."""
+
+    def on_a_rank(world: World) -> torch.Tensor:
+        engine = build(world, 2, optimizer=OPTIMIZERS[name], precision="fp32", max_grad_norm=None)
+        for step, is_finite in enumerate(IS_FINITE):
+            engine.backward(engine(rows(step, 0, 0)) * factor(is_finite))
+            assert engine.step().skipped is not is_finite
+        return torch.cat([value.flatten() for value in engine.full_state_dict().values()])
+
+    model = net()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for step, is_finite in enumerate(IS_FINITE):
+        if is_finite:
+            optimizer.zero_grad()
+            model(rows(step, 0, 0)).backward()
+            optimizer.step()
+    expected = torch.cat([value.flatten() for value in model.state_dict().values()])
+    assert torch.equal(run_on_streams(on_a_rank, 1).results[0], expected)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("number", range(4))
+def test_a_gpu_skips_as_a_cpu_does(number: int, precision: str) -> None:
+    """Also where the norm, taken in fp32, is infinite and the gradient is finite; with clipping and a loss scale."""
+
+    def on_a_rank(world: World) -> tuple[list[Any], str]:
+        engine = build(world, number, precision=precision, reduction="native", max_grad_norm=1.0)
+        results = []
+        for step, is_finite in enumerate(IS_FINITE):
+            size = 1e25 if step == 3 and precision != "fp16" else factor(is_finite)
+            engine.backward(engine(rows(step, 0, world.rank)) * size)
+            results.append(engine.step())
+        return results, engine.weights_sha256()
+
+    on_gpu = run_on_streams(on_a_rank, 1).results[0]
+    assert [result.skipped for result in on_gpu[0]] == [not is_finite for is_finite in IS_FINITE]
+    on_cpu = on_a_rank(World(0, 1, 0, torch.device("cpu")))
+    assert on_gpu[1] == on_cpu[1]
+    assert [result.loss_scale for result in on_gpu[0]] == [result.loss_scale for result in on_cpu[0]]
+    of_two = run_on_streams(on_a_rank)
+    assert of_two.faults == []
+    assert of_two.results[0][1] == of_two.results[1][1]
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zerotrain.models.arguments import require_at_least, require_fraction
-from zerotrain.models.loss import mean_cross_entropy
+from zerotrain.models.loss import MeanCrossEntropy
 
 INIT_STD = 0.02
 
@@ -55,6 +55,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(hidden_size, num_heads, dropout) for _ in range(num_layers))
         self.ln_f = nn.LayerNorm(hidden_size)
+        self.loss = MeanCrossEntropy()
         self._initialize_weights()
         # Counted here, while every parameter is whole: an engine may keep only a shard of each later.
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
@@ -85,7 +86,7 @@ class GPT(nn.Module):
         logits = F.linear(self.ln_f(hidden), self.wte.weight)  # (B, T, vocab_size)
         if labels is None:
             return logits
-        loss = mean_cross_entropy(logits, labels)
+        loss: torch.Tensor = self.loss(logits, labels)
         return (loss, logits.detach()) if with_outputs else loss
 
     def _initialize_weights(self) -> None:

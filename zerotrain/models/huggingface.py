@@ -12,7 +12,7 @@ from torch import nn
 from zerotrain.files.extras import package
 from zerotrain.files.remote_code import refusal, require_no_kernels
 from zerotrain.models.arguments import require_at_least, require_fraction, require_names
-from zerotrain.models.loss import mean_cross_entropy
+from zerotrain.models.loss import MeanCrossEntropy
 
 NO_ADAPTERS: dict[str, Any] = {"rank": 0, "alpha": 16, "dropout": 0.0, "targets": None}
 """The argument `lora`, where nothing is said of it."""
@@ -62,6 +62,7 @@ class HuggingFaceModel(nn.Module):
         self.vocab_size = int(text_config.vocab_size)
         positions = getattr(text_config, "max_position_embeddings", None)
         self.max_seq_len: int | None = positions if isinstance(positions, int) and positions > 0 else None
+        self.loss = MeanCrossEntropy()
         self._added_loss = _AddedLoss()
         model.loss_function = self._added_loss
         self.model = _with_adapters(model, **adapters) if adapters["rank"] else model
@@ -105,7 +106,7 @@ class HuggingFaceModel(nn.Module):
             return self.model(input_ids=ids, **named).logits
         given = {"labels": labels.contiguous()} if self.training and self._added_loss.may_come else {}
         outputs = self.model(input_ids=ids, **given, **named)
-        loss = mean_cross_entropy(outputs.logits, labels) + self._added_loss.take(outputs)
+        loss = self.loss(outputs.logits, labels) + self._added_loss.take(outputs)
         return (loss, outputs.logits.detach()) if with_outputs else loss
 
 

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 IGNORED_LABEL = -100
 """Positions with this label count neither in the loss nor in the number of tokens."""
@@ -19,3 +20,11 @@ def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
     """
     total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
     return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+class MeanCrossEntropy(nn.modules.loss._Loss):
+    """`mean_cross_entropy` as a module, as torch's own losses are: an engine that compiles, compiles them too."""
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """See `mean_cross_entropy`."""
+        return mean_cross_entropy(logits, labels)

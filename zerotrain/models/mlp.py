@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zerotrain.models.arguments import require_at_least
-from zerotrain.models.loss import mean_cross_entropy
+from zerotrain.models.loss import MeanCrossEntropy
 
 
 class MLP(nn.Module):
@@ -33,6 +33,7 @@ class MLP(nn.Module):
         self.blocks = nn.ModuleList(HiddenLayer(hidden_size) for _ in range(num_layers))
         self.ln_f = nn.LayerNorm(hidden_size)
         self.head = nn.Linear(hidden_size, vocab_size)
+        self.loss = MeanCrossEntropy()
         # Counted here, while every parameter is whole: an engine may keep only a shard of each later.
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
 
@@ -57,7 +58,7 @@ class MLP(nn.Module):
         logits = self.head(self.ln_f(hidden))
         if labels is None:
             return logits
-        loss = mean_cross_entropy(logits, labels)
+        loss: torch.Tensor = self.loss(logits, labels)
         return (loss, logits.detach()) if with_outputs else loss
 
 

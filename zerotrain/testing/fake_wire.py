@@ -101,11 +101,21 @@ class BoardEnd:
 
     Args:
         delay_s: this rank sleeps so long before it issues anything.
+        device: where its tensors are.
         is_done: what `done` answers before a collective was waited for.
     """
 
-    def __init__(self, board: Board, rank: int, *, delay_s: float = 0.0, is_done: bool = False) -> None:
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        *,
+        device: str = "cpu",
+        delay_s: float = 0.0,
+        is_done: bool = False,
+    ) -> None:
         self.board, self.rank, self.delay_s, self.is_done = board, rank, delay_s, is_done
+        self.device = torch.device(device)
         self._uses: dict[str, int] = defaultdict(int)
 
     def wire(self) -> Wire:
@@ -117,7 +127,7 @@ class BoardEnd:
             gather_small=self.gather_small,
             broadcast=lambda values, source: values.copy_(self.gather_small(values, "broadcast")[source]),
             store=lambda: self.board.store,
-            zeros=zeros_on(torch.device("cpu")),
+            zeros=zeros_on(self.device),
         )
 
     def next_key(self, what: str) -> tuple[str, int]:
@@ -246,6 +256,7 @@ def run_threads(
     late_rank: int | None = None,
     done_rank: int | None = None,
     in_turns: bool = False,
+    device: str = "cpu",
 ) -> tuple[list[T], Board]:
     """Call `fn(world)` on `size` threads that are ranks to each other; return what each returned, and their board.
 
@@ -253,6 +264,8 @@ def run_threads(
         late_rank: sleeps a moment before each collective.
         done_rank: finds each collective done as soon as it asks.
         in_turns: a rank runs until it waits for another, with a random number generator of its own.
+        device: which all of them use. On a GPU the backward of a rank, which torch gives to one thread of the device,
+            runs on the rank's own: the hooks of ranks wait for each other.
 
     Raises:
         Exception: the first that a rank raised which is no mere loss of another rank, if any.
@@ -262,12 +275,14 @@ def run_threads(
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
-        end = BoardEnd(board, rank, delay_s=0.001 * (rank == late_rank), is_done=rank == done_rank)
+        late_s = 0.001 * (rank == late_rank)
+        end = BoardEnd(board, rank, device=device, delay_s=late_s, is_done=rank == done_rank)
         shards = Shards(rank, size, make_wire=lambda _ordered: end.wire())
         torch.set_num_threads(1)
-        world = World(rank, size, rank, torch.device("cpu"), shards=shards)
+        world = World(rank, size, rank, torch.device(device), shards=shards)
         try:
-            with nullcontext() if board.turns is None else board.turns.taken():
+            turn = nullcontext() if board.turns is None else board.turns.taken()
+            with turn, torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(world)
         except BaseException as error:
             errors.append(error)

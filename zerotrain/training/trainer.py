@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from zerotrain.device.reading import reading
 from zerotrain.errors import ConfigError
 from zerotrain.files.printable import printable
 from zerotrain.training.callback import Run
@@ -168,13 +169,13 @@ class Trainer(TrainerSettings):
                 self._callbacks.call("before_step", run)
                 with self.clock:
                     micro_batches, weights, counts = self.feed.next_step(loader)
+                    read_counts = reading(counts)
                     seed_each = partial(seed_leaf, self.seed, step)
                     wishes = Request(signal=stop.signum) | self._callbacks.ask(run)
                     self.engine.signal = wishes.encoded(self._callbacks.names)
                     measuring = self.metrics.of_step(step + 1, micro_batches, self.feed.num_labels)
                     outcome = self.engine.train_step(micro_batches, weights=weights, before_each=seed_each, **measuring)
-                # Read only now: the step has waited for the device anyway.
-                num_labels, num_tokens = counts.tolist()
+                num_labels, num_tokens = read_counts()  # only now: the step has waited for the device anyway
                 self.clock.count(num_tokens, loader.wait_s, num_labels=num_labels, traffic=self.engine.ledger.last_step)
                 self.feed.step_done()
                 self.data_state = self.feed.sampler.state_dict()

@@ -52,8 +52,8 @@ FAULTS = {
     ),
     "rhythms-padding-is-learnt": Fault(
         "training/trainer.py",
-        "num_labels, num_tokens = counts.tolist()",
-        "num_tokens, num_labels = counts.tolist()",
+        "num_labels, num_tokens = read_counts()",
+        "num_tokens, num_labels = read_counts()",
         "labels that count are told as tokens that were read",
         ("unit/training/test_feed.py",),
     ),

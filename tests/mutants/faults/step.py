@@ -4,9 +4,60 @@ from tests.mutants.fault import Fault
 
 ENGINE, AGREEMENT, STEP = "engine/step.py", "engine/agreement.py", "engine/update/optimizer_step.py"
 OF_ENGINE = ("unit/engine/test_engine.py", "unit/engine/test_engine_between_steps.py")
+AHEAD = "engine/update/ahead.py"
+OF_SKIPS = (
+    "streams/test_training.py::test_a_step_that_is_skipped_on_a_gpu_changes_nothing",
+    "streams/test_training.py::test_a_gpu_skips_as_a_cpu_does",
+)
+OF_STREAMS = ("streams/test_training.py::test_the_code_of_a_gpu_comes_to_the_bits_of_a_cpu",)
 OF_UPDATE_ALL = ("unit/engine/update/test_optimizer_step.py",)
 
 FAULTS = {
+    "ahead-skipped-step-updates": Fault(
+        AHEAD,
+        "is_off = is_finite.logical_not()",
+        "is_off = is_finite.logical_not().logical_and(norm.isfinite())",
+        "a GPU updates with a gradient that is not finite",
+        OF_SKIPS,
+    ),
+    "ahead-factor-of-a-skipped-step": Fault(
+        AHEAD,
+        "factor = torch.where(is_finite, factor, 1.0)\n",
+        "factor = factor.clone()\n",
+        "on a GPU a gradient whose norm only fp32 cannot hold is lost before it is squared in fp64",
+        OF_SKIPS,
+    ),
+    "ahead-gradient-kept": Fault(
+        AHEAD, "            bucket.gradient.drop()\n", "            pass\n", "the next step begins with it", OF_SKIPS
+    ),
+    "ahead-weights-not-told": Fault(
+        AHEAD,
+        "            bucket.update.changed()\n",
+        "            pass\n",
+        "other ranks' parts stay as they were",
+        OF_STREAMS,
+    ),
+    "ahead-state-stays": Fault(
+        AHEAD,
+        "            optimizer.state.pop(target, None)\n",
+        "            pass\n",
+        "a skipped first step leaves momentum that nobody has set",
+        OF_SKIPS,
+    ),
+    "ahead-not-refilled": Fault(
+        AHEAD,
+        "        update.refilled()\n",
+        "",
+        "the model goes on with the weights of the step before",
+        OF_SKIPS,
+    ),
+    "ahead-numbers-read-before-they-come": Fault(
+        "device/reading.py",
+        "        arrived.settle()\n",
+        "",
+        "the host reads the norm of an earlier step",
+        ("streams/test_training.py::test_all_that_is_done_to_the_same_bytes_is_ordered",),
+    ),
     "settings-not-compared": Fault(
         AGREEMENT,
         "    if not different:\n        return\n",

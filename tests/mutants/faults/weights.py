@@ -132,12 +132,19 @@ FAULTS = {
         "gradients are neither clipped nor freed of the loss scale",
         OF_UPDATE,
     ),
+    "factor-of-what-is-widened-ignored": Fault(
+        UPDATE,
+        "        return out.copy_(gradient).mul_(factor)\n",
+        "        return out.copy_(gradient)\n",
+        "gradients of 16 bits are neither clipped nor freed of the loss scale",
+        ("distributed/test_gpu.py::test_a_gradient_is_widened_before_it_is_multiplied",),
+    ),
     "widened-given-back-before-it-is-read": Fault(
         UPDATE,
-        "            if factor is not None:\n                gradient.mul_(",
+        "            gradient = gradient.to(self.master_weight.device)",
         "            if widened is not None:\n                self._pool.give_back(widened)\n"
         "                widened = None\n"
-        "            if factor is not None:\n                gradient.mul_(",
+        "            gradient = gradient.to(self.master_weight.device)",
         "whole tensors are gathered into the gradient they are updated with",
         OF_UPDATE,
     ),

@@ -1,6 +1,7 @@
 """The update of one bucket: its master weight, and the torch optimizers that change it once the gradient is reduced."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import ScratchPool
+from zerotrain.device.device import lies_on_host
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.parts.kept import Kept
 from zerotrain.engine.buckets.parts.spans import Span, cut_spans, update_range
@@ -76,7 +78,7 @@ class BucketUpdate:
         else:
             self.master_weight = weights.shard if self._is_sharded else weights.held
         self.spans = cut_spans(layout, self.spec.runs, self.where, self.master_weight)
-        self._optimizer = groups.optimizer_of((span.key[0], span.target) for span in self.spans)
+        self.optimizer = groups.optimizer_of((span.key[0], span.target) for span in self.spans)
         self.whole = None
         self._whole_optimizer = None
         if owners:
@@ -93,7 +95,7 @@ class BucketUpdate:
             self._whole_optimizer = groups.optimizer_of(
                 (members[slot].group, target) for slot, target in self.whole.targets.items()
             )
-        optimizers = self._optimizer, self._whole_optimizer
+        optimizers = self.optimizer, self._whole_optimizer
         self.kept = Kept(self.master_weight, self.has_copy, self.spans, self.whole, *optimizers)
         self.home: Home = homes.of_optimizer(self.spec, self._planned_nbytes, self.kept.tensors)
         (self.home if self.has_copy else weights.home).tell(self.kept.follow_master)
@@ -147,36 +149,47 @@ class BucketUpdate:
             self.home.close()
 
     def _run_here(self, factor: torch.Tensor | None, average_share: float | None) -> Iterator[None]:
+        yield from self.step(factor)
+        if average_share is not None:
+            self.kept.update_average(average_share)
+        self.refilled()
+        self.changed()
+
+    def step(self, factor: torch.Tensor | None, is_off: torch.Tensor | None = None) -> Iterator[None]:
+        """Let the optimizers change the master weight.
+
+        Args:
+            factor: as of `run`.
+            is_off: 0-dim fp32 on the device: 1 for a step that changes nothing, else 0; None for 0.
+        """
         with named_range("optimizer", self.spec.name):
             self._take_writes()
             gradient = self._gradient.reduction.reduced()
             widened = None
             if self.has_copy:
                 widened = self._pool.take(gradient.numel())
-                gradient = widened.storage[: gradient.numel()].copy_(gradient)
-            if factor is not None:
+                gradient = scaled(gradient, factor, widened.storage[: gradient.numel()])
+            elif factor is not None:
                 gradient.mul_(factor.to(gradient.dtype))
             gradient = gradient.to(self.master_weight.device)  # another one if the update is the host's
-            self._run(self._optimizer, [(span.target, gradient[span.where]) for span in self.spans])
+            self._run(self.optimizer, [(span.target, gradient[span.where]) for span in self.spans], is_off)
             rest: Iterator[None] = iter(())
             if self.whole is not None:
                 rest = self.whole.update(gradient, partial(self._run, self._whole_optimizer))
             if widened is not None:
                 self._pool.give_back(widened)
-        yield from rest
-        if average_share is not None:
-            self.kept.update_average(average_share)
-        self._refresh()
+        return rest
 
-    def _run(self, optimizer: torch.optim.Optimizer | None, updates: Updates) -> None:
+    def _run(
+        self, optimizer: torch.optim.Optimizer | None, updates: Updates, is_off: torch.Tensor | None = None
+    ) -> None:
         if optimizer is None:
             return
-        with own_numbers(optimizer, self._groups.show_hyperparameters(optimizer)):
+        with own_numbers(optimizer, self._groups.show_hyperparameters(optimizer)), _turned_off(optimizer, is_off):
             step_on_lent(optimizer, updates)
 
-    def _refresh(self) -> None:
-        """The master weight changed: bring what this rank holds of the model weight up to date."""
-        self.refilled()
+    def changed(self) -> None:
+        """The master weight changed, and what this rank holds of the model weight with it: tell those who read it."""
         if self._is_sharded:
             self._weights.reshard()
         self._weights.writes.count_update()
@@ -218,7 +231,8 @@ class BucketUpdate:
             kept = one.clone()
             one.copy_(other)
             other.copy_(kept)
-        self._refresh()
+        self.refilled()
+        self.changed()
 
     def _rest(self) -> None:
         """Whoever looks at what is kept between steps finds it at rest."""
@@ -239,9 +253,9 @@ class BucketUpdate:
 
     def span_state(self, span: Span) -> dict[str, Any]:
         """Optimizer state of a span, by name; to be read and written."""
-        assert self._optimizer is not None  # there is a span
+        assert self.optimizer is not None  # there is a span
         self.home.put_away()
-        state: dict[str, Any] = self._optimizer.state[span.target]
+        state: dict[str, Any] = self.optimizer.state[span.target]
         return state
 
     def whole_state(self, slot: int) -> dict[str, Any]:
@@ -259,6 +273,31 @@ class BucketUpdate:
             return 0
         average = 0 if self.kept.average is None else self.kept.average.nbytes
         return self.separate_master_nbytes + average + sum(tensor.nbytes for tensor in self.kept.state_tensors())
+
+
+def scaled(gradient: torch.Tensor, factor: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Leave a gradient times `factor`, 0-dim, in `out`, which has a wider dtype; None for 1. The product is that of the
+    wider dtype. A GPU does both in one pass; on a CPU torch would widen into memory of its own."""
+    if factor is None:
+        return out.copy_(gradient)
+    factor = factor.to(out.dtype)
+    if lies_on_host(out):
+        return out.copy_(gradient).mul_(factor)
+    return torch.mul(gradient, factor.view(1), out=out)  # one of 0 dimensions would be rounded to the narrow dtype
+
+
+@contextmanager
+def _turned_off(optimizer: torch.optim.Optimizer, is_off: torch.Tensor | None) -> Iterator[None]:
+    """In here a step changes nothing where `is_off` is 1: as torch.amp.GradScaler tells it."""
+    if is_off is None:
+        yield
+        return
+    told: Any = optimizer
+    told.grad_scale, told.found_inf = None, is_off
+    try:
+        yield
+    finally:
+        del told.grad_scale, told.found_inf
 
 
 def step_on_lent(optimizer: torch.optim.Optimizer, updates: Updates) -> None:

@@ -29,6 +29,9 @@ def replace_forwards(
 ) -> None:
     """Compile the forward of each unit of `model`, or drop its activations and compute them again in the backward.
 
+    A loss that is a module, as those of torch.nn are, is compiled with the units: of GPT-2 on an H200 its operations
+    take a fifth of a step where each is a kernel, and the most memory of all.
+
     Forwards without gradients stay as they are. They have nothing to drop, and come in ever new shapes (the text of a
     sample grows with each token), each of which would be compiled anew.
 
@@ -43,6 +46,8 @@ def replace_forwards(
     modules = require_units(walk(model), units, "compile=True" if compile else "activation_checkpointing=True")
     if compile:
         require_compiler()
+        for loss in [each for each in model.modules() if isinstance(each, nn.modules.loss._Loss)]:
+            loss.forward = _UnitForward(torch.compile(loss.forward), loss.forward)
     for name, module in modules.items():
         trained = torch.compile(module.forward) if compile else module.forward
         if activation_checkpointing:

@@ -3,13 +3,14 @@
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from zerotrain.comm.collectives import Collectives
+from zerotrain.device.reading import reading
 from zerotrain.engine.agreement import Exchanged, StepStamps
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket
 from zerotrain.engine.buckets.parts.norm import StepSquares, clip_coefficient
@@ -19,6 +20,7 @@ from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.results import StepResult
 from zerotrain.engine.schedule.gathers import Gathers
 from zerotrain.engine.schedule.schedule import Schedule
+from zerotrain.engine.update.ahead import UpdateAhead, can_go_ahead
 from zerotrain.engine.update.nonfinite import SkippedSteps, find_nonfinite
 
 _ENDED = object()
@@ -69,16 +71,9 @@ class OptimizerStep:
         fetch_next(schedule.trained, 0)
         schedule.reductions.finish()
         self._stamps.written, self._stamps.signal = written_to(schedule.buckets), signal
-        squares = schedule.reductions.squares
-        exchanged, coefficient, told = self._norm(squares, loss, param_groups)
         loss_scale = 1.0 if self._loss_scaler is None else self._loss_scaler.scale
-        is_exact = all(bucket.gradient.reduction.has_exact_norm for bucket in schedule.trained)
-        if not math.isfinite(told.norm) and not is_exact:
-            # Taken in fp32. A gradient of 1e20 is finite, and its square is not.
-            squares = StepSquares()
-            for bucket in schedule.trained:
-                squares.add(bucket.gradient.reduction.take_squares(loss_scale, exact=True))
-            exchanged, coefficient, told = self._norm(squares, loss, param_groups)
+        goes_ahead = average_share is None and can_go_ahead(schedule.trained)
+        exchanged, factor, told, ahead = self._norm_of_all(schedule, loss, param_groups, loss_scale, goes_ahead)
         skipped = not math.isfinite(told.norm)
         if skipped:
             self._stamps.require_same(exchanged.stamps, param_groups)
@@ -88,9 +83,10 @@ class OptimizerStep:
         if skipped:
             schedule.drop_gradients()
         else:
-            is_scaled = self.max_grad_norm is not None or self._loss_scaler is not None
-            factor = coefficient / loss_scale if is_scaled else None
-            update_all(schedule.trained, schedule.gathers, factor, average_share)
+            if ahead is not None:
+                ahead.end(schedule.gathers)
+            else:
+                update_all(schedule.trained, schedule.gathers, factor, average_share)
             schedule.end_update()
         for each in schedule.buckets:
             each.weights.writes.digest = 0
@@ -105,23 +101,53 @@ class OptimizerStep:
         )
         return result, reason
 
+    def _norm_of_all(
+        self,
+        schedule: Schedule,
+        loss: torch.Tensor,
+        param_groups: Sequence[Mapping[str, object]],
+        loss_scale: float,
+        goes_ahead: bool,
+    ) -> tuple[Exchanged, torch.Tensor | None, "_Told", UpdateAhead | None]:
+        """What `_norm` gives, read; and the update, if it was made ahead of that."""
+        exchanged, factor, read = self._norm(schedule.reductions.squares, loss, param_groups, loss_scale)
+        ahead = UpdateAhead(schedule.trained, factor, exchanged.norm) if goes_ahead else None
+        told = read()
+        if math.isfinite(told.norm):
+            return exchanged, factor, told, ahead
+        if ahead is not None:
+            ahead.take_back()
+        if not all(bucket.gradient.reduction.has_exact_norm for bucket in schedule.trained):
+            # Taken in fp32. A gradient of 1e20 is finite, and its square is not.
+            squares = StepSquares()
+            for bucket in schedule.trained:
+                squares.add(bucket.gradient.reduction.take_squares(loss_scale, exact=True))
+            exchanged, factor, read = self._norm(squares, loss, param_groups, loss_scale)
+            told = read()
+        return exchanged, factor, told, None
+
     def _norm(
-        self, squares: StepSquares, loss: torch.Tensor, param_groups: Sequence[Mapping[str, object]]
-    ) -> tuple[Exchanged, torch.Tensor, "_Told"]:
-        """Numbers of all ranks and what to clip by, on the device, and both as the host reads them."""
+        self,
+        squares: StepSquares,
+        loss: torch.Tensor,
+        param_groups: Sequence[Mapping[str, object]],
+        loss_scale: float,
+    ) -> tuple[Exchanged, torch.Tensor | None, Callable[[], "_Told"]]:
+        """Numbers of all ranks, and what gradients are multiplied with (None for 1), on the device; and what waits for
+        both and reads them."""
         with named_range("norm of", "the gradient"):
             exchanged = self._stamps.exchanged(squares.digit_sums(), loss, param_groups)
         coefficient = clip_coefficient(exchanged.norm, self.max_grad_norm)
         numbers = torch.stack([exchanged.norm, coefficient, exchanged.loss])
-        # A step's one wait for the device.
-        read = torch.cat([numbers, exchanged.digit_sums, exchanged.signals]).tolist()
-        norm, coefficient_value, mean_loss, *others = read
-        digits, signals = others[: len(exchanged.digit_sums)], others[len(exchanged.digit_sums) :]
-        return (
-            exchanged,
-            coefficient,
-            _Told(norm, coefficient_value, mean_loss, tuple(digits), tuple(map(int, signals))),
-        )
+        arriving = reading(torch.cat([numbers, exchanged.digit_sums, exchanged.signals]))
+
+        def read() -> _Told:  # a step's one wait for the device
+            norm, coefficient_value, mean_loss, *others = arriving()
+            digits, signals = others[: len(exchanged.digit_sums)], others[len(exchanged.digit_sums) :]
+            return _Told(norm, coefficient_value, mean_loss, tuple(digits), tuple(map(int, signals)))
+
+        is_scaled = self.max_grad_norm is not None or self._loss_scaler is not None
+        return exchanged, coefficient / loss_scale if is_scaled else None, read
 
 
 class _Told(NamedTuple):
