@@ -171,6 +171,10 @@ IN_16_BITS = Effect(
     lambda run, _: run.precision.name in ("bf16", "fp16"),
     "with precision={precision.name}; it has one with bf16 or fp16",
 )
+IN_FP32 = Effect(
+    lambda run, _: run.precision.name == "fp32" and not run.train.deterministic,
+    "with precision={precision.name}, or with train.deterministic=true; it has one with fp32 and without",
+)
 IN_FP16 = Effect(lambda run, _: run.precision.name == "fp16", "with precision={precision.name}; it has one with fp16")
 
 OFFLOADS_OPTIMIZER = Effect(
@@ -249,6 +253,15 @@ class PrecisionConfig:
     """fp16: what the loss is multiplied with at first, a power of two. Each overflow halves it and skips the step."""
     growth_interval: int = setting(2000, STEPS, IN_FP16)
     """fp16: steps in a row without overflow after which the scale is doubled."""
+
+
+@dataclass
+class PrecisionGroup(PrecisionConfig):
+    """The same of a run, with what is a matter of its processes."""
+
+    tf32: bool = setting(False, TRUE_OR_FALSE, IN_FP32)
+    """fp32: on GPUs multiply matrices in TF32, which rounds what goes in to 10 bits of mantissa: several times faster,
+    with other bits. Everything else stays in fp32."""
 
 
 @dataclass

@@ -28,6 +28,7 @@ OPTIONS = """
     precision.keep_fp32
     precision.initial_scale
     precision.growth_interval
+    precision.tf32
     offload.optimizer
     offload.parameters
     offload.activations

@@ -42,7 +42,7 @@ from zerotrain.run.saved import NO_CONFIG, config_from
 from zerotrain.run.trust import require_trusted
 from zerotrain.training.figures.result import without_non_finite
 from zerotrain.training.loggers.record import environment
-from zerotrain.training.sameness.deterministic import make_deterministic
+from zerotrain.training.sameness.deterministic import choose_kernels
 
 EXAMPLES = """\
 RUN is a run, or one of its checkpoints. The newest whole checkpoint before the step is taken, or the run's beginning;
@@ -155,8 +155,7 @@ def replay(asked: ReplayArguments, console: Console) -> dict[str, Any]:
         virtual_ranks = config.train.virtual_ranks
         config = _with(config, asked, folder)
         torch.set_num_threads(num_threads_per_rank(config, 1))
-        if config.train.deterministic:
-            make_deterministic()
+        choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
         with tempfile.TemporaryDirectory() as scratch, join_ranks(config) as world:
             console.print(f"step {step}, on one rank with {virtual_ranks} virtual ranks", highlight=False)
             steps = opened_steps(config, world, checkpoints, Path(scratch), console, start.get("data"))

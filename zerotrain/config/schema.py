@@ -21,7 +21,7 @@ from zerotrain.settings import (
     VIRTUAL_RANKS,
     Effect,
     OffloadGroup,
-    PrecisionConfig,
+    PrecisionGroup,
     Rule,
     ZeroConfig,
     at_least,
@@ -84,8 +84,8 @@ class ModelSwitches:
     """Settings of every model, also of the user's own: keys of the group `model` that are no arguments of its class."""
 
     compile: bool = setting(False, TRUE_OR_FALSE)
-    """torch.compile the forward of each unit (see `ZeroConfig.units`) in training. Needs a C++ compiler; the first step
-    takes half a minute longer."""
+    """torch.compile the forward of each unit (see `ZeroConfig.units`), and losses that are modules, in training. Needs
+    a C++ compiler; the first step takes half a minute longer."""
     activation_checkpointing: Any = setting(False, or_auto(TRUE_OR_FALSE))
     """Keep of a unit's forward its inputs alone, and compute the rest again in its backward: less memory for about a
     third more compute, and the same bits. auto: chosen as the run starts."""
@@ -314,7 +314,7 @@ class Config:
     seed: int = setting(0, Rule("between 0 and 2**63 - 1", lambda seed: 0 <= seed < 2**63))
     """Seeds the initial weights, the order of the data and dropout."""
     zero: ZeroGroup = field(default_factory=ZeroGroup)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    precision: PrecisionGroup = field(default_factory=PrecisionGroup)
     offload: OffloadGroup = field(default_factory=OffloadGroup)
     model: dict[str, Any] = field(default_factory=lambda: asdict(ModelSwitches()))
     """An nn.Module: forward(inputs, labels) returns the mean loss over labels != -100; forward(inputs) the logits.

@@ -23,7 +23,7 @@ from zerotrain.run.factory import (
 )
 from zerotrain.training.callbacks.evaluation import RunEvaluation
 from zerotrain.training.metrics.metric import OF_VALIDATION, metrics_in
-from zerotrain.training.sameness.deterministic import make_deterministic
+from zerotrain.training.sameness.deterministic import choose_kernels
 
 LOSS_NAME = "loss.json"
 
@@ -56,8 +56,7 @@ def run(
         ConfigError: the config does not make a run, or the weights are not what was written, or do not fit.
         CommError: another rank is gone.
     """
-    if config.train.deterministic:
-        make_deterministic()
+    choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
     enter("joining the other ranks")
     with words_of_config(), nothing_imported_from(weights), join_ranks(config, tell) as world:
         enter(f"building {config.model.get('_target_')}")

@@ -38,7 +38,7 @@ from zerotrain.training.callbacks.ema import EMA
 from zerotrain.training.figures.flops import ModelFlops, count_flops
 from zerotrain.training.figures.metrics import device_peak_flops
 from zerotrain.training.pruning import Pruning, Trial
-from zerotrain.training.sameness.deterministic import make_deterministic
+from zerotrain.training.sameness.deterministic import choose_kernels
 
 ENGINE_SETTINGS = ("max_grad_norm", "on_nonfinite", "max_skipped_steps", "virtual_ranks")
 """The `train` settings that the engine gets."""
@@ -82,8 +82,7 @@ def run(
         trial: arguments of `zerotrain.training.pruning.Trial`; None: nobody prunes this run.
         planned: see `zerotrain.training.figures.report.PlannedUsage`; None: nobody has planned this run.
     """
-    if config.train.deterministic:
-        make_deterministic()
+    choose_kernels(deterministic=config.train.deterministic, tf32=config.precision.tf32)
     enter("joining the other ranks")
     stage = config.zero.stages[0] if stage is None else stage
     facts = {"stage": stage, "overrides": overrides, "config_hash": config_hash, "restarts": restarts}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -106,7 +107,12 @@ def _repeated(train: Any, num_rows: int) -> Iterator[str]:
 
 
 def _ranks(engine: ZeroEngine) -> str:
-    return f"{engine.world.size} on {device_of(engine.world.device).name}; {engine.precision.name}{_leaves(engine)}"
+    device = device_of(engine.world.device)
+    matrices = ""
+    if not device.is_host and not engine.precision.separate_master:
+        is_fast = torch.backends.cuda.matmul.allow_tf32
+        matrices = ", matrices in TF32" if is_fast else " (faster: precision.tf32=true or precision=bf16)"
+    return f"{engine.world.size} on {device.name}; {engine.precision.name}{matrices}{_leaves(engine)}"
 
 
 def _leaves(engine: ZeroEngine) -> str:

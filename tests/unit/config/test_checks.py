@@ -12,7 +12,7 @@ from zerotrain.config.schema import (
     DataSwitches,
     LaunchConfig,
     ModelSwitches,
-    PrecisionConfig,
+    PrecisionGroup,
     TrainConfig,
     ZeroGroup,
 )
@@ -196,16 +196,29 @@ def test_a_setting_without_effect_at_this_stage_is_named():
 
 
 def test_a_setting_without_effect_in_this_precision_is_named():
-    assert without_effect(Config(precision=PrecisionConfig("fp32", ["*norm*"])), world_size=2) == [
+    assert without_effect(Config(precision=PrecisionGroup("fp32", ["*norm*"])), world_size=2) == [
         "precision.keep_fp32=['*norm*'] has no effect with precision=fp32; it has one with bf16 or fp16"
     ]
-    scaled = PrecisionConfig("bf16", ["*norm*"], initial_scale=2.0, growth_interval=10)
+    scaled = PrecisionGroup("bf16", ["*norm*"], initial_scale=2.0, growth_interval=10)
     assert without_effect(Config(precision=scaled), world_size=2) == [
         "precision.initial_scale=2.0 has no effect with precision=bf16; it has one with fp16",
         "precision.growth_interval=10 has no effect with precision=bf16; it has one with fp16",
     ]
     scaled.name = "fp16"
     assert without_effect(Config(precision=scaled), world_size=2) == []
+
+
+@pytest.mark.parametrize(("name", "deterministic"), [("bf16", False), ("fp32", True)])
+def test_tf32_has_no_effect_in_16_bits_or_where_kernels_are_deterministic(name, deterministic):
+    config = Config(precision=PrecisionGroup(name, tf32=True), train=TrainConfig(deterministic=deterministic))
+    assert without_effect(config, world_size=2) == [
+        f"precision.tf32=true has no effect with precision={name}, or with train.deterministic=true; it has one with "
+        "fp32 and without"
+    ]
+
+
+def test_tf32_has_an_effect_in_fp32():
+    assert without_effect(Config(precision=PrecisionGroup("fp32", tf32=True)), world_size=2) == []
 
 
 def test_how_many_steps_are_skipped_has_no_effect_where_none_is():
@@ -270,7 +283,7 @@ def test_one_rank_alone_is_told_that_its_stage_saves_nothing():
 
 
 def test_every_setting_has_a_rule():
-    groups = {"zero": ZeroGroup, "precision": PrecisionConfig, "train": TrainConfig, "launch": LaunchConfig}
+    groups = {"zero": ZeroGroup, "precision": PrecisionGroup, "train": TrainConfig, "launch": LaunchConfig}
     declared = {f"{group}.{each.name}" for group, kind in groups.items() for each in fields(kind)}
     declared |= {"seed", *(f"model.{each.name}" for each in fields(ModelSwitches))}
     declared |= {f"data.{each.name}" for each in fields(DataSwitches)} | {"optimizer.groups"}

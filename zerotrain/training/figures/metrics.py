@@ -45,7 +45,10 @@ def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     device_name = device_of(device).name
     for name, (in_16_bits, in_32_bits) in PEAK_TFLOPS.items():
         if name in device_name:
-            return 1e12 * (in_32_bits if dtype == torch.float32 else in_16_bits)
+            if dtype != torch.float32:
+                return 1e12 * in_16_bits
+            # TF32 runs on the units for 16 bits, at half their rate.
+            return 1e12 * (in_16_bits / 2 if torch.backends.cuda.matmul.allow_tf32 else in_32_bits)
     return None
 
 

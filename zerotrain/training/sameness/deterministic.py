@@ -1,8 +1,19 @@
-"""Equal bits from equal runs, as far as torch can promise them."""
+"""Which kernels torch takes on GPUs: those of equal bits from equal runs, as far as torch can promise them, or faster
+ones."""
 
 import os
 
 import torch
+
+
+def choose_kernels(*, deterministic: bool, tf32: bool) -> None:
+    """Do in this process, from now on, as `train.deterministic` and `precision.tf32` say. To be called before the first
+    use of a GPU."""
+    if deterministic:
+        make_deterministic()
+    elif tf32:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
 
 
 def make_deterministic() -> None:

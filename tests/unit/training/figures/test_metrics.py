@@ -100,5 +100,14 @@ def test_the_peak_of_a_device_is_known_by_its_name_and_dtype(device_name, dtype,
     assert device_peak_flops(torch.device("cuda", 0), dtype) == (None if peak is None else pytest.approx(peak))
 
 
+def test_the_peak_of_fp32_is_that_of_tf32_where_matrices_are_multiplied_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        assert device_peak_flops(torch.device("cuda", 0), torch.float32) == pytest.approx(156e12)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def test_the_peak_of_a_cpu_is_not_known():
     assert device_peak_flops(torch.device("cpu"), torch.float32) is None
