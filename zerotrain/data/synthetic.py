@@ -1,5 +1,7 @@
 """SyntheticTokens: sequences made up on the spot, for benchmarks and tests that want no files."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch.utils.data import Dataset
@@ -50,10 +52,17 @@ class CountingSequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Make sequence `index`: (ids, labels), each (seq_len,) int64, labels one token later."""
-        if not 0 <= index < self.num_sequences:
-            raise IndexError(f"sequence {index} of {self.num_sequences}")
+        ids, labels = self.rows([index])
+        return ids[0], labels[0]
+
+    def rows(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make a batch of sequences: (ids, labels), each (len(indices), seq_len) int64."""
+        for index in indices:
+            if not 0 <= index < self.num_sequences:
+                raise IndexError(f"sequence {index} of {self.num_sequences}")
         # Raw bits, which numpy promises to be the same in all its versions.
-        start, stride = np.random.Philox(key=self.first + index).random_raw(2).tolist()
-        steps = torch.arange(self.tokens_per_sequence + 1)
-        tokens = (start % self.vocab_size + steps * (1 + stride % MAX_STRIDE)) % self.vocab_size
-        return tokens[:-1].clone(), tokens[1:]
+        bits = [np.random.Philox(key=self.first + index).random_raw(2).tolist() for index in indices]
+        starts = torch.tensor([[start % self.vocab_size] for start, _ in bits])
+        strides = torch.tensor([[1 + stride % MAX_STRIDE] for _, stride in bits])
+        tokens = (starts + torch.arange(self.tokens_per_sequence + 1) * strides) % self.vocab_size
+        return tokens[:, :-1].clone(), tokens[:, 1:].contiguous()

@@ -1,5 +1,7 @@
 """A GPU, in the calls of torch.cuda and nothing more."""
 
+import os
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -7,6 +9,10 @@ from pathlib import Path
 import torch
 
 from zerotrain.device.device import Device, Event, MemoryHistory, Stream
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_NBYTES_OF_HOPPER, _NBYTES = 32 * 2**20, 2 * 4096 * 1024 + 8 * 16 * 1024
+"""Torch's defaults, of Hopper and later, and before."""
 
 
 class Cuda(Device):
@@ -25,6 +31,14 @@ class Cuda(Device):
     def own_nbytes(self) -> int:
         nbytes: int = torch.cuda.get_device_properties(self.device).total_memory
         return nbytes
+
+    @property
+    def kernels_nbytes(self) -> int:  # type: ignore[override]
+        """The workspaces of cuBLAS, one for the thread of the forward and one for that of the backward."""
+        if _WORKSPACE in os.environ:
+            pairs = re.findall(r":(\d+):(\d+)", os.environ[_WORKSPACE])  # KiB, and how many
+            return 2 * sum(1024 * int(kib) * int(number) for kib, number in pairs)
+        return 2 * (_NBYTES_OF_HOPPER if torch.cuda.get_device_capability(self.device) >= (9, 0) else _NBYTES)
 
     def peak_nbytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)

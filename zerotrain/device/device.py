@@ -90,6 +90,9 @@ class Device(ABC):
     def own_nbytes(self) -> int:
         """Size of the memory that is not the host's."""
 
+    kernels_nbytes: int = 0
+    """What kernels keep of its memory for themselves, among the tensors that torch counts."""
+
     @abstractmethod
     def peak_nbytes(self) -> int:
         """Most bytes held at once."""

@@ -39,7 +39,8 @@ class Memory:
     on_host: bool
     """Whether both are the same memory."""
     process: int
-    """A rank's process takes these beside its tensors: what it has imported, and what it keeps of freed memory."""
+    """Beside its tensors a rank takes these: on the CPU what its process has imported, and what it keeps of freed
+    memory; on a GPU what kernels keep."""
 
     @classmethod
     def of(cls, config: Config, device: torch.device, num_local: int) -> "Memory":
@@ -51,12 +52,12 @@ class Memory:
             device=there if given is None else given * 1e9,
             host=room.host,
             on_host=on_host,
-            process=now + MAX_KEPT_NBYTES if on_host else 0,
+            process=now + MAX_KEPT_NBYTES if on_host else device_of(device).kernels_nbytes,
         )
 
     def taken(self, plan: StagePlan) -> int:
         """Bytes of the memory that a rank computes in."""
-        return plan.at_least + (plan.host + self.process if self.on_host else 0)
+        return plan.at_least + self.process + (plan.host if self.on_host else 0)
 
     def fits(self, plan: StagePlan) -> bool:
         """Whether a rank can have all that it holds, as far as it is known."""

@@ -79,7 +79,8 @@ def _lines(plan: RunPlan, *, compiles: bool) -> Iterator[str]:
         yield f"warning: activations are unknown: {each.unknown_because} cannot be followed without values"
     if compiles:
         yield "model.compile=true: planned uncompiled, and compiled units save the same or less"
-    process = f" with {in_unit(memory.process)} of the process itself" if memory.process else ""
+    owner = "of the process itself" if memory.on_host else "of cuBLAS"
+    process = f" with {in_unit(memory.process)} {owner}" if memory.process else ""
     where = "" if each.peak_phase is None else f" in its {each.peak_phase}"
     least = "at least " if each.peak is None else ""
     yield (
