@@ -80,7 +80,17 @@ def test_the_code_of_a_gpu_comes_to_the_bits_of_a_cpu(name: str) -> None:
     assert torch.equal(on_gpu, on_cpu)
 
 
+class OwnAdamW(torch.optim.AdamW):
+    """Says of itself that a GPU can turn it off, which it does not heed."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
 OPTIMIZERS: dict[str, Any] = {
+    "somebody's own": functools.partial(OwnAdamW, lr=0.1, fused=True),
     "AdamW": ADAMW,
     "SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
     "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.1, fused=True),

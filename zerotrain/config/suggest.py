@@ -34,6 +34,7 @@ _WORDS = {
     "fp16 precision=16 precision=16-mixed precision=float16": "precision=fp16",
     "bf16 precision=bf16-mixed precision=bf16-true precision=bfloat16": "precision=bf16",
     "precision=32 precision=32-true precision=float32": "precision=fp32",
+    "allow_tf32 tf32 use_tf32": "precision.tf32",
     "deepspeed fsdp sharding_strategy strategy zero_optimization zero_stage": "zero.stage",
     "strategy=ddp": "zero.stage=0",
     "strategy=fsdp strategy=fsdp2 sharding_strategy=FULL_SHARD": "zero.stage=3",

@@ -11,6 +11,13 @@ OF_SUMS = ("unit/engine/test_accumulate.py",)
 OF_NORM = ("unit/engine/buckets/parts/test_norm.py",)
 
 FAULTS = {
+    "large-gradient-not-copied": Fault(
+        FILE,
+        "        targets[-1].copy_(sources[-1])\n",
+        "",
+        "a large parameter trains with what the buffer held before",
+        UNIT,
+    ),
     "squares-of-the-last-backward": Fault(
         REDUCTION,
         "if completes and self._sum is None:",

@@ -35,6 +35,8 @@ class Segment:
 
     slots: slice
     parameters: list[torch.nn.Parameter]
+    ends_large: bool
+    """Whether the last of them is large, as no other can be."""
     holds_values: bool = False
     """Whether this step's buffer already holds gradients of this segment, so that further ones are added."""
 
@@ -58,7 +60,10 @@ class Segment:
             if not self.holds_values:
                 torch._foreach_zero_(missing)
         if present:
-            torch._foreach_add_(targets, present) if self.holds_values else _copy(targets, present)
+            if self.holds_values:
+                torch._foreach_add_(targets, present)
+            else:
+                _copy(targets, present, last_alone=self.ends_large)
         self.holds_values = True
         gradients.clear()
         self.forget()
@@ -69,17 +74,13 @@ class Segment:
             set_grad(parameter, None)
 
 
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy small tensors in one kernel, and each large one in its own."""
-    few: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    for target, source in zip(targets, sources, strict=True):
-        if target.numel() < LARGE_NUMEL:
-            few[0].append(target)
-            few[1].append(source)
-        else:
-            target.copy_(source)
-    if few[0]:
-        torch._foreach_copy_(*few)
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor], *, last_alone: bool) -> None:
+    """Copy tensors in one kernel, or the last in its own."""
+    if last_alone:
+        targets[-1].copy_(sources[-1])
+        targets, sources = targets[:-1], sources[:-1]
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def cut_segments(spec: BucketSpec, layout: BucketLayout) -> list[Segment]:
@@ -89,7 +90,8 @@ def cut_segments(spec: BucketSpec, layout: BucketLayout) -> list[Segment]:
     for end, slot in enumerate(layout.slots, 1):
         nbytes += slot.numel * spec.dtype.itemsize
         if nbytes >= SEGMENT_NBYTES or end == len(layout.slots):
-            segments.append(Segment(slice(start, end), spec.tensors[start:end]))
+            ends_large = slot.numel >= LARGE_NUMEL  # and so ends its segment
+            segments.append(Segment(slice(start, end), spec.tensors[start:end], ends_large))
             start, nbytes = end, 0
     return segments
 

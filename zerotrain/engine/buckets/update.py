@@ -149,17 +149,15 @@ class BucketUpdate:
             self.home.close()
 
     def _run_here(self, factor: torch.Tensor | None, average_share: float | None) -> Iterator[None]:
-        yield from self.step(factor)
-        if average_share is not None:
-            self.kept.update_average(average_share)
-        self.refilled()
+        yield from self.renew(factor, average_share)
         self.changed()
 
-    def step(self, factor: torch.Tensor | None, is_off: torch.Tensor | None = None) -> Iterator[None]:
-        """Let the optimizers change the master weight.
+    def renew(
+        self, factor: torch.Tensor | None, average_share: float | None = None, is_off: torch.Tensor | None = None
+    ) -> Iterator[None]:
+        """As `run`, where all that it needs is at hand; `changed` follows.
 
         Args:
-            factor: as of `run`.
             is_off: 0-dim fp32 on the device: 1 for a step that changes nothing, else 0; None for 0.
         """
         with named_range("optimizer", self.spec.name):
@@ -178,7 +176,10 @@ class BucketUpdate:
                 rest = self.whole.update(gradient, partial(self._run, self._whole_optimizer))
             if widened is not None:
                 self._pool.give_back(widened)
-        return rest
+        yield from rest
+        if average_share is not None:
+            self.kept.update_average(average_share)
+        self.refilled()
 
     def _run(
         self, optimizer: torch.optim.Optimizer | None, updates: Updates, is_off: torch.Tensor | None = None

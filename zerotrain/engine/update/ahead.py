@@ -16,8 +16,9 @@ from zerotrain.engine.schedule.gathers import Gathers
 
 
 def can_go_ahead(trained: Sequence[TrainedBucket]) -> bool:
-    """Whether all updates happen on a GPU, by optimizers that a step can be turned off for there: those with
-    `fused=True`. The same on all ranks. A CPU does not wait."""
+    """Whether all updates happen on a GPU, by optimizers whose step can be turned off there: torch's own with
+    `fused=True`. A class of somebody else's may have inherited that it can, and not do it. The same on all ranks. A CPU
+    does not wait."""
     return all(_is_on_gpu(bucket.update) for bucket in trained)
 
 
@@ -27,8 +28,12 @@ def _is_on_gpu(update: BucketUpdate) -> bool:
     optimizer = update.optimizer
     if optimizer is None:
         return True
-    has_protocol = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return has_protocol and all(group.get("fused", True) for group in optimizer.param_groups)
+    can_be_off = getattr(optimizer, "_step_supports_amp_scaling", False) and _is_of_torch(type(optimizer))
+    return can_be_off and all(group.get("fused", True) for group in optimizer.param_groups)
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
 
 
 class UpdateAhead:
@@ -59,9 +64,8 @@ class UpdateAhead:
         update = bucket.update
         if (optimizer := update.optimizer) is not None:
             self._began += [(optimizer, span.target) for span in update.spans if span.target not in optimizer.state]
-        for _ in update.step(factor, is_off):
+        for _ in update.renew(factor, is_off=is_off):
             raise AssertionError(f"{update.spec.name}: an update without whole tensors paused")
-        update.refilled()
 
     def take_back(self) -> None:
         """The step is skipped: forget the state that it began, whose values nobody has set."""

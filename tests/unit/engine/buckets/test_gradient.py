@@ -1,5 +1,8 @@
 """The gradient of one bucket. What is expected is counted in whole numbers."""
 
+from itertools import product
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,7 @@ from torch import nn
 from tests.unit.engine.parts import OneBucket, alone
 from zerotrain.comm.ranks.world import World
 from zerotrain.engine.buckets.backward import Backward
-from zerotrain.engine.buckets.gradient import SEGMENT_NBYTES, BucketGradient
+from zerotrain.engine.buckets.gradient import LARGE_NUMEL, SEGMENT_NBYTES, BucketGradient, cut_segments
 from zerotrain.engine.buckets.parts.norm import digit_sums, norm_of_digit_sums
 from zerotrain.errors import EngineStateError
 from zerotrain.testing.fake_wire import run_threads
@@ -29,6 +32,26 @@ def fill(bucket: OneBucket, gradient: BucketGradient, *values: float | None, mor
 def reduce(gradient: BucketGradient) -> None:
     gradient.reduce()
     gradient.finish_reduce()
+
+
+SIZES = (3, LARGE_NUMEL, 5, LARGE_NUMEL - 1)
+
+
+@pytest.mark.parametrize("which", list(product((False, True), repeat=len(SIZES))), ids=str)
+def test_small_and_large_gradients_are_moved_and_what_has_none_is_zero(which: tuple[bool, ...]) -> None:
+    """Then a second backward adds to them."""
+    tensors = [nn.Parameter(torch.zeros(size)) for size in SIZES]
+    spec, slots = SimpleNamespace(tensors=tensors, dtype=torch.float32), [SimpleNamespace(numel=n) for n in SIZES]
+    segments = cut_segments(spec, SimpleNamespace(slots=slots))
+    assert [segment.ends_large for segment in segments] == [True, False]
+    views = [torch.full((size,), torch.nan) for size in SIZES]
+    for times in (1, 2):
+        for number, (tensor, has_one) in enumerate(zip(tensors, which, strict=True), 1):
+            tensor.grad = torch.full_like(tensor, number) if has_one else None
+        for segment in segments:
+            segment.move(segment.gradients(), views)
+        for number, (view, has_one) in enumerate(zip(views, which, strict=True), 1):
+            assert torch.equal(view, torch.full_like(view, times * number if has_one else 0))
 
 
 def poison(bucket: OneBucket) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.unit.run.test_factory import ADAMW, COSINE, GPT
 from zerotrain.checkpoint.manifest import Manifest
-from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, PrecisionConfig, TrainConfig, ZeroGroup
+from zerotrain.config.schema import CheckpointConfig, Config, LaunchConfig, PrecisionGroup, TrainConfig, ZeroGroup
 from zerotrain.data import SyntheticTokens
 from zerotrain.errors import ConfigError
 from zerotrain.models import GPT as GPT_CLASS
@@ -56,10 +56,10 @@ def test_a_config_that_can_run_passes() -> None:
             "data.seq_len=16, but GPT knows 8 positions; choose data.seq_len=8 or less or a model with more",
         ),
         (
-            {"precision": PrecisionConfig("bf16", ["rms*"])},
+            {"precision": PrecisionGroup("bf16", ["rms*"])},
             "precision.keep_fp32: no module or parameter matches 'rms*'; there are wte, wpe, blocks.*.ln_1,",
         ),
-        ({"precision": PrecisionConfig("bf16", ["*"])}, "precision.keep_fp32: keeps every parameter"),
+        ({"precision": PrecisionGroup("bf16", ["*"])}, "precision.keep_fp32: keeps every parameter"),
         (
             {"model": {"_target_": "torch.nn.Embedding", "num_embeddings": 256, "embedding_dim": 4, "max_norm": 1.0}},
             "model: the model is a Embedding with max_norm=1.0, which changes its weight in the forward",
@@ -166,7 +166,7 @@ def test_a_problem_that_model_and_optimizer_both_have_is_told_once() -> None:
         preflight.check(config(model=two_blocks, zero=ZeroGroup(units=["layers.*"])))
     assert refused.value.problems == (
         "zero.units: no module with parameters matches 'layers.*'; the model's children are: wte, wpe, dropout, "
-        "blocks, ln_f",
+        "blocks, ln_f, loss",
     )
 
 

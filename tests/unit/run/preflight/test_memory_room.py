@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.unit.run.preflight.test_check import config
 from tests.unit.run.test_factory import ADAMW
-from zerotrain.config.schema import Config, PrecisionConfig, TrainConfig, ZeroGroup
+from zerotrain.config.schema import Config, PrecisionGroup, TrainConfig, ZeroGroup
 from zerotrain.errors import ConfigError
 from zerotrain.run.factory import build, build_on_meta
 from zerotrain.run.preflight import check as preflight
@@ -43,8 +43,8 @@ def require(wanted: Config, room: Room, ranks: Ranks, model: nn.Module | None = 
         ({"zero": ZeroGroup(stage=2)}, 4, 12),
         ({"zero": ZeroGroup(stage=3)}, 0, 16),
         ({"zero": ZeroGroup(stage=3, schedule={5: 1})}, 8, 8),
-        ({"zero": ZeroGroup(stage=0), "precision": PrecisionConfig("bf16")}, 16, 0),
-        ({"zero": ZeroGroup(stage=2), "precision": PrecisionConfig("bf16")}, 2, 14),
+        ({"zero": ZeroGroup(stage=0), "precision": PrecisionGroup("bf16")}, 16, 0),
+        ({"zero": ZeroGroup(stage=2), "precision": PrecisionGroup("bf16")}, 2, 14),
         ({"zero": ZeroGroup(stage=2), "optimizer": MOMENTUM}, 4, 8),
         ({"zero": ZeroGroup(stage=1), "offload": OffloadConfig("cpu")}, 8, 8),
         ({"zero": ZeroGroup(stage=1), "offload": OffloadConfig("disk")}, 8, 0),
@@ -115,7 +115,7 @@ class Saving(nn.Module):
 )
 @pytest.mark.parametrize(("precision", "nbytes"), [("fp32", 4), ("bf16", 2)])
 def test_what_is_saved_is_counted_to_the_byte(precision: str, nbytes: int) -> None:
-    wanted = config(train=TrainConfig(micro_batch_size=2**18), precision=PrecisionConfig(precision), optimizer=ADAMW)
+    wanted = config(train=TrainConfig(micro_batch_size=2**18), precision=PrecisionGroup(precision), optimizer=ADAMW)
     row = (torch.zeros(1, 16),)
     needed, state = 2**22 * nbytes, 16
     require(wanted, Room(needed + state, gpu=0), Ranks(1, 1), Saving(), row)

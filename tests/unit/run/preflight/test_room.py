@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.run.preflight.test_check import config
-from zerotrain.config.schema import Config, OffloadGroup, PrecisionConfig, ZeroGroup
+from zerotrain.config.schema import Config, OffloadGroup, PrecisionGroup, ZeroGroup
 from zerotrain.errors import ConfigError
 from zerotrain.offload.rates import SAMPLE_NBYTES
 from zerotrain.run.factory import build_on_meta
@@ -22,7 +22,7 @@ Usage = namedtuple("Usage", "total used free")
 
 def to_disk(path: Path | None, **groups: Any) -> Config:
     offload = OffloadGroup("disk", "disk", path=None if path is None else str(path))
-    return config(offload=offload, precision=PrecisionConfig("bf16"), **groups)
+    return config(offload=offload, precision=PrecisionGroup("bf16"), **groups)
 
 
 @pytest.mark.case("offload: Offload", "`offload.path` is a file, cannot be written, or has too little room")
