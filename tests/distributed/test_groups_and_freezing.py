@@ -12,7 +12,7 @@ from cases import run_over, sha256
 from rich.console import Console
 
 import zerotrain
-from zerotrain.config.schema import Config, PrecisionConfig, TrainConfig, ZeroGroup
+from zerotrain.config.schema import Config, PrecisionGroup, TrainConfig, ZeroGroup
 from zerotrain.data import SyntheticTokens
 from zerotrain.data.reading.batches import GlobalBatchSampler
 from zerotrain.models import GPT
@@ -60,7 +60,7 @@ class Job:
             data={"_target_": "zerotrain.data.SyntheticTokens", **DATA},
             optimizer={"_target_": target, "groups": GROUPS, **of_optimizer},
             zero=ZeroGroup(stage=self.stage, bucket_mb=0.002 if self.stage % 2 else 25.0, reduction="ordered"),
-            precision=PrecisionConfig(self.precision),
+            precision=PrecisionGroup(self.precision),
             offload=OffloadConfig(optimizer=self.offload),
             train=TrainConfig(max_grad_norm=MAX_NORM, virtual_ranks=self.num_leaves, max_steps=NUM_STEPS),
         )
