@@ -13,7 +13,7 @@ from benchmarks.engines import ENGINES, choose_engines
 from benchmarks.errors import BenchmarkError
 from benchmarks.network import LINKS_BIT_PER_S, SHARED, Network, link, loopback
 from benchmarks.report import report
-from benchmarks.results import Comparison, Measurement
+from benchmarks.results import Comparison, Measurement, missed_rounds
 from benchmarks.rounds import interleaved, machine, measure_in_quiet
 from benchmarks.time_limit import TimeLimit
 from benchmarks.workload import SIZES, Workload
@@ -113,10 +113,7 @@ def run(options: argparse.Namespace, command: str) -> Comparison:
             )
     if not measurements:
         raise BenchmarkError("no engine could be measured" + (" in time" if limit.left_s == 0 else ""))
-    for name in engines:
-        num_missed = options.rounds - sum(each.engine == name for each in measurements)
-        if num_missed and name not in failures:
-            left_out[name] = f"{num_missed} of {options.rounds} rounds, by the time limit of {limit.limit_s:.0f} s"
+    left_out |= missed_rounds(engines, measurements, failures, options.rounds, limit.limit_s)
     return Comparison(
         command=command,
         date=date.today().isoformat(),

@@ -15,14 +15,14 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from benchmarks import fake_world
 from benchmarks.__main__ import write
 from benchmarks.engines import choose_engines
 from benchmarks.errors import BenchmarkError
 from benchmarks.network import SHARED
-from benchmarks.results import Comparison, Measurement
+from benchmarks.results import Comparison, Measurement, missed_rounds
 from benchmarks.rounds import Ranks, interleaved, machine
 from benchmarks.time_limit import TimeLimit
 from benchmarks.workload import SIZES, Workload
@@ -33,8 +33,6 @@ ENGINES = "zero0,alone_bf16,ddp_bf16,fsdp2,deepspeed0,alone,ddp"
 """What differs on one rank, where every stage of ours is stage 0. What matters most comes first."""
 ENGINES_AMONG_FAKE = "zero3,fsdp2,zero2,zero1,zero0,fsdp2_kept"
 T = TypeVar("T")
-Entry = tuple[str, str]
-"""A part, and an engine in it."""
 Chosen = tuple[list[str], dict[str, str]]
 """As from `choose_engines`."""
 TURNS_UNTIL = 0.8
@@ -57,6 +55,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+class Entry(NamedTuple):
+    """An engine in a part."""
+
+    part: str
+    engine: str
+
+
 class Turns:
     """Engines that are started at once and measured in turn.
 
@@ -72,25 +77,23 @@ class Turns:
 
     def run(self, num_rounds: int) -> None:
         """Measure them, with a line for each. One that fails is left out from then on."""
-        entries = [(part, name) for part, (able, _) in self._engines.items() for name in able]
+        entries = [Entry(part, name) for part, (able, _) in self._engines.items() for name in able]
         with ExitStack() as stack:
             started = {
-                entry: stack.enter_context(Ranks(entry[1], self._workloads[entry[0]], SHARED)) for entry in entries
+                each: stack.enter_context(Ranks(each.engine, self._workloads[each.part], SHARED)) for each in entries
             }
             for entry, ranks in started.items():
                 self._unless_failed(entry, partial(ranks.rest, self._limit.left_s))
             ready = [entry for entry in entries if not self._has_failed(entry)]
-            if not ready:
-                raise BenchmarkError("no engine could be measured")
-            turns = interleaved(ready, num_rounds)
+            turns = interleaved(ready, num_rounds) if ready else []
             for count, entry in enumerate(turns, 1):
                 if self._has_failed(entry) or not self._limit.has_room_for(str(entry)):
                     continue
                 measured = self._unless_failed(entry, partial(self._turn, entry, started[entry]))
                 if measured is not None:
-                    self._measured[entry[0]].append(measured)
+                    self._measured[entry.part].append(measured)
                     print(
-                        f"[{count}/{len(turns)}] {entry[1]:<12} {entry[0]:<8} {measured.step_ms:8.1f} ms/step, "
+                        f"[{count}/{len(turns)}] {entry.engine:<12} {entry.part:<8} {measured.step_ms:8.1f} ms/step, "
                         f"host {measured.host_ms or 0.0:.1f}, loss {measured.loss:.5f}",
                         flush=True,
                     )
@@ -98,12 +101,8 @@ class Turns:
     def comparison(self, part: str, command: str, num_rounds: int) -> Comparison:
         """What was measured of a part."""
         able, left_out = self._engines[part]
-        left_out, measured, failures = dict(left_out), self._measured[part], self._failures[part]
-        for name in able:
-            num_missed = num_rounds - sum(each.engine == name for each in measured)
-            if num_missed and name not in failures:
-                reason = f"{num_missed} of {num_rounds} rounds, by the time limit of {self._limit.limit_s:.0f} s"
-                left_out[name] = reason
+        measured, failures = self._measured[part], self._failures[part]
+        missed = missed_rounds(able, measured, failures, num_rounds, self._limit.limit_s)
         return Comparison(
             command=command,
             date=date.today().isoformat(),
@@ -112,7 +111,7 @@ class Turns:
             link_bit_per_s=None,
             measurements=measured,
             failures=failures,
-            left_out=left_out,
+            left_out=left_out | missed,
         )
 
     def _turn(self, entry: Entry, ranks: Ranks) -> Measurement:
@@ -122,16 +121,25 @@ class Turns:
         return measured
 
     def _has_failed(self, entry: Entry) -> bool:
-        return entry[1] in self._failures[entry[0]]
+        return entry.engine in self._failures[entry.part]
 
     def _unless_failed(self, entry: Entry, do: Callable[[], T]) -> T | None:
         try:
             return do()
         except BenchmarkError as error:
             if self._limit.left_s > 0:
-                self._failures[entry[0]][entry[1]] = str(error)
-            print(f"{entry[1]}, {entry[0]}: {error}", file=sys.stderr, flush=True)
+                self._failures[entry.part][entry.engine] = str(error)
+            print(f"{entry.engine}, {entry.part}: {error}", file=sys.stderr, flush=True)
             return None
+
+
+def _engines_of(wanted: str, workload: Workload) -> Chosen:
+    """The engines of a part; none where none can be run so, with a line that says why: the other parts go on."""
+    try:
+        return choose_engines(wanted, workload.precision, compiled=workload.compiled)
+    except BenchmarkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return [], {}
 
 
 def main(arguments: list[str]) -> int:
@@ -150,13 +158,10 @@ def main(arguments: list[str]) -> int:
     workloads = {"eager": alone, "compiled": replace(alone, compiled=True)}
     try:
         choose_device(options.device, 0)
-        engines = {
-            part: choose_engines(options.engines, "bf16", compiled=workload.compiled)
-            for part, workload in workloads.items()
-        }
+        engines = {part: _engines_of(options.engines, workload) for part, workload in workloads.items()}
         turns = Turns(workloads, engines, TimeLimit(options.time_limit * (TURNS_UNTIL if has_fake else 1.0)))
         turns.run(options.rounds)
-    except (BenchmarkError, ConfigError) as error:
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

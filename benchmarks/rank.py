@@ -210,10 +210,8 @@ def main() -> None:
     prepared = Prepared(job["engine"], workload, device, job["interface"])
     for line in sys.stdin:  # as it is written, by `rounds.Ranks`
         wish, answer = line.rstrip("\n").split(" ", maxsplit=1)
-        result = {}
-        if wish == MEASURE:
-            result = asdict(prepared.measure())
-        else:
+        result = asdict(prepared.measure()) if wish == MEASURE else {}
+        if wish == REST:
             prepared.rest()
         with whole(Path(answer)) as file:
             file.write(json.dumps(result).encode())

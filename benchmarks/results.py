@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,18 @@ def _median_of(rounds: list[Measurement]) -> Measurement:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.mean(known) if known else None
+
+
+def missed_rounds(
+    engines: list[str], measured: list[Measurement], failures: Mapping[str, str], num_rounds: int, limit_s: float
+) -> dict[str, str]:
+    """By engine that has not failed: how many rounds the time limit has left out, where there are any."""
+    num_missed = {name: num_rounds - sum(each.engine == name for each in measured) for name in engines}
+    return {
+        name: f"{number} of {num_rounds} rounds, by the time limit of {limit_s:.0f} s"
+        for name, number in num_missed.items()
+        if number and name not in failures
+    }
 
 
 def lowest(values: Iterable[float]) -> float:

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -79,11 +79,10 @@ def measure(
         BenchmarkError: a rank failed, or they took too long; the message ends with a rank's last output.
     """
     deadline_s = time.monotonic() + timeout_s
-    watch = _LoadWatch()
     with Ranks(engine, workload, network, others_are_fake=others_are_fake) as ranks:
         measured = ranks.measure(timeout_s)
         ranks.end(deadline_s - time.monotonic())
-    return replace(measured, other_load=watch.other_load())
+    return measured
 
 
 class Ranks:

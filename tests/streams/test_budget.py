@@ -11,7 +11,7 @@ from zerotrain.comm.ranks.world import World
 from zerotrain.engine.buckets.parts.norm import BlockSquares
 from zerotrain.settings import OffloadConfig
 
-MOST_PER_BUCKET = {"native": 15, "fp32": 20, "ordered": 25}
+MOST_PER_BUCKET = {"native": 14, "fp32": 19, "ordered": 24}
 """By the reduction, at stage 3, where a bucket is gathered twice. One of them takes back the number of the step, which
 torch counts before it knows on the device that the step is skipped."""
 NUM_BLOCKS, WIDTH = 4, 64

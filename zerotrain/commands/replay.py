@@ -183,7 +183,7 @@ class _Found:
     report: StepReport
     outcome: TrainStepResult
     first_that_differs: dict[str, Any] | None
-    """Of all steps, beside the record."""
+    """The first of all steps that differs from the record."""
     around: list[dict[str, Any]]
     what_if: dict[str, Any] | None
 
@@ -332,7 +332,7 @@ def _beside_record(steps: ReplayedSteps, record: Record, step: int, outcome: Tra
 
 
 def _shell(steps: ReplayedSteps, report: StepReport, scratch: Path) -> None:
-    """A Python shell at the moment before the step. What is done there to the engine is undone at its end."""
+    """A Python shell at the moment before the step. Its end undoes what was done to the engine there."""
     worst = report.worst
     inputs, _ = steps.feed.leaf(worst.virtual_rank)
     names = {"engine": steps.engine, "batch": inputs[worst.micro_batch], "report": report, "steps": steps}

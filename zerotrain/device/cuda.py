@@ -33,7 +33,7 @@ class Cuda(Device):
         return nbytes
 
     @property
-    def kernels_nbytes(self) -> int:  # type: ignore[override]
+    def kernels_nbytes(self) -> int:
         """The workspaces of cuBLAS, one for the thread of the forward and one for that of the backward."""
         if _WORKSPACE in os.environ:
             pairs = re.findall(r":(\d+):(\d+)", os.environ[_WORKSPACE])  # KiB, and how many

@@ -90,8 +90,10 @@ class Device(ABC):
     def own_nbytes(self) -> int:
         """Size of the memory that is not the host's."""
 
-    kernels_nbytes: int = 0
-    """What kernels keep of its memory for themselves, among the tensors that torch counts."""
+    @property
+    def kernels_nbytes(self) -> int:
+        """Bytes that kernels keep for themselves, among the tensors that torch counts."""
+        return 0
 
     @abstractmethod
     def peak_nbytes(self) -> int:

@@ -1,10 +1,10 @@
 """Chooses what is `auto` in a config: of all that fits by its plan the fastest.
 
-The order of stages. Each stage computes the same. Of the stages that fit, one sends least; of those that send as much,
-one whose ranks share the update is faster than one where each rank updates all; of those, the lowest moves least within
+The order of stages. Each stage computes the same. The stage that sends least is taken among those that fit; among equal
+ones one whose ranks share the update is faster than one where each rank updates all; then the lowest moves least within
 a rank. Times of all stages on one host and over a link are in docs/results/summary.md.
 
-Where more than the stage is `auto`, each way has its best stage, and the way of least time by `planning.cost` is
+Each way has its best stage where more than the stage is `auto`, and the way of least time by `planning.cost` is
 chosen. The fastest is planned first, and no way that is slower in each value than one that fits at the best stage. A
 way that saves more may hold more all the same, as sums of micro-batches do: no way is left out for its memory.
 """
@@ -57,7 +57,7 @@ class Choice:
     tried: list[str]
     """Those lines of ways."""
     alternatives: dict[int, int]
-    """Where the stage was chosen: by each other one, the best first, the bytes that a rank would hold there."""
+    """The bytes that a rank would hold at each other stage, the best first; none unless the stage was chosen."""
 
     def write(self, run_dir: Path, asked: Config) -> None:
         """Write plan.json, from which `as_chosen` takes the choice; what does not fit is chosen for no run."""

@@ -1,4 +1,4 @@
-"""What a replay found, as tables and lines."""
+"""Shows as tables and lines what a replay has found."""
 
 import math
 import sys

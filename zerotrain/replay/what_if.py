@@ -15,7 +15,7 @@ MAX_ROWS_NAMED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What is changed in a step."""
+    """A change to a step."""
 
     without_rows: frozenset[int] = frozenset()
     """Numbers of rows in the dataset, whose labels do not count."""
@@ -32,7 +32,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Came:
-    """What a step came to."""
+    """The outcome of a step."""
 
     lr: float
     """The largest learning rate of all groups."""
@@ -48,7 +48,7 @@ class Came:
 
 
 def side_by_side(steps: ReplayedSteps, change: Change, folder: Path) -> dict[str, Any]:
-    """What the next step came to, and what it comes to with a change, for JSON. The run is as before then.
+    """Compute the next step as it was, and with a change; returns both outcomes, for JSON. The run is as before then.
 
     Args:
         folder: for a checkpoint of this moment.

@@ -15,7 +15,7 @@ OF_UPDATE_ALL = ("unit/engine/update/test_optimizer_step.py",)
 FAULTS = {
     "ahead-trusts-every-class": Fault(
         AHEAD,
-        "and _is_of_torch(type(optimizer))",
+        "and is_torchs_own(optimizer)",
         "and True",
         "an optimizer that inherits from a fused one updates with a gradient that is not finite",
         OF_SKIPS,

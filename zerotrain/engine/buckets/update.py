@@ -9,7 +9,7 @@ import torch
 
 from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.scratch import ScratchPool
-from zerotrain.device.device import lies_on_host
+from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.parts.kept import Kept
 from zerotrain.engine.buckets.parts.spans import Span, cut_spans, update_range
@@ -282,7 +282,7 @@ def scaled(gradient: torch.Tensor, factor: torch.Tensor | None, out: torch.Tenso
     if factor is None:
         return out.copy_(gradient)
     factor = factor.to(out.dtype)
-    if lies_on_host(out):
+    if device_of(out.device).is_host:
         return out.copy_(gradient).mul_(factor)
     return torch.mul(gradient, factor.view(1), out=out)  # one of 0 dimensions would be rounded to the narrow dtype
 

@@ -124,7 +124,7 @@ class _Trial:
 
     def problem(self) -> str | None:
         """The sentence on what the optimizer does that it must not; None for nothing."""
-        if _is_torchs_own(self._sample):
+        if is_torchs_own(self._sample):
             # Without what torch puts around it, which imports its compiler: half a second of each start.
             return self._failure_of_sample(partial(inspect.unwrap(type(self._sample).step), self._sample))
         failures = []
@@ -289,7 +289,7 @@ def _agree(plain: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(same.all())
 
 
-def _is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is one of torch's, as torch made it: nobody has hung anything on its step."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.")

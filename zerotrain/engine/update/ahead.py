@@ -12,6 +12,7 @@ import torch
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.bucket import TrainedBucket
 from zerotrain.engine.buckets.update import BucketUpdate
+from zerotrain.engine.groups.trial import is_torchs_own
 from zerotrain.engine.schedule.gathers import Gathers
 
 
@@ -28,12 +29,8 @@ def _is_on_gpu(update: BucketUpdate) -> bool:
     optimizer = update.optimizer
     if optimizer is None:
         return True
-    can_be_off = getattr(optimizer, "_step_supports_amp_scaling", False) and _is_of_torch(type(optimizer))
+    can_be_off = getattr(optimizer, "_step_supports_amp_scaling", False) and is_torchs_own(optimizer)
     return can_be_off and all(group.get("fused", True) for group in optimizer.param_groups)
-
-
-def _is_of_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
 
 
 class UpdateAhead:
@@ -50,7 +47,7 @@ class UpdateAhead:
     def __init__(self, trained: Sequence[TrainedBucket], factor: torch.Tensor | None, norm: torch.Tensor) -> None:
         self._trained = trained
         self._began: list[tuple[torch.optim.Optimizer, torch.Tensor]] = []
-        """What an optimizer has begun a state of."""
+        """The tensors whose state an optimizer has begun in this step."""
         is_finite = norm.isfinite()
         if factor is not None:
             factor = torch.where(is_finite, factor, 1.0)

@@ -44,7 +44,7 @@ class OptimizerStep:
     ) -> None:
         self._model, self._collectives, self._stamps = model, collectives, stamps
         self.max_grad_norm = options.given.max_grad_norm
-        """Of the whole gradient, L2; None: it is not clipped."""
+        """The L2 norm that the whole gradient is clipped to; None: it is not clipped."""
         self._loss_scaler = loss_scaler
         self.skipped_steps = SkippedSteps(options.given.max_skipped_steps, loss_scaler)
 
@@ -109,7 +109,8 @@ class OptimizerStep:
         loss_scale: float,
         goes_ahead: bool,
     ) -> tuple[Exchanged, torch.Tensor | None, "_Told", UpdateAhead | None]:
-        """What `_norm` gives, read; and the update, if it was made ahead of that."""
+        """Take the norm, and read it. Returns what `_norm` does, with the numbers read, and the update if it was made
+        ahead of the reading."""
         exchanged, factor, read = self._norm(schedule.reductions.squares, loss, param_groups, loss_scale)
         ahead = UpdateAhead(schedule.trained, factor, exchanged.norm) if goes_ahead else None
         told = read()

@@ -75,7 +75,7 @@ class PlannedUsage:
     memory: int | None = None
     """That a rank may hold, where the stage was chosen by it."""
     alternatives: dict[str, int] = field(default_factory=dict)
-    """Where the stage was chosen: by each other stage, the best first, the peak that was planned for it."""
+    """The peak that was planned for each other stage, the best first; none unless the stage was chosen."""
 
     def by_column(self) -> dict[str, int | None]:
         """The bytes by column of the table."""

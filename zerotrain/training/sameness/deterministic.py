@@ -10,15 +10,14 @@ def choose_kernels(*, deterministic: bool, tf32: bool) -> None:
     """Do in this process, from now on, as `train.deterministic` and `precision.tf32` say. To be called before the first
     use of a GPU."""
     if deterministic:
-        make_deterministic()
+        _make_deterministic()
     elif tf32:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
 
 
-def make_deterministic() -> None:
-    """Let torch, in this process and from now on, run what has the same bits each time. To be called before the first
-    use of a GPU.
+def _make_deterministic() -> None:
+    """Let torch run what has the same bits each time.
 
     Algorithms without such a variant raise torch's own RuntimeError, which names them. Matrix products do without TF32;
     cuBLAS gets a workspace of fixed size, unless the environment has set one; cuDNN does not choose algorithms by their
