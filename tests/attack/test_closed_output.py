@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY, TINY, Command, result_of
+from commands import ON_TWO_RANKS, REPOSITORY, TINY, Command, result_of
 
 from tests.zygote.client import Zygote
 from tests.zygote.server import CLOSED_PIPE
 
 HAND = (sys.executable, str(REPOSITORY / "launch.py"))
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(REPOSITORY / "launch.py"))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", *ON_TWO_RANKS, str(REPOSITORY / "launch.py"))
 
 
 def in_shell(line: str, *command: str, folder: Path) -> Command:

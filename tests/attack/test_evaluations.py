@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import TINY, Command
+from commands import ON_TWO_RANKS, TINY, Command
 
 SETTINGS = (
     "launch.nproc_per_node=4",
@@ -70,7 +70,7 @@ def test_any_number_of_ranks_has_the_loss_of_a_run_that_is_under_way_and_was_kil
     assert run.wait_until_gone() == []
     for num_ranks in (1, 2, 4):
         assert evaluated(tmp_path, str(checkpoint), f"launch.nproc_per_node={num_ranks}") == (0, wanted, "")
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+    torchrun = ("-m", "torch.distributed.run", *ON_TWO_RANKS)
     assert evaluated(tmp_path, str(checkpoint), "zero.stage=0", start=torchrun)[:2] == (0, wanted)
     assert list((tmp_path / "temporary").glob("zerotrain_*")) == []
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY, TINY, Command
+from commands import ON_TWO_RANKS, REPOSITORY, TINY, Command
 
 RUN = (*TINY, "train.max_steps=300", "train.log_every=1", "hydra.run.dir=disk/run")
 """Its metrics.jsonl grows beyond the disk."""
@@ -33,7 +33,7 @@ def test_a_full_disk_is_told_with_its_path_however_early_it_is_full(tmp_path: Pa
 
 
 def test_under_torchrun_too(tmp_path: Path):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(REPOSITORY / "launch.py"))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", *ON_TWO_RANKS, str(REPOSITORY / "launch.py"))
     command = on_a_small_disk(*torchrun, *RUN, folder=tmp_path, filled="0")
     assert command.wait() == 1
     assert f"rank 0 failed: OSError: [Errno 28] No space left on device: '{tmp_path / 'disk/run'}'" in command.stderr

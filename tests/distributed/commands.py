@@ -138,8 +138,12 @@ def by_hand(*arguments: str, folder: Path, zygote: Zygote | None = None, **envir
     return Command([sys.executable, str(REPOSITORY / "launch.py"), *arguments], folder, environment, _start_of(zygote))
 
 
+ON_TWO_RANKS = ("--standalone", "--nproc-per-node=2")
+"""Newer torchrun takes any free port on one machine; that of torch 2.11 only with `--standalone`."""
+
+
 def by_torchrun(
-    *arguments: str, folder: Path, options: tuple[str, ...] = ("--nproc-per-node=2",), zygote: Zygote | None = None
+    *arguments: str, folder: Path, options: tuple[str, ...] = ON_TWO_RANKS, zygote: Zygote | None = None
 ) -> Command:
     """`torchrun ... launch.py ...`; it and its ranks are forked from the zygote where one is given."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options]

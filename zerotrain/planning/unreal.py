@@ -31,13 +31,18 @@ _IS_SET_TO, _NUMBER = _aten.is_set_to.default, _aten._local_scalar_dense.default
 _GROUPED = _aten._grouped_mm.default
 
 
-def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+def _attention_flops(*inputs: Any, **_: Any) -> int:
+    return sdpa_flop_count(*_heads_alike(*inputs[:3]))
 
 
 def _attention_backward_flops(grad: torch.Tensor, *inputs: Any, **_: Any) -> int:
-    query, key, value = inputs[:3]
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+    return sdpa_backward_flop_count(grad.shape, *_heads_alike(*inputs[:3]))
+
+
+def _heads_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[tuple[int, ...]]:
+    """Their shapes (B, heads, T, size), as if each head of the query had a key and a value of its own: that is what is
+    computed, and torch 2.11 counts nothing else."""
+    return [(each.shape[0], query.shape[1], *each.shape[2:]) for each in (query, key, value)]
 
 
 _OF_CPU: dict[Any, Callable[..., int]] = {

@@ -267,6 +267,13 @@ class BucketUpdate:
         state: dict[str, Any] = self._whole_optimizer.state[self.whole.targets[slot]]
         return state
 
+    def state_at_first(self, group: int, target: torch.Tensor) -> dict[str, Any]:
+        """State that the optimizer of a group has of a tensor before the first gradient: of most optimizers none."""
+        made = self._groups.optimizer_of([(group, target)])
+        assert made is not None
+        state: dict[str, Any] = made.state.get(target, {})
+        return state
+
     @property
     def held_nbytes(self) -> int:
         """Bytes of optimizer state, separate master weight and average on the device between updates."""

@@ -57,6 +57,8 @@ def fill_state(source: Source, bucket: Bucket) -> None:
     states = [(kept, source.keeps(_with_elements(kept.members))) for kept in kept_states(bucket)]
     for kept, keeps in states:
         kept.values.clear()
+        if not keeps:
+            kept.values.update(bucket.update.state_at_first(kept.members[0].group, kept.target))
         once = {name: each for name, each in keeps.items() if isinstance(each, KeptOnce)}
         kept.values.update((name, each.placed(bucket.update.device)) for name, each in once.items())
     everything = [item for each in bucket.spec.parameters for item in source.keeps(each).items()]
