@@ -16,8 +16,8 @@ from zerotrain.engine.buckets.places.home import OffloadedHome
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.state.saving.chunks import ChunkReader
 from zerotrain.engine.state.saving.snapshot import Snapshot
-from zerotrain.offload.saved import _Stored
-from zerotrain.offload.tier import HostTier
+from zerotrain.offload.saved import SavedTensors, _Stored
+from zerotrain.offload.tier import HostTier, Tier
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,25 @@ FAULTS = {
     "copy-of-a-save-read-before-it-is-there": Planted(
         ChunkReader, "read", ".settle()", "", "save", "does in copy_ is read by host"
     ),
+    "window-written-to-while-it-is-stored": Planted(
+        OffloadedHome,
+        "_bring",
+        "self._window.unused.wait()",
+        "pass",
+        "offload of parameters alone",
+        "does in copy_ is written by compute in copy_",
+    ),
+    "window-fetched-into-while-it-is-gathered-from": Planted(
+        Tier,
+        "fetch",
+        "return self._fetch(place, window, stored, unused)",
+        "return self._fetch(place, window, stored, DONE)",
+        "offload",
+        "all_gather is written by stream",
+    ),
+    "window-filled-with-saved-tensors-while-it-is-stored": Planted(
+        SavedTensors, "store", "window.unused.wait()", "pass", "activations", "is written by compute"
+    ),
     # memory freed at issue
     "memory-freed-at-issue": Planted(
         Collectives,
@@ -146,6 +165,14 @@ FAULTS = {
     ),
     "fetched-before-it-is-stored": Planted(
         HostTier, "_fetch", "after=(stored, unused)", "after=(unused,)", "activations", "does in copy_ is read by"
+    ),
+    "fetched-before-it-is-stored-at-home": Planted(
+        OffloadedHome,
+        "fetch",
+        "self._window, stored)",
+        "self._window)",
+        "offload of two buckets",
+        "does in copy_ is read by stream",
     ),
     "fetched-into-memory-in-use": Planted(
         HostTier, "_fetch", "after=(stored, unused)", "after=(stored,)", "activations", "what compute does in"

@@ -101,8 +101,6 @@ def test_the_norm_of_a_bucket_takes_few_kernels_however_large_it_is(exact: bool,
     assert kernels == most
 
 
-def test_offload_makes_the_host_wait_for_its_windows() -> None:
-    """Known, and to become fewer: a window that is used again is waited for by the host."""
-    num_buckets, _, syncs = one_step(3, offload=OffloadConfig(optimizer="cpu", parameters="cpu"))
-    assert syncs["tolist"] == 0
-    assert syncs.total() - 1 <= 8 * num_buckets
+def test_windows_are_waited_for_by_streams_and_not_by_the_host() -> None:
+    _, _, syncs = one_step(3, offload=OffloadConfig(optimizer="cpu", parameters="cpu"))
+    assert syncs == {"event": 1}  # the numbers of the norm have come

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zerotrain.device.cpu import mapped_bytes
-from zerotrain.device.device import Event
+from zerotrain.device.device import DONE, Event
 from zerotrain.offload.memory import PAGE_NBYTES, whole_pages
 from zerotrain.offload.scratch_file import ScratchFile, lies_in_memory
 from zerotrain.offload.tier import Place, Tier, Window
@@ -112,6 +112,10 @@ class DiskTier(Tier):
 
     def _staging(self, nbytes: int) -> torch.Tensor | None:
         return None if self._device.is_host else self._device.host_bytes(nbytes)
+
+    def settled(self, event: Event) -> Event:
+        event.settle()
+        return DONE
 
     def _fetch(self, place: Place, window: Window, stored: Event, unused: Event) -> Event:
         stored.settle()

@@ -216,6 +216,7 @@ class SavedTensors:
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         place = tier.place(memory.nbytes)
         window = self.windows.take(place.nbytes)
+        window.unused.wait()
         window.memory[: memory.nbytes].copy_(memory)
         storing = tier.store(window, place)
         self.windows.give_back(window, storing)

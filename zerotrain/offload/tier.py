@@ -34,6 +34,8 @@ class Window:
     """(nbytes,) uint8, on the device."""
     staging: torch.Tensor | None = None
     """On the host, for a disk and a GPU, which do not reach each other."""
+    unused: Event = DONE
+    """Done when its last use is over. A fetch waits for it; whoever writes to the memory otherwise waits first."""
 
 
 class Tier(ABC):
@@ -75,10 +77,12 @@ class Tier(ABC):
     def window(self, nbytes: int) -> Window:
         """A new window of so many bytes, whole pages."""
 
-    def fetch(self, place: Place, window: Window) -> Event:
-        """Begin to bring a place's bytes into a window that is as large or larger."""
+    def fetch(self, place: Place, window: Window, stored: Event = DONE) -> Event:
+        """Begin to bring a place's bytes, as soon as they are `stored` there, into a window that is as large or
+        larger."""
         self.fetched_nbytes += place.nbytes
-        return self._fetch(place, window, DONE, DONE)
+        unused, window.unused = window.unused, DONE
+        return self._fetch(place, window, stored, unused)
 
     def fetched(self, place: Place, stored: Event) -> tuple[torch.Tensor, Event]:
         """Begin to bring a place's bytes, as soon as they are `stored` there, into memory of their own: (nbytes,) uint8
@@ -106,6 +110,15 @@ class Tier(ABC):
     def read(self) -> Event:
         """Done when what the device has been told until now is done: a window that it reads may then be used again."""
         return self._device.event()
+
+    @abstractmethod
+    def settled(self, event: Event) -> Event:
+        """What the device has to wait for before it uses again what a transfer of this tier has used. Where the host
+        writes to windows itself, it has waited: nothing is left.
+
+        Raises:
+            OffloadError: the bytes did not get there.
+        """
 
     def look(self, place: Place, start: int, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8: some of the bytes at rest, for a host that only reads; on any thread.
@@ -142,6 +155,9 @@ class HostTier(Tier):
 
     def window(self, nbytes: int) -> Window:
         return Window(self._device.bytes_for(nbytes, self._reading, self._writing))
+
+    def settled(self, event: Event) -> Event:
+        return event
 
     def _fetch(self, place: Place, window: Window, stored: Event, unused: Event) -> Event:
         return self._reading.copy(window.memory[: place.nbytes], place.memory, after=(stored, unused))

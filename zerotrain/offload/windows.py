@@ -10,7 +10,7 @@ class Windows:
     """Lends windows on a tier: as many as `num_windows`, or as were ever lent at once.
 
     Args:
-        num_windows: that a window is waited for, whose last copy is under way, before another is made.
+        num_windows: that are made before one is lent again whose last copy may be under way.
     """
 
     def __init__(self, tier: Tier, num_windows: int = 3) -> None:
@@ -25,7 +25,8 @@ class Windows:
         return [window.memory for window, _ in self._resting]
 
     def take(self, nbytes: int) -> Window:
-        """A window of at least so many bytes, whole pages. All become as large as the largest ever asked for.
+        """A window of at least so many bytes, whole pages: see `Window.unused`. All become as large as the largest ever
+        asked for.
 
         Raises:
             OffloadError: what was written from it did not arrive.
@@ -33,7 +34,7 @@ class Windows:
         self._num_lent += 1
         if self._num_lent + len(self._resting) > self._num_windows and self._resting:
             window, last = self._resting.pop(0)
-            last.settle()
+            window.unused = self.tier.settled(last)
             if window.memory.nbytes >= nbytes:
                 return window
             del window  # its memory may serve the larger one

@@ -27,9 +27,8 @@ FAULTS = {
     ),
     "offload-fetched-before-it-has-left": Fault(
         HOME,
-        "            self._leaving.settle()\n            self._window = self._windows.take(self._place.nbytes)\n"
-        "            self._arriving",
-        "            self._window = self._windows.take(self._place.nbytes)\n            self._arriving",
+        "            stored = tier.settled(self._leaving)\n",
+        "            stored = DONE\n",
         "a bucket is read while its last update is still being written",
         ("unit/engine/test_offload.py::test_what_is_fetched_anew_has_left_before",),
     ),
@@ -42,8 +41,8 @@ FAULTS = {
     ),
     "offload-window-used-too-soon": Fault(
         WINDOWS,
-        "            last.settle()\n            if window",
-        "            if window",
+        "window.unused = self.tier.settled(last)",
+        "window.unused = Event()",
         "a window is read into while it is still written from",
         OF_WINDOWS,
     ),

@@ -1,12 +1,14 @@
 """Windows in turn: as many as were said, each waited for before it is used again; and what is waited for."""
 
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
 
 from zerotrain.device.device import DONE, Event
 from zerotrain.errors import OffloadError
+from zerotrain.offload.disk import DiskTier
 from zerotrain.offload.memory import PAGE_NBYTES
 from zerotrain.offload.tier import HostTier
 from zerotrain.offload.transfer import OnThreads
@@ -27,13 +29,20 @@ def windows(num_windows: int = 3) -> Windows:
     return Windows(HostTier(torch.device("cpu")), num_windows)
 
 
-def test_the_oldest_is_used_again_once_there_are_enough_and_its_last_copy_is_waited_for() -> None:
+@pytest.mark.parametrize("is_disk", [False, True], ids=["host", "disk"])
+def test_the_oldest_is_used_again_once_there_are_enough_and_its_last_copy_is_waited_for(
+    is_disk: bool, tmp_path: Path
+) -> None:
+    """By whoever uses it; a disk's threads write to it at once, so it is waited for first."""
     notes: list[str] = []
-    lent = windows()
+    device = torch.device("cpu")
+    lent = Windows(DiskTier(device, tmp_path, "rank 0") if is_disk else HostTier(device))
     first, second, third = (lent.take(PAGE_NBYTES) for _ in range(3))
     for name, window in (("second", second), ("first", first), ("third", third)):
         lent.give_back(window, Noted(notes, name))
     assert lent.take(PAGE_NBYTES) is second
+    assert notes == (["second"] if is_disk else [])
+    second.unused.settle()
     assert notes == ["second"]
     lent.settle()
     assert notes == ["second", "first", "third"]

@@ -144,9 +144,10 @@ class OffloadedHome(Home):
 
     def fetch(self) -> None:
         if self._window is None and not self._in_place:
-            self._leaving.settle()
+            tier = self._windows.tier
+            stored = tier.settled(self._leaving)
             self._window = self._windows.take(self._place.nbytes)
-            self._arriving = self._windows.tier.fetch(self._place, self._window)
+            self._arriving = tier.fetch(self._place, self._window, stored)
 
     def open(self, *, replaced: bool = False) -> None:
         if self._is_open:
@@ -157,8 +158,9 @@ class OffloadedHome(Home):
 
     def _bring(self, *, replaced: bool) -> None:
         if replaced and self._window is None:
-            self._leaving.settle()
+            self._windows.tier.settled(self._leaving)
             self._window = self._windows.take(self._place.nbytes)
+            self._window.unused.wait()
         self.fetch()
         assert self._window is not None
         arriving, self._arriving = self._arriving, DONE
