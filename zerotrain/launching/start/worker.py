@@ -46,7 +46,7 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
         print(f"rank {ranks.rank}: {error}", file=sys.stderr)
         raise
     torch.set_num_threads(num_threads_per_rank(job.config, ranks.local_world_size))
-    record_collectives(job.ranks_dir)
+    tell_nccl(job.ranks_dir)
     # Under torchrun, what it records of an exception becomes part of torchrun's own report.
     torchrun_report = get_error_handler()
     torchrun_report.initialize()
@@ -106,10 +106,11 @@ def leave_overdue(ranks_dir: Path, rank: int, error: CommError | None) -> None:
             Failure.of(error, rank, seen_alive(ranks_dir, rank)).write(ranks_dir, "overdue.error")
 
 
-def record_collectives(ranks_dir: Path) -> None:
-    """Let torch keep the last collectives of a GPU, and write them beside the logs when its watchdog ends the process;
-    what the user has set stays."""
+def tell_nccl(ranks_dir: Path) -> None:
+    """Give collectives of GPUs the first free multiprocessors, since computation waits for them; and let torch keep the
+    last ones, and write them beside the logs when its watchdog ends the process. What the user has set stays."""
     for name, value in {
+        "TORCH_NCCL_HIGH_PRIORITY": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": str(ranks_dir / "collectives_of_rank_"),

@@ -17,7 +17,7 @@ from zerotrain.comm.wires.backend_handles import Works
 from zerotrain.device.device import DONE, Event
 from zerotrain.errors import CommError
 from zerotrain.launching.end.failures import Failure, first_failure
-from zerotrain.launching.start.worker import leave_overdue, record_collectives
+from zerotrain.launching.start.worker import leave_overdue, tell_nccl
 
 TIMEOUT_S = 40.0
 
@@ -168,13 +168,22 @@ def test_an_own_failure_that_comes_after_counts_more_and_is_not_taken_back(
         late.at(now_s)
 
 
-def test_what_torch_recorded_of_collectives_goes_beside_the_logs(
+def test_nccl_is_told_to_come_first_and_to_leave_its_record_beside_the_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
-    for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"):
+    """Under the names that this torch reads."""
+    told = {
+        "TORCH_NCCL_HIGH_PRIORITY": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/collectives_of_rank_",
+    }
+    for name in told:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    record_collectives(tmp_path)
-    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
-    assert [os.environ[name] for name in names] == ["7", "1", f"{tmp_path}/collectives_of_rank_"]
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
+    tell_nccl(tmp_path)
+    assert {name: os.environ[name] for name in told} == told
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
+    known = (Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp").read_text()
+    for name in ("TORCH_NCCL_HIGH_PRIORITY", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        assert f'"{name}"' in known
