@@ -70,6 +70,7 @@ _SIZE |= {"intermediate_size": 1024, "max_position_embeddings": 256}
 _GPT = {"max_seq_len": 256, "num_layers": 6, "num_heads": 6, "hidden_size": 384}
 MODELS: dict[str, dict[str, Any]] = {
     "GPT": {"_target_": "zerotrain.models.GPT", "vocab_size": VOCAB, **_GPT},
+    "GPT, small": {"_target_": "zerotrain.models.GPT", "vocab_size": 512, **_GPT, "num_layers": 4, "hidden_size": 192},
     "Llama": _HF | {"config": {"model_type": "llama", **_SIZE}},
     "Mixtral": _HF | {"config": {"model_type": "mixtral", "num_local_experts": 4, **_SIZE}},
     "Llama, LoRA": _HF | {"config": {"model_type": "llama", **_SIZE}, "lora": {"rank": 8}},

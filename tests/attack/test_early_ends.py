@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import TINY, by_hand, by_torchrun, result_of
+from commands import TINY, result_of
 
 from zerotrain.testing.limits import HANG_S
 
@@ -64,8 +64,8 @@ def test_one_rank_alone_that_ends_with_exit_code_0_has_not_completed(launch, tmp
 
 
 @pytest.mark.parametrize("action", ["exit of C", "sys.exit"])
-def test_under_torchrun_too(tmp_path: Path, action: str):
-    command = by_torchrun(*MISBEHAVING, f"+model.action={action}", PATIENT, folder=tmp_path)
+def test_under_torchrun_too(torchrun, tmp_path: Path, action: str):
+    command = torchrun(*MISBEHAVING, f"+model.action={action}", PATIENT, folder=tmp_path)
     assert command.wait() == 1
     what = ENDS[action].replace("ended with exit code 0", "was killed or exited without an error message")
     result = result_of(tmp_path / "run")
@@ -74,10 +74,12 @@ def test_under_torchrun_too(tmp_path: Path, action: str):
     assert command.wait_until_gone() == []
 
 
-@pytest.mark.parametrize("start", [by_hand, by_torchrun], ids=["by hand", "by torchrun"])
-def test_a_rank_that_was_stopped_is_said_not_to_answer_and_is_ended_soon(tmp_path: Path, start):
-    ranks = (TWO_RANKS,) if start is by_hand else ()
-    command = start(*MISBEHAVING, "+model.action=stop", "launch.timeout_s=6", *ranks, folder=tmp_path)
+@pytest.mark.parametrize("start", ["launch", "torchrun"])
+def test_a_rank_that_was_stopped_is_said_not_to_answer_and_is_ended_soon(request, tmp_path: Path, start: str):
+    ranks = (TWO_RANKS,) if start == "launch" else ()
+    command = request.getfixturevalue(start)(
+        *MISBEHAVING, "+model.action=stop", "launch.timeout_s=6", *ranks, folder=tmp_path
+    )
     command.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/3")
     started_s = time.monotonic()
     assert command.wait() == 1

@@ -4,19 +4,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY, TINY, Command, by_torchrun, result_of
+from commands import REPOSITORY, TINY, Command, result_of
 
 SHOUTING = (*TINY, "model._target_=misbehaving.MisbehavingMLP", "+model.action=shout", "hydra.run.dir=run")
 
 
 @pytest.mark.parametrize("starter", ["by hand", "by torchrun"])
 def test_five_megabytes_that_cannot_be_printed_are_short_on_the_terminal_and_whole_in_the_log(
-    launch, tmp_path: Path, starter: str
+    torchrun, launch, tmp_path: Path, starter: str
 ):
     if starter == "by hand":
         command = launch(*SHOUTING, "launch.nproc_per_node=2", folder=tmp_path)
     else:
-        command = by_torchrun(*SHOUTING, folder=tmp_path)
+        command = torchrun(*SHOUTING, folder=tmp_path)
     assert command.wait() == 1
     assert command.stderr.startswith(r"rank 1 failed: ValueError: half \ud800, \x1b[2J\x07 and much much ")
     assert len(command.stderr) < 20_000

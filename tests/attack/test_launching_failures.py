@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from commands import TINY, by_torchrun, result_of
+from commands import TINY, result_of
 
 from zerotrain.testing.limits import HANG_S
 
@@ -48,8 +48,8 @@ def test_a_killed_rank_ends_all_and_is_named_with_its_signal(launch, tmp_path: P
     assert command.wait_until_gone() == []
 
 
-def test_under_torchrun_the_first_cause_comes_before_torchruns_own_report(tmp_path: Path):
-    command = by_torchrun(*MISBEHAVING, "+model.action=raise", folder=tmp_path)
+def test_under_torchrun_the_first_cause_comes_before_torchruns_own_report(torchrun, tmp_path: Path):
+    command = torchrun(*MISBEHAVING, "+model.action=raise", folder=tmp_path)
     assert command.wait() == 1
     cause = "rank 1 failed: ValueError: the third batch is unlucky"
     assert command.stderr.startswith(cause)
@@ -60,8 +60,10 @@ def test_under_torchrun_the_first_cause_comes_before_torchruns_own_report(tmp_pa
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_under_torchrun_a_run_that_is_stopped_at_once_says_so_in_its_result(tmp_path: Path, signum: signal.Signals):
-    command = by_torchrun(*MISBEHAVING, "+model.action=sleep", folder=tmp_path)
+def test_under_torchrun_a_run_that_is_stopped_at_once_says_so_in_its_result(
+    torchrun, tmp_path: Path, signum: signal.Signals
+):
+    command = torchrun(*MISBEHAVING, "+model.action=sleep", folder=tmp_path)
     command.wait_for_text(tmp_path / "run/ranks/1.log", "asleep")
     command.stop_at_once(signum)
     assert command.wait() != 0
@@ -70,8 +72,8 @@ def test_under_torchrun_a_run_that_is_stopped_at_once_says_so_in_its_result(tmp_
     assert command.wait_until_gone() == []
 
 
-def test_under_torchrun_a_killed_rank_ends_all(tmp_path: Path):
-    command = by_torchrun(*MISBEHAVING, "+model.action=kill", folder=tmp_path)
+def test_under_torchrun_a_killed_rank_ends_all(torchrun, tmp_path: Path):
+    command = torchrun(*MISBEHAVING, "+model.action=kill", folder=tmp_path)
     assert command.wait() == 1
     root_cause = command.stderr.partition("Root Cause")[2]
     assert "Signal 9 (SIGKILL)" in root_cause
@@ -172,8 +174,8 @@ def test_what_a_class_refuses_is_told_with_the_other_problems(launch, tmp_path: 
     assert result_of(tmp_path / "run")["status"] == "failed"
 
 
-def test_under_torchrun_a_problem_is_told_once(tmp_path: Path):
-    command = by_torchrun(*TINY, "zero.stage=5", folder=tmp_path)
+def test_under_torchrun_a_problem_is_told_once(torchrun, tmp_path: Path):
+    command = torchrun(*TINY, "zero.stage=5", folder=tmp_path)
     assert command.wait() == 1
     assert (command.stdout + command.stderr).count("zero.stage: got 5") == 1
     assert command.wait_until_gone() == []

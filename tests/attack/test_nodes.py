@@ -6,15 +6,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import REPOSITORY, TINY, Command, by_torchrun, free_port, result_of
+from commands import REPOSITORY, TINY, Command, free_port, result_of
 
 
-def test_a_machine_that_was_given_something_else_is_named_on_all_and_nothing_runs(tmp_path: Path):
+def test_a_machine_that_was_given_something_else_is_named_on_all_and_nothing_runs(torchrun, tmp_path: Path):
     rendezvous = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}")
     options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=job", *rendezvous)
     stages = (1, 3)
     commands = [
-        by_torchrun(*TINY, f"zero.stage={stage}", f"hydra.run.dir={tmp_path / 'run'}", folder=tmp_path, options=options)
+        torchrun(*TINY, f"zero.stage={stage}", f"hydra.run.dir={tmp_path / 'run'}", folder=tmp_path, options=options)
         for stage in stages
     ]
     assert [command.wait() for command in commands] == [1, 1]
@@ -55,13 +55,13 @@ DIFFERS = "rank 2: its command line differs from that of rank 0: it has {} and l
 @pytest.mark.thinned(3)
 @pytest.mark.waits
 def test_a_typo_on_one_of_two_machines_is_one_line_on_each_and_both_end(
-    tmp_path: Path, of_nodes: tuple[str, str], told: tuple[str, str]
+    torchrun, tmp_path: Path, of_nodes: tuple[str, str], told: tuple[str, str]
 ):
     """Typed on the first, the agent of the second took what its ranks did for a success, and waited for the first's."""
     at = ("--master-addr=127.0.0.1", f"--master-port={free_port()}")
     arguments = (*TINY, f"hydra.run.dir={tmp_path / 'run'}")
     commands = [
-        by_torchrun(
+        torchrun(
             *arguments,
             setting,
             folder=tmp_path,

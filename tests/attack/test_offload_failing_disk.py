@@ -30,24 +30,23 @@ ENDS = {
 }
 
 
-def run(folder: Path, *settings: str, fails: str | None = None) -> Command:
+def run(folder: Path, *settings: str, fails: str) -> Command:
     """On a disk that fails rank 1 as soon as the checkpoint of step 2 is there."""
-    environment = {}
-    if fails is not None:
-        site = REPOSITORY / "tests/attack/failing_disk"
-        environment["PYTHONPATH"] = os.pathsep.join([str(site), str(REPOSITORY)])
-        environment["OPENBLAS_NUM_THREADS"] = "2"  # a thread: ranks are new Pythons then, which import what fails
-        environment["ZEROTRAIN_FAILING_DISK"] = f"{fails}|1|{folder / 'run/checkpoints/step-00000002'}"
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests/attack/failing_disk"), str(REPOSITORY)]),
+        "OPENBLAS_NUM_THREADS": "2",  # a thread: ranks are new Pythons then, which import what fails
+        "ZEROTRAIN_FAILING_DISK": f"{fails}|1|{folder / 'run/checkpoints/step-00000002'}",
+    }
     command = by_hand(*RUN, *settings, folder=folder, **environment)
     command.wait()
     return command
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory) -> str:
+def wanted(launch, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The hash of the weights after a run without offloading."""
     folder = tmp_path_factory.mktemp("wanted")
-    assert run(folder).process.returncode == 0
+    assert launch(*RUN, folder=folder).wait() == 0
     return str(result_of(folder / "run")["weights_sha256"])
 
 
@@ -63,7 +62,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("fails", [*ENDS, "kill in a write"])
 @pytest.mark.thinned(2)
 def test_the_failure_is_named_and_the_run_goes_on_from_its_last_checkpoint(
-    fails: str, wanted: str, tmp_path: Path
+    fails: str, wanted: str, launch, tmp_path: Path
 ) -> None:
     disk = tmp_path / "disk"
     command = run(tmp_path, *TO_DISK, f"offload.path={disk}", fails=fails)
@@ -79,8 +78,8 @@ def test_the_failure_is_named_and_the_run_goes_on_from_its_last_checkpoint(
     assert list(disk.iterdir()) == []
     saved = tmp_path / "run/checkpoints/step-00000002"
     before = contents(saved)
-    again = run(tmp_path, "offload.optimizer=cpu", "checkpoint.resume=auto", "launch.nproc_per_node=2")
-    assert again.process.returncode == 0, again.stderr
+    again = launch(*RUN, "offload.optimizer=cpu", "checkpoint.resume=auto", folder=tmp_path)
+    assert again.wait() == 0, again.stderr
     assert result_of(tmp_path / "run")["weights_sha256"] == wanted
     assert not saved.exists() or contents(saved) == before
 

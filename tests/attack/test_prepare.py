@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import REPOSITORY, TINY, by_torchrun, result_of
+from commands import REPOSITORY, TINY, result_of
 
 from tests.unit.data.tokenizers_made import END, sample, saved
 from tests.zygote.client import Forked, Zygote
@@ -216,7 +216,7 @@ def test_a_long_line_takes_little_memory_and_small_files_little_time(tokenizer: 
     "machines without a common folder",
     "each prepares before the ranks meet, as long as it takes; a machine that cannot is named on all ranks",
 )
-def test_machines_without_a_common_folder_prepare_each_for_itself_before_the_ranks_meet(texts, tmp_path):
+def test_machines_without_a_common_folder_prepare_each_for_itself_before_the_ranks_meet(torchrun, texts, tmp_path):
     """A collective that waited for one that tokenised ended the run after launch.timeout_s."""
     store = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}")
     options = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=job", *store)
@@ -226,7 +226,7 @@ def test_machines_without_a_common_folder_prepare_each_for_itself_before_the_ran
     for folder in machines:
         folder.mkdir()
     commands = [
-        by_torchrun(
+        torchrun(
             *run, *data, "data.seq_len=16", "launch.timeout_s=12", f"hydra.run.dir={tmp_path / 'run'}",
             folder=folder, options=options,
         )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from commands import ON_TWO_RANKS, TINY, by_torchrun, result_of
+from commands import ON_TWO_RANKS, TINY, result_of
 
 MISBEHAVING = (*TINY, "model._target_=misbehaving.MisbehavingMLP")
 RUN = (*MISBEHAVING, "hydra.run.dir=run")
@@ -51,9 +51,9 @@ def test_ranks_that_fail_again_and_again_are_given_up(launch, tmp_path: Path):
 
 
 @pytest.mark.case("stopping", "`torchrun --max-restarts`", "all start again in the same folder")
-def test_torchrun_starts_all_ranks_again_in_the_same_folder(tmp_path: Path):
+def test_torchrun_starts_all_ranks_again_in_the_same_folder(torchrun, tmp_path: Path):
     """Whose name has the time in it."""
-    command = by_torchrun(
+    command = torchrun(
         *MISBEHAVING, "+model.action=kill once", folder=tmp_path, options=(*ON_TWO_RANKS, "--max-restarts=2")
     )
     assert command.wait() == 0, command.stderr

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import TINY, Command, by_hand, by_torchrun, result_of
+from commands import TINY, Command, result_of
 from omegaconf import OmegaConf
 
 from zerotrain.config.compose import from_values
@@ -22,7 +22,7 @@ def files_in(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
-def asleep(folder: Path, start=by_hand, *more: str) -> Command:
+def asleep(folder: Path, start, *more: str) -> Command:
     """A run whose rank 1 sleeps in its third forward."""
     command = start(*ASLEEP, *more, folder=folder)
     command.wait_for_text(folder / "run/ranks/1.log", "asleep")
@@ -59,8 +59,8 @@ def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_changes_noth
     assert from_values(OmegaConf.load(tmp_path / "run/config.yaml")).seed == 0
 
 
-def test_under_torchrun_a_second_run_in_the_folder_is_refused_too(launch, tmp_path: Path):
-    first = asleep(tmp_path, by_torchrun)
+def test_under_torchrun_a_second_run_in_the_folder_is_refused_too(launch, torchrun, tmp_path: Path):
+    first = asleep(tmp_path, torchrun)
     second = launch(*RUN, "seed=7", folder=tmp_path)
     assert second.wait() == 2
     assert "where a run is under way" in second.stderr
@@ -143,11 +143,11 @@ def test_a_sweep_in_the_folder_of_another_takes_what_it_has_and_runs_the_rest(la
     assert "weights: 2 of 2 jobs have the same sha256" in commands[1].stdout
 
 
-@pytest.mark.parametrize("start", [by_hand, by_torchrun], ids=["by hand", "by torchrun"])
-def test_a_run_whose_folder_is_deleted_says_so_and_ends(tmp_path: Path, start):
-    ranks = (TWO_RANKS,) if start is by_hand else ()
+@pytest.mark.parametrize("start", ["launch", "torchrun"])
+def test_a_run_whose_folder_is_deleted_says_so_and_ends(request, tmp_path: Path, start: str):
+    ranks = (TWO_RANKS,) if start == "launch" else ()
     endless = (*TINY, "hydra.run.dir=run$1", "train.max_steps=10000000", "train.log_every=10", "train.eval_every=0")
-    command = start(*endless, *ranks, folder=tmp_path)
+    command = request.getfixturevalue(start)(*endless, *ranks, folder=tmp_path)
     command.wait_for_text(tmp_path / "run$1/ranks/0.log", "step ")
     (tmp_path / "run$1").rename(tmp_path / "gone")  # at once, as nothing else that is deleted
     shutil.rmtree(tmp_path / "gone")
@@ -155,7 +155,7 @@ def test_a_run_whose_folder_is_deleted_says_so_and_ends(tmp_path: Path, start):
     gone = f"{tmp_path / 'run$1'}: the run's folder was deleted or moved during the run; start the run again"
     lines = command.stderr.splitlines()
     assert lines.count(gone) == 1
-    if start is by_hand:  # torchrun has a report of its own
+    if start == "launch":  # torchrun has a report of its own
         assert lines == [gone]
     assert command.wait_until_gone() == []
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import TINY, by_hand, by_torchrun, result_of
+from commands import TINY, by_hand, result_of
 
 from tests.zygote.client import Ending, Zygote
 
@@ -123,12 +123,12 @@ def test_a_completed_run_is_trained_longer_by_what_its_refusal_says(zygote, comp
     assert result_of(tmp_path / "run")["steps"] == 4
 
 
-def test_under_torchrun_a_completed_run_is_left_by_all_ranks(completed: Path, tmp_path: Path):
+def test_under_torchrun_a_completed_run_is_left_by_all_ranks(torchrun, completed: Path, tmp_path: Path):
     shutil.copytree(completed / "run", tmp_path / "run")
     before = state_of(tmp_path / "run")
     alone, swept = ("hydra.run.dir=run", AUTO), ("-m", "hydra.sweep.dir=.", "hydra.sweep.subdir=run")
     for settings, said in ((alone, f"run {LEFT}"), (swept, f"job 0 {TAKEN} run: completed with loss ")):
-        command = by_torchrun(*TINY, *settings, folder=tmp_path)
+        command = torchrun(*TINY, *settings, folder=tmp_path)
         assert command.wait() == 0, command.stderr
         assert command.stdout.startswith(said)
         assert state_of(tmp_path / "run") == before

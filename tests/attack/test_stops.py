@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import TINY, Command, by_torchrun, result_of
+from commands import TINY, Command, result_of
 
 from zerotrain.testing.limits import HANG_S
 
@@ -86,14 +86,14 @@ def test_a_signal_to_one_rank_alone(launch, tmp_path: Path, action: str, rank: i
 
 @pytest.mark.case("stopping", "under torchrun, to torchrun or to a rank", "the same")
 @pytest.mark.waits
-def test_under_torchrun_to_torchrun_and_to_a_rank(tmp_path: Path):
-    by_torch = by_torchrun(*ENDLESS, folder=tmp_path)
+def test_under_torchrun_to_torchrun_and_to_a_rank(torchrun, tmp_path: Path):
+    by_torch = torchrun(*ENDLESS, folder=tmp_path)
     by_torch.wait_for_text(tmp_path / "run/ranks/0.log", "step 1/")
     by_torch.process.send_signal(signal.SIGTERM)
     assert by_torch.wait() == 1  # torchrun's own
     assert_stopped_in_order(by_torch, tmp_path / "run", "SIGTERM")
     elsewhere = "hydra.run.dir=elsewhere"  # the first has saved
-    alone = by_torchrun(*MISBEHAVING, "+model.action=interrupt", elsewhere, folder=tmp_path)
+    alone = torchrun(*MISBEHAVING, "+model.action=interrupt", elsewhere, folder=tmp_path)
     assert alone.wait() == 0  # another code is a failure to torchrun, and the ranks start again
     assert_stopped_in_order(alone, tmp_path / "elsewhere", "SIGINT")
 

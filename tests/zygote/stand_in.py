@@ -24,7 +24,8 @@ def main() -> None:
         signal.signal(signum, lambda signum, _: os.kill(pid, signum))
     code = int(answers.readline())
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
 
