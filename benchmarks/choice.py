@@ -28,8 +28,8 @@ from benchmarks.rounds import REPOSITORY, free_port, machine
 from zerotrain.config.words import word
 
 NUM_RANKS = 2
-CHOSEN = ("zero.stage", "model.activation_checkpointing", "offload.optimizer")
-WAYS = [*product(range(4), (False, True), ("device", "disk"))]
+CHOSEN = ("zero.stage", "model.activation_checkpointing", "offload.optimizer", "offload.heap")
+WAYS = [*product(range(4), (False, True), ("device", "disk"), ("reuse", "return"))]
 CGROUPS = Path("/sys/fs/cgroup")
 TIMEOUT_S = 600.0
 
@@ -134,9 +134,10 @@ def _chosen_in(run_dir: Path) -> tuple[str, ...]:
 
 
 def named(way: Sequence[str]) -> str:
-    """Such as `stage 1, recompute, optimizer on disk`."""
-    stage, again, tier = way
-    return f"stage {stage}" + ", recompute" * (again == "true") + f", optimizer on {tier}" * (tier != "device")
+    """Such as `stage 1, recompute, optimizer on disk, heap returned`."""
+    stage, again, tier, heap = way
+    more = ", recompute" * (again == "true") + f", optimizer on {tier}" * (tier != "device")
+    return f"stage {stage}{more}" + ", heap returned" * (heap == "return")
 
 
 def compared(options: argparse.Namespace, network: Network, gb: float) -> list[str]:

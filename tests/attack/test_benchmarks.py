@@ -50,7 +50,7 @@ def test_a_way_lives_within_its_limit_or_is_killed(tmp_path: Path) -> None:
     options = choice.options_of(["--width", "64", "--layers", "2", "--rows", "1", "--steps", "2"])
     asked = [*choice.settings_of(options), "plan.memory_gb=2", *(f"{name}=auto" for name in choice.CHOSEN)]
     lives = choice.run_ranks_of(asked, choice.SHARED, 2 * 10**9, tmp_path)
-    assert lives.way == ("1", "false", "device")
+    assert lives.way == ("1", "false", "device", "reuse")
     assert lives.step_ms is not None
     assert lives.step_ms > 0
     killed = choice.run_ranks_of(asked, choice.SHARED, 10**8, tmp_path)

@@ -25,7 +25,8 @@ VIRTUAL_RANKS = {1: 4, 2: 4, 3: 3}
 
 def setup_of(start: tuple[int, str, str], num_ranks: int, folder: Path, *, keep: float) -> Setup:
     stage, optimizer, parameters = start
-    offload = zerotrain.OffloadConfig(optimizer, parameters, keep=keep, path=str(folder))
+    heap = "return" if keep else "reuse"
+    offload = zerotrain.OffloadConfig(optimizer, parameters, keep=keep, path=str(folder), heap=heap)
     return Setup(num_ranks, stage, offload=offload)
 
 

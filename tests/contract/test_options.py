@@ -35,6 +35,7 @@ OPTIONS = """
     offload.keep
     offload.update
     offload.path
+    offload.heap
     model.compile
     model.activation_checkpointing
     model.freeze

@@ -33,6 +33,13 @@ def reuse_what_is_freed(reuses: bool = True) -> None:
         _MALLOPT(_MMAP_THRESHOLD, _LARGE_NBYTES if reuses else _USUAL_NBYTES)
 
 
+def return_what_is_freed() -> None:
+    """Let the system have what this process frees, at once, but for blocks of less than 128 KiB between others."""
+    if _MALLOPT is not None:
+        _MALLOPT(_TRIM_THRESHOLD, _USUAL_NBYTES)
+        _MALLOPT(_MMAP_THRESHOLD, _USUAL_NBYTES)
+
+
 def give_back_freed() -> None:
     """Let malloc give the system all that it keeps of freed memory. Otherwise freed large blocks stay between small
     ones, and later ones do not fit in their place: measured, without this a process grew by what the whole model takes,

@@ -66,7 +66,7 @@ class Usage:
         where it keeps factors of a matrix."""
         trained, num_whole = self.schedule.trained, self._num_whole
         num_by_elements = sum(bucket.layout.numel for bucket in trained) - num_whole
-        copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.separate_master_nbytes)
+        copies = sum(bucket.layout.numel * 4 for bucket in trained if bucket.update.kept.separate_master_nbytes)
         state = self._sampled_nbytes(num_whole, is_whole=True) + self._sampled_nbytes(num_by_elements, is_whole=False)
         average = 4 * sum(bucket.layout.numel for bucket in trained) if self.averages else 0
         return self._split(self._volume.memory_nbytes(self.schedule.plan, state + copies + average))
@@ -171,7 +171,7 @@ class Usage:
         held = sum(bucket.update.kept.element_state_nbytes() for bucket in trained)
         state = (numel - num_whole) * (held // updated if updated else 0)
         state += self._sampled_nbytes(num_whole, is_whole=True)
-        copies = [bucket for bucket in trained if bucket.update.separate_master_nbytes]
+        copies = [bucket for bucket in trained if bucket.update.kept.separate_master_nbytes]
         copies += [bucket for bucket in trained if bucket.update.kept.average is not None]
         return state + sum(bucket.layout.numel * bucket.update.master_weight.itemsize for bucket in copies)
 

@@ -11,12 +11,14 @@ from zerotrain.config.schema import Config
 from zerotrain.settings import AUTO, autos_of
 
 STAGE, MICRO_BATCH = "zero.stage", "train.micro_batch_size"
+HEAP = "offload.heap"
 TIERS = ("offload.optimizer", "offload.parameters", "offload.activations")
 _ACCUMULATION = "train.gradient_accumulation_steps"
 _VALUES: Mapping[str, tuple[Any, ...]] = {
     STAGE: (0, 1, 2, 3),
     "model.activation_checkpointing": (False, True),
     **dict.fromkeys(TIERS, ("device", "cpu", "disk")),
+    HEAP: ("reuse", "return"),
 }
 _OF_A_PLAN = ("zero", "precision", "offload", "model", "data", "optimizer")
 _OF_A_STEP = ("micro_batch_size", "gradient_accumulation_steps", "virtual_ranks")
@@ -89,13 +91,14 @@ def ways_beside_stages(config: Config, *, on_host: bool) -> Iterator[Way]:
     """All ways; the first is the fastest.
 
     Args:
-        on_host: a rank computes in the host's memory, where offloading to that frees nothing.
+        on_host: a rank computes in the host's memory: offloading to that frees nothing, and returning it frees some.
     """
     names = [name for name in autos_of(config) if name != STAGE]
     values = {name: [*enumerate(allowed(config, name))] for name in names}
-    if on_host:
-        for tier in values.keys() & {*TIERS}:
-            values[tier] = [each for each in values[tier] if each[1] != "cpu"]
+    for name in values.keys() & {*TIERS, HEAP}:
+        left_out = "cpu" if name in TIERS else "return"
+        if on_host == (name in TIERS):
+            values[name] = [each for each in values[name] if each[1] != left_out]
     for chosen in product(*values.values()):
         yield Way({name: value for name, (_, value) in zip(names, chosen, strict=True)}, tuple(n for n, _ in chosen))
 

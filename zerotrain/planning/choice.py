@@ -20,6 +20,7 @@ from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import Optional, UntrustedFileError, read_json
 from zerotrain.planning.auto import (
+    HEAP,
     STAGE,
     Way,
     allowed,
@@ -217,9 +218,10 @@ def _advice(config: Config, planner: Planner) -> str:
 
 def _changes(config: Config, planner: Planner) -> Iterator[tuple[str, Config, int]]:
     num_ranks = planner.ranks.num_ranks
+    returning: dict[str, Any] = {HEAP: "return"}
     recompute = {"model.activation_checkpointing": True}
     offload = {"offload.optimizer": "disk" if planner.on_host else "cpu"}
-    for values in (recompute, offload, recompute | offload):
+    for values in (*[returning] * planner.on_host, recompute, offload, recompute | offload):
         if values.items() <= values_in(config, values).items():
             continue
         yield chosen_named(values), with_values(config, values), num_ranks

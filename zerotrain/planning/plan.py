@@ -39,8 +39,10 @@ class Memory:
     on_host: bool
     """Whether both are the same memory."""
     process: int
-    """Beside its tensors a rank takes these: on the CPU what its process has imported, and what it keeps of freed
-    memory; on a GPU what kernels keep."""
+    """Beside its tensors a rank takes these: on the CPU what its process has imported; on a GPU what kernels keep."""
+    kept: int
+    """Freed memory that a rank may keep, unless it returns that; none on a GPU, where its allocator has room of its
+    own (`OF_A_GPU`)."""
 
     @classmethod
     def of(cls, config: Config, device: torch.device, num_local: int) -> "Memory":
@@ -52,12 +54,17 @@ class Memory:
             device=there if given is None else given * 1e9,
             host=room.host,
             on_host=on_host,
-            process=now + MAX_KEPT_NBYTES if on_host else device_of(device).kernels_nbytes,
+            process=now if on_host else device_of(device).kernels_nbytes,
+            kept=MAX_KEPT_NBYTES if on_host else 0,
         )
+
+    def beside(self, plan: StagePlan) -> int:
+        """Bytes that are no tensors."""
+        return self.process + (0 if plan.returns_heap else self.kept)
 
     def taken(self, plan: StagePlan) -> int:
         """Bytes of the memory that a rank computes in."""
-        return plan.at_least + self.process + (plan.host if self.on_host else 0)
+        return plan.at_least + self.beside(plan) + (plan.host if self.on_host else 0)
 
     def fits(self, plan: StagePlan) -> bool:
         """Whether a rank can have all that it holds, as far as it is known."""
@@ -93,6 +100,7 @@ class RunPlan:
             "num_ranks": self.num_ranks,
             "memory": round(self.memory.device),
             "process": self.memory.process,
+            "kept": self.memory.kept,
             "stages": stages,
         }
         with whole(run_dir / PLAN_NAME) as file:

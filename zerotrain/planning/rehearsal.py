@@ -68,6 +68,8 @@ class StagePlan:
     """Operations of torch in a step."""
     unknown_because: str | None
     """The operation that cannot be followed without values."""
+    returns_heap: bool
+    """Whether the host's memory that is freed goes back to the system at once."""
 
     @property
     def at_least(self) -> int:
@@ -202,6 +204,7 @@ class _Rehearsal:
             flops=None if failed else mode.flops * leaves * accumulated // num,
             operations=None if failed else mode.operations * leaves * accumulated // num,
             unknown_because=failed,
+            returns_heap=self._config.offload.returns_heap,
         )
 
     def _saved_moved(self) -> tuple[int, int]:

@@ -45,8 +45,8 @@ def print_plan(console: Console, plan: RunPlan, *, compiles: bool) -> None:
 def _bars(plan: RunPlan, marks: str) -> Iterator[str]:
     """A bar for each stage: the state, and all that comes and goes, at the peak, without the process itself. A `|` is
     the end of the memory that is left for them."""
-    process, room = plan.memory.process, plan.memory.device - plan.memory.process
-    longest = max(plan.memory.taken(each) for each in plan.stages.values()) - process
+    process = plan.memory.beside(plan.stages[plan.stage])
+    room, longest = plan.memory.device - process, max(map(plan.memory.taken, plan.stages.values())) - process
     for stage, each in sorted(plan.stages.items()):
         state = (each.parameters, each.gradients, each.optimizer)
         bar, held = "", 0
@@ -80,7 +80,8 @@ def _lines(plan: RunPlan, *, compiles: bool) -> Iterator[str]:
     if compiles:
         yield "model.compile=true: planned uncompiled, and compiled units save the same or less"
     owner = "of the process itself" if memory.on_host else "of cuBLAS"
-    process = f" with {in_unit(memory.process)} {owner}" if memory.process else ""
+    beside = memory.beside(each)
+    process = f" with {in_unit(beside)} {owner}" if beside else ""
     where = "" if each.peak_phase is None else f" in its {each.peak_phase}"
     least = "at least " if each.peak is None else ""
     yield (

@@ -49,6 +49,12 @@ def test_between_forward_and_backward_what_was_freed_is_used_again_without_page_
     assert behind > 10_000
 
 
+@of_glibc
+def test_where_the_heap_is_returned_nothing_that_is_freed_stays(tmp_path: Path, zygote: Zygote) -> None:
+    build, returning = "optimizer=torch.optim.AdamW", ", offload=zerotrain.OffloadConfig(heap='return')"
+    assert min(numbers_of(FAULTS.replace(build, build + returning), tmp_path, zygote)) > 10_000
+
+
 LIVING = """
 import torch
 from pathlib import Path
@@ -91,7 +97,9 @@ def test_what_the_user_has_set_stays() -> None:
     assert min(int(number) for number in told.stdout.split()) > 10_000
 
 
-@pytest.mark.parametrize(("offload", "wanted"), [({}, [True, False]), ({"optimizer": "disk"}, [])])
+@pytest.mark.parametrize(
+    ("offload", "wanted"), [({}, [True, False]), ({"optimizer": "disk"}, []), ({"heap": "return"}, [])]
+)
 def test_with_a_disk_all_memory_is_given_back(
     offload: dict[str, str], wanted: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from tests.unit.planning.test_choice import asking, with_room_for
 from zerotrain.comm.ranks.world import World
 from zerotrain.config.checks import value_problems
 from zerotrain.config.schema import Config
+from zerotrain.device.heap import MAX_KEPT_NBYTES
 from zerotrain.planning.auto import (
     allowed,
     asked_hash,
@@ -88,6 +89,25 @@ def test_ways_go_from_the_fastest_on_and_a_cpu_offloads_to_disk_alone():
     assert (len(ways), len(on_gpu)) == (12, 18)
     assert [*ways[0].values()] == [4, False, "device"]
     assert [*ways[-1].values()] == [*on_gpu[-1].values()] == [1, True, "disk"]
+
+
+def test_freed_memory_is_returned_where_a_run_does_not_fit_otherwise(tmp_path: Path):
+    asked = asking()
+    asked.offload.heap = "auto"
+    assert value_problems(asked) == []
+    planner = Planner(with_least_memory(asked), Ranks(2, 2), torch.device("cpu"), tmp_path)
+    [reusing, returning] = ways_beside_stages(asked, on_host=True)
+    assert [way.values["offload.heap"] for way in (reusing, returning)] == ["reuse", "return"]
+    assert [dict(way.values) for way in ways_beside_stages(asked, on_host=False)] == [{"offload.heap": "reuse"}]
+    plans = [planner.stage(with_values(asked, {"zero.stage": 1, **way.values}), 1) for way in (reusing, returning)]
+    with_all, with_less = map(planner.memory.taken, plans)
+
+    assert with_all - with_less == planner.memory.kept == MAX_KEPT_NBYTES > 0
+    assert step_s(plans[1], SPEEDS) > step_s(plans[0], SPEEDS)
+    assert chosen_of(asked, planner, with_all).values == {"zero.stage": 1, "offload.heap": "reuse"}
+    tight = chosen_of(asked, planner, with_less)
+    assert tight.values == {"zero.stage": 1, "offload.heap": "return"}
+    assert tight.plan.fits
 
 
 def test_weights_go_to_a_disk_where_nothing_else_fits(tmp_path: Path):

@@ -110,7 +110,9 @@ class BucketUpdate:
         samples, owned = self._groups.samples, self.whole.targets.values() if self.whole is not None else ()
         state = samples.state_nbytes([span.target.numel() for span in self.spans], is_whole=False)
         return (
-            self.separate_master_nbytes + state + samples.state_nbytes([each.numel() for each in owned], is_whole=True)
+            self.kept.separate_master_nbytes
+            + state
+            + samples.state_nbytes([each.numel() for each in owned], is_whole=True)
         )
 
     # ---- a step
@@ -243,11 +245,6 @@ class BucketUpdate:
     # ---- what is kept
 
     @property
-    def separate_master_nbytes(self) -> int:
-        """Bytes of the master weight, 0 where it shares the model weight's storage."""
-        return self.master_weight.nbytes if self.has_copy else 0
-
-    @property
     def sent_nbytes(self) -> int:
         """Bytes this rank sends in a step so that tensors can be updated whole."""
         return self.whole.sent_nbytes if self.whole is not None else 0
@@ -280,7 +277,7 @@ class BucketUpdate:
         if self.home.nbytes:
             return 0
         average = 0 if self.kept.average is None else self.kept.average.nbytes
-        return self.separate_master_nbytes + average + sum(tensor.nbytes for tensor in self.kept.state_tensors())
+        return self.kept.separate_master_nbytes + average + sum(tensor.nbytes for tensor in self.kept.state_tensors())
 
 
 def scaled(gradient: torch.Tensor, factor: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:

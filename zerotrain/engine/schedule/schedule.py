@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zerotrain.device.device import lies_on_host
-from zerotrain.device.heap import reuse_what_is_freed
+from zerotrain.device.heap import return_what_is_freed, reuse_what_is_freed
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Gradients, Segment
@@ -40,8 +40,11 @@ class Schedule:
         self.gathers = Gathers(units, buckets, options)
         completing = _completing_units(units, self.trained) if self.gathers.frees_after_use else {}
         self.reductions = Reductions(self.trained, completing)
-        self._reuses_heap = lies_on_host(buckets[0].weights.shard) and not options.offload.uses_disk
+        is_on_host, offload = lies_on_host(buckets[0].weights.shard), options.offload
+        self._reuses_heap = is_on_host and not offload.returns_heap and not offload.uses_disk
         """With a disk memory is to be flat."""
+        if is_on_host and offload.returns_heap:
+            return_what_is_freed()
         self._frozen = [bucket for bucket in buckets if bucket not in self.trained]
         self._owners = [BucketOwner(bucket, self) for bucket in buckets]
         self._backward = 0

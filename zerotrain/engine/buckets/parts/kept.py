@@ -36,6 +36,11 @@ class Kept:
                     if type(value) is torch.Tensor and value.ndim > 0:
                         yield (number, place, name), value
 
+    @property
+    def separate_master_nbytes(self) -> int:
+        """Bytes of the master weight, 0 where it shares the model weight's storage."""
+        return self.master_weight.nbytes if self.has_copy else 0
+
     def element_state_nbytes(self) -> int:
         """Bytes of state this rank keeps of what it updates by elements (0-dim counters left out)."""
         return sum(tensor.nbytes for tensor in tensors_of_state(self.by_elements))
