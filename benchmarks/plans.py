@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
@@ -176,14 +176,29 @@ def held(tool: str, model: str, stage: int) -> int:
         for number in range(NUM_STEPS):
             with torch.profiler.record_function(f"step {number}"):
                 step()
-    found = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    [began_ns] = [each.start_ns() for each in found if each.name() == f"step {NUM_STEPS - 1}"]
+    found = sorted(
+        _all_of(profiled.profiler.kineto_results.experimental_event_tree()), key=lambda each: each.start_time_ns
+    )
+    [began_ns] = [each.start_time_ns for each in found if each.name == f"step {NUM_STEPS - 1}"]
+    living: dict[int, int] = {}
     now = most = 0
     for event in found:
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now) if event.start_ns() >= began_ns else now
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            told = event.extra_fields
+            # The profiler sees no memory that another thread frees; it is gone when its address is given out again.
+            now -= living.pop(told.ptr, 0)
+            if told.alloc_size > 0:
+                living[told.ptr] = told.alloc_size
+                now += told.alloc_size
+            most = max(most, now) if event.start_time_ns >= began_ns else now
     return most
+
+
+def _all_of(events: Iterable[Any]) -> Iterator[Any]:
+    """These, and what began within them."""
+    for event in events:
+        yield event
+        yield from _all_of(event.children)
 
 
 # ---- what is said before
