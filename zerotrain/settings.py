@@ -182,7 +182,9 @@ OFFLOADS_OPTIMIZER = Effect(
     lambda run, _: run.offload.optimizer != "device", "with offload.optimizer=device; it has one with cpu or disk"
 )
 OFFLOADS_TO_DISK = Effect(
-    lambda run, _: run.offload.uses_disk or any(name.startswith("offload.") for name in autos_of(run)),
+    lambda run, _: (
+        run.offload.uses_disk or any(name.startswith("offload.") for name in autos_of(run) if name != "offload.heap")
+    ),
     "without offload.optimizer=disk, offload.parameters=disk or offload.activations=disk",
 )
 

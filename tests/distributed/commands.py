@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from tests.zygote.client import Forked, Zygote
 from tests.zygote.server import MARK
@@ -138,8 +139,8 @@ def by_hand(*arguments: str, folder: Path, zygote: Zygote | None = None, **envir
     return Command([sys.executable, str(REPOSITORY / "launch.py"), *arguments], folder, environment, _start_of(zygote))
 
 
-ON_TWO_RANKS = ("--standalone", "--nproc-per-node=2")
-"""Newer torchrun takes any free port on one machine; that of torch 2.11 only with `--standalone`."""
+ON_TWO_RANKS = (*["--standalone"] * (torch.__version__ < "2.13"), "--nproc-per-node=2")
+"""By itself torchrun takes any free port since torch 2.13."""
 
 
 def by_torchrun(

@@ -133,8 +133,10 @@ class Clocks:
         return memory is not None and memory.on_host
 
     def put_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This is pinned memory of the host."""
-        self.memory(tensor.untyped_storage()).on_host = True
+        """This is pinned memory of the host, that no stream has had."""
+        memory = self.memory(tensor.untyped_storage())
+        memory.on_host = True
+        memory.writes.clear()
         return tensor
 
     def record_stream(self, tensor: torch.Tensor, stream: str) -> None:

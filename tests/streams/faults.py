@@ -74,7 +74,7 @@ FAULTS = {
     "fetch-not-waited-for": Planted(
         OffloadedHome,
         "_bring",
-        "arriving.wait()",
+        "self._arrived.wait()",
         "pass",
         "offload",
         "does in copy_ is written by compute in _fused",
@@ -125,6 +125,23 @@ FAULTS = {
         "return self._fetch(place, window, stored, DONE)",
         "offload",
         "all_gather is written by stream",
+    ),
+    "host-writes-while-it-is-fetched": Planted(
+        OffloadedHome,
+        "_settle",
+        "self._arrived.settle()",
+        "pass",
+        "offload, looked at between steps",
+        "is written by host",
+        size=1,  # where no collective has the host wait
+    ),
+    "moved-while-it-is-stored": Planted(
+        OffloadedHome,
+        "_move_to_larger",
+        "self._settle()",
+        "pass",
+        "offload, with more state than there is room for",
+        "does in copy_ is read by host",
     ),
     "window-filled-with-saved-tensors-while-it-is-stored": Planted(
         SavedTensors, "store", "window.unused.wait()", "pass", "activations", "is written by compute"
@@ -189,7 +206,7 @@ FAULTS = {
     "shard-gathered-before-it-has-come": Planted(
         OffloadedHome,
         "_bring",
-        "arriving.wait()",
+        "self._arrived.wait()",
         "pass",
         "offload",
         "read by NCCL's stream of gathers in all_gather",

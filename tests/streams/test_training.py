@@ -39,6 +39,33 @@ def left_over(world: World, *_: Any) -> None:
         engine.step()
 
 
+def looked_at_between_steps(world: World, *_: Any) -> None:
+    """By the host, where what lies there was fetched by a forward, or is still being stored by an update."""
+    engine = build(world, 3, offload=OFF, bucket_mb=0.01)
+    engine.keep_average(decay=0.9)
+
+    def between(step: int) -> None:
+        with torch.no_grad():
+            engine(rows(step, 0, world.rank))
+        with engine.averaged():
+            engine.weights_sha256()
+
+    train(engine, between=between)
+
+
+def outgrowing(world: World, *_: Any) -> None:
+    """Someone gives the optimizer more state between steps, for which its place is too small."""
+    engine = build(world, 2, offload=OffloadConfig(optimizer="cpu"))
+
+    def between(step: int) -> None:
+        if step == 0:
+            for bucket in engine.schedule.trained:
+                for state in bucket.update.optimizer.state.values():  # type: ignore[union-attr]
+                    state["more"] = torch.ones(state["exp_avg"].shape)
+
+    train(engine, num_steps=3, between=between)
+
+
 def changing(world: World, *_: Any) -> torch.Tensor:
     engine = build(world, 1)
     return train(engine, num_steps=4, between=lambda step: engine.set_stage((3, 0, 2, 2)[step]))
@@ -55,6 +82,8 @@ TRAININGS: dict[str, Case] = {
     "offload": stage(3, offload=OFF, bucket_mb=0.01),
     "offload of parameters alone": stage(3, offload=OffloadConfig(parameters="cpu"), bucket_mb=0.01),
     "offload of two buckets": lambda world, *_: train(build(world, 3, net(num_blocks=2), offload=OFF, bucket_mb=0.01)),
+    "offload, looked at between steps": looked_at_between_steps,
+    "offload, with more state than there is room for": outgrowing,
     "activations": lambda world, *_: train(with_activations(world), num_rows=512),
     "activations that no backward needs": left_over,
     "recomputation": lambda world, *_: train(build(world, 3, net(recomputes=True))),

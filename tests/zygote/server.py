@@ -119,7 +119,8 @@ def run(arguments: list[str]) -> None:
     elif arguments[0] == "-m":
         sys.path[0] = os.getcwd()
         sys.argv = arguments[1:]
-        sys.modules.pop(arguments[1], None)  # or runpy would warn of it
+        if not hasattr(sys.modules.get(arguments[1]), "__path__"):
+            sys.modules.pop(arguments[1], None)  # or runpy would warn of it
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))

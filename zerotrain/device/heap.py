@@ -16,6 +16,12 @@ MAX_KEPT_NBYTES = 0 if _MALLOPT is None else _FREE_AT_TOP_NBYTES
 """Freed bytes that a process may keep, which it holds beside its tensors."""
 
 
+def no_choice_because() -> str:
+    """Why nothing here changes the heap, such as "without glibc"; empty where it can be changed."""
+    given = [name for name in _OF_THE_USER if name in os.environ]
+    return f"while {given[0]} is set" if given else "without glibc" if _MALLOPT is None else ""
+
+
 def reuse_what_is_freed(reuses: bool = True) -> None:
     """Let this process use again what it frees, up to 32 MiB a tensor and 128 MiB at the end of its heap, unless the
     user has set what glibc does.

@@ -34,9 +34,10 @@ class Windows:
         self._num_lent += 1
         if self._num_lent + len(self._resting) > self._num_windows and self._resting:
             window, last = self._resting.pop(0)
-            window.unused = self.tier.settled(last)
             if window.memory.nbytes >= nbytes:
+                window.unused = self.tier.settled(last)
                 return window
+            last.settle()
             del window  # its memory may serve the larger one
         return self.tier.window(nbytes)
 

@@ -213,15 +213,20 @@ def _advice(config: Config, planner: Planner) -> str:
         with suppress(ConfigError):
             if planner.memory.fits(planner.stage(changed, config.zero.stages[0], num_ranks)):
                 return f"{told} fits"
-    return "neither activation checkpointing nor offloading nor 16 times the ranks fit; choose a smaller model or batch"
+    returning = "returning freed memory nor " if planner.on_host else ""
+    return (
+        f"neither {returning}activation checkpointing nor offloading nor 16 times the ranks fit; "
+        "choose a smaller model or batch"
+    )
 
 
 def _changes(config: Config, planner: Planner) -> Iterator[tuple[str, Config, int]]:
     num_ranks = planner.ranks.num_ranks
-    returning: dict[str, Any] = {HEAP: "return"}
+    returning: dict[str, Any] = {HEAP: "return"} if planner.on_host else {}
     recompute = {"model.activation_checkpointing": True}
     offload = {"offload.optimizer": "disk" if planner.on_host else "cpu"}
-    for values in (*[returning] * planner.on_host, recompute, offload, recompute | offload):
+    less = (recompute, offload, recompute | offload)
+    for values in (returning, *less, *(returning | each for each in less)):
         if values.items() <= values_in(config, values).items():
             continue
         yield chosen_named(values), with_values(config, values), num_ranks

@@ -98,6 +98,8 @@ def rehearse(
     """
     factory = RehearsedFactory(optimizer, seen)
     config = replace(config, model=config.model | {"compile": False})
+    if not links.on_host:
+        config = replace(config, offload=replace(config.offload, heap="reuse"))
     rank = 0
     while True:
         mode = Unreal()

@@ -92,5 +92,6 @@ def _lines(plan: RunPlan, *, compiles: bool) -> Iterator[str]:
     if not plan.fits:
         yield (
             f"next: {f'zero.stage={fitting[0]} fits' if fitting else 'no stage fits'}; less memory take "
-            "train.micro_batch_size, model.activation_checkpointing=true, precision=bf16 and offload.optimizer=cpu"
+            "train.micro_batch_size, model.activation_checkpointing=true, precision=bf16 and "
+            f"{'offload.heap=return' if memory.on_host else 'offload.optimizer=cpu'}"
         )

@@ -287,6 +287,13 @@ FAULTS = {
         "ranks that choose different experts wait for each other",
         ("unit/engine/test_build.py",),
     ),
+    "heap-not-returned": Fault(
+        SCHEDULE,
+        "            return_what_is_freed()\n",
+        "            pass\n",
+        "a run that fits without what it frees keeps it, and is killed",
+        ("unit/device/test_heap.py::test_where_the_heap_is_returned_nothing_that_is_freed_stays",),
+    ),
     "heap-kept-at-all-times": Fault(
         SCHEDULE,
         "reuse_what_is_freed(reuses=False)",

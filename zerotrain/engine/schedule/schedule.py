@@ -41,10 +41,9 @@ class Schedule:
         completing = _completing_units(units, self.trained) if self.gathers.frees_after_use else {}
         self.reductions = Reductions(self.trained, completing)
         is_on_host, offload = lies_on_host(buckets[0].weights.shard), options.offload
+        self._returns_heap = is_on_host and offload.returns_heap
         self._reuses_heap = is_on_host and not offload.returns_heap and not offload.uses_disk
         """With a disk memory is to be flat."""
-        if is_on_host and offload.returns_heap:
-            return_what_is_freed()
         self._frozen = [bucket for bucket in buckets if bucket not in self.trained]
         self._owners = [BucketOwner(bucket, self) for bucket in buckets]
         self._backward = 0
@@ -63,6 +62,8 @@ class Schedule:
         self._makes_graphs = torch.is_grad_enabled()
         if self._makes_graphs and self._reuses_heap:
             reuse_what_is_freed()
+        if self._returns_heap:
+            return_what_is_freed()
         self.before_forward(self.units[0])
 
     def before_forward(self, unit: LiveUnit) -> None:

@@ -130,6 +130,8 @@ class OffloadedHome(Home):
         self._place: Place = windows.tier.place(max(planned_nbytes, 1))
         self._window: Window | None = None
         self._arriving: Event = DONE
+        """The fetch that nobody has waited for; behind it `_arrived`, for which only the device has."""
+        self._arrived: Event = DONE
         self._leaving: Event = DONE
         self._is_open = False
         self._took_in = False
@@ -158,13 +160,13 @@ class OffloadedHome(Home):
 
     def _bring(self, *, replaced: bool) -> None:
         if replaced and self._window is None:
-            self._windows.tier.settled(self._leaving)
+            self._windows.tier.settled(self._leaving)  # the next store to the place comes behind it in any case
             self._window = self._windows.take(self._place.nbytes)
             self._window.unused.wait()
         self.fetch()
         assert self._window is not None
-        arriving, self._arriving = self._arriving, DONE
-        arriving.wait()
+        self._arrived, self._arriving = self._arriving, DONE
+        self._arrived.wait()
         if not self._take_in(self._window.memory, from_outside=self._place.memory):
             self._drop_fetched()
             self._bring(replaced=False)
@@ -190,7 +192,7 @@ class OffloadedHome(Home):
         if self._is_open:
             return
         self._drop_fetched()
-        self._leaving.settle()
+        self._settle()
         memory = self._place.memory
         if self._outside(memory) and self._take_in(memory, from_outside=memory):
             self._point_to(memory)
@@ -208,14 +210,20 @@ class OffloadedHome(Home):
 
     def leave(self) -> None:
         self._drop_fetched()
-        self._leaving.settle()
+        self._settle()
         self._windows.tier.free(self._place)
         self._tensors, self._moved = no_tensors, []
+
+    def _settle(self) -> None:
+        """Wait on the host for all that is under way with the place."""
+        self._arrived.settle()
+        self._leaving.settle()
+        self._arrived = DONE
 
     def _drop_fetched(self) -> None:
         if self._window is not None:
             self._arriving.settle()
-            self._windows.give_back(self._window, DONE)
+            self._windows.give_back(self._window, self._windows.tier.read())
             self._window, self._arriving = None, DONE
 
     def _take_in(self, into: torch.Tensor, *, from_outside: torch.Tensor) -> bool:
@@ -243,6 +251,7 @@ class OffloadedHome(Home):
         ]
 
     def _move_to_larger(self) -> None:
+        self._settle()
         tensors = list(self._tensors())
         self._slots.clear()
         stop = 0
