@@ -1,9 +1,9 @@
 """`python -m benchmarks.choice`: what `auto` chooses, beside a sweep of all that it could have chosen.
 
-Two ranks train a GPT in fp32 through launch.py, each in a memory cgroup of its own that kills it at its limit; with
-`--link` on two hosts that a link joins. For each limit each way is run, killed or not, and then a run chooses for
-itself. A row tells the fastest way that lived, the way that was chosen, and the step of the one over that of the other,
-both as the sweep measured them. Needs root, for the cgroups.
+Two ranks train a GPT in fp32 through launch.py, in a memory cgroup that kills them beyond as much for each; with
+`--link` on two hosts that a link joins, each with a cgroup of its own. For each limit each way is run, killed or not,
+and then a run chooses for itself. A row tells the fastest way that lived, the way that was chosen, and the step of the
+one over that of the other, both as the sweep measured them. Needs root, for the cgroups.
 """
 
 import argparse
@@ -96,14 +96,18 @@ def run_ranks_of(settings: Sequence[str], network: Network, nbytes: int, folder:
     run_dir, port = folder / "run", free_port()
     with ExitStack() as stack:
         ranks = []
+        alone = len(network.hosts) > 1
+        local = 1 if alone else NUM_RANKS
+        groups = [
+            stack.enter_context(memory_limit(str(number), local * nbytes)) for number in range(NUM_RANKS // local)
+        ]
         for rank in range(NUM_RANKS):
-            procs = stack.enter_context(memory_limit(str(rank), nbytes))
-            host, alone = network.host_of(rank, NUM_RANKS), len(network.hosts) > 1
+            procs, host = groups[rank // local], network.host_of(rank, NUM_RANKS)
             environment = os.environ | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(NUM_RANKS),
                 "LOCAL_RANK": "0" if alone else str(rank),
-                "LOCAL_WORLD_SIZE": "1" if alone else str(NUM_RANKS),
+                "LOCAL_WORLD_SIZE": str(local),
                 "MASTER_ADDR": network.hosts[0].address,
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",

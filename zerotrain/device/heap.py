@@ -6,7 +6,7 @@ import os
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
 _FREE_AT_TOP_NBYTES = 2**27
-_USUAL_NBYTES, _LARGE_NBYTES = 2**17, 2**25
+_USUAL_NBYTES, _RETURNED_NBYTES, _LARGE_NBYTES = 2**17, 2**22, 2**25
 """Blocks above the threshold get pages of their own, given back when they are freed."""
 _OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)  # not everywhere is glibc
@@ -40,10 +40,11 @@ def reuse_what_is_freed(reuses: bool = True) -> None:
 
 
 def return_what_is_freed() -> None:
-    """Let the system have what this process frees, at once, but for blocks of less than 128 KiB between others."""
+    """Let the system have what this process frees, at once, but for blocks of less than 4 MiB between others. With 128
+    KiB as the border a step of 1.0 s took 1.4, with this one 1.1 (GPT of 27.4 M parameters, stage 1, 2026-11-26)."""
     if _MALLOPT is not None:
         _MALLOPT(_TRIM_THRESHOLD, _USUAL_NBYTES)
-        _MALLOPT(_MMAP_THRESHOLD, _USUAL_NBYTES)
+        _MALLOPT(_MMAP_THRESHOLD, _RETURNED_NBYTES)
 
 
 def give_back_freed() -> None:
