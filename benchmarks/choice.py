@@ -96,8 +96,7 @@ def run_ranks_of(settings: Sequence[str], network: Network, nbytes: int, folder:
     run_dir, port = folder / "run", free_port()
     with ExitStack() as stack:
         ranks = []
-        alone = len(network.hosts) > 1
-        local = 1 if alone else NUM_RANKS
+        local = NUM_RANKS // len(network.hosts)
         groups = [
             stack.enter_context(memory_limit(str(number), local * nbytes)) for number in range(NUM_RANKS // local)
         ]
@@ -106,7 +105,7 @@ def run_ranks_of(settings: Sequence[str], network: Network, nbytes: int, folder:
             environment = os.environ | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(NUM_RANKS),
-                "LOCAL_RANK": "0" if alone else str(rank),
+                "LOCAL_RANK": str(rank % local),
                 "LOCAL_WORLD_SIZE": str(local),
                 "MASTER_ADDR": network.hosts[0].address,
                 "MASTER_PORT": str(port),

@@ -182,9 +182,7 @@ OFFLOADS_OPTIMIZER = Effect(
     lambda run, _: run.offload.optimizer != "device", "with offload.optimizer=device; it has one with cpu or disk"
 )
 OFFLOADS_TO_DISK = Effect(
-    lambda run, _: (
-        run.offload.uses_disk or any(name.startswith("offload.") for name in autos_of(run) if name != "offload.heap")
-    ),
+    lambda run, _: run.offload.uses_disk or AUTO in run.offload.tiers,
     "without offload.optimizer=disk, offload.parameters=disk or offload.activations=disk",
 )
 
@@ -289,8 +287,8 @@ class OffloadConfig:
     path: str | None = setting(None, FOLDER, OFFLOADS_TO_DISK)
     """The folder whose disk is used; what is there needs no cleaning up, however a run ends. null: the run's folder."""
     heap: str = setting("reuse", HEAP)
-    """The memory that a rank on a CPU frees. reuse: it keeps up to 128 MiB for its next tensors. return: it keeps none,
-    and the system clears it before a rank gets it again: a step takes about a tenth longer."""
+    """The memory that a rank on a CPU frees. reuse: it keeps up to 128 MiB for its next tensors. return: it keeps
+    hardly any, and the system clears it before a rank gets it again: a step takes about a tenth longer."""
 
     @property
     def returns_heap(self) -> bool:
@@ -300,7 +298,12 @@ class OffloadConfig:
     @property
     def uses_disk(self) -> bool:
         """Whether anything goes to a disk."""
-        return "disk" in (self.optimizer, self.parameters, self.activations)
+        return "disk" in self.tiers
+
+    @property
+    def tiers(self) -> tuple[str, str, str]:
+        """Those of the optimizer's state, of parameters and of activations."""
+        return self.optimizer, self.parameters, self.activations
 
 
 @dataclass
@@ -318,9 +321,9 @@ class OffloadGroup(OffloadConfig):
     inputs), in memories of 64 KiB or more; they are fetched one unit ahead of the backward. cpu; disk: a file in `path`
     that grows with the first steps. auto: chosen as the run starts."""
     heap: str = setting("reuse", or_auto(HEAP))
-    """The memory that a rank on a CPU frees. reuse: it keeps up to 128 MiB for its next tensors. return: it keeps none,
-    and the system clears it before a rank gets it again: a step takes about a tenth longer. auto: chosen as the run
-    starts."""
+    """The memory that a rank on a CPU frees. reuse: it keeps up to 128 MiB for its next tensors. return: it keeps
+    hardly any, and the system clears it before a rank gets it again: a step takes about a tenth longer. auto: chosen as
+    the run starts."""
 
 
 @dataclass

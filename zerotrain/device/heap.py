@@ -10,7 +10,8 @@ _USUAL_NBYTES, _RETURNED_NBYTES, _LARGE_NBYTES = 2**17, 2**22, 2**25
 """Blocks above the threshold get pages of their own, given back when they are freed."""
 _OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)  # not everywhere is glibc
-if any(name in os.environ for name in _OF_THE_USER):
+_GIVEN = next((name for name in _OF_THE_USER if name in os.environ), None)
+if _GIVEN is not None:
     _MALLOPT = None
 MAX_KEPT_NBYTES = 0 if _MALLOPT is None else _FREE_AT_TOP_NBYTES
 """Freed bytes that a process may keep, which it holds beside its tensors."""
@@ -18,8 +19,7 @@ MAX_KEPT_NBYTES = 0 if _MALLOPT is None else _FREE_AT_TOP_NBYTES
 
 def no_choice_because() -> str:
     """Why nothing here changes the heap, such as "without glibc"; empty where it can be changed."""
-    given = [name for name in _OF_THE_USER if name in os.environ]
-    return f"while {given[0]} is set" if given else "without glibc" if _MALLOPT is None else ""
+    return f"while {_GIVEN} is set" if _GIVEN else "without glibc" if _MALLOPT is None else ""
 
 
 def reuse_what_is_freed(reuses: bool = True) -> None:

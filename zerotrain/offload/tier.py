@@ -113,8 +113,8 @@ class Tier(ABC):
 
     @abstractmethod
     def settled(self, event: Event) -> Event:
-        """What the device has to wait for before it uses again what a transfer of this tier has used. Where the host
-        writes to windows itself, it has waited: nothing is left.
+        """Prepare to use memory again that a transfer of this tier has used: returns the event that the device has to
+        wait for before. A tier whose threads write to windows waits here, on the host, and returns `DONE`.
 
         Raises:
             OffloadError: the bytes did not get there.

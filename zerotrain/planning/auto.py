@@ -95,10 +95,9 @@ def ways_beside_stages(config: Config, *, on_host: bool) -> Iterator[Way]:
     """
     names = [name for name in autos_of(config) if name != STAGE]
     values = {name: [*enumerate(allowed(config, name))] for name in names}
-    for name in values.keys() & {*TIERS, HEAP}:
-        left_out = "cpu" if name in TIERS else "return"
-        if on_host == (name in TIERS):
-            values[name] = [each for each in values[name] if each[1] != left_out]
+    settings, frees_nothing = (TIERS, "cpu") if on_host else ((HEAP,), "return")
+    for name in values.keys() & {*settings}:
+        values[name] = [each for each in values[name] if each[1] != frees_nothing]
     for chosen in product(*values.values()):
         yield Way({name: value for name, (_, value) in zip(names, chosen, strict=True)}, tuple(n for n, _ in chosen))
 

@@ -222,11 +222,13 @@ def _advice(config: Config, planner: Planner) -> str:
 
 def _changes(config: Config, planner: Planner) -> Iterator[tuple[str, Config, int]]:
     num_ranks = planner.ranks.num_ranks
-    returning: dict[str, Any] = {HEAP: "return"} if planner.on_host else {}
     recompute = {"model.activation_checkpointing": True}
     offload = {"offload.optimizer": "disk" if planner.on_host else "cpu"}
-    less = (recompute, offload, recompute | offload)
-    for values in (returning, *less, *(returning | each for each in less)):
+    less: list[dict[str, Any]] = [recompute, offload, recompute | offload]
+    if planner.on_host:
+        returning = {HEAP: "return"}
+        less = [returning, *less, *(returning | each for each in less)]
+    for values in less:
         if values.items() <= values_in(config, values).items():
             continue
         yield chosen_named(values), with_values(config, values), num_ranks

@@ -108,7 +108,7 @@ def leave_overdue(ranks_dir: Path, rank: int, error: CommError | None) -> None:
 
 def tell_nccl(ranks_dir: Path) -> None:
     """Give collectives of GPUs the first free multiprocessors, since computation waits for them; and let torch keep the
-    last ones, and write them beside the logs when its watchdog ends the process. What the user has set stays."""
+    last ones, and write them beside the logs when its watchdog ends the process. Variables that are set stay."""
     for name, value in {
         "TORCH_NCCL_HIGH_PRIORITY": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
