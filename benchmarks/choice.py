@@ -32,6 +32,7 @@ CHOSEN = ("zero.stage", "model.activation_checkpointing", "offload.optimizer", "
 WAYS = [*product(range(4), (False, True), ("device", "disk"), ("reuse", "return"))]
 CGROUPS = Path("/sys/fs/cgroup")
 TIMEOUT_S = 600.0
+GRACE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def run_ranks_of(settings: Sequence[str], network: Network, nbytes: int, folder:
             log = stack.enter_context((folder / f"rank-{rank}.log").open("w"))
             ranks.append(subprocess.Popen(inside, cwd=REPOSITORY, env=environment, stdout=log, stderr=log))
         try:
-            codes = [process.wait(TIMEOUT_S) for process in ranks]
+            codes = _codes_of(ranks)
         finally:
             for process in ranks:
                 process.kill()
@@ -129,6 +130,28 @@ def run_ranks_of(settings: Sequence[str], network: Network, nbytes: int, folder:
         way = _chosen_in(run_dir) if "auto" in way else way
     shutil.rmtree(run_dir, ignore_errors=True)
     return Run(step_ms, way, said)
+
+
+def _codes_of(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
+    """The exit codes of all; None for a rank that still ran `GRACE_S` after another had failed.
+
+    A rank that is killed before it has met the other leaves that one to wait for it as long as a start may take.
+
+    Raises:
+        BenchmarkError: they neither end nor fail.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    is_failed = False
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in ranks]
+        if None not in codes:
+            return codes
+        if any(codes) and not is_failed:
+            is_failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
+        time.sleep(0.05)
+    if not is_failed:
+        raise BenchmarkError(f"the ranks have not ended after {TIMEOUT_S:.0f} s")
+    return codes
 
 
 def _chosen_in(run_dir: Path) -> tuple[str, ...]:

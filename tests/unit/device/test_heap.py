@@ -17,12 +17,13 @@ FAULTS = """
 import resource, torch, zerotrain
 
 def num_faults(num_tensors):
-    for step in range(6):
-        kept = [torch.zeros(3 * 2**20) for _ in range(num_tensors)]  # 12 MiB each
+    # of ten steps, in percent of the pages of their tensors
+    for step in range(14):
+        kept = [torch.zeros(3 * 2**20) for _ in range(num_tensors)]  # 3072 pages each
         del kept
         if step == 3:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return 10 * (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // (3072 * num_tensors)
 
 engine = zerotrain.build_engine(torch.nn.Linear(2, 2), optimizer=torch.optim.AdamW)
 loss = engine(torch.ones(2)).sum()
@@ -30,6 +31,8 @@ print(num_faults(4))
 engine.backward(loss)
 print(num_faults(16))  # more than the heap keeps
 """
+FEW, MANY = 30, 40
+"""Percent. A small block beside a freed one can make it too narrow for the next: some steps fault nonetheless."""
 
 
 def numbers_of(program: str, folder: Path, zygote: Zygote) -> list[int]:
@@ -45,8 +48,8 @@ def test_between_forward_and_backward_what_was_freed_is_used_again_without_page_
     tmp_path: Path, zygote: Zygote
 ) -> None:
     inside, behind = numbers_of(FAULTS, tmp_path, zygote)
-    assert inside < 1000
-    assert behind > 10_000
+    assert inside < FEW
+    assert behind > MANY
 
 
 @of_glibc
@@ -60,8 +63,8 @@ def test_where_the_heap_is_returned_nothing_that_is_freed_stays(tmp_path: Path, 
         + other
         + ("other.backward(other(torch.ones(2)).sum())\nloss = engine(torch.ones(2)).sum()\nprint(num_faults(1))\n")
     )
-    assert min(numbers_of(program, tmp_path, zygote)) > 3000
-    assert numbers_of(one_tensor, tmp_path, zygote)[0] < 3000
+    assert min(numbers_of(program, tmp_path, zygote)) > MANY
+    assert numbers_of(one_tensor, tmp_path, zygote)[0] < FEW
 
 
 LIVING = """
@@ -103,7 +106,7 @@ def test_what_the_user_has_set_stays() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     environment["MALLOC_MMAP_THRESHOLD_"] = "131072"
     told = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True)
-    assert min(int(number) for number in told.stdout.split()) > 10_000
+    assert min(int(number) for number in told.stdout.split()) > MANY
 
 
 @pytest.mark.parametrize(
