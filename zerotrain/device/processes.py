@@ -5,6 +5,7 @@ Imports no torch before it is needed."""
 import ctypes
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -64,6 +65,16 @@ def one_thread() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
+
+
+def share_nbytes(num_alike: int) -> int:
+    """Bytes of memory that each of so many processes like this one takes. Those of files, such as torch's libraries,
+    all of a machine share; elsewhere than on Linux they count for each."""
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with open("/proc/self/statm", encoding="ascii") as file:
+        _, resident, of_files, *_ = map(int, file.read().split())
+    return (resident - of_files + of_files // num_alike) * resource.getpagesize()
 
 
 def num_cores() -> int:

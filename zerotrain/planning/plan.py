@@ -1,7 +1,6 @@
 """The plan of a run at each stage: what it holds and sends, and whether that fits."""
 
 import json
-import resource
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from zerotrain.config.schema import Config
 from zerotrain.data.reading.items import first_batches
 from zerotrain.device.heap import MAX_KEPT_NBYTES
 from zerotrain.device.kinds import device_of
-from zerotrain.device.processes import beside, num_cores, one_thread
+from zerotrain.device.processes import beside, num_cores, one_thread, share_nbytes
 from zerotrain.files.whole import whole
 from zerotrain.planning.optimizer import look_at
 from zerotrain.planning.rehearsal import StagePlan, rehearse
@@ -39,7 +38,8 @@ class Memory:
     on_host: bool
     """Whether both are the same memory."""
     process: int
-    """Beside its tensors a rank takes these: on the CPU what its process has imported; on a GPU what kernels keep."""
+    """Beside its tensors a rank takes these: on the CPU what its process has imported, and its part of the libraries
+    that the ranks of a machine share; on a GPU what kernels keep."""
     kept: int
     """Freed memory that a rank may keep, unless it returns that; none on a GPU, where its allocator has room of its
     own (`OF_A_GPU`)."""
@@ -49,12 +49,11 @@ class Memory:
         """As `plan.memory_gb` says; else of this machine."""
         room, given, on_host = Room.of_machine(device, num_local), config.plan.memory_gb, device_of(device).is_host
         there = room.host if on_host else room.gpu * OF_A_GPU
-        now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return cls(
             device=there if given is None else given * 1e9,
             host=room.host,
             on_host=on_host,
-            process=now if on_host else device_of(device).kernels_nbytes,
+            process=share_nbytes(num_local) if on_host else device_of(device).kernels_nbytes,
             kept=MAX_KEPT_NBYTES if on_host else 0,
         )
 
@@ -119,10 +118,10 @@ class Planner:
     def __init__(self, config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> None:
         self.ranks, self.on_host, self._run_dir = ranks, device_of(device).is_host, run_dir
         self.memory = Memory.of(config, device, ranks.num_local)
-        collate = build_collate(config)
-        [row] = [first_batches(build_data(config).train, "data.train", seed=config.seed, collate=collate)[0]]
-        self._row, self._optimizer = row, build("optimizer", config.optimizer_target)
-        with one_thread():
+        self._optimizer = build("optimizer", config.optimizer_target)
+        with one_thread():  # `stages` forks, and a long row is copied by several
+            train, collate = build_data(config).train, build_collate(config)
+            self._row = first_batches(train, "data.train", seed=config.seed, collate=collate)[0]
             self._seen = look_at(self._optimizer, on_host=self.on_host)
 
     def stage(self, config: Config, stage: int, num_ranks: int | None = None) -> StagePlan:

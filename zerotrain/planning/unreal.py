@@ -77,8 +77,13 @@ class Unreal(LiveMemory):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         operation = _OPERATIONS.get(id(func)) or _Operation.of(func)
+        self.operations += 1
+        if operation.is_view and args[0].is_meta:  # half of all: its memory is known
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if operation.overwrites_first and args[0].is_meta and args[0].numel():
+            return args[0]
+        kwargs = kwargs or {}
         if kwargs and kwargs.get("device") == _META:
             kwargs = self._with_values(func, args, kwargs)
         tensors = _tensors_in((args, kwargs.values()) if kwargs else (args,))
@@ -94,7 +99,6 @@ class Unreal(LiveMemory):
             given = self._result(func, operation, args, kwargs)
         else:
             given = func(*args, **kwargs)
-        self.operations += 1
         if operation.flops is not None:
             self.flops += operation.flops(*args, **kwargs, out_val=given)
         for each in given if isinstance(given, tuple | list) else (given,):
@@ -236,6 +240,10 @@ class _Operation:
     is_mutable: bool
     makes_new: bool
     """Whether all that it gives is new memory, and nothing that it gets is written to."""
+    is_view: bool
+    """Whether all that it gives is memory of its first argument."""
+    overwrites_first: bool
+    """Whether it writes into its first argument, and gives that."""
     written: tuple[int, str] | None
     """(place, name) of the argument that it writes into, and gives: that stays what it was, without values."""
     flops: Callable[..., int] | None
@@ -251,13 +259,27 @@ class _Operation:
         ]
         is_plain = len(places) == len(schema.returns) == 1 and schema.returns[0].alias_info is not None
         changes_shape = torch.Tag.inplace_view in func.tags or func in _CHANGES_MEMORY
+        written = places[0] if is_plain and not changes_shape else None
+        flops = _OF_CPU.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         made = _OPERATIONS[id(func)] = cls(
             schema.is_mutable,
             not schema.is_mutable and all(each.alias_info is None for each in schema.returns),
-            places[0] if is_plain and not changes_shape else None,
-            _OF_CPU.get(func.overloadpacket) or flop_registry.get(func.overloadpacket),
+            not schema.is_mutable and _gives_of_first(func),
+            written is not None and written[0] == 0 and flops is None and not schema.arguments[0].kwarg_only,
+            written,
+            flops,
         )
         return made
+
+
+def _gives_of_first(func: Any) -> bool:
+    """Whether its one tensor is its first argument, and all that it gives is a part of that. What torch composes of
+    others, such as `reshape`, may copy."""
+    schema = func._schema
+    tensors = [each for each in schema.arguments if "Tensor" in str(each.type)]
+    aliases = [each.alias_info for each in (*tensors, *schema.returns)]
+    is_composed = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return tensors == schema.arguments[:1] and bool(schema.returns) and None not in aliases and not is_composed
 
 
 def _key(operation: _Operation, args: Any, kwargs: dict[str, Any]) -> Any:

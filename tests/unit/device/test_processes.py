@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from zerotrain.device.processes import share_nbytes
 from zerotrain.testing.limits import HANG_S
 
 BEGIN = """
@@ -116,3 +117,12 @@ with beside(compute):
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not Path(f"/proc/{child}").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_of_the_memory_of_alike_processes_each_counts_its_own_and_a_part_of_the_files():
+    of_status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    own, of_files = (1024 * int(of_status[name].split()[0]) for name in ("RssAnon", "RssFile"))
+    for num in (1, 2, 8):
+        assert abs(share_nbytes(num) - own - of_files // num) < 2**21  # which the lines above may have taken
+    assert of_files > 2**24
