@@ -19,6 +19,7 @@ from benchmarks.time_limit import TimeLimit
 from benchmarks.workload import SIZES, Workload
 from zerotrain.comm.ranks.world import choose_device
 from zerotrain.errors import ConfigError
+from zerotrain.settings import AUTO
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -33,7 +34,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--rounds", type=_at_least_one, default=5, help="times each engine is run, in turn with the others")
     add("--warmup", type=_at_least_one, default=3, help="steps before the clock starts")
     add("--steps", type=_at_least_one, default=8, help="steps on the clock in each run")
-    add("--bucket-mb", type=_positive, default=25.0, help="MiB of zerotrain's buckets")
+    add("--bucket-mb", type=bucket_mb, default=25.0, help="MiB of zerotrain's buckets, or auto")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="cpu: gloo, one thread a rank; cuda: NCCL")
     add("--clip", type=_positive, help="the norm that gradients are clipped to; default: they are not")
     add("--compile", action="store_true", help="torch.compile, as each engine documents it")
@@ -49,6 +50,11 @@ def _at_least_one(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is too small; it must be at least 1")
     return value
+
+
+def bucket_mb(text: str) -> float | str:
+    """A number above 0, or auto."""
+    return text if text == AUTO else _positive(text)
 
 
 def _positive(text: str) -> float:

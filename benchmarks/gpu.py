@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from benchmarks import fake_world
-from benchmarks.__main__ import write
+from benchmarks.__main__ import bucket_mb, write
 from benchmarks.engines import choose_engines
 from benchmarks.errors import BenchmarkError
 from benchmarks.network import SHARED
@@ -50,6 +50,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=3, help="at most")
     add("--steps", type=int, default=20, help="steps on the clock in each run")
     add("--clip", type=float, default=1.0, help="the norm that gradients are clipped to, as runs do by default")
+    add("--bucket-mb", type=bucket_mb, default="auto", help="MiB of zerotrain's buckets, or auto")
     add("--time-limit", type=float, default=440.0, help="seconds, all in all")
     add("--out", type=Path, default=Path("outputs/bench/gpu"), help="folder for the results")
     return parser.parse_args(arguments)
@@ -153,6 +154,7 @@ def main(arguments: list[str]) -> int:
         num_ranks=1,
         num_steps=options.steps,
         device=options.device,
+        bucket_mb=options.bucket_mb,
         max_grad_norm=options.clip,
     )
     workloads = {"eager": alone, "compiled": replace(alone, compiled=True)}

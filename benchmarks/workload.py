@@ -52,7 +52,7 @@ class Workload:
     """Steps before the clock starts."""
     num_steps: int = 8
     """Steps on the clock."""
-    bucket_mb: float = 25.0
+    bucket_mb: float | str = 25.0
     """MiB of our engine's buckets; 25 is also DDP's."""
     device: str = "cpu"
     """cpu (gloo, one thread per rank) or cuda (NCCL)."""

@@ -85,7 +85,15 @@ def from_values(values: Any) -> Config:
     assert isinstance(config, Config)
     if isinstance(stage := config.zero.stage, str) and stage.isdecimal():  # of a variable of the environment
         config.zero.stage = int(stage)
+    config.zero.bucket_mb = _as_float(config.zero.bucket_mb)  # 25 and 25.0 are one setting, and have one hash
     return config
+
+
+def _as_float(given: Any) -> Any:
+    try:
+        return given if isinstance(given, bool) else float(given)
+    except (TypeError, ValueError, OverflowError):
+        return given
 
 
 @cache

@@ -71,7 +71,7 @@ class Builder:
             ConfigError: ranks with different models, or no trainable parameter.
         """
         units = self._groups.classified(self._dtypes)
-        specs = cut_buckets(units, self._options.bucket_numel)
+        specs = cut_buckets(units, self._options.bucket_numel_for(units))
         require_trainable(self._model, trains=any(spec.trainable for spec in specs))
         layouts = [spec.layout(self._collectives.shards.size) for spec in specs]
         facts = {

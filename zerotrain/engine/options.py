@@ -1,6 +1,6 @@
 """The settings given to an engine when it is built, and their consequences in this world."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -10,8 +10,13 @@ from zerotrain.device.kinds import device_of
 from zerotrain.engine.precision.loss_scale import LossScaler
 from zerotrain.engine.precision.policy import Precision, precision_named
 from zerotrain.errors import ConfigError
-from zerotrain.settings import EngineConfig, OffloadConfig, ZeroConfig, problems_in
+from zerotrain.settings import AUTO, EngineConfig, OffloadConfig, ZeroConfig, problems_in
 from zerotrain.sharding.plan import STAGES, Plan
+from zerotrain.sharding.units import ManagedParameter, Unit
+
+DEFAULT_MB, MAX_AUTO_MB = 25.0, 512.0
+"""MiB of a bucket with `zero.bucket_mb=auto`: on a CPU, and on a GPU at most. A link is busy long before 512 MiB, and a
+rank holds several of them at once."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class EngineOptions:
     """Reduce by one tree over all leaves in fp32; False: by the backend's reduce-scatter."""
     leaves_per_rank: int
     """Virtual ranks that a rank runs one after the other: a power of two."""
+    holds_units: bool
+    """Whether a bucket holds a whole unit, up to `MAX_AUTO_MB`."""
 
     @classmethod
     def resolve(cls, given: EngineConfig, world: World) -> "EngineOptions":
@@ -44,6 +51,7 @@ class EngineOptions:
             precision=precision_named(precision.name, tuple(precision.keep_fp32)),
             ordered=zero.reduction == "ordered" or (zero.reduction == "auto" and on_gloo),
             leaves_per_rank=leaves_per_rank(given.virtual_ranks, world.shards.size, zero.accumulate),
+            holds_units=zero.bucket_mb == AUTO and not device_of(world.device).is_host,
         )
 
     def at_stage(self, stage: int) -> "EngineOptions":
@@ -63,8 +71,19 @@ class EngineOptions:
 
     @property
     def bucket_numel(self) -> int:
-        """Elements of a bucket, at most; a larger parameter is one of its own."""
-        return max(1, int(self.zero.bucket_mb * 2**20) // self.precision.compute.itemsize)
+        """Elements of a bucket, at most, if it need not hold a unit; a larger parameter is one of its own."""
+        given = DEFAULT_MB if self.zero.bucket_mb == AUTO else self.zero.bucket_mb
+        return self._numel_of(given)
+
+    def bucket_numel_for(self, units: Sequence[Unit[ManagedParameter]]) -> int:
+        """Elements of a bucket of these units, at most."""
+        if not self.holds_units:
+            return self.bucket_numel
+        blocks = [sum(each.parameter.numel() for each in unit.parameters) for unit in units if not unit.is_root]
+        return max(self.bucket_numel, min(max(blocks, default=0), self._numel_of(MAX_AUTO_MB)))
+
+    def _numel_of(self, mb: float) -> int:
+        return max(1, int(mb * 2**20) // self.precision.compute.itemsize)
 
     @property
     def reduces_each(self) -> bool:

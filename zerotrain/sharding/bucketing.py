@@ -66,7 +66,8 @@ def cut_buckets(units: Sequence[Unit[ManagedParameter]], max_numel: int) -> list
     """Cut units into buckets of at most `max_numel` elements, in forward order.
 
     Small neighbouring units share a bucket of at most an eighth of the model; the resident root shares with none, since
-    it is needed all the time. A larger unit is split at parameter borders; a larger parameter is a bucket of its own.
+    it is needed all the time. A larger unit is split at parameter borders; a larger parameter is a bucket of its own,
+    and a small rest, such as the weights of two norms, goes with its neighbour.
     The last unit, which is gathered last and reduced first, is cut into buckets of half that size: a link has nothing
     to send from the last gather of the forward until the first bucket of the backward is full. Trainable and frozen
     parameters never share, nor do those of two dtypes. Within a bucket come first what is updated whole, then what is
@@ -121,15 +122,30 @@ def _name(run: Sequence[Unit[ManagedParameter]], part: Sequence[ManagedParameter
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
 
 
-def _split(members: Sequence[ManagedParameter], max_numel: int) -> Iterator[list[ManagedParameter]]:
+def _split(members: Sequence[ManagedParameter], max_numel: int) -> list[list[ManagedParameter]]:
+    rest_numel = min(WORTHWHILE_NUMEL, max_numel // 16)
+    parts: list[list[ManagedParameter]] = []
+    numels: list[int] = []
+    for part, numel in _filled(members, max_numel):
+        if parts and min(numel, numels[-1]) < rest_numel:
+            parts[-1] += part
+            numels[-1] += numel
+        else:
+            parts.append(part)
+            numels.append(numel)
+    return parts
+
+
+def _filled(members: Sequence[ManagedParameter], max_numel: int) -> Iterator[tuple[list[ManagedParameter], int]]:
+    """(parameters, their elements) of each part, as many as fit."""
     part: list[ManagedParameter] = []
     numel = 0
     for managed in members:
         size = managed.parameter.numel()
         if part and numel + size > max_numel:
-            yield part
+            yield part, numel
             part, numel = [], 0
         part.append(managed)
         numel += size
     if part:
-        yield part
+        yield part, numel

@@ -11,6 +11,7 @@ from zerotrain.data.reading.batches import GlobalBatchSampler
 from zerotrain.device.heap import no_choice_because
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.settings import AUTO
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.evaluation import rows_of_set
 from zerotrain.training.callbacks.stages import RunStages
@@ -64,6 +65,7 @@ def print_start(
         "ranks": _ranks(engine),
         "sockets": engine.collectives.not_shared,
         "memory": ", ".join(_memory(engine, plan_name, sampler.num_micro_batches)),
+        "buckets": _buckets(engine),
         "offload": "; ".join(_offloaded(engine, sampler.num_micro_batches)),
         "steps": _steps(sampler, dataset, num_steps),
         "decay": ", ".join(_decay(engine)),
@@ -123,6 +125,14 @@ def _leaves(engine: ZeroEngine) -> str:
     sent = "; gradients are sent in fp32" if engine.precision.separate_master else ""
     order = "" if engine.options.ordered else "; the bits depend on the number of ranks without zero.reduction=ordered"
     return f"; virtual ranks: {leaves * engine.world.size}, {leaves} on each{sent}{order}"
+
+
+def _buckets(engine: ZeroEngine) -> str:
+    """Those that were chosen."""
+    if engine.options.zero.bucket_mb != AUTO:
+        return ""
+    nbytes = [bucket.layout.padded_numel * bucket.spec.dtype.itemsize for bucket in engine.schedule.buckets]
+    return f"{len(nbytes)}, the largest of {max(nbytes) / 2**20:.4g} MiB (zero.bucket_mb=auto)"
 
 
 def _memory(engine: ZeroEngine, plan_name: str, num_micro_batches: int) -> Iterator[str]:

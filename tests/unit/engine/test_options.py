@@ -1,13 +1,18 @@
 """What ranks compare of what an engine is told: everything."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from zerotrain.comm.ranks.world import World
+from zerotrain.device.nowhere import rehearsing
 from zerotrain.engine.options import EngineOptions
 from zerotrain.settings import EngineConfig, PrecisionConfig, ZeroConfig, settings_in
+from zerotrain.sharding.bucketing import cut_buckets
+from zerotrain.sharding.units import ManagedParameter, cut_units, walk
 
 GIVEN = EngineConfig(precision=PrecisionConfig("fp16"))
 CHANGED = {
@@ -63,3 +68,35 @@ def test_a_loss_scale_is_made_where_it_is_needed() -> None:
 def test_units_are_patterns_or_found() -> None:
     assert options(EngineConfig()).zero.unit_patterns is None
     assert options(EngineConfig(ZeroConfig(units=["blocks.*"]))).zero.unit_patterns == ["blocks.*"]
+
+
+def sizes_of_buckets(given: EngineConfig, block: Callable[[], nn.Module], *, on_host: bool) -> list[int]:
+    """MiB of each, of a model of three blocks."""
+    with rehearsing(on_host=on_host), torch.device("meta"):
+        model = nn.Sequential(*(block() for _ in range(3)))
+        resolved = options(given, "meta")
+    units = cut_units(walk(model), None, resolved.bucket_numel)
+    managed = [
+        replace(unit, parameters=[ManagedParameter(**vars(each), dtype=torch.bfloat16) for each in unit.parameters])
+        for unit in units
+    ]
+    specs = cut_buckets(managed, resolved.bucket_numel_for(managed))
+    return [sum(each.parameter.numel() for each in spec.parameters) // 2**19 for spec in specs]
+
+
+def test_buckets_that_are_left_to_the_device_hold_a_unit_on_a_gpu_and_25_mib_on_a_cpu() -> None:
+    """With the last unit cut smaller, as ever."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(10)))  # 8 MiB each in bf16
+
+    def huge() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2**14, 2**12, bias=False) for _ in range(8)))  # 128 MiB each
+
+    given = EngineConfig(ZeroConfig(bucket_mb="auto"), precision=PrecisionConfig("bf16"))
+    assert sizes_of_buckets(given, block, on_host=False) == [80, 80, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8]
+    assert max(sizes_of_buckets(given, block, on_host=True)) == 24
+    assert sizes_of_buckets(replace(given, zero=ZeroConfig()), block, on_host=False)[:2] == [24, 24]
+    assert sizes_of_buckets(given, huge, on_host=False)[:2] == [512, 512]
+    small = sizes_of_buckets(given, lambda: nn.Linear(16, 16), on_host=False)
+    assert small == [0]
