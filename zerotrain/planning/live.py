@@ -1,5 +1,6 @@
 """Counts the bytes of all tensors that are alive, operation by operation, and what they were when there were most."""
 
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,15 @@ from zerotrain.offload.tier import Tier
 OTHERS = "activations"
 """The kind of all memory that nobody has named: what a forward saves, and what is alive for a moment."""
 SCRATCH = "scratch"
+
+
+@dataclass(frozen=True)
+class Look:
+    """Bytes alive at a point of a step, without scratch."""
+
+    phase: str
+    total: int
+    by_kind: dict[str, int]
 
 
 class LiveMemory(TorchDispatchMode):
@@ -33,6 +43,8 @@ class LiveMemory(TorchDispatchMode):
         """Those that it offloads to."""
         self.peak_phase = ""
         """The part of a step in which there were most."""
+        self.looks: list[Look] | None = None
+        """All since `begin`; None: they are not kept."""
         self._most = 0
         """Most bytes alive at once since `begin`, of those that come and go."""
         self._at_most: dict[str, int] = {}
@@ -57,6 +69,8 @@ class LiveMemory(TorchDispatchMode):
         """Look for the most from now on, in the steps of an engine."""
         self._engine, self._tiers = engine, engine.held.homes.tiers
         self._most = 0
+        if self.looks is not None:
+            self.looks.clear()
         self._look()
 
     @property
@@ -131,6 +145,9 @@ class LiveMemory(TorchDispatchMode):
         self._by_kind[kind] -= nbytes
 
     def _look(self) -> None:
-        if (nbytes := self.nbytes - self._by_kind.get(SCRATCH, 0)) > self._most:
-            self._most, self._at_most = nbytes, dict(self._by_kind)
-            self.peak_phase = "" if self._engine is None else self._engine.schedule.phase.value
+        nbytes = self.nbytes - self._by_kind.get(SCRATCH, 0)
+        phase = "" if self._engine is None else self._engine.schedule.phase.value
+        if self.looks is not None:
+            self.looks.append(Look(phase, nbytes, dict(self._by_kind)))
+        if nbytes > self._most:
+            self._most, self._at_most, self.peak_phase = nbytes, dict(self._by_kind), phase

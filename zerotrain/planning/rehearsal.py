@@ -1,11 +1,13 @@
 """One step of a run at a stage, rehearsed: its own engine and model, without memory, without values, without ranks."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerotrain.comm.ranks.world import Shards, World
 from zerotrain.comm.scratch import zeros_on
@@ -18,8 +20,9 @@ from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
 from zerotrain.engine.update.optimizer_step import update_all
 from zerotrain.errors import ConfigError
 from zerotrain.offload.memory import PAGE_NBYTES
-from zerotrain.planning.live import OTHERS, SCRATCH, LiveMemory
+from zerotrain.planning.live import OTHERS, SCRATCH, LiveMemory, Look
 from zerotrain.planning.optimizer import RehearsedFactory, Seen
+from zerotrain.planning.repeated import KEPT, Blocks, grows_evenly, may_be_cut, with_all
 from zerotrain.planning.unreal import Unreal, attention_of, nothing_known
 from zerotrain.planning.wire import Links
 from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta
@@ -96,41 +99,91 @@ def rehearse(
     Raises:
         ConfigError: the model or the optimizer cannot be trained so, or the model cannot be built without memory.
     """
-    factory = RehearsedFactory(optimizer, seen)
     config = replace(config, model=config.model | {"compile": False})
     if not links.on_host:
         config = replace(config, offload=replace(config.offload, heap="reuse"))
-    rank = 0
-    while True:
+    run = _Rehearsed(config, stage, links, row, RehearsedFactory(optimizer, seen), run_dir)
+    return (_by_few_blocks(run) if may_be_cut(config) else None) or run.whole()
+
+
+def _by_few_blocks(run: "_Rehearsed") -> StagePlan | None:
+    """The plan by `repeated`; None where the model's blocks are too few, or differ."""
+    model = _model(run.config)
+    if (blocks := Blocks.of(model)) is None:
+        return None
+    few = blocks.cut(model, KEPT[-1])
+    plans, looks = [], []
+    for num_kept in KEPT:
+        try:
+            found = run.cut(model, few, num_kept)
+        except Exception:  # the model may need all its blocks, or cannot be copied; its own errors come with the whole
+            return None
+        if found is None:
+            return None
+        plans.append(found[0])
+        looks.append(found[1])
+    return with_all(plans, looks, len(blocks.run))
+
+
+@dataclass(frozen=True)
+class _Rehearsed:
+    """A run at a stage. See `rehearse`."""
+
+    config: Config
+    stage: int
+    links: Links
+    row: Any
+    factory: RehearsedFactory
+    run_dir: Path
+
+    def whole(self) -> StagePlan:
+        """The plan of the rank that holds most."""
+        rank = 0
+        while True:
+            mode = Unreal()
+            with mode, rehearsing(on_host=self.links.on_host), attention_of(on_host=self.links.on_host):
+                engine = self._engine(mode, rank, _model(self.config))
+                if (busiest := _busiest(engine)) == rank:
+                    return _Rehearsal(mode, engine, self.config, self.row).plan()
+            rank = busiest
+
+    def cut(self, model: nn.Module, blocks: Blocks, num_kept: int) -> tuple[StagePlan, list[Look]] | None:
+        """The plan of a copy of a model with so many blocks, and what was alive in it; None where each further block
+        would not add the same."""
         mode = Unreal()
-        with mode, rehearsing(on_host=links.on_host), attention_of(on_host=links.on_host):
-            engine = _engine(config, stage, links, rank, factory, mode, run_dir)
-            if (busiest := _busiest(engine)) == rank:
-                return _Rehearsal(mode, engine, config, row).plan()
-        rank = busiest
+        mode.looks = []
+        with mode, rehearsing(on_host=self.links.on_host), attention_of(on_host=self.links.on_host):
+            copy = deepcopy(model)
+            blocks.cut(copy, num_kept)
+            engine = self._engine(mode, 0, copy)
+            if not grows_evenly(engine):
+                return None
+            return _Rehearsal(mode, engine, self.config, self.row).plan(), mode.looks
+
+    def _engine(self, mode: Unreal, rank: int, model: nn.Module) -> ZeroEngine:
+        links = self.links
+
+        def scratch(memory: torch.Tensor) -> torch.Tensor:
+            mode.name(SCRATCH, memory)
+            return memory
+
+        wire = links.wire(zeros_on(_META), scratch)
+        shards = Shards(rank, links.num_ranks, make_wire=lambda _: wire)
+        world = World(rank, links.num_ranks, rank % links.num_local, _META, shards=shards)
+        engine = build_engine_of(self.config, world, self.stage, self.run_dir, model=model, optimizer=self.factory)
+        if averages_in(self.config):  # which is as large with any settings
+            engine.keep_average()
+        return engine
 
 
-def _engine(
-    config: Config, stage: int, links: Links, rank: int, factory: RehearsedFactory, mode: Unreal, run_dir: Path
-) -> ZeroEngine:
+def _model(config: Config) -> nn.Module:
     model = build_on_meta(config)
     if model is None:
         raise ConfigError(
             f"model._target_: got {config.model.get('_target_')}, whose constructor computes with values; a plan "
             "builds the model without memory"
         )
-
-    def scratch(memory: torch.Tensor) -> torch.Tensor:
-        mode.name(SCRATCH, memory)
-        return memory
-
-    wire = links.wire(zeros_on(_META), scratch)
-    shards = Shards(rank, links.num_ranks, make_wire=lambda _: wire)
-    world = World(rank, links.num_ranks, rank % links.num_local, _META, shards=shards)
-    engine = build_engine_of(config, world, stage, run_dir, model=model, optimizer=factory)
-    if averages_in(config):  # which is as large with any settings
-        engine.keep_average()
-    return engine
+    return model
 
 
 def _busiest(engine: ZeroEngine) -> int:

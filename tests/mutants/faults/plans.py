@@ -9,7 +9,7 @@ OF_CHOICE, OF_AUTO = ("unit/planning/test_choice.py",), ("unit/planning/test_aut
 
 FAULTS = {
     "plan-without-masters": Fault(
-        "planning/formulas.py",
+        "sharding/by_size.py",
         "STATE_PER_PARAMETER[optimizer] + master",
         "STATE_PER_PARAMETER[optimizer]",
         "the fp32 master weights of 16 bits are left out",

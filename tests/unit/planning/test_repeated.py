@@ -1,0 +1,139 @@
+"""A plan by a few blocks against the plan by all of them, and which models have blocks that are alike."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.planning.rows import MODELS, Row, planned
+from zerotrain.planning import rehearsal, repeated
+from zerotrain.planning.rehearsal import StagePlan
+from zerotrain.planning.repeated import KEPT, MIN_BLOCKS, Blocks
+
+NUM_BLOCKS, SLACK = 21, 2**13
+CHANGING = ("peak", "activations", "scratch", "gathered", "operations")
+"""Those that need not be on a line to the byte."""
+OFFLOADED = ("offload.optimizer=cpu", "offload.parameters=disk")
+
+
+def both(row: Row, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[StagePlan | None, StagePlan]:
+    """By a few blocks, and by all. Each matrix is a bucket, and a block several."""
+    few: list[StagePlan | None] = []
+
+    def asked(run: rehearsal._Rehearsed) -> None:
+        few.append(by_few(run))
+
+    by_few = rehearsal._by_few_blocks
+    monkeypatch.setattr(repeated, "SLACK_NBYTES", SLACK)
+    monkeypatch.setattr(rehearsal, "_by_few_blocks", asked)
+    whole = planned(row, folder)
+    return (few[0] if few else None), whole
+
+
+def deep(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = {"gpt": "num_layers"}.get(model)
+    values = MODELS[model]
+    if number is None:
+        values = values | {"config": values["config"] | {"num_hidden_layers": NUM_BLOCKS}}
+    else:
+        values = values | {number: NUM_BLOCKS}
+    monkeypatch.setitem(MODELS, model, values)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "stage", "precision", "settings"),
+    [
+        ("gpt", 1, 0, "fp32", ("model.activation_checkpointing=true",)),
+        ("gpt", 3, 2, "bf16", ("train.gradient_accumulation_steps=2",)),
+        ("gpt", 2, 3, "fp32", OFFLOADED),
+        ("mixtral", 4, 3, "bf16", ("model.activation_checkpointing=true",)),
+    ],
+)
+def test_the_plan_by_a_few_blocks_is_that_by_all(
+    model: str,
+    ranks: int,
+    stage: int,
+    precision: str,
+    settings: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deep(model, monkeypatch)
+    row = Row(model=model, ranks=ranks, stage=stage, precision=precision, settings=(*settings, "zero.bucket_mb=0.004"))
+    few, whole = both(row, tmp_path, monkeypatch)
+    assert few is not None
+    exact, changing = asdict(few), asdict(whole)
+    for name in CHANGING:
+        got, right = exact.pop(name), changing.pop(name)
+        assert right - 256 <= got <= right + max(0.03 * right, 2 * SLACK), name
+    assert exact == changing
+
+
+class Net(nn.Module):
+    """Blocks, and what is done to them."""
+
+    def __init__(self, change: Callable[[nn.ModuleList], object] = lambda blocks: None, num: int = NUM_BLOCKS) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(num))
+        for place, block in enumerate(self.blocks):
+            block.place = place
+        self.head = nn.Linear(8, 8)
+        change(self.blocks)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda blocks: setattr(blocks[15][1], "p", 0.2),
+        lambda blocks: blocks[15][0].requires_grad_(False),
+        lambda blocks: blocks[15][0].register_forward_hook(lambda *_: None),
+        lambda blocks: blocks[15][0].register_buffer("mask", torch.ones(8)),
+        lambda blocks: setattr(blocks[15], "window", 4),
+        lambda blocks: setattr(blocks[15], "place", 3),
+        lambda blocks: blocks.__setitem__(15, nn.Sequential(nn.Linear(8, 8), nn.Identity())),
+        lambda blocks: [setattr(block, "own", object()) for block in blocks],
+        lambda blocks: setattr(blocks[15][0], "weight", blocks[3][0].weight),
+        lambda blocks: setattr(blocks[15][0], "weight", nn.Parameter(torch.ones(8, 8).t())),
+    ],
+    ids=str,
+)
+def test_a_block_that_differs_ends_the_run(change: Callable[[nn.ModuleList], object]) -> None:
+    assert Blocks.of(Net()) == Blocks("blocks", range(NUM_BLOCKS))
+    assert Blocks.of(Net(change)) is None
+
+
+def test_the_longest_run_is_cut_and_what_stands_before_and_behind_it_stays() -> None:
+    model = Net(lambda blocks: [setattr(blocks[place][1], "p", 0.3) for place in (0, 1, 28)], num=31)
+    found = Blocks.of(model)
+    assert found == Blocks("blocks", range(2, 28))
+    few = found.cut(model, KEPT[-1])
+    assert [block.place for block in model.blocks] == [0, 1, *range(2, 2 + KEPT[-1]), 28, 29, 30]
+    few.cut(model, KEPT[0])
+    assert [block.place for block in model.blocks] == [0, 1, *range(2, 2 + KEPT[0]), 28, 29, 30]
+    assert Blocks.of(Net(num=MIN_BLOCKS - 1)) is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("zero.bucket_mb=1",), ("zero.units=['blocks.*']",)],
+    ids=["blocks that share buckets", "units by name"],
+)
+def test_where_blocks_need_not_add_the_same_all_are_rehearsed(
+    settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep("gpt", monkeypatch)
+    few, _ = both(Row(model="gpt", ranks=2, stage=2, precision="fp32", settings=settings), tmp_path, monkeypatch)
+    assert few is None
+
+
+def test_what_is_off_the_line_is_rehearsed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the blocks that are left out would hold more, or the model needs all of them."""
+    deep("gpt", monkeypatch)
+    row = Row(model="gpt", ranks=2, stage=2, precision="fp32", settings=("zero.bucket_mb=0.004",))
+    monkeypatch.setattr(repeated, "KEPT", (4, 5, 7))
+    monkeypatch.setattr(rehearsal, "KEPT", (4, 5, 7))
+    few, _ = both(row, tmp_path, monkeypatch)
+    assert few is None

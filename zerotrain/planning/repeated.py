@@ -1,0 +1,224 @@
+"""A model of many blocks that are alike is rehearsed with a few of them, since each further one adds the same.
+
+Memory at a point of a step is a line over the number of blocks, whether the point lies so far behind the begin of its
+phase or so far before its end, and between both it is a line over the place. So the most in each half of each phase is
+a line over the number of blocks; the most of a step is not, where one of them overtakes another. Three numbers of
+blocks are rehearsed: the first and the last give the lines, on which the one between must lie.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zerotrain.config.schema import Config
+from zerotrain.engine.engine import ZeroEngine
+from zerotrain.planning.live import OTHERS, Look
+
+if TYPE_CHECKING:
+    from zerotrain.planning.rehearsal import StagePlan
+
+KEPT = (4, 5, 6)
+"""Blocks that are rehearsed, at equal distances. What runs ahead, or is under way, is of two or three."""
+MIN_BLOCKS = 20
+SLACK_NBYTES = 2**20
+"""Numbers for the norm are added up once there are enough of them, and not in each block."""
+EXACT = ("parameters", "gradients", "optimizer", "host", "disk", "saved", "sums", "sent", "fetched", "stored", "flops")
+"""Fields of a plan that grow by as much with each block."""
+_PLAIN = (int, float, str, bool, type(None), torch.dtype)
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def may_be_cut(config: Config) -> bool:
+    """Whether no setting names single blocks. What is offloaded of activations is not on a line: its windows grow with
+    what is under way."""
+    named = (config.model.get("freeze"), config.optimizer.get("groups"), config.zero.unit_patterns)
+    return not any(named) and config.offload.activations == "device"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The longest run of blocks that are alike in a model."""
+
+    name: str
+    """Of the list that they are in."""
+    run: range
+    """Their places."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Blocks | None":
+        """None where they are few."""
+        found = [
+            cls(name, run)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= MIN_BLOCKS
+            for run in _runs([*module])
+        ]
+        longest = max(found, key=lambda each: len(each.run), default=None)
+        if longest is None or len(longest.run) < MIN_BLOCKS or not longest._own_their_parameters(model):
+            return None
+        return longest
+
+    def cut(self, model: nn.Module, num_kept: int) -> "Blocks":
+        """Leave so many of them in the model."""
+        blocks: Any = model.get_submodule(self.name)
+        kept = self.run[:num_kept]
+        del blocks[kept.stop : self.run.stop]
+        return Blocks(self.name, kept)
+
+    def _own_their_parameters(self, model: nn.Module) -> bool:
+        blocks: Any = model.get_submodule(self.name)
+        inside = [each for at in self.run for _, each in blocks[at].named_parameters(remove_duplicate=False)]
+        ours = {id(each) for each in inside}
+        everywhere = [each for _, each in model.named_parameters(remove_duplicate=False) if id(each) in ours]
+        return len(ours) == len(inside) == len(everywhere)
+
+
+def _runs(blocks: Sequence[nn.Module]) -> Iterator[range]:
+    start, first = 0, _described(blocks[0])
+    for place, block in enumerate(blocks[1:], 1):
+        described = _described(block)
+        if not _are_alike(first, described, place - start):
+            yield range(start, place)
+            start, first = place, described
+    yield range(start, len(blocks))
+
+
+def _described(block: nn.Module) -> list[tuple[Any, Any]]:
+    """What could make a block differ from another: (which, what)."""
+    found: list[tuple[Any, Any]] = []
+    for name, module in block.named_modules(remove_duplicate=False):
+        found.append((name, type(module)))
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            is_there = tensor is not None
+            found.append(
+                ((name, key), is_there and (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad))
+            )
+        for key, value in vars(module).items():
+            if key not in _OF_TORCH:
+                found.append(((name, key), value))
+            elif isinstance(value, dict) and key.endswith("hooks"):
+                found.append(((name, key), len(value)))
+    return found
+
+
+def _are_alike(first: list[tuple[Any, Any]], other: list[tuple[Any, Any]], distance: int) -> bool:
+    """Whether they differ at most in the numbers of their places."""
+    return len(first) == len(other) and all(
+        which == which_of_other and _is_same(value, value_of_other, distance)
+        for (which, value), (which_of_other, value_of_other) in zip(first, other, strict=True)
+    )
+
+
+def _is_same(value: Any, other: Any, distance: int) -> bool:
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if type(value) is int and other - value == distance:
+        return True
+    return isinstance(value, (*_PLAIN, type, tuple)) and bool(value == other)
+
+
+def grows_evenly(engine: ZeroEngine) -> bool:
+    """Whether each further block would add the same buckets: each has buckets of its own, the last ones too, and two
+    would never share one."""
+    by_block: dict[str, list[tuple[Any, ...]]] = {}
+    for bucket in engine.schedule.buckets:
+        units = bucket.spec.units
+        if len(units) > 1:
+            return False
+        if not units[0].is_root:
+            kind = (bucket.spec.trainable, bucket.spec.dtype)
+            by_block.setdefault(units[0].name, []).append((*kind, bucket.layout.numel))
+    first, *others = by_block.values() or [[]]
+    numels = {kind: sum(each[-1] for each in first if each[:2] == kind) for kind in {each[:2] for each in first}}
+    is_updated_by_elements = not any(each.update.owners for each in engine.schedule.trained)
+    return (
+        is_updated_by_elements
+        and all(each == first for each in others)
+        and min(numels.values(), default=0) > engine.options.bucket_numel
+    )
+
+
+class _OffTheLineError(Exception):
+    """Blocks do not add the same."""
+
+
+def with_all(plans: Sequence["StagePlan"], looks: Sequence[Sequence[Look]], num: int) -> "StagePlan | None":
+    """The plan with so many blocks, of those with `KEPT` and what was alive in each; None where they do not lie on
+    lines."""
+    with suppress(_OffTheLineError):
+        return _with_all(plans, looks, num)
+    return None
+
+
+def _with_all(plans: Sequence["StagePlan"], looks: Sequence[Sequence[Look]], num: int) -> "StagePlan":
+    phases = [[[*group] for _, group in groupby(each, key=lambda look: look.phase)] for each in looks]
+    if any(each.peak is None for each in plans) or len({tuple(each[0].phase for each in few) for few in phases}) > 1:
+        raise _OffTheLineError
+    total, most = max((_most(num, three) for three in zip(*phases, strict=True)), key=lambda found: found[0])
+    if total < 100 * SLACK_NBYTES:
+        raise _OffTheLineError
+    kinds = {
+        kind: _line([look.by_kind.get(kind, 0) for look in most], num, slack=SLACK_NBYTES)
+        for kind in ("gathered", OTHERS)
+    }
+    last, scratch = plans[-1], _scratch([plan.scratch for plan in plans], num)
+    beside = (last.peak or 0) - last.scratch - max(each.total for each in looks[-1])
+    exact = {name: _line([getattr(plan, name) for plan in plans], num, slack=0) for name in EXACT}
+    operations = [plan.operations or 0 for plan in plans]
+    return replace(
+        last,
+        **exact,  # type: ignore[arg-type]
+        operations=_line(operations, num, slack=operations[0] // 100),
+        scratch=scratch,
+        gathered=kinds["gathered"],
+        activations=kinds[OTHERS],
+        peak=total + scratch + beside + SLACK_NBYTES,
+        peak_phase=most[0].phase,
+    )
+
+
+def _scratch(values: Sequence[int], num: int) -> int:
+    """Buffers are lent as reductions come and go: how many are under way when the largest comes follows from the number
+    of blocks, but has no trend."""
+    with suppress(_OffTheLineError):
+        return _line(values, num, slack=SLACK_NBYTES)
+    return max(values)
+
+
+def _most(num: int, phases: Sequence[Sequence[Look]]) -> tuple[int, list[Look]]:
+    """The most of a phase with so many blocks, and the looks that tell it. Between its ends memory rises or falls from
+    block to block: a half that has less than the other holds no most, and where it is cut need not be the same place.
+    """
+    halves = [[_highest(looks, place) for looks in phases] for place in (0, 1)]
+    found = []
+    for half, other in (halves, halves[::-1]):
+        try:
+            found.append((_line([look.total for look in half], num, slack=SLACK_NBYTES), half))
+        except _OffTheLineError:
+            if any(here.total > there.total for here, there in zip(half, other, strict=True)):
+                raise
+    if not found:
+        raise _OffTheLineError
+    return max(found, key=lambda each: each[0])
+
+
+def _highest(looks: Sequence[Look], place: int) -> Look:
+    """Of the first half or the second; of one look that one."""
+    middle = len(looks) // 2
+    return max((looks[:middle], looks[middle:])[place] or looks, key=lambda look: look.total)
+
+
+def _line(values: Sequence[int], num: int, *, slack: int) -> int:
+    """The value at so many blocks, of those at `KEPT`, of which the one between may lie so far from the line."""
+    first, middle, last = values
+    at_first, _, at_last = KEPT
+    if abs(2 * middle - first - last) > 2 * slack:
+        raise _OffTheLineError
+    return last + (last - first) * (num - at_last) // (at_last - at_first)
