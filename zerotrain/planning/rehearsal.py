@@ -1,6 +1,8 @@
 """One step of a run at a stage, rehearsed: its own engine and model, without memory, without values, without ranks."""
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,7 +143,7 @@ class _Rehearsed:
         rank = 0
         while True:
             mode = Unreal()
-            with mode, rehearsing(on_host=self.links.on_host), attention_of(on_host=self.links.on_host):
+            with self._without_memory(mode):
                 engine = self._engine(mode, rank, _model(self.config))
                 if (busiest := _busiest(engine)) == rank:
                     return _Rehearsal(mode, engine, self.config, self.row).plan()
@@ -152,13 +154,19 @@ class _Rehearsed:
         would not add the same."""
         mode = Unreal()
         mode.looks = []
-        with mode, rehearsing(on_host=self.links.on_host), attention_of(on_host=self.links.on_host):
+        with self._without_memory(mode):
             copy = deepcopy(model)
             blocks.cut(copy, num_kept)
             engine = self._engine(mode, 0, copy)
             if not grows_evenly(engine):
                 return None
             return _Rehearsal(mode, engine, self.config, self.row).plan(), mode.looks
+
+    @contextmanager
+    def _without_memory(self, mode: Unreal) -> Iterator[None]:
+        links = self.links
+        with mode, rehearsing(on_host=links.on_host), attention_of(on_host=links.on_host):
+            yield
 
     def _engine(self, mode: Unreal, rank: int, model: nn.Module) -> ZeroEngine:
         links = self.links
@@ -227,6 +235,7 @@ class _Rehearsal:
             if self._homes.tiers:  # whose windows are as large as they become from the second step on
                 engine.train_step(rows)
             name_state(mode, engine)
+            gc.collect()  # what the build has left in cycles would count until it is found
             mode.begin(engine)
             mode.flops = mode.operations = 0
             before = self._saved_moved()

@@ -125,24 +125,19 @@ def _is_same(value: Any, other: Any, distance: int) -> bool:
 
 
 def grows_evenly(engine: ZeroEngine) -> bool:
-    """Whether each further block would add the same buckets: each has buckets of its own, the last ones too, and two
-    would never share one."""
+    """Whether each further block would add the same buckets: each has buckets of its own, and the last, which is cut
+    smaller in a small model, has the same. Then two would share none in a larger model either."""
     by_block: dict[str, list[tuple[Any, ...]]] = {}
     for bucket in engine.schedule.buckets:
         units = bucket.spec.units
         if len(units) > 1:
             return False
         if not units[0].is_root:
-            kind = (bucket.spec.trainable, bucket.spec.dtype)
-            by_block.setdefault(units[0].name, []).append((*kind, bucket.layout.numel))
+            cut = (bucket.spec.trainable, bucket.spec.dtype, bucket.layout.numel)
+            by_block.setdefault(units[0].name, []).append(cut)
     first, *others = by_block.values() or [[]]
-    numels = {kind: sum(each[-1] for each in first if each[:2] == kind) for kind in {each[:2] for each in first}}
     is_updated_by_elements = not any(each.update.owners for each in engine.schedule.trained)
-    return (
-        is_updated_by_elements
-        and all(each == first for each in others)
-        and min(numels.values(), default=0) > engine.options.bucket_numel
-    )
+    return is_updated_by_elements and all(each == first for each in others)
 
 
 class _OffTheLineError(Exception):
@@ -216,9 +211,11 @@ def _highest(looks: Sequence[Look], place: int) -> Look:
 
 
 def _line(values: Sequence[int], num: int, *, slack: int) -> int:
-    """The value at so many blocks, of those at `KEPT`, of which the one between may lie so far from the line."""
+    """The value at so many blocks, of those at `KEPT`, of which the one between may lie so far from the line. The
+    steepest line that this leaves is taken: a plan may say more than there is, and not less."""
     first, middle, last = values
     at_first, _, at_last = KEPT
-    if abs(2 * middle - first - last) > 2 * slack:
+    off = abs(2 * middle - first - last)
+    if off > 2 * slack:
         raise _OffTheLineError
-    return last + (last - first) * (num - at_last) // (at_last - at_first)
+    return last + (last - first + off) * (num - at_last) // (at_last - at_first)

@@ -11,7 +11,6 @@ from zerotrain.data.reading.batches import GlobalBatchSampler
 from zerotrain.device.heap import no_choice_because
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
-from zerotrain.settings import AUTO
 from zerotrain.training.callback import Callback, Run
 from zerotrain.training.callbacks.evaluation import rows_of_set
 from zerotrain.training.callbacks.stages import RunStages
@@ -129,7 +128,7 @@ def _leaves(engine: ZeroEngine) -> str:
 
 def _buckets(engine: ZeroEngine) -> str:
     """Those that were chosen."""
-    if engine.options.zero.bucket_mb != AUTO:
+    if not engine.options.chooses_buckets:
         return ""
     nbytes = [bucket.layout.padded_numel * bucket.spec.dtype.itemsize for bucket in engine.schedule.buckets]
     return f"{len(nbytes)}, the largest of {max(nbytes) / 2**20:.4g} MiB (zero.bucket_mb=auto)"

@@ -98,10 +98,24 @@ FAULTS = {
     ),
     "bucket-in-elements": Fault(
         "engine/options.py",
-        "int(self.zero.bucket_mb * 2**20) // self.precision.compute.itemsize",
-        "int(self.zero.bucket_mb * 2**20)",
+        "int(mb * 2**20) // self.precision.compute.itemsize",
+        "int(mb * 2**20)",
         "buckets are four times as large as asked",
         ("unit/engine/test_build.py",),
+    ),
+    "buckets-of-a-cpu-hold-units": Fault(
+        "engine/options.py",
+        "zero.bucket_mb == AUTO and not device_of(world.device).is_host",
+        "zero.bucket_mb == AUTO",
+        "auto makes buckets of a CPU as large as those of a GPU",
+        ("unit/engine/test_options.py",),
+    ),
+    "rests-are-buckets": Fault(
+        "sharding/bucketing.py",
+        "if parts and min(numel, numels[-1]) < rest_numel:",
+        "if False:",
+        "two norms are a bucket of their own, and a collective",
+        ("unit/sharding/test_bucketing.py",),
     ),
     "any-newcomer-is-refused": Fault(
         "engine/model/newcomers.py",

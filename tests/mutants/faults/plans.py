@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 OF_VERB, OF_COMMAND = ("unit/commands/test_plan.py",), ("unit/launching/command/test_planned.py",)
 OF_REHEARSAL = ("unit/planning/test_rehearsal.py",)
+OF_REPEATED = ("unit/planning/test_repeated.py",)
 OF_WAYS = ("unit/planning/test_ways.py",)
 OF_CHOICE, OF_AUTO = ("unit/planning/test_choice.py",), ("unit/planning/test_auto.py",)
 
@@ -24,10 +25,31 @@ FAULTS = {
     ),
     "plan-without-average": Fault(
         "planning/rehearsal.py",
-        "    if averages_in(config):  # which is as large with any settings\n        engine.keep_average()\n",
-        "",
+        "            engine.keep_average()\n",
+        "            pass\n",
         "the average of the weights is not planned",
         OF_REHEARSAL,
+    ),
+    "plan-off-the-line": Fault(
+        "planning/repeated.py",
+        "if off > 2 * slack:",
+        "if False:",
+        "a few blocks tell of all of them though each adds something else",
+        OF_REPEATED,
+    ),
+    "plan-blocks-that-share-buckets": Fault(
+        "planning/repeated.py",
+        "        if len(units) > 1:\n            return False\n",
+        "",
+        "a few blocks share a bucket, and so many more share more of them",
+        OF_REPEATED,
+    ),
+    "plan-tied-blocks": Fault(
+        "planning/repeated.py",
+        "return len(ours) == len(inside) == len(everywhere)",
+        "return True",
+        "parameters that blocks share are counted for each",
+        OF_REPEATED,
     ),
     "plan-norm-of-a-gpu": Fault(
         "planning/rehearsal.py",

@@ -98,7 +98,7 @@ class Net(nn.Module):
         lambda blocks: setattr(blocks[15][0], "weight", blocks[3][0].weight),
         lambda blocks: setattr(blocks[15][0], "weight", nn.Parameter(torch.ones(8, 8).t())),
     ],
-    ids=str,
+    ids=["dropout", "frozen", "hook", "buffer", "attribute", "place", "class", "objects", "tied", "strides"],
 )
 def test_a_block_that_differs_ends_the_run(change: Callable[[nn.ModuleList], object]) -> None:
     assert Blocks.of(Net()) == Blocks("blocks", range(NUM_BLOCKS))
