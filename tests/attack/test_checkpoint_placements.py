@@ -21,7 +21,7 @@ AFTER: dict[tuple[str, bool, bool], str] = {}
 )
 @pytest.mark.parametrize(("stage", "size"), PLACEMENTS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 def test_what_is_saved_at_a_placement_loads_at_every_placement(
     kind: str, stage: int, size: int, tmp_path: Path
 ) -> None:

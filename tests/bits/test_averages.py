@@ -22,6 +22,7 @@ from zerotrain.testing.fake_wire import run_threads
 )
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(2)
 def test_it_is_that_of_torch_at_every_stage_and_changes_no_bit(kind: str, size: int) -> None:
     def on_a_rank(world: zerotrain.World, stage: int) -> str:
         engine, plain = build(world, KINDS[kind], stage), Plain()

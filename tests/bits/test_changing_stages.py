@@ -65,6 +65,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 )
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.thinned(2)
 def test_a_run_is_the_run_at_one_stage(way, size, model, tmp_path, monkeypatch):
     """Evaluations every four steps and saves every seven fall before, between and behind the changes."""
     kind, changes = WAYS[way]

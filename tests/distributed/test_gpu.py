@@ -115,8 +115,10 @@ def test_a_gradient_is_widened_before_it_is_multiplied(factor: float | None, dev
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("device", ["cpu", ON_GPU])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "device"),
+    [("bf16", "cpu"), *(pytest.param(each, "cuda", marks=pytest.mark.gpu) for each in ("fp32", "bf16", "fp16"))],
+)
 def test_ranks_that_share_a_device_end_with_the_bits_of_one(precision: str, device: str) -> None:
     """Ranks are threads, so that one GPU is enough for several; each stage, which changes in the midst."""
     found = {

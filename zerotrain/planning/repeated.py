@@ -1,9 +1,9 @@
-"""A model of many blocks that are alike is rehearsed with a few of them, since each further one adds the same.
+"""Rehearses a model of many alike blocks with a few of them, since each further block adds the same.
 
-Memory at a point of a step is a line over the number of blocks, whether the point lies so far behind the begin of its
-phase or so far before its end, and between both it is a line over the place. So the most in each half of each phase is
-a line over the number of blocks; the most of a step is not, where one of them overtakes another. Three numbers of
-blocks are rehearsed: the first and the last give the lines, on which the one between must lie.
+At an equal distance from the start of a phase, or from its end, memory is linear in the number of blocks; between both
+it is linear in the place. So the most of each half of each phase is linear in the number of blocks. (The most of a
+whole step is not: one half may overtake another.) Three numbers of blocks are rehearsed: the first and the last give
+each line, and the middle one must lie on it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from zerotrain.planning.rehearsal import StagePlan
 
 KEPT = (4, 5, 6)
-"""Blocks that are rehearsed, at equal distances. What runs ahead, or is under way, is of two or three."""
+"""Numbers of blocks that are rehearsed, at equal distances."""
+MAX_PREFETCH = 2
+"""Units gathered ahead, at most: more would span all blocks that are rehearsed."""
 MIN_BLOCKS = 20
 SLACK_NBYTES = 2**20
 """Numbers for the norm are added up once there are enough of them, and not in each block."""
@@ -34,10 +36,10 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def may_be_cut(config: Config) -> bool:
-    """Whether no setting names single blocks. What is offloaded of activations is not on a line: its windows grow with
-    what is under way."""
+    """Whether no setting names single blocks, and none lets more blocks be under way than are rehearsed."""
     named = (config.model.get("freeze"), config.optimizer.get("groups"), config.zero.unit_patterns)
-    return not any(named) and config.offload.activations == "device"
+    is_near = config.zero.prefetch <= MAX_PREFETCH and config.offload.activations == "device"
+    return is_near and not any(named)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Blocks:
     """The longest run of blocks that are alike in a model."""
 
     name: str
-    """Of the list that they are in."""
+    """The name of the list that they are in."""
     run: range
     """Their places."""
 
@@ -89,7 +91,7 @@ def _runs(blocks: Sequence[nn.Module]) -> Iterator[range]:
 
 
 def _described(block: nn.Module) -> list[tuple[Any, Any]]:
-    """What could make a block differ from another: (which, what)."""
+    """All that could make a block differ from another, as (name, value)."""
     found: list[tuple[Any, Any]] = []
     for name, module in block.named_modules(remove_duplicate=False):
         found.append((name, type(module)))
@@ -163,9 +165,11 @@ def _with_all(plans: Sequence["StagePlan"], looks: Sequence[Sequence[Look]], num
         kind: _line([look.by_kind.get(kind, 0) for look in most], num, slack=SLACK_NBYTES)
         for kind in ("gathered", OTHERS)
     }
-    last, scratch = plans[-1], _scratch([plan.scratch for plan in plans], num)
+    last = plans[-1]
+    lent = _lent([plan.scratch - plan.sums for plan in plans])
     beside = (last.peak or 0) - last.scratch - max(each.total for each in looks[-1])
     exact = {name: _line([getattr(plan, name) for plan in plans], num, slack=0) for name in EXACT}
+    scratch = lent + exact["sums"]
     operations = [plan.operations or 0 for plan in plans]
     return replace(
         last,
@@ -179,11 +183,13 @@ def _with_all(plans: Sequence["StagePlan"], looks: Sequence[Sequence[Look]], num
     )
 
 
-def _scratch(values: Sequence[int], num: int) -> int:
-    """Buffers are lent as reductions come and go: how many are under way when the largest comes follows from the number
-    of blocks, but has no trend."""
-    with suppress(_OffTheLineError):
-        return _line(values, num, slack=SLACK_NBYTES)
+def _lent(values: Sequence[int]) -> int:
+    """Scratch without sums of micro-batches. Buffers are lent as reductions come and go: the number under way when the
+    largest comes depends on the number of blocks, without a trend. If it grows, reductions of more blocks may be under
+    way than are rehearsed."""
+    first, middle, last = values
+    if first + SLACK_NBYTES < middle and middle + SLACK_NBYTES < last:
+        raise _OffTheLineError
     return max(values)
 
 
@@ -205,7 +211,7 @@ def _most(num: int, phases: Sequence[Sequence[Look]]) -> tuple[int, list[Look]]:
 
 
 def _highest(looks: Sequence[Look], place: int) -> Look:
-    """Of the first half or the second; of one look that one."""
+    """The highest look of the first half (0) or the second (1); a single look is in both."""
     middle = len(looks) // 2
     return max((looks[:middle], looks[middle:])[place] or looks, key=lambda look: look.total)
 

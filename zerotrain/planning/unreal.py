@@ -273,8 +273,8 @@ class _Operation:
 
 
 def _gives_of_first(func: Any) -> bool:
-    """Whether its one tensor is its first argument, and all that it gives is a part of that. What torch composes of
-    others, such as `reshape`, may copy."""
+    """Whether its one tensor is its first argument, and all that it gives is a part of that. Operations that torch
+    composes of others, such as `reshape`, may copy."""
     schema = func._schema
     tensors = [each for each in schema.arguments if "Tensor" in str(each.type)]
     aliases = [each.alias_info for each in (*tensors, *schema.returns)]

@@ -118,8 +118,14 @@ def test_the_longest_run_is_cut_and_what_stands_before_and_behind_it_stays() -> 
 
 @pytest.mark.parametrize(
     "settings",
-    [("zero.bucket_mb=1",), ("zero.units=['blocks.*']",)],
-    ids=["blocks that share buckets", "units by name"],
+    [
+        ("zero.bucket_mb=1",),
+        ("zero.bucket_mb=0.004", "zero.units=['blocks.*']"),
+        ("zero.bucket_mb=0.004", "zero.prefetch=3"),
+        ("zero.bucket_mb=0.004", "offload.activations=cpu"),
+        ("zero.bucket_mb=0.004", "model.vocab_size=8192"),
+    ],
+    ids=["blocks share buckets", "units by name", "gathers far ahead", "offloaded activations", "large reductions"],
 )
 def test_where_blocks_need_not_add_the_same_all_are_rehearsed(
     settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
