@@ -37,7 +37,8 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 def may_be_cut(config: Config) -> bool:
     """Whether no setting names single blocks, and none lets more blocks be under way than are rehearsed."""
-    named = (config.model.get("freeze"), config.optimizer.get("groups"), config.zero.unit_patterns)
+    of_model = (config.model.get("freeze"), config.optimizer.get("groups"))
+    named = (*of_model, config.zero.unit_patterns, config.precision.keep_fp32)
     is_near = config.zero.prefetch <= MAX_PREFETCH and config.offload.activations == "device"
     return is_near and not any(named)
 

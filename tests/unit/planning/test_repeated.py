@@ -121,17 +121,25 @@ def test_the_longest_run_is_cut_and_what_stands_before_and_behind_it_stays() -> 
     [
         ("zero.bucket_mb=1",),
         ("zero.bucket_mb=0.004", "zero.units=['blocks.*']"),
+        ("zero.bucket_mb=0.004", "precision.keep_fp32=['blocks.20.*']"),
         ("zero.bucket_mb=0.004", "zero.prefetch=3"),
         ("zero.bucket_mb=0.004", "offload.activations=cpu"),
         ("zero.bucket_mb=0.004", "model.vocab_size=8192"),
     ],
-    ids=["blocks share buckets", "units by name", "gathers far ahead", "offloaded activations", "large reductions"],
+    ids=[
+        "blocks share buckets",
+        "units by name",
+        "fp32 by name",
+        "gathers far ahead",
+        "offloaded activations",
+        "large reductions",
+    ],
 )
 def test_where_blocks_need_not_add_the_same_all_are_rehearsed(
     settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep("gpt", monkeypatch)
-    few, _ = both(Row(model="gpt", ranks=2, stage=2, precision="fp32", settings=settings), tmp_path, monkeypatch)
+    few, _ = both(Row(model="gpt", ranks=2, stage=2, precision="bf16", settings=settings), tmp_path, monkeypatch)
     assert few is None
 
 
