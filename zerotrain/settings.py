@@ -143,7 +143,7 @@ STEPS = at_least(1, "steps")
 SEQUENCES = Rule("1 or more sequences", lambda value: type(value) is int and value >= 1)
 VIRTUAL_RANKS = or_null(at_least(1, "virtual ranks"), " for as many as ranks")
 CLIPPING = or_null(positive("a number above 0"), " for no clipping")
-MIB = Rule("a number of MiB above 0", lambda value: type(value) in (int, float) and math.isfinite(value) and value > 0)
+MIB = Rule("a number of MiB above 0", lambda value: not isinstance(value, bool) and math.isfinite(value) and value > 0)
 UNITS = Rule("auto or a list of module name patterns such as [blocks.*]", _are_units)
 KEPT = Rule("a list of name patterns such as ['*norm*']", _are_patterns)
 LOSS_SCALE = Rule("a power of two from 1 to 2**32", _is_scale)
@@ -216,9 +216,9 @@ class ZeroConfig:
     stage: int = setting(2, STAGE, SHARES, UNSCHEDULED)
     """0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters."""
     bucket_mb: Any = setting(25.0, or_auto(MIB))
-    """Largest bucket in MiB (2**20 bytes) of the compute precision; a larger parameter is a bucket of its own. Units
-    share one only up to an eighth of the model. auto: on GPUs as much as the largest unit, up to 512, since each bucket
-    costs launches; else 25."""
+    """Largest bucket in MiB (2**20 bytes) of the compute precision; a larger parameter is a bucket of its own, and
+    a rest of a sixteenth or less goes with its neighbour. Units share one only up to an eighth of the model. auto: on
+    GPUs as much as the largest unit, up to 512, since each bucket costs launches; else 25."""
     overlap: bool = setting(True, TRUE_OR_FALSE, SENT)
     """Run collectives beside compute. False issues the same collectives and waits for each at once."""
     prefetch: int = setting(1, at_least(0, "units"), STAGE_3)

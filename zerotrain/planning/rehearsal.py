@@ -19,12 +19,13 @@ from zerotrain.device.nowhere import rehearsing
 from zerotrain.engine.buckets.places.homes import OPTIMIZER_WINDOWS, Homes
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.engine.groups.optimizer_factory import OptimizerFactory
+from zerotrain.engine.update.leaves import call_model
 from zerotrain.engine.update.optimizer_step import update_all
 from zerotrain.errors import ConfigError
 from zerotrain.offload.memory import PAGE_NBYTES
 from zerotrain.planning.live import OTHERS, SCRATCH, LiveMemory, Look
 from zerotrain.planning.optimizer import RehearsedFactory, Seen
-from zerotrain.planning.repeated import KEPT, Blocks, grows_evenly, may_be_cut, with_all
+from zerotrain.planning.repeated import KEPT, Blocks, grows_evenly, is_even, may_be_cut, with_all
 from zerotrain.planning.unreal import Unreal, attention_of, nothing_known
 from zerotrain.planning.wire import Links
 from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta
@@ -111,15 +112,22 @@ def rehearse(
 def _by_few_blocks(run: "_Rehearsed") -> StagePlan | None:
     """The plan by `repeated`; None where the model's blocks are too few, or differ."""
     model = _model(run.config)
+    try:
+        return _of_few(run, model)
+    except Exception:  # the model may need all its blocks, or cannot be copied; its own errors come with the whole
+        return None
+
+
+def _of_few(run: "_Rehearsed", model: nn.Module) -> StagePlan | None:
     if (blocks := Blocks.of(model)) is None:
         return None
+    of_all = run.forward(model, blocks, len(blocks.run))
     few = blocks.cut(model, KEPT[-1])
+    if not is_even([run.forward(model, few, num_kept) for num_kept in KEPT], of_all, len(blocks.run)):
+        return None
     plans, looks = [], []
     for num_kept in KEPT:
-        try:
-            found = run.cut(model, few, num_kept)
-        except Exception:  # the model may need all its blocks, or cannot be copied; its own errors come with the whole
-            return None
+        found = run.cut(model, few, num_kept)
         if found is None:
             return None
         plans.append(found[0])
@@ -161,6 +169,20 @@ class _Rehearsed:
             if not grows_evenly(engine):
                 return None
             return _Rehearsal(mode, engine, self.config, self.row).plan(), mode.looks
+
+    def forward(self, model: nn.Module, blocks: Blocks, num_kept: int) -> tuple[int, int, int]:
+        """(operations, flops, bytes that are alive behind it) of a forward of a copy with so many blocks."""
+        mode = Unreal()
+        with self._without_memory(mode):
+            copy = deepcopy(model).train()
+            blocks.cut(copy, num_kept)
+            rows = _rows(self.row, self.config.train.micro_batch_size)
+            mode.operations = mode.flops = 0
+            before = mode.nbytes
+            loss = call_model(copy, rows)  # which holds what the forward has saved
+            found = mode.operations, mode.flops, mode.nbytes - before
+            del loss
+            return found
 
     @contextmanager
     def _without_memory(self, mode: Unreal) -> Iterator[None]:

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from zerotrain.config.schema import Config
+from zerotrain.engine.buckets.bucket import TrainedBucket
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.engine.schedule.reductions import MAX_LARGEST_BUCKETS_IN_FLIGHT
 from zerotrain.planning.live import OTHERS, Look
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ MAX_PREFETCH = 2
 MIN_BLOCKS = 20
 SLACK_NBYTES = 2**20
 """Numbers for the norm are added up once there are enough of them, and not in each block."""
+LEFT_NBYTES = 4096
+"""A forward may leave small tensors that it makes once."""
 EXACT = ("parameters", "gradients", "optimizer", "host", "disk", "saved", "sums", "sent", "fetched", "stored", "flops")
 """Fields of a plan that grow by as much with each block."""
 _PLAIN = (int, float, str, bool, type(None), torch.dtype)
@@ -40,7 +44,7 @@ def may_be_cut(config: Config) -> bool:
     of_model = (config.model.get("freeze"), config.optimizer.get("groups"))
     named = (*of_model, config.zero.unit_patterns, config.precision.keep_fp32)
     is_near = config.zero.prefetch <= MAX_PREFETCH and config.offload.activations == "device"
-    return is_near and not any(named)
+    return is_near and config.offload.keep in (0, 1) and not any(named)
 
 
 @dataclass(frozen=True)
@@ -124,23 +128,32 @@ def _is_same(value: Any, other: Any, distance: int) -> bool:
         return False
     if type(value) is int and other - value == distance:
         return True
-    return isinstance(value, (*_PLAIN, type, tuple)) and bool(value == other)
+    if isinstance(value, tuple):
+        return len(value) == len(other) and all(_is_same(*each, distance=0) for each in zip(value, other, strict=True))
+    return isinstance(value, (*_PLAIN, type)) and value == other
 
 
 def grows_evenly(engine: ZeroEngine) -> bool:
-    """Whether each further block would add the same buckets: each has buckets of its own, and the last, which is cut
-    smaller in a small model, has the same. Then two would share none in a larger model either."""
+    """Whether each further block would add the same buckets: each has buckets of its own, the last too, which is cut
+    smaller in a small model; two would share none in a larger model, where more may be shared; and fewer blocks than
+    are rehearsed have reductions under way at once."""
     by_block: dict[str, list[tuple[Any, ...]]] = {}
     for bucket in engine.schedule.buckets:
         units = bucket.spec.units
-        if len(units) > 1:
+        if len(units) > 1 or (isinstance(bucket, TrainedBucket) and bucket.update.owners):
             return False
         if not units[0].is_root:
-            cut = (bucket.spec.trainable, bucket.spec.dtype, bucket.layout.numel)
-            by_block.setdefault(units[0].name, []).append(cut)
-    first, *others = by_block.values() or [[]]
-    is_updated_by_elements = not any(each.update.owners for each in engine.schedule.trained)
-    return is_updated_by_elements and all(each == first for each in others)
+            kind = (bucket.spec.trainable, bucket.spec.dtype)
+            by_block.setdefault(units[0].name, []).append((kind, bucket.layout.padded_numel))
+    first, *others = by_block.values()
+    if any(each != first for each in others):
+        return False
+    numels = [sum(numel for kind, numel in first if kind == each) for each in {kind for kind, _ in first}]
+    units = list({unit for bucket in engine.schedule.buckets for unit in bucket.spec.units})
+    most_shared = engine.options.bucket_numel_for(units)
+    largest = max(bucket.layout.padded_numel for bucket in engine.schedule.trained)
+    spans = MAX_LARGEST_BUCKETS_IN_FLIGHT * largest <= (KEPT[0] - 1) * sum(numels)
+    return spans and 2 * min(numels) > most_shared
 
 
 class _OffTheLineError(Exception):
@@ -153,6 +166,23 @@ def with_all(plans: Sequence["StagePlan"], looks: Sequence[Sequence[Look]], num:
     with suppress(_OffTheLineError):
         return _with_all(plans, looks, num)
     return None
+
+
+def is_even(forwards: Sequence[tuple[int, int, int]], of_all: tuple[int, int, int], num: int) -> bool:
+    """Whether a forward of the whole model lies on the lines of those with `KEPT` blocks: a block that does something
+    else at its place, or looks back at all before it, is off them.
+
+    Args:
+        forwards, of_all: (operations, flops, bytes that are alive behind it).
+    """
+    for name, few, whole in zip(("operations", "flops", "alive"), zip(*forwards, strict=True), of_all, strict=True):
+        try:
+            expected = _line(few, num, slack=0 if name != "alive" else LEFT_NBYTES)
+        except _OffTheLineError:
+            return False
+        if abs(expected - whole) > (0 if name != "alive" else max(whole // 1000, LEFT_NBYTES)):
+            return False
+    return True
 
 
 def _with_all(plans: Sequence["StagePlan"], looks: Sequence[Sequence[Look]], num: int) -> "StagePlan":
@@ -196,7 +226,8 @@ def _lent(values: Sequence[int]) -> int:
 
 def _most(num: int, phases: Sequence[Sequence[Look]]) -> tuple[int, list[Look]]:
     """The most of a phase with so many blocks, and the looks that tell it. Between its ends memory rises or falls from
-    block to block: a half that has less than the other holds no most, and where it is cut need not be the same place.
+    block to block: a half that has less than the other and grows no faster holds no most, and where it is cut need not
+    be the same place.
     """
     halves = [[_highest(looks, place) for looks in phases] for place in (0, 1)]
     found = []
@@ -204,7 +235,9 @@ def _most(num: int, phases: Sequence[Sequence[Look]]) -> tuple[int, list[Look]]:
         try:
             found.append((_line([look.total for look in half], num, slack=SLACK_NBYTES), half))
         except _OffTheLineError:
-            if any(here.total > there.total for here, there in zip(half, other, strict=True)):
+            is_less = all(here.total <= there.total for here, there in zip(half, other, strict=True))
+            is_steeper = half[2].total - half[1].total > other[2].total - other[1].total + SLACK_NBYTES
+            if not is_less or is_steeper:
                 raise
     if not found:
         raise _OffTheLineError

@@ -264,7 +264,7 @@ class _Operation:
         made = _OPERATIONS[id(func)] = cls(
             schema.is_mutable,
             not schema.is_mutable and all(each.alias_info is None for each in schema.returns),
-            not schema.is_mutable and _gives_of_first(func),
+            not schema.is_mutable and func is not _aten.lift_fresh.default and _gives_of_first(func),
             written is not None and written[0] == 0 and flops is None and not schema.arguments[0].kwarg_only,
             written,
             flops,

@@ -95,10 +95,11 @@ class Net(nn.Module):
         lambda blocks: setattr(blocks[15], "place", 3),
         lambda blocks: blocks.__setitem__(15, nn.Sequential(nn.Linear(8, 8), nn.Identity())),
         lambda blocks: [setattr(block, "own", object()) for block in blocks],
+        lambda blocks: [setattr(block, "tables", (torch.ones(2), torch.ones(2))) for block in blocks],
         lambda blocks: setattr(blocks[15][0], "weight", blocks[3][0].weight),
         lambda blocks: setattr(blocks[15][0], "weight", nn.Parameter(torch.ones(8, 8).t())),
     ],
-    ids=["dropout", "frozen", "hook", "buffer", "attribute", "place", "class", "objects", "tied", "strides"],
+    ids=["dropout", "frozen", "hook", "buffer", "attribute", "place", "class", "objects", "tensors", "tied", "strides"],
 )
 def test_a_block_that_differs_ends_the_run(change: Callable[[nn.ModuleList], object]) -> None:
     assert Blocks.of(Net()) == Blocks("blocks", range(NUM_BLOCKS))
@@ -123,6 +124,7 @@ def test_the_longest_run_is_cut_and_what_stands_before_and_behind_it_stays() -> 
         ("zero.bucket_mb=0.004", "zero.units=['blocks.*']"),
         ("zero.bucket_mb=0.004", "precision.keep_fp32=['blocks.20.*']"),
         ("zero.bucket_mb=0.004", "zero.prefetch=3"),
+        ("zero.bucket_mb=0.004", "offload.optimizer=cpu", "offload.keep=0.03"),
         ("zero.bucket_mb=0.004", "offload.activations=cpu"),
         ("zero.bucket_mb=0.004", "model.vocab_size=8192"),
     ],
@@ -131,6 +133,7 @@ def test_the_longest_run_is_cut_and_what_stands_before_and_behind_it_stays() -> 
         "units by name",
         "fp32 by name",
         "gathers far ahead",
+        "some kept on the device",
         "offloaded activations",
         "large reductions",
     ],
@@ -140,6 +143,49 @@ def test_where_blocks_need_not_add_the_same_all_are_rehearsed(
 ) -> None:
     deep("gpt", monkeypatch)
     few, _ = both(Row(model="gpt", ranks=2, stage=2, precision="bf16", settings=settings), tmp_path, monkeypatch)
+    assert few is None
+
+
+class ByPlace(nn.Module):
+    """A block does more at one place that is none of the first, or looks back at all before it."""
+
+    def __init__(self, place: int | None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(32, 64)
+        self.place = place
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean loss."""
+        before = [self.table(ids)]
+        for place, block in enumerate(self.blocks):
+            hidden = block(before[-1])
+            if self.place is None:
+                before.append(hidden + torch.stack(before).exp().sum(0))
+            else:
+                before = [hidden.repeat(9, 1, 1).exp()[:4] if place == self.place else hidden]
+        return nn.functional.cross_entropy(self.head(before[-1]).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("place", [None, 15, 99])
+def test_a_forward_that_is_not_the_same_at_each_place_is_rehearsed_whole(
+    place: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, "by place", {"_target_": f"{__name__}.ByPlace", "place": place})
+    row = Row(model="by place", ranks=2, stage=2, precision="fp32", settings=("zero.bucket_mb=0.004",))
+    few, _ = both(row, tmp_path, monkeypatch)
+    assert (few is not None) == (place == 99)
+
+
+def test_blocks_that_share_a_bucket_only_where_all_are_there_are_rehearsed_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large head behind them: the last block of a few is not cut smaller then."""
+    deep("gpt", monkeypatch)
+    monkeypatch.setitem(MODELS, "gpt", MODELS["gpt"] | {"hidden_size": 256, "vocab_size": 8192})
+    row = Row(model="gpt", ranks=2, stage=3, precision="bf16", settings=("zero.bucket_mb=2.5",))
+    few, _ = both(row, tmp_path, monkeypatch)
     assert few is None
 
 
