@@ -40,11 +40,12 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def may_be_cut(config: Config) -> bool:
-    """Whether no setting names single blocks, and none lets more blocks be under way than are rehearsed."""
+    """Whether no setting names single blocks, and none lets more blocks be under way than are rehearsed. The windows of
+    offloaded state are not on a line."""
     of_model = (config.model.get("freeze"), config.optimizer.get("groups"))
     named = (*of_model, config.zero.unit_patterns, config.precision.keep_fp32)
-    is_near = config.zero.prefetch <= MAX_PREFETCH and config.offload.activations == "device"
-    return is_near and config.offload.keep in (0, 1) and not any(named)
+    tiers = (config.offload.optimizer, config.offload.parameters, config.offload.activations)
+    return config.zero.prefetch <= MAX_PREFETCH and {*tiers} == {"device"} and not any(named)
 
 
 @dataclass(frozen=True)

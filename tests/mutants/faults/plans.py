@@ -37,11 +37,11 @@ FAULTS = {
         "a few blocks tell of all of them though each adds something else",
         OF_REPEATED,
     ),
-    "plan-blocks-that-share-buckets": Fault(
+    "plan-blocks-by-place": Fault(
         "planning/repeated.py",
-        "        if len(units) > 1:\n            return False\n",
-        "",
-        "a few blocks share a bucket, and so many more share more of them",
+        "if abs(expected - whole) >",
+        "if False and abs(expected - whole) >",
+        "a block that does more at its place is planned as the others",
         OF_REPEATED,
     ),
     "plan-tied-blocks": Fault(
