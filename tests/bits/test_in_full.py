@@ -7,7 +7,6 @@ import pytest
 import test_calls
 import test_parameters
 import test_parity
-from test_parameters import UNEVEN
 
 NUM_STEPS = 3
 
@@ -36,7 +35,9 @@ def test_the_hard_ways_to_call_a_model(num_ranks: int) -> None:
 def test_ranks_that_use_different_parts(num_ranks: int) -> None:
     """Of each case and stage in turns with one bucket, and with small ones while a rank is late."""
     kinds = [
-        (case, stage, (number + stage + num_ranks) % 2) for number, case in enumerate(UNEVEN) for stage in range(4)
+        (case, stage, (number + stage + num_ranks) % 2)
+        for number, case in enumerate(test_parameters.UNEVEN)
+        for stage in range(4)
     ]
     runs = [test_parameters.Run(case, stage) for case, stage, is_late in kinds if not is_late]
     runs += [

@@ -1,6 +1,6 @@
 """The settings given to an engine when it is built, and their consequences in this world."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -79,7 +79,7 @@ class EngineOptions:
         """Elements of a bucket, at most, if it need not hold a unit; a larger parameter is one of its own."""
         return self._numel_of(DEFAULT_MB if self.chooses_buckets else self.zero.bucket_mb)
 
-    def bucket_numel_for(self, units: Sequence[Unit[ManagedParameter]]) -> int:
+    def bucket_numel_for(self, units: Iterable[Unit[ManagedParameter]]) -> int:
         """Elements of a bucket of these units, at most."""
         if not self.holds_units:
             return self.bucket_numel

@@ -146,6 +146,8 @@ class LiveMemory(TorchDispatchMode):
 
     def _look(self) -> None:
         nbytes = self.nbytes - self._by_kind.get(SCRATCH, 0)
+        if nbytes <= self._most and self.looks is None:
+            return
         phase = "" if self._engine is None else self._engine.schedule.phase.value
         if self.looks is not None:
             self.looks.append(Look(phase, nbytes, dict(self._by_kind)))

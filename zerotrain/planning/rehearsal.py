@@ -25,7 +25,7 @@ from zerotrain.errors import ConfigError
 from zerotrain.offload.memory import PAGE_NBYTES
 from zerotrain.planning.live import OTHERS, SCRATCH, LiveMemory, Look
 from zerotrain.planning.optimizer import RehearsedFactory, Seen
-from zerotrain.planning.repeated import KEPT, Blocks, grows_evenly, is_even, may_be_cut, with_all
+from zerotrain.planning.repeated import KEPT, Blocks, UnevenError, grows_evenly, may_be_cut, require_even, with_all
 from zerotrain.planning.unreal import Unreal, attention_of, nothing_known
 from zerotrain.planning.wire import Links
 from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta
@@ -105,38 +105,32 @@ def rehearse(
     config = replace(config, model=config.model | {"compile": False})
     if not links.on_host:
         config = replace(config, offload=replace(config.offload, heap="reuse"))
-    run = _Rehearsed(config, stage, links, row, RehearsedFactory(optimizer, seen), run_dir)
+    run = _Run(config, stage, links, row, RehearsedFactory(optimizer, seen), run_dir)
     return (_by_few_blocks(run) if may_be_cut(config) else None) or run.whole()
 
 
-def _by_few_blocks(run: "_Rehearsed") -> StagePlan | None:
+def _by_few_blocks(run: "_Run") -> StagePlan | None:
     """The plan by `repeated`; None where the model's blocks are too few, or differ."""
     model = _model(run.config)
     try:
         return _of_few(run, model)
-    except Exception:  # the model may need all its blocks, or cannot be copied; its own errors come with the whole
+    except Exception:  # also of a model that needs all its blocks, or cannot be copied: the whole tells its own errors
         return None
 
 
-def _of_few(run: "_Rehearsed", model: nn.Module) -> StagePlan | None:
+def _of_few(run: "_Run", model: nn.Module) -> StagePlan | None:
     if (blocks := Blocks.of(model)) is None:
         return None
-    of_all = run.forward(model, blocks, len(blocks.run))
+    num = len(blocks.run)
+    of_all = run.forward(model)
     few = blocks.cut(model, KEPT[-1])
-    if not is_even([run.forward(model, few, num_kept) for num_kept in KEPT], of_all, len(blocks.run)):
-        return None
-    plans, looks = [], []
-    for num_kept in KEPT:
-        found = run.cut(model, few, num_kept)
-        if found is None:
-            return None
-        plans.append(found[0])
-        looks.append(found[1])
-    return with_all(plans, looks, len(blocks.run))
+    require_even([run.forward(few.copied(model, num_kept)) for num_kept in KEPT], of_all, num)
+    found = [run.few(model, few, num_kept) for num_kept in KEPT]
+    return with_all([plan for plan, _ in found], [looks for _, looks in found], num)
 
 
 @dataclass(frozen=True)
-class _Rehearsed:
+class _Run:
     """A run at a stage. See `rehearse`."""
 
     config: Config
@@ -157,32 +151,30 @@ class _Rehearsed:
                     return _Rehearsal(mode, engine, self.config, self.row).plan()
             rank = busiest
 
-    def cut(self, model: nn.Module, blocks: Blocks, num_kept: int) -> tuple[StagePlan, list[Look]] | None:
-        """The plan of a copy of a model with so many blocks, and what was alive in it; None where each further block
-        would not add the same."""
+    def few(self, model: nn.Module, blocks: Blocks, num_kept: int) -> tuple[StagePlan, list[Look]]:
+        """The plan of a copy of a model with so many blocks, and what was alive in it.
+
+        Raises:
+            UnevenError: each further block would not add the same.
+        """
         mode = Unreal()
         mode.looks = []
         with self._without_memory(mode):
-            copy = deepcopy(model)
-            blocks.cut(copy, num_kept)
-            engine = self._engine(mode, 0, copy)
+            engine = self._engine(mode, 0, blocks.copied(model, num_kept))
             if not grows_evenly(engine):
-                return None
+                raise UnevenError
             return _Rehearsal(mode, engine, self.config, self.row).plan(), mode.looks
 
-    def forward(self, model: nn.Module, blocks: Blocks, num_kept: int) -> tuple[int, int, int]:
-        """(operations, flops, bytes that are alive behind it) of a forward of a copy with so many blocks."""
+    def forward(self, model: nn.Module) -> tuple[int, int, int]:
+        """(operations, flops, bytes that are alive behind it) of a forward of a model."""
         mode = Unreal()
         with self._without_memory(mode):
             copy = deepcopy(model).train()
-            blocks.cut(copy, num_kept)
             rows = _rows(self.row, self.config.train.micro_batch_size)
             mode.operations = mode.flops = 0
             before = mode.nbytes
-            loss = call_model(copy, rows)  # which holds what the forward has saved
-            found = mode.operations, mode.flops, mode.nbytes - before
-            del loss
-            return found
+            _ = call_model(copy, rows)  # held: it has what the forward has saved
+            return mode.operations, mode.flops, mode.nbytes - before
 
     @contextmanager
     def _without_memory(self, mode: Unreal) -> Iterator[None]:

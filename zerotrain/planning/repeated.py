@@ -7,7 +7,7 @@ each line, and the middle one must lie on it.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -44,8 +44,7 @@ def may_be_cut(config: Config) -> bool:
     offloaded state are not on a line."""
     of_model = (config.model.get("freeze"), config.optimizer.get("groups"))
     named = (*of_model, config.zero.unit_patterns, config.precision.keep_fp32)
-    tiers = (config.offload.optimizer, config.offload.parameters, config.offload.activations)
-    return config.zero.prefetch <= MAX_PREFETCH and {*tiers} == {"device"} and not any(named)
+    return config.zero.prefetch <= MAX_PREFETCH and {*config.offload.tiers} == {"device"} and not any(named)
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,12 @@ class Blocks:
         if longest is None or len(longest.run) < MIN_BLOCKS or not longest._own_their_parameters(model):
             return None
         return longest
+
+    def copied(self, model: nn.Module, num_kept: int) -> nn.Module:
+        """A copy of the model with so many of them."""
+        copy = deepcopy(model)
+        self.cut(copy, num_kept)
+        return copy
 
     def cut(self, model: nn.Module, num_kept: int) -> "Blocks":
         """Leave so many of them in the model."""
@@ -150,49 +155,44 @@ def grows_evenly(engine: ZeroEngine) -> bool:
     if any(each != first for each in others):
         return False
     numels = [sum(numel for kind, numel in first if kind == each) for each in {kind for kind, _ in first}]
-    units = list({unit for bucket in engine.schedule.buckets for unit in bucket.spec.units})
-    most_shared = engine.options.bucket_numel_for(units)
+    most_shared = engine.options.bucket_numel_for({bucket.spec.units[0] for bucket in engine.schedule.buckets})
     largest = max(bucket.layout.padded_numel for bucket in engine.schedule.trained)
     spans = MAX_LARGEST_BUCKETS_IN_FLIGHT * largest <= (KEPT[0] - 1) * sum(numels)
     return spans and 2 * min(numels) > most_shared
 
 
-class _OffTheLineError(Exception):
+class UnevenError(Exception):
     """Blocks do not add the same."""
 
 
-def with_all(plans: Sequence["StagePlan"], looks: Sequence[Sequence[Look]], num: int) -> "StagePlan | None":
-    """The plan with so many blocks, of those with `KEPT` and what was alive in each; None where they do not lie on
-    lines."""
-    with suppress(_OffTheLineError):
-        return _with_all(plans, looks, num)
-    return None
-
-
-def is_even(forwards: Sequence[tuple[int, int, int]], of_all: tuple[int, int, int], num: int) -> bool:
-    """Whether a forward of the whole model lies on the lines of those with `KEPT` blocks: a block that does something
-    else at its place, or looks back at all before it, is off them.
+def require_even(forwards: Sequence[tuple[int, int, int]], of_all: tuple[int, int, int], num: int) -> None:
+    """Require that a forward of the whole model lies on the lines of those with `KEPT` blocks: a block that does
+    something else at its place, or looks back at all before it, is off them.
 
     Args:
         forwards, of_all: (operations, flops, bytes that are alive behind it).
+
+    Raises:
+        UnevenError: it does not.
     """
-    for name, few, whole in zip(("operations", "flops", "alive"), zip(*forwards, strict=True), of_all, strict=True):
-        try:
-            expected = _line(few, num, slack=0 if name != "alive" else LEFT_NBYTES)
-        except _OffTheLineError:
-            return False
-        if abs(expected - whole) > (0 if name != "alive" else max(whole // 1000, LEFT_NBYTES)):
-            return False
-    return True
+    for few, whole, slack in zip(zip(*forwards, strict=True), of_all, (0, 0, LEFT_NBYTES), strict=True):
+        expected = _line(few, num, slack=slack)
+        if abs(expected - whole) > (slack and max(whole // 1000, slack)):
+            raise UnevenError
 
 
-def _with_all(plans: Sequence["StagePlan"], looks: Sequence[Sequence[Look]], num: int) -> "StagePlan":
+def with_all(plans: Sequence["StagePlan"], looks: Sequence[Sequence[Look]], num: int) -> "StagePlan":
+    """The plan with so many blocks, of those with `KEPT` and what was alive in each.
+
+    Raises:
+        UnevenError: they do not lie on lines.
+    """
     phases = [[[*group] for _, group in groupby(each, key=lambda look: look.phase)] for each in looks]
     if any(each.peak is None for each in plans) or len({tuple(each[0].phase for each in few) for few in phases}) > 1:
-        raise _OffTheLineError
+        raise UnevenError
     total, most = max((_most(num, three) for three in zip(*phases, strict=True)), key=lambda found: found[0])
     if total < 100 * SLACK_NBYTES:
-        raise _OffTheLineError
+        raise UnevenError
     kinds = {
         kind: _line([look.by_kind.get(kind, 0) for look in most], num, slack=SLACK_NBYTES)
         for kind in ("gathered", OTHERS)
@@ -221,7 +221,7 @@ def _lent(values: Sequence[int]) -> int:
     way than are rehearsed."""
     first, middle, last = values
     if first + SLACK_NBYTES < middle and middle + SLACK_NBYTES < last:
-        raise _OffTheLineError
+        raise UnevenError
     return max(values)
 
 
@@ -235,13 +235,13 @@ def _most(num: int, phases: Sequence[Sequence[Look]]) -> tuple[int, list[Look]]:
     for half, other in (halves, halves[::-1]):
         try:
             found.append((_line([look.total for look in half], num, slack=SLACK_NBYTES), half))
-        except _OffTheLineError:
+        except UnevenError:
             is_less = all(here.total <= there.total for here, there in zip(half, other, strict=True))
             is_steeper = half[2].total - half[1].total > other[2].total - other[1].total + SLACK_NBYTES
             if not is_less or is_steeper:
                 raise
     if not found:
-        raise _OffTheLineError
+        raise UnevenError
     return max(found, key=lambda each: each[0])
 
 
@@ -258,5 +258,5 @@ def _line(values: Sequence[int], num: int, *, slack: int) -> int:
     at_first, _, at_last = KEPT
     off = abs(2 * middle - first - last)
     if off > 2 * slack:
-        raise _OffTheLineError
+        raise UnevenError
     return last + (last - first + off) * (num - at_last) // (at_last - at_first)

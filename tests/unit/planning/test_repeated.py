@@ -22,7 +22,7 @@ def both(row: Row, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage
     """By a few blocks, and by all. Each matrix is a bucket, and a block several."""
     few: list[StagePlan | None] = []
 
-    def asked(run: rehearsal._Rehearsed) -> None:
+    def asked(run: rehearsal._Run) -> None:
         few.append(by_few(run))
 
     by_few = rehearsal._by_few_blocks
@@ -33,13 +33,10 @@ def both(row: Row, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Stage
 
 
 def deep(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    number = {"gpt": "num_layers"}.get(model)
     values = MODELS[model]
-    if number is None:
-        values = values | {"config": values["config"] | {"num_hidden_layers": NUM_BLOCKS}}
-    else:
-        values = values | {number: NUM_BLOCKS}
-    monkeypatch.setitem(MODELS, model, values)
+    of_config = values.get("config")
+    more = {"config": of_config | {"num_hidden_layers": NUM_BLOCKS}} if of_config else {"num_layers": NUM_BLOCKS}
+    monkeypatch.setitem(MODELS, model, values | more)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +202,7 @@ def test_blocks_that_share_a_bucket_only_where_all_are_there_are_rehearsed_whole
 def test_three_numbers_tell_a_line_or_nothing() -> None:
     assert repeated._line([10, 20, 30], 21, slack=0) == 180
     assert repeated._line([10, 21, 30], 21, slack=1) > 180  # the most that it leaves
-    with pytest.raises(repeated._OffTheLineError):
+    with pytest.raises(repeated.UnevenError):
         repeated._line([10, 22, 30], 21, slack=1)
 
 
