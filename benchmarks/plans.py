@@ -36,7 +36,7 @@ from benchmarks.rounds import REPOSITORY, machine
 from zerotrain.comm.ranks.world import World
 from zerotrain.config.schema import Config, ModelSwitches
 from zerotrain.planning.optimizer import look_at
-from zerotrain.planning.rehearsal import rehearse
+from zerotrain.planning.rehearsal import Rehearsals
 from zerotrain.planning.wire import Links
 from zerotrain.run.factory import build, build_engine_of
 from zerotrain.testing.ranks import RankError, run_ranks
@@ -209,7 +209,7 @@ def _our_plan(model: str, stage: int, num_ranks: int) -> int:
     optimizer = build("optimizer", config.optimizer_target)
     links = Links(num_ranks, num_ranks, on_host=True, ordered=True, shared_memory=False)
     seen = look_at(optimizer, on_host=True)
-    plan = rehearse(config, stage, links, batch_of(model, 1), optimizer, seen, Path(tempfile.gettempdir()))
+    plan = Rehearsals.of(config, links, batch_of(model, 1), optimizer, seen, Path(tempfile.gettempdir())).plan(stage)
     if plan.peak is None:
         raise RuntimeError(f"{plan.unknown_because} cannot be followed")
     return plan.peak

@@ -116,8 +116,8 @@ def between(minimum: float, maximum: float, what: str) -> Rule:
 
 
 def positive(what: str) -> Rule:
-    """A finite number above 0."""
-    return Rule(what, lambda value: math.isfinite(value) and value > 0)
+    """A finite number above 0; true is none."""
+    return Rule(what, lambda value: not isinstance(value, bool) and math.isfinite(value) and value > 0)
 
 
 def or_null(rule: Rule, meaning: str = "") -> Rule:
@@ -143,7 +143,7 @@ STEPS = at_least(1, "steps")
 SEQUENCES = Rule("1 or more sequences", lambda value: type(value) is int and value >= 1)
 VIRTUAL_RANKS = or_null(at_least(1, "virtual ranks"), " for as many as ranks")
 CLIPPING = or_null(positive("a number above 0"), " for no clipping")
-MIB = Rule("a number of MiB above 0", lambda value: not isinstance(value, bool) and math.isfinite(value) and value > 0)
+MIB = positive("a number of MiB above 0")
 UNITS = Rule("auto or a list of module name patterns such as [blocks.*]", _are_units)
 KEPT = Rule("a list of name patterns such as ['*norm*']", _are_patterns)
 LOSS_SCALE = Rule("a power of two from 1 to 2**32", _is_scale)

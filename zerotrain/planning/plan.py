@@ -17,7 +17,7 @@ from zerotrain.device.kinds import device_of
 from zerotrain.device.processes import beside, num_cores, one_thread, share_nbytes
 from zerotrain.files.whole import whole
 from zerotrain.planning.optimizer import look_at
-from zerotrain.planning.rehearsal import StagePlan, rehearse
+from zerotrain.planning.rehearsal import Rehearsals, StagePlan
 from zerotrain.planning.wire import Links
 from zerotrain.run.factory import build, build_collate, build_data
 from zerotrain.run.preflight.memory_room import Room
@@ -112,7 +112,7 @@ class Planner:
     Args:
         config: checked.
         device: of the first rank.
-        run_dir: see `rehearse`.
+        run_dir: see `Rehearsals`.
     """
 
     def __init__(self, config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> None:
@@ -125,7 +125,7 @@ class Planner:
             self._seen = look_at(self._optimizer, on_host=self.on_host)
 
     def stage(self, config: Config, stage: int, num_ranks: int | None = None) -> StagePlan:
-        """The plan of a stage, as `rehearse` makes it.
+        """The plan of a stage, as `Rehearsals` makes it.
 
         Args:
             num_ranks: null: those of the run; more: on further machines.
@@ -133,26 +133,33 @@ class Planner:
         Raises:
             ConfigError: the model cannot be built without memory, or not be trained so.
         """
-        reduction, on_host = config.zero.reduction, self.on_host
-        ordered = reduction in ("ordered", "fp32") or (reduction == "auto" and on_host)
-        num = self.ranks.num_ranks if num_ranks is None else num_ranks
-        links = Links(num, self.ranks.num_local, on_host, ordered, config.launch.shared_memory == "auto")
-        return rehearse(config, stage, links, self._row, self._optimizer, self._seen, self._run_dir)
+        return self._rehearsals(config, num_ranks).plan(stage)
 
     def stages(self, config: Config, stages: Sequence[int]) -> dict[int, StagePlan]:
         """The plans of several stages, made on several cores, in children of this process. Raises as `stage`."""
-        num, some = max(1, min(num_cores(), len(stages))), partial(self._planned, config)
+        num, rehearsals = max(1, min(num_cores(), len(stages))), self._rehearsals(config)
+        with one_thread():  # a process of several is not forked
+            _ = rehearsals.few  # looked at once
+        some = partial(_planned, rehearsals)
         with ExitStack() as children:
             others = [children.enter_context(beside(partial(some, stages[first::num]))) for first in range(1, num)]
             plans = some(stages[::num]) + [plan for told in others for plan in told()]
         by_stage = {stage: StagePlan(**plan) for stage, plan in plans}
         return {stage: by_stage[stage] for stage in stages}
 
-    def _planned(self, config: Config, stages: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
-        """(stage, its plan)."""
-        return [(stage, asdict(self.stage(config, stage))) for stage in stages]
-
     def run(self, config: Config) -> RunPlan:
         """The plans of all stages."""
         stages = self.stages(config, range(len(STAGES)))
         return RunPlan(stage=config.zero.stages[0], num_ranks=self.ranks.num_ranks, memory=self.memory, stages=stages)
+
+    def _rehearsals(self, config: Config, num_ranks: int | None = None) -> Rehearsals:
+        reduction, on_host = config.zero.reduction, self.on_host
+        ordered = reduction in ("ordered", "fp32") or (reduction == "auto" and on_host)
+        num = self.ranks.num_ranks if num_ranks is None else num_ranks
+        links = Links(num, self.ranks.num_local, on_host, ordered, config.launch.shared_memory == "auto")
+        return Rehearsals.of(config, links, self._row, self._optimizer, self._seen, self._run_dir)
+
+
+def _planned(rehearsals: Rehearsals, stages: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
+    """(stage, its plan)."""
+    return [(stage, asdict(rehearsals.plan(stage))) for stage in stages]

@@ -2,9 +2,10 @@
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,76 +84,77 @@ class StagePlan:
         return self.peak or self.parameters + self.gradients + self.optimizer
 
 
-def rehearse(
-    config: Config,
-    stage: int,
-    links: Links,
-    row: Any,
-    optimizer: OptimizerFactory,
-    seen: Seen | None,
-    run_dir: Path,
-) -> StagePlan:
-    """Build the engine of a run at a stage, and make a step. An evaluation has as many rows, and saves nothing.
-
-    Args:
-        row: a batch of one.
-        seen: of `optimizer`.
-        run_dir: for what is offloaded; nothing is written there.
-
-    Raises:
-        ConfigError: the model or the optimizer cannot be trained so, or the model cannot be built without memory.
-    """
-    config = replace(config, model=config.model | {"compile": False})
-    if not links.on_host:
-        config = replace(config, offload=replace(config.offload, heap="reuse"))
-    run = _Run(config, stage, links, row, RehearsedFactory(optimizer, seen), run_dir)
-    return (_by_few_blocks(run) if may_be_cut(config) else None) or run.whole()
-
-
-def _by_few_blocks(run: "_Run") -> StagePlan | None:
-    """The plan by `repeated`; None where the model's blocks are too few, or differ."""
-    model = _model(run.config)
-    try:
-        return _of_few(run, model)
-    except Exception:  # also of a model that needs all its blocks, or cannot be copied: the whole tells its own errors
-        return None
-
-
-def _of_few(run: "_Run", model: nn.Module) -> StagePlan | None:
-    if (blocks := Blocks.of(model)) is None:
-        return None
-    num = len(blocks.run)
-    of_all = run.forward(model)
-    few = blocks.cut(model, KEPT[-1])
-    require_even([run.forward(few.copied(model, num_kept)) for num_kept in KEPT], of_all, num)
-    found = [run.few(model, few, num_kept) for num_kept in KEPT]
-    return with_all([plan for plan, _ in found], [looks for _, looks in found], num)
-
-
 @dataclass(frozen=True)
-class _Run:
-    """A run at a stage. See `rehearse`."""
+class Rehearsals:
+    """A run without memory: its own engine is built for a stage, and makes a step. An evaluation has as many rows, and
+    saves nothing."""
 
     config: Config
-    stage: int
     links: Links
     row: Any
+    """A batch of one."""
     factory: RehearsedFactory
     run_dir: Path
+    """For what is offloaded; nothing is written there."""
 
-    def whole(self) -> StagePlan:
+    @classmethod
+    def of(
+        cls, config: Config, links: Links, row: Any, optimizer: OptimizerFactory, seen: Seen | None, run_dir: Path
+    ) -> "Rehearsals":
+        """Of a run's config.
+
+        Args:
+            seen: of `optimizer`.
+        """
+        config = replace(config, model=config.model | {"compile": False})
+        if not links.on_host:
+            config = replace(config, offload=replace(config.offload, heap="reuse"))
+        return cls(config, links, row, RehearsedFactory(optimizer, seen), run_dir)
+
+    def plan(self, stage: int) -> StagePlan:
+        """The plan of a stage.
+
+        Raises:
+            ConfigError: the model or the optimizer cannot be trained so, or the model cannot be built without memory.
+        """
+        return self._by_few_blocks(stage) or self._whole(stage)
+
+    @cached_property
+    def few(self) -> "_Few | None":
+        """The model with a few of its blocks, for each stage; None where they are few anyway, or differ."""
+        if not may_be_cut(self.config):
+            return None
+        model = _model(self.config)
+        with suppress(Exception):  # of a model that needs all its blocks, or cannot be copied: the whole tells its own
+            if (blocks := Blocks.of(model)) is not None:
+                of_all, num = self._forward(model), len(blocks.run)
+                left = blocks.cut(model, KEPT[-1])
+                require_even([self._forward(left.copied(model, num_kept)) for num_kept in KEPT], of_all, num)
+                return _Few(model, left, num)
+        return None
+
+    def _by_few_blocks(self, stage: int) -> StagePlan | None:
+        """The plan by `repeated`; None where blocks do not add the same."""
+        if (few := self.few) is None:
+            return None
+        with suppress(Exception):  # see above
+            found = [self._of_few(stage, few.blocks.copied(few.model, num_kept)) for num_kept in KEPT]
+            return with_all([plan for plan, _ in found], [looks for _, looks in found], few.num)
+        return None
+
+    def _whole(self, stage: int) -> StagePlan:
         """The plan of the rank that holds most."""
         rank = 0
         while True:
             mode = Unreal()
             with self._without_memory(mode):
-                engine = self._engine(mode, rank, _model(self.config))
+                engine = self._engine(mode, stage, rank, _model(self.config))
                 if (busiest := _busiest(engine)) == rank:
                     return _Rehearsal(mode, engine, self.config, self.row).plan()
             rank = busiest
 
-    def few(self, model: nn.Module, blocks: Blocks, num_kept: int) -> tuple[StagePlan, list[Look]]:
-        """The plan of a copy of a model with so many blocks, and what was alive in it.
+    def _of_few(self, stage: int, model: nn.Module) -> tuple[StagePlan, list[Look]]:
+        """The plan of a model with a few of the blocks, and what was alive in it.
 
         Raises:
             UnevenError: each further block would not add the same.
@@ -160,12 +162,12 @@ class _Run:
         mode = Unreal()
         mode.looks = []
         with self._without_memory(mode):
-            engine = self._engine(mode, 0, blocks.copied(model, num_kept))
+            engine = self._engine(mode, stage, 0, model)
             if not grows_evenly(engine):
                 raise UnevenError
             return _Rehearsal(mode, engine, self.config, self.row).plan(), mode.looks
 
-    def forward(self, model: nn.Module) -> tuple[int, int, int]:
+    def _forward(self, model: nn.Module) -> tuple[int, int, int]:
         """(operations, flops, bytes that are alive behind it) of a forward of a model."""
         mode = Unreal()
         with self._without_memory(mode):
@@ -182,7 +184,7 @@ class _Run:
         with mode, rehearsing(on_host=links.on_host), attention_of(on_host=links.on_host):
             yield
 
-    def _engine(self, mode: Unreal, rank: int, model: nn.Module) -> ZeroEngine:
+    def _engine(self, mode: Unreal, stage: int, rank: int, model: nn.Module) -> ZeroEngine:
         links = self.links
 
         def scratch(memory: torch.Tensor) -> torch.Tensor:
@@ -192,10 +194,20 @@ class _Run:
         wire = links.wire(zeros_on(_META), scratch)
         shards = Shards(rank, links.num_ranks, make_wire=lambda _: wire)
         world = World(rank, links.num_ranks, rank % links.num_local, _META, shards=shards)
-        engine = build_engine_of(self.config, world, self.stage, self.run_dir, model=model, optimizer=self.factory)
+        engine = build_engine_of(self.config, world, stage, self.run_dir, model=model, optimizer=self.factory)
         if averages_in(self.config):  # which is as large with any settings
             engine.keep_average()
         return engine
+
+
+@dataclass(frozen=True)
+class _Few:
+    """A model with a few of its blocks."""
+
+    model: nn.Module
+    blocks: Blocks
+    num: int
+    """Those that it had."""
 
 
 def _model(config: Config) -> nn.Module:

@@ -51,6 +51,13 @@ FAULTS = {
         "parameters that blocks share are counted for each",
         OF_REPEATED,
     ),
+    "plan-blocks-that-come-to-share": Fault(
+        "planning/repeated.py",
+        "return spans and 2 * min(numels) > most_shared",
+        "return spans",
+        "blocks that share a bucket in the whole model are planned as if each had its own",
+        OF_REPEATED,
+    ),
     "plan-norm-of-a-gpu": Fault(
         "planning/rehearsal.py",
         "rehearsing(on_host=links.on_host)",

@@ -14,7 +14,7 @@ from zerotrain.config.schema import Config, ModelSwitches
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.planning.live import LiveMemory
 from zerotrain.planning.optimizer import look_at
-from zerotrain.planning.rehearsal import StagePlan, name_state, rehearse
+from zerotrain.planning.rehearsal import Rehearsals, StagePlan, name_state
 from zerotrain.planning.wire import Links
 from zerotrain.run.factory import build, build_engine_of
 
@@ -113,10 +113,14 @@ def batch_of_one(model: str) -> Any:
 
 def planned(row: Row, folder: Path) -> StagePlan:
     """The plan of a row, of ranks on one host."""
+    return rehearsals(row, folder).plan(row.stage)
+
+
+def rehearsals(row: Row, folder: Path) -> Rehearsals:
+    """Those of a row, of ranks on one host."""
     factory = build("optimizer", row.config.optimizer_target)
     links = Links(row.ranks, row.ranks, on_host=True, ordered=True, shared_memory=True)
-    seen = look_at(factory, on_host=True)
-    return rehearse(row.config, row.stage, links, batch_of_one(row.model), factory, seen, folder)
+    return Rehearsals.of(row.config, links, batch_of_one(row.model), factory, look_at(factory, on_host=True), folder)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.planning.rows import MODELS, Row, planned
+from tests.unit.planning.rows import MODELS, Row, rehearsals
 from zerotrain.planning import rehearsal, repeated
 from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.planning.repeated import KEPT, MIN_BLOCKS, Blocks
@@ -20,16 +20,9 @@ CHANGING = ("peak", "activations", "scratch", "gathered", "operations")
 
 def both(row: Row, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[StagePlan | None, StagePlan]:
     """By a few blocks, and by all. Each matrix is a bucket, and a block several."""
-    few: list[StagePlan | None] = []
-
-    def asked(run: rehearsal._Run) -> None:
-        few.append(by_few(run))
-
-    by_few = rehearsal._by_few_blocks
     monkeypatch.setattr(repeated, "SLACK_NBYTES", SLACK)
-    monkeypatch.setattr(rehearsal, "_by_few_blocks", asked)
-    whole = planned(row, folder)
-    return (few[0] if few else None), whole
+    of_row = rehearsals(row, folder)
+    return of_row._by_few_blocks(row.stage), of_row._whole(row.stage)
 
 
 def deep(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +186,12 @@ class Wide(nn.Module):
 def test_blocks_that_share_a_bucket_only_where_all_are_there_are_rehearsed_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A bucket of two blocks is more than an eighth of a model of six."""
     monkeypatch.setitem(MODELS, "wide", {"_target_": f"{__name__}.Wide"})
-    row = Row(model="wide", ranks=2, stage=3, precision="bf16", settings=("zero.bucket_mb=25",))
-    few, _ = both(row, tmp_path, monkeypatch)
-    assert few is None
+    row = Row(model="wide", ranks=2, stage=2, precision="bf16", settings=("zero.bucket_mb=25",))
+    of_row = rehearsals(row, tmp_path)
+    assert of_row.few is not None
+    assert of_row._by_few_blocks(row.stage) is None
 
 
 def test_three_numbers_tell_a_line_or_nothing() -> None:
