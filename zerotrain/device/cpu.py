@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from zerotrain.device.device import DONE, Device, Event, Stream
+from zerotrain.device.heap import files_nbytes
 
 
 class Cpu(Device):
@@ -16,7 +17,7 @@ class Cpu(Device):
 
     backend = "gloo"
     is_host = True
-    peak_of = "the whole process"
+    peak_of = "the whole process without libraries"
     activities = (torch.profiler.ProfilerActivity.CPU,)
 
     @property
@@ -29,7 +30,8 @@ class Cpu(Device):
 
     def peak_nbytes(self) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+        peak = peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+        return peak - files_nbytes()
 
     @property
     def is_current(self) -> bool:

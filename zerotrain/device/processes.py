@@ -5,16 +5,18 @@ Imports no torch before it is needed."""
 import ctypes
 import json
 import os
-import resource
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _OPENBLAS = "OPENBLAS_NUM_THREADS"
+_STORE = "pt_tcpstore_uv"
+"""The thread of torch's store, which rank 0 may keep: it serves its sockets, and a child does not use it."""
 
 
 def end_with_parent(signum: int = signal.SIGKILL) -> None:
@@ -23,18 +25,30 @@ def end_with_parent(signum: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
 
 
-def may_fork() -> bool:
+def may_fork(beside: str = "") -> bool:
     """Whether this is a Linux process of one thread that has not used a GPU: CUDA cannot be used after a fork, and
-    macOS ends forked processes that use its own libraries."""
+    macOS ends forked processes that use its own libraries.
+
+    Args:
+        beside: the name of a thread that may be there.
+    """
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return False
-    if len(os.listdir("/proc/self/task")) > 1:
+    others = [each for each in Path("/proc/self/task").iterdir() if each.name != str(os.getpid())]
+    if any(_name_of(each) != beside for each in others):
         return False
     if "torch" not in sys.modules:
         return True
     from zerotrain.device.kinds import is_gpu_in_use
 
     return not is_gpu_in_use()
+
+
+def _name_of(thread: Path) -> str:
+    try:
+        return (thread / "comm").read_text().strip()
+    except OSError:  # it has ended since
+        return ""
 
 
 @contextmanager
@@ -67,16 +81,6 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def share_nbytes(num_alike: int) -> int:
-    """Bytes of memory that each of so many processes like this one takes. Those of files, such as torch's libraries,
-    all of a machine share; elsewhere than on Linux they count for each."""
-    if sys.platform != "linux":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with open("/proc/self/statm", encoding="ascii") as file:
-        _, resident, of_files, *_ = map(int, file.read().split())
-    return (resident - of_files + of_files // num_alike) * resource.getpagesize()
-
-
 def num_cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -90,7 +94,7 @@ def beside(compute: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
     Args:
         compute: gives a value that JSON can hold, and prints nothing.
     """
-    if not may_fork():
+    if not may_fork(beside=_STORE):
         yield compute
         return
     reader, writer = os.pipe()

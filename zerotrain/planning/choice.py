@@ -31,7 +31,7 @@ from zerotrain.planning.auto import (
     with_values,
 )
 from zerotrain.planning.cost import Speeds, step_s
-from zerotrain.planning.plan import PLAN_NAME, Planner, RunPlan
+from zerotrain.planning.plan import PLAN_NAME, Memory, Planner, RunPlan
 from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.settings import autos_of
 from zerotrain.sharding.plan import STAGES
@@ -59,6 +59,15 @@ class Choice:
     """Those lines of ways."""
     alternatives: dict[int, int]
     """The bytes that a rank would hold at each other stage, the best first; none unless the stage was chosen."""
+
+    @classmethod
+    def of(cls, said: dict[str, Any]) -> "Choice":
+        """The same of its `asdict`, as another process has told it."""
+        plan: dict[str, Any] = said["plan"]
+        stages = {int(stage): StagePlan(**each) for stage, each in plan["stages"].items()}
+        others = {int(stage): nbytes for stage, nbytes in said["alternatives"].items()}
+        of_run = RunPlan(**plan | {"memory": Memory(**plan["memory"]), "stages": stages})
+        return cls(**said | {"plan": of_run, "alternatives": others})
 
     def write(self, run_dir: Path, asked: Config) -> None:
         """Write plan.json, from which `as_chosen` takes the choice; what does not fit is chosen for no run."""

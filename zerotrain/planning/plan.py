@@ -12,9 +12,9 @@ import torch
 
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.items import first_batches
-from zerotrain.device.heap import MAX_KEPT_NBYTES
+from zerotrain.device.heap import MAX_KEPT_NBYTES, MAX_KEPT_RETURNING_NBYTES, own_nbytes
 from zerotrain.device.kinds import device_of
-from zerotrain.device.processes import beside, num_cores, one_thread, share_nbytes
+from zerotrain.device.processes import beside, num_cores, one_thread
 from zerotrain.files.whole import whole
 from zerotrain.planning.optimizer import look_at
 from zerotrain.planning.rehearsal import Rehearsals, StagePlan
@@ -38,11 +38,10 @@ class Memory:
     on_host: bool
     """Whether both are the same memory."""
     process: int
-    """Beside its tensors a rank takes these: on the CPU what its process has imported, and its part of the libraries
-    that the ranks of a machine share; on a GPU what kernels keep."""
+    """Beside its tensors a rank takes these: on the CPU what its process has made of its imports, without their files,
+    which ranks share and the system may drop; on a GPU what kernels keep."""
     kept: int
-    """Freed memory that a rank may keep, unless it returns that; none on a GPU, where its allocator has room of its
-    own (`OF_A_GPU`)."""
+    """Freed memory that a rank may keep; none on a GPU, where its allocator has room of its own (`OF_A_GPU`)."""
 
     @classmethod
     def of(cls, config: Config, device: torch.device, num_local: int) -> "Memory":
@@ -53,13 +52,17 @@ class Memory:
             device=there if given is None else given * 1e9,
             host=room.host,
             on_host=on_host,
-            process=share_nbytes(num_local) if on_host else device_of(device).kernels_nbytes,
+            process=own_nbytes() if on_host else device_of(device).kernels_nbytes,
             kept=MAX_KEPT_NBYTES if on_host else 0,
         )
 
     def beside(self, plan: StagePlan) -> int:
         """Bytes that are no tensors."""
-        return self.process + (0 if plan.returns_heap else self.kept)
+        if not self.on_host:
+            return self.process
+        # What is computed again leaves as many holes between small blocks either way.
+        kept = MAX_KEPT_RETURNING_NBYTES if plan.returns_heap and not plan.recomputes else self.kept
+        return self.process + kept
 
     def taken(self, plan: StagePlan) -> int:
         """Bytes of the memory that a rank computes in."""
@@ -111,13 +114,12 @@ class Planner:
 
     Args:
         config: checked.
-        device: of the first rank.
+        memory: looked at in a process like those of the ranks.
         run_dir: see `Rehearsals`.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, device: torch.device, run_dir: Path) -> None:
-        self.ranks, self.on_host, self._run_dir = ranks, device_of(device).is_host, run_dir
-        self.memory = Memory.of(config, device, ranks.num_local)
+    def __init__(self, config: Config, ranks: Ranks, memory: Memory, run_dir: Path) -> None:
+        self.ranks, self.memory, self.on_host, self._run_dir = ranks, memory, memory.on_host, run_dir
         self._optimizer = build("optimizer", config.optimizer_target)
         with one_thread():  # `stages` forks, and a long row is copied by several
             train, collate = build_data(config).train, build_collate(config)

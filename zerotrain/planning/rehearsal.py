@@ -77,6 +77,8 @@ class StagePlan:
     """The operation that cannot be followed without values."""
     returns_heap: bool
     """Whether the host's memory that is freed goes back to the system at once."""
+    recomputes: bool
+    """Whether units are computed again in the backward."""
 
     @property
     def at_least(self) -> int:
@@ -93,7 +95,9 @@ class Rehearsals:
     links: Links
     row: Any
     """A batch of one."""
-    factory: RehearsedFactory
+    optimizer: OptimizerFactory
+    seen: Seen | None
+    """Of `optimizer`."""
     run_dir: Path
     """For what is offloaded; nothing is written there."""
 
@@ -101,15 +105,11 @@ class Rehearsals:
     def of(
         cls, config: Config, links: Links, row: Any, optimizer: OptimizerFactory, seen: Seen | None, run_dir: Path
     ) -> "Rehearsals":
-        """Of a run's config.
-
-        Args:
-            seen: of `optimizer`.
-        """
+        """Of a run's config."""
         config = replace(config, model=config.model | {"compile": False})
         if not links.on_host:
             config = replace(config, offload=replace(config.offload, heap="reuse"))
-        return cls(config, links, row, RehearsedFactory(optimizer, seen), run_dir)
+        return cls(config, links, row, optimizer, seen, run_dir)
 
     def plan(self, stage: int) -> StagePlan:
         """The plan of a stage.
@@ -194,7 +194,8 @@ class Rehearsals:
         wire = links.wire(zeros_on(_META), scratch)
         shards = Shards(rank, links.num_ranks, make_wire=lambda _: wire)
         world = World(rank, links.num_ranks, rank % links.num_local, _META, shards=shards)
-        engine = build_engine_of(self.config, world, stage, self.run_dir, model=model, optimizer=self.factory)
+        factory = RehearsedFactory(self.optimizer, self.seen)
+        engine = build_engine_of(self.config, world, stage, self.run_dir, model=model, optimizer=factory)
         if averages_in(self.config):  # which is as large with any settings
             engine.keep_average()
         return engine
@@ -295,6 +296,7 @@ class _Rehearsal:
             operations=None if failed else mode.operations * leaves * accumulated // num,
             unknown_because=failed,
             returns_heap=self._config.offload.returns_heap,
+            recomputes=bool(self._config.model_switches["activation_checkpointing"]),
         )
 
     def _saved_moved(self) -> tuple[int, int]:

@@ -51,6 +51,20 @@ FAULTS = {
         "parameters that blocks share are counted for each",
         OF_REPEATED,
     ),
+    "plan-stays-in-a-rank": Fault(
+        "device/processes.py",
+        "if not may_fork(beside=_STORE):",
+        "if not may_fork():",
+        "a rank that keeps the store plans in itself, and holds what plans leave behind",
+        OF_COMMAND,
+    ),
+    "plan-counts-libraries": Fault(
+        "device/cpu.py",
+        "return peak - files_nbytes()",
+        "return peak",
+        "the peak of a rank is measured with libraries, and a chosen stage changed though all fits",
+        ("unit/device/test_cpu.py",),
+    ),
     "plan-blocks-that-come-to-share": Fault(
         "planning/repeated.py",
         "return spans and 2 * min(numels) > most_shared",

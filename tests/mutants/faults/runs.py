@@ -181,6 +181,13 @@ FAULTS = {
         "a job that Slurm preempts is saved and never queued again",
         ("sweep/test_sweeps.py::test_a_job_that_submitit_is_to_queue_again_is_saved_before_and_goes_on",),
     ),
+    "checkpoint-imports-the-compiler": Fault(
+        "launching/start/imports.py",
+        "        leave_compiler_out_of_checkpoints()\n",
+        "",
+        "each rank that computes units again takes 2 s and 71 MB for torch's compiler",
+        ("unit/launching/start/test_imports.py",),
+    ),
     "sweep-keeps-the-garbage-of-its-jobs": Fault(
         "launching/start/imports.py",
         "        if len(sys.modules) > num_modules:",

@@ -12,15 +12,17 @@ CPU = device_of(torch.device("cpu"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_peak_of_a_cpu_process_is_that_of_its_resident_memory() -> None:
+def test_the_peak_of_a_cpu_process_is_that_of_its_resident_memory_without_libraries() -> None:
     block = torch.ones(2**24)  # 64 MiB, touched
     assert CPU.peak_nbytes() > block.nbytes
-    assert CPU.peak_nbytes() == pytest.approx(resident_high_water_nbytes(), rel=0.05)
+    # A chosen stage was changed after three steps though all ranks fitted: each counted torch's libraries (2026-11-26).
+    assert of_status("RssFile") > 2**24
+    assert CPU.peak_nbytes() == pytest.approx(of_status("VmHWM") - of_status("RssFile"), rel=0.02)
 
 
-def resident_high_water_nbytes() -> int:
+def of_status(name: str) -> int:
     with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(name))
 
 
 def test_a_copy_is_done_when_it_was_told() -> None:

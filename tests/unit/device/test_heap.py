@@ -9,6 +9,7 @@ import torch
 
 import zerotrain
 from tests.zygote.client import Zygote
+from zerotrain.device.heap import own_nbytes
 from zerotrain.engine.schedule import schedule
 
 of_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's")
@@ -124,3 +125,11 @@ def test_with_a_disk_and_where_it_is_asked_for_all_memory_is_given_back(
     with torch.no_grad():
         engine(torch.ones(2))
     assert told == wanted
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_memory_of_a_process_is_counted_without_files():
+    of_status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    anonymous, shared, of_files = (1024 * int(of_status[f"Rss{kind}"].split()[0]) for kind in ("Anon", "Shmem", "File"))
+    assert abs(own_nbytes() - anonymous - shared) < 2**21  # which the lines above may have taken
+    assert of_files > 2**24

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from zerotrain.device.processes import share_nbytes
 from zerotrain.testing.limits import HANG_S
 
 BEGIN = """
@@ -84,10 +83,25 @@ over.set()
 thread.join()
 """
 
+THE_STORE = """
+from zerotrain.device.processes import no_threads_of_openblas
+with no_threads_of_openblas():
+    import torch.distributed as dist
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+assert not may_fork()
+with beside(lambda: [os.getpid() != here, len(os.listdir("/proc/self/task"))]) as told:
+    assert told() == [True, 1]
+store.set("here", "still")
+assert store.get("here") == b"still"
+assert children() == []
+os._exit(0)
+"""
+"""torch's own, which rank 0 keeps where nobody else does: a plan that was made in that process left 90 MB there."""
+
 
 @pytest.mark.parametrize(
-    "code", [OF_A_CHILD, LARGER_THAN_A_PIPE, AN_ERROR, A_KILLED_CHILD, NOBODY_WAITS, A_THREAD],
-    ids=["of a child", "larger than a pipe", "an error", "a killed child", "nobody waits", "a thread"],
+    "code", [OF_A_CHILD, LARGER_THAN_A_PIPE, AN_ERROR, A_KILLED_CHILD, NOBODY_WAITS, A_THREAD, THE_STORE],
+    ids=["of a child", "larger than a pipe", "an error", "a killed child", "nobody waits", "a thread", "the store"],
 )  # fmt: skip
 def test_what_is_computed_beside_is_told_and_no_child_and_no_file_is_left(code: str):
     started_s = time.monotonic()
@@ -117,12 +131,3 @@ with beside(compute):
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not Path(f"/proc/{child}").exists()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_of_the_memory_of_alike_processes_each_counts_its_own_and_a_part_of_the_files():
-    of_status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    own, of_files = (1024 * int(of_status[name].split()[0]) for name in ("RssAnon", "RssFile"))
-    for num in (1, 2, 8):
-        assert abs(share_nbytes(num) - own - of_files // num) < 2**21  # which the lines above may have taken
-    assert of_files > 2**24

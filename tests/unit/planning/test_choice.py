@@ -17,7 +17,7 @@ from zerotrain.planning.auto import with_least_memory
 from zerotrain.planning.choice import Choice, as_chosen
 from zerotrain.planning.choice import choose as choose_by_rates
 from zerotrain.planning.cost import Speeds
-from zerotrain.planning.plan import PLAN_NAME, Planner, RunPlan
+from zerotrain.planning.plan import PLAN_NAME, Memory, Planner, RunPlan
 from zerotrain.run.preflight.room import Ranks
 
 SYNTHETIC = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 24, "vocab_size": 64}
@@ -32,7 +32,12 @@ def asking(model: str = "gpt") -> Config:
 
 def planner_of(config: Config, num_ranks: int, folder: Path) -> Planner:
     """Its plans, of ranks on this host."""
-    return Planner(with_least_memory(config), Ranks(num_ranks, num_ranks), torch.device("cpu"), folder)
+    return Planner(with_least_memory(config), Ranks(num_ranks, num_ranks), memory_of(config, num_ranks), folder)
+
+
+def memory_of(config: Config, num_ranks: int) -> Memory:
+    """That of this machine."""
+    return Memory.of(config, torch.device("cpu"), num_ranks)
 
 
 @pytest.fixture(scope="module")
@@ -158,14 +163,13 @@ def test_plans_that_a_child_makes_are_those_that_are_made_here(tmp_path: Path):
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "import torch\n"
-        "from tests.unit.planning.test_choice import asking\n"
+        "from tests.unit.planning.test_choice import asking, memory_of\n"
         "from zerotrain.device import processes\n"
         "from zerotrain.planning.auto import with_least_memory\n"
         "from zerotrain.planning.plan import Planner\n"
         "from zerotrain.run.preflight.room import Ranks\n"
         "config = with_least_memory(asking())\n"
-        "planner = Planner(config, Ranks(2, 2), torch.device('cpu'), Path(sys.argv[1]))\n"
+        "planner = Planner(config, Ranks(2, 2), memory_of(config, 2), Path(sys.argv[1]))\n"
         "assert processes.may_fork()\n"
         "here = {stage: planner.stage(config, stage) for stage in range(4)}\n"
         "os.sched_getaffinity = lambda _: {0, 1}\n"

@@ -35,6 +35,7 @@ def stage_plan(parameters: int, gradients: int, optimizer: int, peak: int | None
         operations=None if peak is None else 1,
         unknown_because="aten.nonzero" if peak is None else None,
         returns_heap=False,
+        recomputes=False,
     )
 
 

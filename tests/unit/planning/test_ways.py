@@ -1,5 +1,6 @@
 """Settings beside the stage that are `auto`: the fastest way that fits by the cost model, and the rates it needs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,11 +10,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.planning.rows import Row, batch_of_one, planned, step
-from tests.unit.planning.test_choice import asking, with_room_for
+from tests.unit.planning.test_choice import asking, memory_of, planner_of, with_room_for
 from zerotrain.comm.ranks.world import World
 from zerotrain.config.checks import value_problems
 from zerotrain.config.schema import Config
-from zerotrain.device.heap import MAX_KEPT_NBYTES
+from zerotrain.device.heap import MAX_KEPT_NBYTES, MAX_KEPT_RETURNING_NBYTES
 from zerotrain.planning.auto import (
     allowed,
     asked_hash,
@@ -54,13 +55,17 @@ class Remembering(Planner):
             self.known[key] = super().stage(config, stage, num_ranks)
         return self.known[key]
 
+    def stages(self, config: Config, stages: Sequence[int]) -> dict[int, StagePlan]:
+        """See `Planner.stages`."""
+        return {stage: self.stage(config, stage) for stage in stages}
+
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Planner]:
     """What asks for all, and plans of two ranks."""
     asked = asking_for_all()
     folder = tmp_path_factory.mktemp("plans")
-    return asked, Remembering(with_least_memory(asked), Ranks(2, 2), torch.device("cpu"), folder)
+    return asked, Remembering(with_least_memory(asked), Ranks(2, 2), memory_of(asked, 2), folder)
 
 
 def chosen_of(asked: Config, planner: Planner, nbytes: float, rates: Speeds = SPEEDS) -> Choice:
@@ -95,14 +100,15 @@ def test_freed_memory_is_returned_where_a_run_does_not_fit_otherwise(tmp_path: P
     asked = asking()
     asked.offload.heap = "auto"
     assert value_problems(asked) == []
-    planner = Planner(with_least_memory(asked), Ranks(2, 2), torch.device("cpu"), tmp_path)
+    planner = planner_of(asked, 2, tmp_path)
     [reusing, returning] = ways_beside_stages(asked, on_host=True)
     assert [way.values["offload.heap"] for way in (reusing, returning)] == ["reuse", "return"]
     assert [dict(way.values) for way in ways_beside_stages(asked, on_host=False)] == [{"offload.heap": "reuse"}]
     plans = [planner.stage(with_values(asked, {"zero.stage": 1, **way.values}), 1) for way in (reusing, returning)]
     with_all, with_less = map(planner.memory.taken, plans)
 
-    assert with_all - with_less == planner.memory.kept == MAX_KEPT_NBYTES > 0
+    assert with_all - with_less == MAX_KEPT_NBYTES - MAX_KEPT_RETURNING_NBYTES > 0
+    assert {planner.memory.taken(replace(plan, recomputes=True)) for plan in plans} == {with_all}
     assert step_s(plans[1], SPEEDS) > step_s(plans[0], SPEEDS)
     assert chosen_of(asked, planner, with_all).values == {"zero.stage": 1, "offload.heap": "reuse"}
     tight = chosen_of(asked, planner, with_less)
@@ -115,7 +121,7 @@ def test_weights_go_to_a_disk_where_nothing_else_fits(tmp_path: Path):
     asked.model |= {"num_layers": 12, "hidden_size": 64}
     asked.offload.parameters = "auto"
     assert value_problems(asked) == []
-    planner = Planner(with_least_memory(asked), Ranks(1, 1), torch.device("cpu"), tmp_path)
+    planner = planner_of(asked, 1, tmp_path)
     least = planner.memory.taken(planner.stage(with_least_memory(asked), 3))
 
     roomy, narrow = (chosen_of(asked, planner, nbytes) for nbytes in (1e12, least))
@@ -134,7 +140,7 @@ def test_what_a_forward_saves_goes_to_a_disk_where_that_takes_less_time_than_to_
     asked.train.micro_batch_size = 16
     asked.offload.activations = asked.model["activation_checkpointing"] = "auto"
     assert value_problems(asked) == []
-    planner = Planner(with_least_memory(asked), Ranks(1, 1), torch.device("cpu"), tmp_path)
+    planner = planner_of(asked, 1, tmp_path)
     ways = [*ways_beside_stages(asked, on_host=True)]
     plans = [planner.stage(with_values(with_least_memory(asked), way.values), 1) for way in ways]
     assert [tuple(way.values.values()) for way in ways] == [

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as checkpoints
 
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.errors import ConfigError
@@ -118,7 +118,9 @@ def _checkpointed(forward: Forward, name: str) -> Forward:
     def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         return nullcontext(), named_range("recompute", name)
 
-    return functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
+    return functools.partial(
+        checkpoints.checkpoint, forward, use_reentrant=False, preserve_rng_state=True, context_fn=contexts
+    )
 
 
 class _UnitForward:

@@ -1,6 +1,7 @@
 """`plan.only=true`: a plan in place of a run; and what is `auto`, chosen from plans before it."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from zerotrain.comm.ranks.environment import RankEnvironment
 from zerotrain.comm.ranks.world import choose_device
 from zerotrain.config.schema import Config
+from zerotrain.device.processes import beside
 from zerotrain.errors import ConfigError
 from zerotrain.launching.end import exits
 from zerotrain.launching.job.job import num_threads_per_rank
@@ -50,7 +52,7 @@ def planned(asked: Config, config: Config, ranks: Ranks, run_dir: Path, shown: P
         config: the same, checked, with any values in their place.
         shown: the folder as it is shown.
     """
-    planner = Planner(config, ranks, choose_device(config.launch.device, 0), run_dir)
+    planner = Planner(config, ranks, _memory(config, ranks), run_dir)
     choice = _choose(asked, config, planner, run_dir) if autos_of(asked) else None
     plan = planner.run(config) if choice is None else choice.plan
     print_plan(Console(), plan, compiles=config.model_switches["compile"])
@@ -77,9 +79,19 @@ def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[
     names = autos_of(asked)
     if not names and not config.plan.compare:
         return config, None
-    planner, of_choice = Planner(config, ranks, choose_device(config.launch.device, 0), run_dir), dict[str, Any]()
-    if autos_of(as_chosen(asked, run_dir, ranks.num_ranks)):
-        choice = _choose(asked, config, planner, run_dir)
+    is_chosen, of_choice = not autos_of(as_chosen(asked, run_dir, ranks.num_ranks)), dict[str, Any]()
+    # In a child: plans leave some 90 MB behind in a process, and this one may be a rank of torchrun.
+    memory = _memory(config, ranks)
+    with beside(partial(_found, None if is_chosen else asked, config, ranks, memory, run_dir)) as found:
+        said = found()
+    if is_chosen:
+        if names:
+            print(
+                f"auto: {chosen_named(values_in(config, names))}, as {PLAN_NAME} of the run's folder has it", flush=True
+            )
+        plan = StagePlan(**said)
+    else:
+        choice = Choice.of(said)
         if not choice.plan.fits:
             raise ConfigError(choice.why)
         print_plan(Console(), choice.plan, compiles=config.model_switches["compile"])
@@ -88,14 +100,20 @@ def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[
         config = with_values(config, choice.values)
         plan = choice.plan.stages[choice.plan.stage]
         others = {str(stage): nbytes for stage, nbytes in choice.alternatives.items()}
-        of_choice = {"memory": round(planner.memory.device), "alternatives": others}
-    else:
-        if names:
-            print(
-                f"auto: {chosen_named(values_in(config, names))}, as {PLAN_NAME} of the run's folder has it", flush=True
-            )
-        plan = planner.stage(config, config.zero.stages[0])
-    return config, asdict(_usage(plan, config.zero.stages[0], planner.memory)) | of_choice
+        of_choice = {"memory": round(memory.device), "alternatives": others}
+    return config, asdict(_usage(plan, config.zero.stages[0], memory)) | of_choice
+
+
+def _found(asked: Config | None, config: Config, ranks: Ranks, memory: Memory, run_dir: Path) -> dict[str, Any]:
+    """The choice, as `Choice.of` takes it; the plan of the one stage where nothing is to be chosen."""
+    planner = Planner(config, ranks, memory, run_dir)
+    if asked is not None:
+        return asdict(_choose(asked, config, planner, run_dir))
+    return asdict(planner.stage(config, config.zero.stages[0]))
+
+
+def _memory(config: Config, ranks: Ranks) -> Memory:
+    return Memory.of(config, choose_device(config.launch.device, 0), ranks.num_local)
 
 
 def _choose(asked: Config, config: Config, planner: Planner, run_dir: Path) -> Choice:

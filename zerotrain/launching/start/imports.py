@@ -7,14 +7,19 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType, FunctionType
+from contextlib import contextmanager, nullcontext
+from types import FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from zerotrain.device.processes import no_threads_of_openblas
 
 _NEEDED = ("torch", "hydra", "omegaconf", "numpy", "rich", "xxhash")
 """The packages without which nothing runs."""
+_COMPILER = "torch._dynamo"
+_NO_COMPILER = SimpleNamespace(
+    config=SimpleNamespace(error_on_nested_fx_trace=True, patch=lambda **_: nullcontext()), disable=lambda hook: hook
+)
+"""What a checkpoint asks of the compiler."""
 
 
 @contextmanager
@@ -51,6 +56,7 @@ def importing() -> Iterator[None]:
         gc.enable()
     if "torch" in sys.modules:
         leave_compiler_out_of_optimizers()
+        leave_compiler_out_of_checkpoints()
 
 
 def _end_at_once(signum: int, frame: FrameType | None) -> None:
@@ -69,7 +75,7 @@ def leave_compiler_out_of_optimizers() -> None:
 
     for owner in (each for each in vars(torch.optim).values() if isinstance(each, type)):
         for name, method in list(vars(owner).items()):
-            if isinstance(method, FunctionType) and "torch._dynamo" in method.__code__.co_names:
+            if isinstance(method, FunctionType) and _COMPILER in method.__code__.co_names:
                 plain: Callable[..., Any] = method.__wrapped__  # type: ignore[attr-defined]
                 setattr(owner, name, _with_gradients_as_asked(plain) if name == "step" else plain)
 
@@ -84,3 +90,33 @@ def _with_gradients_as_asked(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, *args, **options)
 
     return wrapped
+
+
+def leave_compiler_out_of_checkpoints() -> None:
+    """So does torch's checkpoint of activations: 2 s of CPU and 71 MB of each rank that computes units again (torch
+    2.13, 2026-11-26). Once something else has imported the compiler, all is as it was."""
+    import torch.utils.checkpoint as module
+
+    for name in ("checkpoint", "_run_fn_with_dynamo_disabled"):
+        setattr(module, name, _uncompiled(getattr(module, name)))
+    module.torch = _Torch("torch")
+
+
+def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that torch's wrapper hides from the compiler, as long as there is none."""
+    plain: Callable[..., Any] = getattr(method, "__wrapped__", method)
+
+    @functools.wraps(plain)
+    def called(*given: Any, **named: Any) -> Any:
+        return (method if _COMPILER in sys.modules else plain)(*given, **named)
+
+    return called
+
+
+class _Torch(ModuleType):
+    """Torch, without a compiler as long as nothing has imported it."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return _NO_COMPILER if name == "_dynamo" and _COMPILER not in sys.modules else getattr(torch, name)

@@ -56,7 +56,9 @@ def memory_section(report: Report) -> Markup:
         found.append(Bar(rows=rows, parts=held, theory=theory, words=words))
     used = [place for place in range(len(KINDS)) if any(bar.parts[place][1] for bar in found)]
     legend = [(f"k{place}", KINDS[place]) for place in used]
-    note = "Held by rank 0 between steps; the thin bar is the theory. The peak is that of the whole process."
+    note = (
+        "Held by rank 0 between steps; the thin bar is the theory. The peak is that of the process, without libraries."
+    )
     return _section(report, "memory", "Memory", found, legend, note)
 
 

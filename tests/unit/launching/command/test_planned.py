@@ -1,6 +1,8 @@
 """`plan.only=true`: a plan in place of a run, its exit code, and where it is refused."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,35 @@ def test_a_plan_under_torchrun_is_refused(zygote: Zygote, tmp_path: Path, monkey
     assert done.code == 2
     assert "plan.only: got true under torchrun; a plan starts no rank: use python launch.py" in done.err
     assert not list(tmp_path.rglob("plan.json"))
+
+
+CHOSEN_HERE = """
+import sys
+from pathlib import Path
+from zerotrain.launching.start.imports import importing
+with importing():
+    import torch.distributed as dist
+    from tests.unit.planning.test_choice import asking
+    from zerotrain.device.heap import own_nbytes
+    from zerotrain.launching.command.planned import chosen
+    from zerotrain.planning.auto import with_least_memory
+    from zerotrain.planning.choice import as_chosen
+    from zerotrain.run.preflight.room import Ranks
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+asked = asking("mixtral")
+before = own_nbytes()
+config, planned = chosen(asked, with_least_memory(asked), Ranks(2, 2), Path(sys.argv[1]))
+assert (config.zero.stage, planned["stage"], sorted(planned["alternatives"])) == (1, 1, ["0", "2", "3"])
+assert own_nbytes() - before < 8e6, own_nbytes() - before
+asked.plan.compare = True
+_, again = chosen(asked, as_chosen(asked, Path(sys.argv[1]), 2), Ranks(2, 2), Path(sys.argv[1]))
+assert abs(again.pop("peak") - planned.pop("peak")) < 8e6  # with the process as it is now
+assert again == planned | {"memory": None, "alternatives": {}}, (again, planned)
+"""
+
+
+def test_a_rank_that_keeps_the_store_of_all_holds_nothing_of_what_was_planned(tmp_path: Path):
+    """It held 90 MB more than the others and than it had planned, and was killed at its limit (2026-11-26)."""
+    done = subprocess.run([sys.executable, "-c", CHOSEN_HERE, str(tmp_path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "auto: zero.stage=1: " in done.stdout
