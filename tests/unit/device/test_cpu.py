@@ -16,8 +16,9 @@ def test_the_peak_of_a_cpu_process_is_that_of_its_resident_memory_without_librar
     block = torch.ones(2**24)  # 64 MiB, touched
     assert CPU.peak_nbytes() > block.nbytes
     # A chosen stage was changed after three steps though all ranks fitted: each counted torch's libraries (2026-11-26).
-    assert of_status("RssFile") > 2**24
-    assert CPU.peak_nbytes() == pytest.approx(of_status("VmHWM") - of_status("RssFile"), rel=0.02)
+    torch.svd(torch.ones(64, 64))  # some of its libraries, also in a process that was forked
+    assert of_status("RssFile") > 2**22
+    assert abs(CPU.peak_nbytes() - of_status("VmHWM") + of_status("RssFile")) < 2**21
 
 
 def of_status(name: str) -> int:
