@@ -69,6 +69,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
+def all_rows(pytestconfig: pytest.Config) -> bool:
+    """Whether a test that goes through many cases by itself leaves none out."""
+    return bool(pytestconfig.getoption("--all-rows"))
+
+
+@pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
     """`once(name, make)` is `make()`, called by the first worker of pytest-xdist that asks, pickled for the others."""
     folder = tmp_path_factory.getbasetemp()

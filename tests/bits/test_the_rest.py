@@ -71,6 +71,7 @@ def test_hard_parameters_on_three_ranks() -> None:
 
 
 @pytest.mark.parametrize("placement", test_refusals.ALL)
+@pytest.mark.thinned(2)
 def test_refusals_at_another_placement(placement: int, tmp_path: Path) -> None:
     test_refusals.require_bits_after_refusals(placement, [(placement + 1) % len(test_refusals.ALL)], tmp_path)
 
@@ -82,6 +83,7 @@ def test_refusals_at_another_placement(placement: int, tmp_path: Path) -> None:
     ("kind", "size", "where"),
     [(kind, size, test_offload.TIERS[(index + size) % 2]) for index, kind in enumerate(KINDS) for size in SIZES],
 )
+@pytest.mark.thinned(2)
 def test_what_is_offloaded(kind: str, size: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_offload, "NUM_STEPS", 4)
     test_offload.test_wherever_it_lies_and_whatever_the_stage_the_bits_are_the_same(kind, size, where, tmp_path)
@@ -90,6 +92,7 @@ def test_what_is_offloaded(kind: str, size: int, where: str, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("kind", "size"), [each for each in product(KINDS, SIZES) if each not in test_set_stage.PLACES]
 )
+@pytest.mark.thinned(2)
 def test_stages_that_change(kind: str, size: int) -> None:
     test_set_stage.test_the_stage_changes_in_mid_run_and_the_bits_do_not(kind, size)
 
@@ -97,6 +100,7 @@ def test_stages_that_change(kind: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "stage", "size"), [each for each in BESIDE_A_SAVE if each not in test_beside_training.PLACES]
 )
+@pytest.mark.thinned(2)
 def test_training_beside_a_save(
     kind: str, stage: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +112,7 @@ def test_training_beside_a_save(
 @pytest.mark.parametrize(
     ("call", "settings", "mode"), [each for each in IN_MODE if each not in test_inference_mode.CASES]
 )
+@pytest.mark.thinned(2)
 def test_calls_in_inference_mode(call: str, settings: int, mode: object, tmp_path: Path) -> None:
     test_inference_mode.test_a_call_within_a_mode_without_gradients_comes_to_the_bits_of_one_outside(
         call, settings, mode, tmp_path
