@@ -6,7 +6,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from zerotrain.config.schema import Config
 from zerotrain.planning.plan import RunPlan
+from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.training.figures.report import UNITS, in_unit
 
 COLUMNS = ("parameters", "gathered", "gradients", "optimizer", "scratch", "activations", "peak", "sent")
@@ -18,11 +20,11 @@ BAR_WIDTH = 60
 """Characters of the longest bar."""
 
 
-def print_plan(console: Console, plan: RunPlan, *, compiles: bool) -> None:
+def print_plan(console: Console, plan: RunPlan, config: Config) -> None:
     """Print a row for each stage, readable at 80 columns, and the answer in a line.
 
     Args:
-        compiles: whether units are compiled, which a rehearsal does not.
+        config: that the plan is of.
     """
     most = max(max(getattr(each, name) or 0 for name in COLUMNS) for each in plan.stages.values())
     unit, unit_nbytes = next((unit for unit in UNITS if most >= unit[1]), UNITS[-1])
@@ -38,7 +40,7 @@ def print_plan(console: Console, plan: RunPlan, *, compiles: bool) -> None:
         table.add_row(str(stage), *cells, "yes" if plan.memory.fits(each) else "no")
     console.print(table)
     bars = _bars(plan, MARKS[-1 if console.options.ascii_only else 0])
-    for line in (*bars, *_lines(plan, compiles=compiles)):
+    for line in (*bars, *_lines(plan, config)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -60,7 +62,7 @@ def _bars(plan: RunPlan, marks: str) -> Iterator[str]:
     yield "  ".join(f"{mark} {name}" for mark, name in zip(marks, PARTS, strict=True)) + "\n"
 
 
-def _lines(plan: RunPlan, *, compiles: bool) -> Iterator[str]:
+def _lines(plan: RunPlan, config: Config) -> Iterator[str]:
     each, memory = plan.stages[plan.stage], plan.memory
     if each.host or each.disk:
         tiers = [
@@ -77,7 +79,7 @@ def _lines(plan: RunPlan, *, compiles: bool) -> Iterator[str]:
     yield f"largest unit: {in_unit(each.largest_unit)}"
     if each.unknown_because is not None:
         yield f"warning: activations are unknown: {each.unknown_because} cannot be followed without values"
-    if compiles:
+    if config.model_switches["compile"]:
         yield "model.compile=true: planned uncompiled, and compiled units save the same or less"
     owner = "of the process itself" if memory.on_host else "of cuBLAS"
     beside = memory.beside(each)
@@ -91,7 +93,18 @@ def _lines(plan: RunPlan, *, compiles: bool) -> Iterator[str]:
     fitting = [stage for stage, other in sorted(plan.stages.items()) if memory.fits(other)]
     if not plan.fits:
         yield (
-            f"next: {f'zero.stage={fitting[0]} fits' if fitting else 'no stage fits'}; less memory take "
-            "train.micro_batch_size, model.activation_checkpointing=true, precision=bf16 and "
-            f"{'offload.heap=return' if memory.on_host else 'offload.optimizer=cpu'}"
+            f"next: {f'zero.stage={fitting[0]} fits' if fitting else 'no stage fits'}; less memory take: a smaller "
+            f"{', '.join(('train.micro_batch_size', *_savings(each, config, on_host=memory.on_host)))}"
         )
+
+
+def _savings(plan: StagePlan, config: Config, *, on_host: bool) -> Iterator[str]:
+    """Settings that take less memory than those that a plan has."""
+    if not plan.recomputes:
+        yield "model.activation_checkpointing=true"
+    if config.precision.name == "fp32":
+        yield "precision=bf16"
+    if on_host and not plan.returns_heap:
+        yield "offload.heap=return"
+    if not on_host and config.offload.optimizer == "device":
+        yield "offload.optimizer=cpu"

@@ -1,13 +1,16 @@
 """What is printed of a plan."""
 
 import io
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
 
+from zerotrain.config.schema import Config, ModelSwitches
 from zerotrain.planning.plan import Memory, RunPlan
 from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.planning.table import print_plan
+from zerotrain.settings import PrecisionGroup
 
 MB = 1_000_000
 
@@ -39,14 +42,14 @@ def stage_plan(parameters: int, gradients: int, optimizer: int, peak: int | None
     )
 
 
-def printed(memory_mb: int, *stages: StagePlan, encoding: str = "utf-8") -> list[str]:
+def printed(memory_mb: int, *stages: StagePlan, encoding: str = "utf-8", precision: str = "fp32") -> list[str]:
     """The lines of a plan whose stage 0 is asked for, of a process that takes 100 MB itself."""
     memory = Memory(device=memory_mb * MB, host=0, on_host=True, process=90 * MB, kept=10 * MB)
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     print_plan(
         Console(file=file, width=80),
         RunPlan(stage=0, num_ranks=2, memory=memory, stages=dict(enumerate(stages))),
-        compiles=False,
+        Config(model=asdict(ModelSwitches()), precision=PrecisionGroup(name=precision)),
     )
     file.seek(0)
     return file.read().splitlines()
@@ -78,3 +81,15 @@ def test_what_is_unknown_is_told_and_the_rest_is_shown():
     assert any(line.startswith("stage 0 fits: a rank holds at least 140 MB") for line in lines)
     [row] = [line for line in lines if line.split()[:2] == ["0", "10"]]
     assert row.split() == ["0", "10", "0", "10", "20", "0", "?", "?", "?", "yes"]
+
+
+def test_what_takes_less_memory_is_told_unless_the_run_has_it():
+    whole = stage_plan(10, 10, 20, 60)
+    least = replace(whole, recomputes=True, returns_heap=True)
+    head = "next: no stage fits; less memory take: a smaller train.micro_batch_size"
+
+    [told] = [line for line in printed(1, whole) if line.startswith("next")]
+    [rest] = [line for line in printed(1, least, precision="bf16") if line.startswith("next")]
+
+    assert told == f"{head}, model.activation_checkpointing=true, precision=bf16, offload.heap=return"
+    assert rest == head

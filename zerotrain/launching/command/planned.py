@@ -55,7 +55,7 @@ def planned(asked: Config, config: Config, ranks: Ranks, run_dir: Path, shown: P
     planner = Planner(config, ranks, _memory(config, ranks), run_dir)
     choice = _choose(asked, config, planner, run_dir) if autos_of(asked) else None
     plan = planner.run(config) if choice is None else choice.plan
-    print_plan(Console(), plan, compiles=config.model_switches["compile"])
+    print_plan(Console(), plan, config)
     if choice is None:
         plan.write(run_dir)
     else:
@@ -94,7 +94,7 @@ def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[
         choice = Choice.of(said)
         if not choice.plan.fits:
             raise ConfigError(choice.why)
-        print_plan(Console(), choice.plan, compiles=config.model_switches["compile"])
+        print_plan(Console(), choice.plan, config)
         print(choice.why, flush=True)
         choice.write(run_dir, asked)
         config = with_values(config, choice.values)
