@@ -14,7 +14,6 @@ Memory is the most that was resident and no file's (RssAnon, RssShmem), above th
 import argparse
 import functools
 import os
-import re
 import shutil
 import statistics
 import threading
@@ -32,6 +31,7 @@ import zerotrain
 from benchmarks.checkpoint import WIDTH, Layers
 from benchmarks.report import markdown
 from benchmarks.rounds import machine
+from zerotrain.device.heap import own_nbytes
 from zerotrain.errors import ConfigError
 from zerotrain.testing.ranks import RankError, run_ranks
 
@@ -77,7 +77,7 @@ class Found:
 
 def of_way(name: str, job: Job) -> Found:
     """On one rank: train some steps one way."""
-    before = _anonymous_nbytes()
+    before = own_nbytes()
     with _Peak() as peak:
         if name == BARE:
             step, loss = _bare(job), 0.0
@@ -207,12 +207,7 @@ class _Peak:
 
     def _watch(self) -> None:
         while not self._over.wait(0.005):
-            self.nbytes = max(self.nbytes, _anonymous_nbytes())
-
-
-def _anonymous_nbytes() -> int:
-    found = re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return sum(map(int, found)) * 1024
+            self.nbytes = max(self.nbytes, own_nbytes())
 
 
 def one_round(

@@ -25,17 +25,17 @@ def end_with_parent(signum: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
 
 
-def may_fork(beside: str = "") -> bool:
+def may_fork(idle: str = "") -> bool:
     """Whether this is a Linux process of one thread that has not used a GPU: CUDA cannot be used after a fork, and
     macOS ends forked processes that use its own libraries.
 
     Args:
-        beside: the name of a thread that may be there.
+        idle: the name of a thread that may be there.
     """
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return False
     others = [each for each in Path("/proc/self/task").iterdir() if each.name != str(os.getpid())]
-    if any(_name_of(each) != beside for each in others):
+    if any(_name_of(each) != idle for each in others):
         return False
     if "torch" not in sys.modules:
         return True
@@ -94,7 +94,7 @@ def beside(compute: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
     Args:
         compute: gives a value that JSON can hold, and prints nothing.
     """
-    if not may_fork(beside=_STORE):
+    if not may_fork(idle=_STORE):
         yield compute
         return
     reader, writer = os.pipe()

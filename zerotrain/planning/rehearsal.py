@@ -98,7 +98,7 @@ class Rehearsals:
     """A batch of one."""
     optimizer: OptimizerFactory
     seen: Seen | None
-    """Of `optimizer`."""
+    """This tells what `optimizer` keeps and takes."""
     run_dir: Path
     """For what is offloaded; nothing is written there."""
 
@@ -106,7 +106,7 @@ class Rehearsals:
     def of(
         cls, config: Config, links: Links, row: Any, optimizer: OptimizerFactory, seen: Seen | None, run_dir: Path
     ) -> "Rehearsals":
-        """Of a run's config."""
+        """Take a run's config, without compiled units."""
         config = replace(config, model=config.model | {"compile": False})
         if not links.on_host:
             config = replace(config, offload=replace(config.offload, heap="reuse"))

@@ -53,7 +53,7 @@ FAULTS = {
     ),
     "plan-stays-in-a-rank": Fault(
         "device/processes.py",
-        "if not may_fork(beside=_STORE):",
+        "if not may_fork(idle=_STORE):",
         "if not may_fork():",
         "a rank that keeps the store plans in itself, and holds what plans leave behind",
         OF_COMMAND,

@@ -107,6 +107,7 @@ def test_freed_memory_is_returned_where_a_run_does_not_fit_otherwise(tmp_path: P
     plans = [planner.stage(with_values(asked, {"zero.stage": 1, **way.values}), 1) for way in (reusing, returning)]
     with_all, with_less = map(planner.memory.taken, plans)
 
+    assert planner.memory.kept == MAX_KEPT_NBYTES
     assert with_all - with_less == MAX_KEPT_NBYTES - MAX_KEPT_RETURNING_NBYTES > 0
     assert {planner.memory.taken(replace(plan, recomputes=True)) for plan in plans} == {with_all}
     assert step_s(plans[1], SPEEDS) > step_s(plans[0], SPEEDS)

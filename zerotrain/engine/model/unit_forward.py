@@ -118,6 +118,7 @@ def _checkpointed(forward: Forward, name: str) -> Forward:
     def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         return nullcontext(), named_range("recompute", name)
 
+    # Taken now: processes of zerotrain replace it once torch is imported.
     return functools.partial(
         checkpoints.checkpoint, forward, use_reentrant=False, preserve_rng_state=True, context_fn=contexts
     )

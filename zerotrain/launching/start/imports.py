@@ -19,7 +19,7 @@ _COMPILER = "torch._dynamo"
 _NO_COMPILER = SimpleNamespace(
     config=SimpleNamespace(error_on_nested_fx_trace=True, patch=lambda **_: nullcontext()), disable=lambda hook: hook
 )
-"""What a checkpoint asks of the compiler."""
+"""A checkpoint asks the compiler for no more than this."""
 
 
 @contextmanager
@@ -74,10 +74,18 @@ def leave_compiler_out_of_optimizers() -> None:
     import torch
 
     for owner in (each for each in vars(torch.optim).values() if isinstance(each, type)):
-        for name, method in list(vars(owner).items()):
-            if isinstance(method, FunctionType) and _COMPILER in method.__code__.co_names:
-                plain: Callable[..., Any] = method.__wrapped__  # type: ignore[attr-defined]
-                setattr(owner, name, _with_gradients_as_asked(plain) if name == "step" else plain)
+        for name, method in _hidden_from_compiler(owner):
+            plain: Callable[..., Any] = method.__wrapped__
+            setattr(owner, name, _with_gradients_as_asked(plain) if name == "step" else plain)
+
+
+def _hidden_from_compiler(owner: object) -> list[tuple[str, Any]]:
+    """(name, function) of those of a class or module that import the compiler in each call."""
+    return [
+        (name, method)
+        for name, method in vars(owner).items()
+        if isinstance(method, FunctionType) and _COMPILER in method.__code__.co_names
+    ]
 
 
 def _with_gradients_as_asked(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,18 +101,18 @@ def _with_gradients_as_asked(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave_compiler_out_of_checkpoints() -> None:
-    """So does torch's checkpoint of activations: 2 s of CPU and 71 MB of each rank that computes units again (torch
-    2.13, 2026-11-26). Once something else has imported the compiler, all is as it was."""
+    """So does torch's checkpoint of activations: 1 to 2 s of CPU and 71 MB of each rank that computes units again
+    (torch 2.13, 2026-11-26). Once something else has imported the compiler, all is as it was."""
     import torch.utils.checkpoint as module
 
-    for name in ("checkpoint", "_run_fn_with_dynamo_disabled"):
-        setattr(module, name, _uncompiled(getattr(module, name)))
+    for name, method in _hidden_from_compiler(module):
+        setattr(module, name, _uncompiled(method))
     module.torch = _Torch("torch")
 
 
 def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
     """The function that torch's wrapper hides from the compiler, as long as there is none."""
-    plain: Callable[..., Any] = getattr(method, "__wrapped__", method)
+    plain: Callable[..., Any] = method.__wrapped__  # type: ignore[attr-defined]
 
     @functools.wraps(plain)
     def called(*given: Any, **named: Any) -> Any:
