@@ -17,6 +17,7 @@ import torch  # noqa: E402
 
 from tests.zygote.client import SOCKET, STAND_INS, Server, Zygote  # noqa: E402
 from tests.zygote.rank_server import fork_rank_server  # noqa: E402
+from tests.zygote.server import take_large_pages  # noqa: E402
 
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when its packages are imported; the ranks of a test inherit it
@@ -24,6 +25,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when its packages are imported; the r
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # nor does a test's own collection look there
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        take_large_pages()
     fork_rank_server()
     gc.enable()
 

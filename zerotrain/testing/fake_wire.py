@@ -74,15 +74,17 @@ class Board:
         self.orders: list[list[str]] = [[] for _ in range(size)]
         """By rank: "kind name" of each collective, in the order they were issued."""
         self._parts: dict[Any, dict[int, Any]] = defaultdict(dict)
-        self._changed = threading.Condition()
+        self._complete: dict[Any, threading.Event] = defaultdict(threading.Event)
+        self._noting = threading.Lock()
         self.store = dist.HashStore()
         self.store.set_timeout(timedelta(seconds=TIMEOUT_S))
 
     def leave(self, key: Any, rank: int, part: Any) -> None:
         """Give the other ranks what this one sends in the collective `key`."""
-        with self._changed:
+        with self._noting:
             self._parts[key][rank] = part
-            self._changed.notify_all()
+            if len(self._parts[key]) == self.size:
+                self._complete[key].set()
 
     def waiting(self) -> AbstractContextManager[None]:
         """A rank that waits does so in here."""
@@ -90,10 +92,13 @@ class Board:
 
     def parts(self, key: Any) -> list[Any]:
         """The parts that the ranks have left, in rank order, waited for; DistError where a rank did not come."""
-        with self.waiting(), self._changed:
-            if not self._changed.wait_for(lambda: len(self._parts[key]) == self.size, TIMEOUT_S):
-                raise dist.DistError(f"{key}: only ranks {sorted(self._parts[key])} have come")
-            return [self._parts[key][rank] for rank in range(self.size)]
+        with self._noting:
+            complete = self._complete[key]
+        if not complete.is_set():  # who need not wait goes on: a turn that changes hands costs more than a collective
+            with self.waiting():
+                if not complete.wait(TIMEOUT_S):
+                    raise dist.DistError(f"{key}: only ranks {sorted(self._parts[key])} have come")
+        return [self._parts[key][rank] for rank in range(self.size)]
 
 
 class BoardEnd:
