@@ -190,6 +190,7 @@ IN_NAMESPACES = [
 def move_to(host: Host, store: str) -> None:
     """From now on this rank is on a host, and meets the others in a file: no server tells names there."""
     rank, size = place()
+    dist.barrier()  # a rank that has yet to connect to the others would find those gone that were faster
     dist.destroy_process_group()
     with Path(f"/proc/{host.process}/ns/net").open() as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
