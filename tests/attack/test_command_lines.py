@@ -12,5 +12,6 @@ ALL = [pytest.param(attack, id=f"{name}: {attack}") for name, attacks in GROUPS.
 
 
 @pytest.mark.parametrize("attack", ALL)
+@pytest.mark.thinned(2)
 def test_what_is_wrong_is_said_in_a_line(attack: Attack, zygote: Zygote, tmp_path: Path):
     carry_out(attack, zygote, tmp_path)

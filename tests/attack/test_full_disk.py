@@ -23,6 +23,7 @@ def on_a_small_disk(*command: str, folder: Path, filled: str) -> Command:
 
 
 @pytest.mark.parametrize("filled", ["0", "32k", "56k", "60k", "64k"])
+@pytest.mark.thinned(2)
 def test_a_full_disk_is_told_with_its_path_however_early_it_is_full(tmp_path: Path, filled: str):
     launch = (sys.executable, str(REPOSITORY / "launch.py"), *RUN, "launch.nproc_per_node=2")
     command = on_a_small_disk(*launch, folder=tmp_path, filled=filled)

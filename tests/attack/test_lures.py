@@ -148,6 +148,7 @@ def trial(tmp_path: Path, zygote: Zygote) -> Trial:
 
 
 @pytest.mark.parametrize("lure", RUNS, ids=str)
+@pytest.mark.thinned(2)
 def test_a_checkpoint_runs_nothing(lure: Lure, run: Path, trial: Trial) -> None:
     shutil.copytree(run, trial.lure, dirs_exist_ok=True)
     trial.lay(lure)
@@ -241,6 +242,7 @@ def test_a_run_that_goes_on_builds_what_the_user_has_named(run: Path, trial: Tri
 
 
 @pytest.mark.parametrize("name", ["generate", "evaluate", "export", "inspect", "prepare"])
+@pytest.mark.thinned(2)
 def test_a_folder_in_which_the_user_is_stands_for_no_module(name: str, run: Path, tmp_path: Path) -> None:
     """The command is that of a user who is in the folder, with all that Python does before its first line."""
     folder, canary = tmp_path / "lure", tmp_path / "canary"

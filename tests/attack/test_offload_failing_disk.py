@@ -60,7 +60,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     "named with the folder and the bytes; nothing is left there; the last checkpoint leads to the same bits",
 )
 @pytest.mark.parametrize("fails", [*ENDS, "kill in a write"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 def test_the_failure_is_named_and_the_run_goes_on_from_its_last_checkpoint(
     fails: str, wanted: str, launch, tmp_path: Path
 ) -> None:

@@ -66,7 +66,7 @@ def training_of(way: Way, virtual_ranks: int, precision: str) -> Training:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 def test_it_ends_with_the_weights_of_plain_pytorch(
     way: Way, precision: str, stage: int, virtual_ranks: int, num_ranks: int
 ) -> None:

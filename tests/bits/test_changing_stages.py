@@ -30,6 +30,7 @@ __all__ = ["model", "sums"]  # the fixtures of the runs
     [(*each, size, size) for each in product(("fp32", "bf16", "fp16"), (False, True)) for size in (2, 3)]
     + [("bf16", True, 6, 3)],
 )
+@pytest.mark.thinned(3)
 def test_it_ends_with_the_weights_of_plain_pytorch(
     precision: str, muon: bool, virtual_ranks: int, num_ranks: int
 ) -> None:

@@ -13,7 +13,7 @@ NUM_STEPS = 3
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", test_parity.TRAININGS)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 def test_every_training_on_any_number_of_ranks(name: str, num_ranks: int) -> None:
     case = replace(test_parity.TRAININGS[name], num_steps=NUM_STEPS)
     sizes = (0.02, 0.25, 25) if num_ranks == 2 else (0.02, 25)

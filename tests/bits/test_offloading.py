@@ -38,7 +38,7 @@ def setup_of(start: tuple[int, str, str], num_ranks: int, folder: Path, *, keep:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 def test_every_place_and_a_restart_in_every_other(
     precision: str, num_micro_batches: int, num_ranks: int, tmp_path: Path
 ) -> None:
@@ -81,6 +81,7 @@ KINDS = {
 )
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(2)
 def test_kinds_of_training_with_the_stage_changing_on_the_way(kind: str, tier: str, tmp_path: Path) -> None:
     offload = zerotrain.OffloadConfig(tier, tier, keep=0.3, path=str(tmp_path))
     for num_ranks, stages in ((1, {}), (2, {2: 1, 4: 3}), (4, {1: 2, 3: 0, 4: 1})):

@@ -74,6 +74,7 @@ def train(zygote: Zygote, folder: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.thinned(2)
 def test_a_replay_on_one_rank_names_the_step_the_row_and_the_module(name: str, zygote: Zygote, tmp_path: Path) -> None:
     train(zygote, tmp_path, name)
     for step, cause in RUNS[name][1].items():

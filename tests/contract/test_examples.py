@@ -13,7 +13,6 @@ import kubernetes_validate
 import pydantic
 import pytest
 import yaml
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
 from zerotrain.commands.slurm import batch_file
 from zerotrain.config.compose import register_schema
@@ -47,6 +46,8 @@ def check_kubernetes(document: Any) -> None:
 
 
 def check_trainjob(document: Any) -> None:
+    from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob  # takes a second, which each worker would pay
+
     TrainerV1alpha1TrainJob.from_dict(document)
     if unknown := list(keys_unknown_to(TrainerV1alpha1TrainJob, document)):
         raise ValueError(str(unknown))

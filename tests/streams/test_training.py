@@ -158,6 +158,7 @@ def test_a_step_that_is_skipped_on_a_gpu_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("number", range(4))
+@pytest.mark.thinned(2)
 def test_a_gpu_skips_as_a_cpu_does(number: int, precision: str) -> None:
     """Also where the norm, taken in fp32, is infinite and the gradient is finite; with clipping and a loss scale."""
 

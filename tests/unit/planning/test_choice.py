@@ -1,11 +1,15 @@
 """The values that a run gets for `auto`, from plans of a small model."""
 
+import functools
+import hashlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from zerotrain.planning.choice import Choice, as_chosen
 from zerotrain.planning.choice import choose as choose_by_rates
 from zerotrain.planning.cost import Speeds
 from zerotrain.planning.plan import PLAN_NAME, Memory, Planner, RunPlan
+from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.run.preflight.room import Ranks
 
 SYNTHETIC = {"_target_": "zerotrain.data.SyntheticTokens", "seq_len": 24, "vocab_size": 64}
@@ -35,16 +40,39 @@ def planner_of(config: Config, num_ranks: int, folder: Path) -> Planner:
     return Planner(with_least_memory(config), Ranks(num_ranks, num_ranks), memory_of(config, num_ranks), folder)
 
 
+class Remembering(Planner):
+    """Plans nothing twice, nor what another worker of the tests has planned.
+
+    Args:
+        once: the fixture of that name.
+    """
+
+    def __init__(self, once: Callable[[str, Callable[[], Any]], Any], config: Config, num_ranks: int, folder: Path):
+        super().__init__(config, Ranks(num_ranks, num_ranks), memory_of(config, num_ranks), folder)
+        self._once = once
+
+    def stage(self, config: Config, stage: int, num_ranks: int | None = None) -> StagePlan:
+        """See `Planner.stage`."""
+        of_all = replace(config, zero=replace(config.zero, stage=0))
+        asked = repr((of_all, stage, num_ranks or self.ranks.num_ranks, self.ranks.num_local))
+        plan = functools.partial(super().stage, config, stage, num_ranks)
+        return self._once(f"plan-{hashlib.sha256(asked.encode()).hexdigest()}", plan)
+
+    def stages(self, config: Config, stages: Sequence[int]) -> dict[int, StagePlan]:
+        """See `Planner.stages`."""
+        return {stage: self.stage(config, stage) for stage in stages}
+
+
 def memory_of(config: Config, num_ranks: int) -> Memory:
     """That of this machine."""
     return Memory.of(config, torch.device("cpu"), num_ranks)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Planner, RunPlan]:
+def four_ranks(once, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Planner, RunPlan]:
     """What asks, and its plans of four ranks."""
     asked = asking()
-    planner = planner_of(asked, 4, tmp_path_factory.mktemp("plans"))
+    planner = Remembering(once, with_least_memory(asked), 4, tmp_path_factory.mktemp("plans"))
     return asked, planner, planner.run(with_least_memory(asked))
 
 

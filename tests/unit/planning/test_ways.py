@@ -1,16 +1,14 @@
 """Settings beside the stage that are `auto`: the fastest way that fits by the cost model, and the rates it needs."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.planning.rows import Row, batch_of_one, planned, step
-from tests.unit.planning.test_choice import asking, memory_of, planner_of, with_room_for
+from tests.unit.planning.test_choice import Remembering, asking, with_room_for
 from zerotrain.comm.ranks.world import World
 from zerotrain.config.checks import value_problems
 from zerotrain.config.schema import Config
@@ -18,7 +16,6 @@ from zerotrain.device.heap import MAX_KEPT_NBYTES, MAX_KEPT_RETURNING_NBYTES
 from zerotrain.planning.auto import (
     allowed,
     asked_hash,
-    values_in,
     ways_beside_stages,
     with_least_memory,
     with_values,
@@ -26,7 +23,6 @@ from zerotrain.planning.auto import (
 from zerotrain.planning.choice import Choice, as_chosen, choose
 from zerotrain.planning.cost import Speeds, step_s
 from zerotrain.planning.plan import Planner
-from zerotrain.planning.rehearsal import StagePlan
 from zerotrain.run.factory import build, build_engine_of
 from zerotrain.run.preflight.room import Ranks
 from zerotrain.run.probe import OF_A_NETWORK, probed
@@ -43,29 +39,11 @@ def asking_for_all() -> Config:
     return config
 
 
-class Remembering(Planner):
-    """Plans nothing twice."""
-
-    known: ClassVar[dict[tuple[Any, ...], StagePlan]] = {}
-
-    def stage(self, config: Config, stage: int, num_ranks: int | None = None) -> StagePlan:
-        """See `Planner.stage`."""
-        key = (*values_in(config, NAMES[1:]).values(), stage, num_ranks)
-        if key not in self.known:
-            self.known[key] = super().stage(config, stage, num_ranks)
-        return self.known[key]
-
-    def stages(self, config: Config, stages: Sequence[int]) -> dict[int, StagePlan]:
-        """See `Planner.stages`."""
-        return {stage: self.stage(config, stage) for stage in stages}
-
-
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Planner]:
+def two_ranks(once, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Planner]:
     """What asks for all, and plans of two ranks."""
     asked = asking_for_all()
-    folder = tmp_path_factory.mktemp("plans")
-    return asked, Remembering(with_least_memory(asked), Ranks(2, 2), memory_of(asked, 2), folder)
+    return asked, Remembering(once, with_least_memory(asked), 2, tmp_path_factory.mktemp("plans"))
 
 
 def chosen_of(asked: Config, planner: Planner, nbytes: float, rates: Speeds = SPEEDS) -> Choice:
@@ -96,11 +74,11 @@ def test_ways_go_from_the_fastest_on_and_a_cpu_offloads_to_disk_alone():
     assert [*ways[-1].values()] == [*on_gpu[-1].values()] == [1, True, "disk"]
 
 
-def test_freed_memory_is_returned_where_a_run_does_not_fit_otherwise(tmp_path: Path):
+def test_freed_memory_is_returned_where_a_run_does_not_fit_otherwise(once, tmp_path: Path):
     asked = asking()
     asked.offload.heap = "auto"
     assert value_problems(asked) == []
-    planner = planner_of(asked, 2, tmp_path)
+    planner = Remembering(once, with_least_memory(asked), 2, tmp_path)
     [reusing, returning] = ways_beside_stages(asked, on_host=True)
     assert [way.values["offload.heap"] for way in (reusing, returning)] == ["reuse", "return"]
     assert [dict(way.values) for way in ways_beside_stages(asked, on_host=False)] == [{"offload.heap": "reuse"}]
@@ -117,12 +95,12 @@ def test_freed_memory_is_returned_where_a_run_does_not_fit_otherwise(tmp_path: P
     assert tight.plan.fits
 
 
-def test_weights_go_to_a_disk_where_nothing_else_fits(tmp_path: Path):
+def test_weights_go_to_a_disk_where_nothing_else_fits(once, tmp_path: Path):
     asked = asking()
     asked.model |= {"num_layers": 12, "hidden_size": 64}
     asked.offload.parameters = "auto"
     assert value_problems(asked) == []
-    planner = planner_of(asked, 1, tmp_path)
+    planner = Remembering(once, with_least_memory(asked), 1, tmp_path)
     least = planner.memory.taken(planner.stage(with_least_memory(asked), 3))
 
     roomy, narrow = (chosen_of(asked, planner, nbytes) for nbytes in (1e12, least))
@@ -136,12 +114,12 @@ def test_weights_go_to_a_disk_where_nothing_else_fits(tmp_path: Path):
     assert (found.zero.stage, found.offload.parameters, found.offload.uses_disk) == (3, "disk", True)
 
 
-def test_what_a_forward_saves_goes_to_a_disk_where_that_takes_less_time_than_to_compute_it_again(tmp_path: Path):
+def test_what_a_forward_saves_goes_to_a_disk_where_that_takes_less_time_than_to_compute_it_again(once, tmp_path: Path):
     asked = asking()
     asked.train.micro_batch_size = 16
     asked.offload.activations = asked.model["activation_checkpointing"] = "auto"
     assert value_problems(asked) == []
-    planner = planner_of(asked, 1, tmp_path)
+    planner = Remembering(once, with_least_memory(asked), 1, tmp_path)
     ways = [*ways_beside_stages(asked, on_host=True)]
     plans = [planner.stage(with_values(with_least_memory(asked), way.values), 1) for way in ways]
     assert [tuple(way.values.values()) for way in ways] == [

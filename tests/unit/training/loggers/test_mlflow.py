@@ -4,17 +4,16 @@ import pytest
 
 from zerotrain.training.loggers.mlflow import MLflow
 
-mlflow = pytest.importorskip("mlflow")
-
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
+    pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
 def runs_of(folder):
-    client = mlflow.MlflowClient((folder / "mlflow").as_uri())
+    client = pytest.importorskip("mlflow").MlflowClient((folder / "mlflow").as_uri())
     return client, client.search_runs([each.experiment_id for each in client.search_experiments()])
 
 

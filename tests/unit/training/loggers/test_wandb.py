@@ -11,13 +11,13 @@ from zerotrain.training.callbacks.checkpoints import CheckpointPolicy
 from zerotrain.training.loggers.tracker import SWEEP_VARIABLE, ids_in
 from zerotrain.training.loggers.wandb import WandB
 
-wandb = pytest.importorskip("wandb")
 EVERY_2 = CheckpointPolicy(every_steps=2, asynchronous=False, at_end=False)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def without_service():
-    """No test after these has threads of wandb."""
+    """No test after these has threads of wandb, and none before them its imports."""
+    wandb = pytest.importorskip("wandb")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_ERROR_REPORTING", "false")
         yield
