@@ -93,9 +93,11 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(PIP) -e .
 	@touch $@
 
-$(INSTALLED_DEV): $(INSTALLED)
+# In one go, not after what training needs alone: pip would resolve and build twice.
+$(INSTALLED_DEV): pyproject.toml setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[dev]'
-	@touch $@
+	@touch $(INSTALLED) $@
 
 $(INSTALLED_BENCH): $(INSTALLED_DEV)
 	$(PIP) -e '.[bench]'

@@ -91,6 +91,7 @@ WAYS = {
     "DCP format_utils, weights and optimizer": Way([*DCP_TO_TORCH, "dcp_to_torch", "{saved}", "{out}"], DCP),
     "ours, into a folder of DCP": Way([*EXPORT, "--dcp"], OURS),
 }
+COMPARED = [name for name in WAYS if name != BARE]
 
 
 def run(way: Way, folder: Path) -> Found:
@@ -205,6 +206,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; it is left empty")
     parser.add_argument("--size", default="gpt2_medium", choices=SIZES, help="default gpt2_medium, 354.9 M parameters")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--ways", nargs="+", choices=COMPARED, default=COMPARED, help="beside a bare copy; default: all"
+    )
     options = parser.parse_args(arguments)
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -212,9 +216,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise BenchmarkError(f"--folder: {folder} is not empty, and what is in it would be removed")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     have_deepspeed = find_spec("deepspeed") is not None
-    ways = {name: way for name, way in WAYS.items() if have_deepspeed or way.saved != DEEPSPEED}
+    asked = {name: way for name, way in WAYS.items() if name in (BARE, *options.ways)}
+    ways = {name: way for name, way in asked.items() if have_deepspeed or way.saved != DEEPSPEED}
     workload = Workload(size=options.size, num_ranks=2)
-    for engine in (OURS, DCP, *([DEEPSPEED] if have_deepspeed else [])):
+    saved = {DCP if way.saved == WEIGHTS else way.saved for way in ways.values()}
+    for engine in (each for each in (OURS, DCP, DEEPSPEED) if each in saved):
         numel = run_ranks(save, workload.num_ranks, engine, workload, str(folder), timeout_s=1800.0)[0]
         print(f"{engine}: a checkpoint of {numel / 1e6:.1f} M parameters", flush=True)
     with (folder / "bare").open("wb") as file:

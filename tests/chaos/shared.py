@@ -189,14 +189,14 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.shared", description=str(__doc__).split("\n\n")[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="the number of one kill")
+    parser.add_argument("--only", type=int, nargs="+", help="the numbers of some kills")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
     parser.add_argument("--out", type=lambda name: Path(name).absolute(), default=Path("outputs/shared").absolute())
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     hydra.core.plugins.Plugins.instance()  # looks through all installed packages once
     started_s = time.monotonic()
-    strikes = [each for each in enumerate(plan(given.kills, given.seed)) if given.only in (None, each[0])]
+    strikes = [each for each in enumerate(plan(given.kills, given.seed)) if each[0] in (given.only or [each[0]])]
     given.out.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(given.jobs, get_context("fork"), starts.get_ready) as pool:
         under_way = [pool.submit(carry_out, *each, given.out / f"kill-{each[0]}") for each in strikes]
