@@ -32,9 +32,9 @@ SPEEDS = Speeds(flops=1e9, operations=1e5, memory=1e9, link=1e8, host=1e9, disk=
 
 
 def asking_for_all() -> Config:
-    """A config of 2 rows a rank and step, of which all is to be chosen that can be."""
+    """A config of 4 rows a rank and step, of which all is to be chosen that can be."""
     config = asking()
-    config.train.micro_batch_size, config.train.gradient_accumulation_steps = "auto", 2
+    config.train.micro_batch_size, config.train.gradient_accumulation_steps = "auto", 4
     config.model["activation_checkpointing"] = config.offload.optimizer = "auto"
     return config
 
@@ -69,8 +69,8 @@ def test_ways_go_from_the_fastest_on_and_a_cpu_offloads_to_disk_alone():
     ways = [dict(way.values) for way in ways_beside_stages(asking_for_all(), on_host=True)]
     on_gpu = [dict(way.values) for way in ways_beside_stages(asking_for_all(), on_host=False)]
 
-    assert (len(ways), len(on_gpu)) == (8, 12)
-    assert [*ways[0].values()] == [2, False, "device"]
+    assert (len(ways), len(on_gpu)) == (12, 18)
+    assert [*ways[0].values()] == [4, False, "device"]
     assert [*ways[-1].values()] == [*on_gpu[-1].values()] == [1, True, "disk"]
 
 
@@ -196,7 +196,7 @@ def test_what_is_computed_again_counts_with_the_rest(tmp_path: Path):
 def test_with_memory_enough_the_fastest_is_chosen_and_one_way_is_planned(two_ranks: tuple[Config, Planner]):
     choice = chosen_of(*two_ranks, 1e12)
 
-    assert choice.values == dict(zip(NAMES, (1, 2, False, "device"), strict=True))
+    assert choice.values == dict(zip(NAMES, (1, 4, False, "device"), strict=True))
     assert len(choice.tried) == 1
     assert sorted(choice.plan.stages) == [0, 1, 2, 3]
     assert "the one of least time by the cost model; stages 0, 1, 2, 3 fit" in choice.why
@@ -232,7 +232,7 @@ def test_where_nothing_fits_all_ways_are_planned_and_what_would_fit_is_told(two_
 
     choice = chosen_of(asked, planner, planner.memory.process + 1)
 
-    assert (choice.plan.fits, len(choice.tried)) == (False, 8)
+    assert (choice.plan.fits, len(choice.tried)) == (False, 12)
     assert choice.why.startswith(f"{', '.join(NAMES)}: got auto, but nothing fits: with zero.stage=")
     assert "model.activation_checkpointing=true, offload.optimizer=disk a rank would hold" in choice.why
     assert "nor 16 times the ranks fit" in choice.why
@@ -246,7 +246,7 @@ def test_all_that_was_chosen_is_found_again(two_ranks: tuple[Config, Planner], t
     again = as_chosen(asked, tmp_path, 2)
 
     assert again == with_values(asked, choice.values)
-    assert (again.train.micro_batch_size, again.train.gradient_accumulation_steps) == (2, 1)
+    assert (again.train.micro_batch_size, again.train.gradient_accumulation_steps) == (4, 1)
     other = replace(asked, train=replace(asked.train, gradient_accumulation_steps=8))
     assert as_chosen(other, tmp_path, 2) == other
     assert asked_hash(other) != asked_hash(asked)
