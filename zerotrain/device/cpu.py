@@ -1,15 +1,13 @@
 """The CPU, which has done a piece of work when it is told the next."""
 
 import mmap
-import resource
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from zerotrain.device.device import DONE, Device, Event, Stream
-from zerotrain.device.heap import files_nbytes
+from zerotrain.device.heap import files_nbytes, most_nbytes
 
 
 class Cpu(Device):
@@ -29,9 +27,7 @@ class Cpu(Device):
         return 0
 
     def peak_nbytes(self) -> int:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak = peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
-        return peak - files_nbytes()
+        return most_nbytes() - files_nbytes()
 
     @property
     def is_current(self) -> bool:

@@ -64,8 +64,17 @@ def own_nbytes() -> int:
     """Bytes of memory that this process takes, without files, such as torch's libraries: the processes of a machine
     share them, and the system may drop them and read them again. Elsewhere than on Linux with them."""
     if sys.platform != "linux":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most_nbytes()
     return _of_status("RssAnon", "RssShmem")
+
+
+def most_nbytes() -> int:
+    """Bytes that this process has had in memory at most, with files. Not ru_maxrss on Linux: a program begins with that
+    of the process which has started it."""
+    if sys.platform == "linux":
+        return _of_status("VmHWM")
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most  # macOS counts bytes
 
 
 def files_nbytes() -> int:

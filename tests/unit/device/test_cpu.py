@@ -1,3 +1,4 @@
+import subprocess
 import sys
 
 import pytest
@@ -19,6 +20,15 @@ def test_the_peak_of_a_cpu_process_is_that_of_its_resident_memory_without_librar
     torch.svd(torch.ones(64, 64))  # some of its libraries, also in a process that was forked
     assert of_status("RssFile") > 2**22
     assert abs(CPU.peak_nbytes() - of_status("VmHWM") + of_status("RssFile")) < 2**21
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system counts otherwise")
+def test_the_peak_of_a_process_is_not_that_of_the_one_which_started_it() -> None:
+    """One that a process of 1.3 GB had started began with a peak of 1.3 GB (2026-11-27)."""
+    block = torch.ones(2**28)  # 1 GiB, touched
+    code = "from zerotrain.device.heap import most_nbytes; print(most_nbytes())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(told) < block.nbytes
 
 
 def of_status(name: str) -> int:
