@@ -33,7 +33,7 @@ from zerotrain.run.factory import averages_in, build_engine_of, build_on_meta
 
 MAX_MICRO_BATCHES = 2
 """A virtual rank rehearses no more: each further one is like the second."""
-LEFT_NBYTES = 4096
+SMALL_NBYTES = 4096
 """Small numbers take these: a step leaves them to the next, such as sums for the norm, or ranks tell each other. Twice
 as much where another rank may be late."""
 _META = torch.device("meta")
@@ -284,7 +284,9 @@ class _Rehearsal:
             scratch=at_peak.get(SCRATCH, 0),
             sums=engine.sums_nbytes(accumulated),
             activations=None if failed else at_peak.get(OTHERS, 0),
-            peak=None if failed else mode.peak_nbytes + self._others_nbytes() + LEFT_NBYTES * min(engine.world.size, 2),
+            peak=None
+            if failed
+            else mode.peak_nbytes + self._others_nbytes() + SMALL_NBYTES * min(engine.world.size, 2),
             peak_phase=None if failed else mode.peak_phase,
             host=placed["cpu"],
             disk=placed["disk"],

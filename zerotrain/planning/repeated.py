@@ -31,7 +31,7 @@ MAX_PREFETCH = 2
 MIN_BLOCKS = 20
 SLACK_NBYTES = 2**20
 """Numbers for the norm are added up once there are enough of them, and not in each block."""
-LEFT_NBYTES = 4096
+BY_A_FORWARD_NBYTES = 4096
 """A forward may leave small tensors that it makes once."""
 EXACT = ("parameters", "gradients", "optimizer", "host", "disk", "saved", "sums", "sent", "fetched", "stored", "flops")
 """Fields of a plan that grow by as much with each block."""
@@ -175,7 +175,7 @@ def require_even(forwards: Sequence[tuple[int, int, int]], of_all: tuple[int, in
     Raises:
         UnevenError: it does not.
     """
-    for few, whole, slack in zip(zip(*forwards, strict=True), of_all, (0, 0, LEFT_NBYTES), strict=True):
+    for few, whole, slack in zip(zip(*forwards, strict=True), of_all, (0, 0, BY_A_FORWARD_NBYTES), strict=True):
         expected = _line(few, num, slack=slack)
         if abs(expected - whole) > (slack and max(whole // 1000, slack)):
             raise UnevenError

@@ -1,7 +1,7 @@
 """`plan.only=true`: a plan in place of a run; and what is `auto`, chosen from plans before it."""
 
+from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,37 +79,37 @@ def chosen(asked: Config, config: Config, ranks: Ranks, run_dir: Path) -> tuple[
     names = autos_of(asked)
     if not names and not config.plan.compare:
         return config, None
-    is_chosen, of_choice = not autos_of(as_chosen(asked, run_dir, ranks.num_ranks)), dict[str, Any]()
-    # In a child: plans leave some 90 MB behind in a process, and this one may be a rank of torchrun.
     memory = _memory(config, ranks)
-    with beside(partial(_found, None if is_chosen else asked, config, ranks, memory, run_dir)) as found:
-        said = found()
-    if is_chosen:
-        if names:
-            print(
-                f"auto: {chosen_named(values_in(config, names))}, as {PLAN_NAME} of the run's folder has it", flush=True
-            )
-        plan = StagePlan(**said)
-    else:
-        choice = Choice.of(said)
-        if not choice.plan.fits:
-            raise ConfigError(choice.why)
-        print_plan(Console(), choice.plan, config)
-        print(choice.why, flush=True)
-        choice.write(run_dir, asked)
-        config = with_values(config, choice.values)
-        plan = choice.plan.stages[choice.plan.stage]
-        others = {str(stage): nbytes for stage, nbytes in choice.alternatives.items()}
-        of_choice = {"memory": round(memory.device), "alternatives": others}
+    if autos_of(as_chosen(asked, run_dir, ranks.num_ranks)):
+        return _chosen_now(asked, config, ranks, memory, run_dir)
+    if names:
+        print(f"auto: {chosen_named(values_in(config, names))}, as {PLAN_NAME} of the run's folder has it", flush=True)
+    stage = config.zero.stages[0]
+    plan = _in_a_child(lambda: asdict(Planner(config, ranks, memory, run_dir).stage(config, stage)))
+    return config, asdict(_usage(StagePlan(**plan), stage, memory))
+
+
+def _chosen_now(
+    asked: Config, config: Config, ranks: Ranks, memory: Memory, run_dir: Path
+) -> tuple[Config, dict[str, Any]]:
+    """`chosen`, where no earlier run in the folder has chosen."""
+    found = _in_a_child(lambda: asdict(_choose(asked, config, Planner(config, ranks, memory, run_dir), run_dir)))
+    choice = Choice.of(found)
+    if not choice.plan.fits:
+        raise ConfigError(choice.why)
+    print_plan(Console(), choice.plan, config)
+    print(choice.why, flush=True)
+    choice.write(run_dir, asked)
+    config, plan = with_values(config, choice.values), choice.plan.stages[choice.plan.stage]
+    others = {str(stage): nbytes for stage, nbytes in choice.alternatives.items()}
+    of_choice = {"memory": round(memory.device), "alternatives": others}
     return config, asdict(_usage(plan, config.zero.stages[0], memory)) | of_choice
 
 
-def _found(asked: Config | None, config: Config, ranks: Ranks, memory: Memory, run_dir: Path) -> dict[str, Any]:
-    """The choice, as `Choice.of` takes it; the plan of the one stage where nothing is to be chosen."""
-    planner = Planner(config, ranks, memory, run_dir)
-    if asked is not None:
-        return asdict(_choose(asked, config, planner, run_dir))
-    return asdict(planner.stage(config, config.zero.stages[0]))
+def _in_a_child(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Compute it in a child: plans leave some 90 MB behind in a process, and this one may be a rank of torchrun."""
+    with beside(compute) as computed:
+        return computed()
 
 
 def _memory(config: Config, ranks: Ranks) -> Memory:
