@@ -32,7 +32,7 @@ print(num_faults(4))
 engine.backward(loss)
 print(num_faults(16))  # more than the heap keeps
 """
-FEW, MANY = 30, 40
+FEW, MANY, MOST, ALL = 30, 40, 70, 90
 """Percent. A small block beside a freed one can make it too narrow for the next: some steps fault nonetheless."""
 
 
@@ -64,8 +64,8 @@ def test_where_the_heap_is_returned_nothing_that_is_freed_stays(tmp_path: Path, 
         + other
         + ("other.backward(other(torch.ones(2)).sum())\nloss = engine(torch.ones(2)).sum()\nprint(num_faults(1))\n")
     )
-    assert min(numbers_of(program, tmp_path, zygote)) > MANY
-    assert numbers_of(one_tensor, tmp_path, zygote)[0] < FEW
+    assert min(numbers_of(program, tmp_path, zygote)) > ALL
+    assert numbers_of(one_tensor, tmp_path, zygote)[0] < MOST  # 0 to 40, whatever lies beside it
 
 
 LIVING = """
