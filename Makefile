@@ -88,14 +88,16 @@ install: $(INSTALLED_DEV) ## install only, into .venv: what training, tests and 
 # Python compiles what a command imports when it does; pip would compile ten times as much.
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-$(INSTALLED): pyproject.toml setup.py constraints.txt
+# What an interrupted command has left half made has no pip, and is made again.
+$(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/pip
 	$(PIP) -e .
 	@touch $@
 
 # In one go, not after what training needs alone: pip would resolve and build twice.
-$(INSTALLED_DEV): pyproject.toml setup.py constraints.txt
-	$(PYTHON) -m venv $(VENV)
+$(INSTALLED_DEV): pyproject.toml setup.py constraints.txt | $(BIN)/pip
 	$(PIP) -e '.[dev]'
 	@touch $(INSTALLED) $@
 

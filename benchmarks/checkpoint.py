@@ -37,6 +37,7 @@ import zerotrain
 from benchmarks.report import markdown
 from benchmarks.rounds import machine
 from zerotrain.checkpoint.blocks import BLOCK_NBYTES
+from zerotrain.device.heap import most_nbytes
 from zerotrain.files.whole import sync_folder
 from zerotrain.testing.ranks import run_ranks
 
@@ -184,14 +185,14 @@ def _alone(way: Way, folder: Path) -> dict[str, float]:
     for what, call in (("save", way.save), ("load", way.load)):
         resident, cpu_s = _reset_peak(), time.process_time()
         figures[f"{what} s"] = _timed(functools.partial(call, folder))
-        figures |= {f"{what} CPU s": time.process_time() - cpu_s, f"{what} peak": _peak_nbytes() - resident}
+        figures |= {f"{what} CPU s": time.process_time() - cpu_s, f"{what} peak": most_nbytes() - resident}
     return figures
 
 
 def _beside(way: Way, train: Callable[[], None], folder: Path) -> dict[str, float]:
     """Steps without a save, and then as many with one."""
     _reset_peak()
-    without_s, peak = _timed(train), _peak_nbytes()
+    without_s, peak = _timed(train), most_nbytes()
     _reset_peak()
     waits: list[Callable[[], object]] = []
     pauses = []
@@ -204,7 +205,7 @@ def _beside(way: Way, train: Callable[[], None], folder: Path) -> dict[str, floa
 
     with_s = _timed(begin_and_train)
     behind_s = _timed(waits[0])
-    peak = _peak_nbytes() - peak
+    peak = most_nbytes() - peak
     return {
         "pause s": pauses[0],
         "steps s": without_s,
@@ -217,13 +218,7 @@ def _beside(way: Way, train: Callable[[], None], folder: Path) -> dict[str, floa
 def _reset_peak() -> int:
     """Bytes resident now, from which the peak begins to count anew."""
     Path("/proc/self/clear_refs").write_text("5")
-    return _peak_nbytes()
-
-
-def _peak_nbytes() -> int:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    return most_nbytes()
 
 
 def _timed(call: Callable[[], Any]) -> float:

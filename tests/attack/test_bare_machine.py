@@ -73,7 +73,7 @@ def test_each_part_of_bench_gpu_leaves_its_figures_in_the_folder_that_was_named(
     """Without compiling in the compiled part, which takes minutes on a CPU."""
     out = tmp_path / "out"
     variables = {"DEVICE": "cpu", "SIZES": "tiny", "ENGINES": "alone,deepspeed3", "TIME_LIMIT": "3000"}
-    variables["OPTIONS"] = "--rounds 1 --steps 2 --engines-among-fake fsdp2"
+    variables["OPTIONS"] = "--rounds 1 --steps 2 --engines-among-fake zero3,fsdp2"
     code, printed = make("bench-gpu", bare | {"TORCHDYNAMO_DISABLE": "1"}, OUT=str(out), **variables)
     assert code == 0, printed
     assert (out / "tiny-eager" / "report.md").is_file()

@@ -104,9 +104,10 @@ def test_kills_are_of_all_stages_and_kinds_of_places() -> None:
 def test_kills_leave_nothing_behind_and_name_who_is_gone(all_rows: bool, tmp_path: Path) -> None:
     """No process, no descriptor or mapping of the memory, no address, nothing in /dev/shm or $TMPDIR."""
     some = [str(number) for number in range(0, NUM_KILLS, 1 if all_rows else 2)]
-    command = [sys.executable, "-m", "tests.chaos.shared", f"--kills={NUM_KILLS}", f"--out={tmp_path / 'out'}"]
+    options = [f"--kills={NUM_KILLS}", f"--out={tmp_path / 'out'}", "--only", *some]
+    command = [sys.executable, "-m", "tests.chaos.shared", *options]
     with memory_group(f"kills-{tmp_path.name}", None) as group:
-        inside = [*([] if group is None else entering(group)), *command, "--only", *some]
+        inside = command if group is None else [*entering(group), *command]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         done = subprocess.run(inside, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

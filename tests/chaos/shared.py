@@ -196,7 +196,7 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)
     hydra.core.plugins.Plugins.instance()  # looks through all installed packages once
     started_s = time.monotonic()
-    strikes = [each for each in enumerate(plan(given.kills, given.seed)) if each[0] in (given.only or [each[0]])]
+    strikes = [each for each in enumerate(plan(given.kills, given.seed)) if not given.only or each[0] in given.only]
     given.out.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(given.jobs, get_context("fork"), starts.get_ready) as pool:
         under_way = [pool.submit(carry_out, *each, given.out / f"kill-{each[0]}") for each in strikes]

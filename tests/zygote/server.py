@@ -51,7 +51,7 @@ IMPORTED = (
 """What the commands import on their way. Nothing here makes a thread, which a fork would lose."""
 LARGE = 1 << 21
 MADV_COLLAPSE = 25
-"""Of Linux since 6.1; elsewhere an error, and nothing is changed."""
+"""Linux has it since 6.1. Elsewhere it is an error, and nothing is changed."""
 OF_HUGGING_FACE = ("peft", "transformers.modeling_utils", "transformers.generation")
 """Imported too, where they are installed: 2 s of each command with such a model."""
 
@@ -170,7 +170,8 @@ def get_ready() -> None:
 
 
 def compose_once() -> None:
-    """What reads a config keeps what it has learned of its grammar, which is a third of the time of each command."""
+    """Compose a config: Hydra and OmegaConf keep what they have learned of their grammars, and each program inherits
+    it, which spares 0.1 s of a run of two ranks."""
     hydra, compose = import_module("hydra"), import_module("zerotrain.config.compose")
     compose.register_schema()
     with hydra.initialize_config_dir(config_dir=str(REPOSITORY / "conf"), version_base="1.3"):

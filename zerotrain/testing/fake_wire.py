@@ -74,17 +74,16 @@ class Board:
         self.orders: list[list[str]] = [[] for _ in range(size)]
         """By rank: "kind name" of each collective, in the order they were issued."""
         self._parts: dict[Any, dict[int, Any]] = defaultdict(dict)
-        self._complete: dict[Any, threading.Event] = defaultdict(threading.Event)
-        self._noting = threading.Lock()
+        self._changed = threading.Condition()
         self.store = dist.HashStore()
         self.store.set_timeout(timedelta(seconds=TIMEOUT_S))
 
     def leave(self, key: Any, rank: int, part: Any) -> None:
         """Give the other ranks what this one sends in the collective `key`."""
-        with self._noting:
+        with self._changed:
             self._parts[key][rank] = part
-            if len(self._parts[key]) == self.size:
-                self._complete[key].set()
+            if self._are_all_there(key):
+                self._changed.notify_all()
 
     def waiting(self) -> AbstractContextManager[None]:
         """A rank that waits does so in here."""
@@ -92,13 +91,14 @@ class Board:
 
     def parts(self, key: Any) -> list[Any]:
         """The parts that the ranks have left, in rank order, waited for; DistError where a rank did not come."""
-        with self._noting:
-            complete = self._complete[key]
-        if not complete.is_set():  # who need not wait goes on: a turn that changes hands costs more than a collective
-            with self.waiting():
-                if not complete.wait(TIMEOUT_S):
+        if not self._are_all_there(key):  # or this rank goes on: a turn that changes hands costs more than a collective
+            with self.waiting(), self._changed:
+                if not self._changed.wait_for(lambda: self._are_all_there(key), TIMEOUT_S):
                     raise dist.DistError(f"{key}: only ranks {sorted(self._parts[key])} have come")
         return [self._parts[key][rank] for rank in range(self.size)]
+
+    def _are_all_there(self, key: Any) -> bool:
+        return len(self._parts.get(key, ())) == self.size
 
 
 class BoardEnd:

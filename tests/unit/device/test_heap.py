@@ -18,11 +18,12 @@ FAULTS = """
 import resource, torch, zerotrain
 
 def num_faults(num_tensors):
-    # of ten steps, in percent of the pages of their tensors
-    for step in range(14):
+    # of ten steps, in percent of the pages of their tensors; the first ones fault until small blocks have their places
+    num_first = max(4, 32 // num_tensors)
+    for step in range(num_first + 10):
         kept = [torch.zeros(3 * 2**20) for _ in range(num_tensors)]  # 3072 pages each
         del kept
-        if step == 3:
+        if step == num_first - 1:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     return 10 * (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // (3072 * num_tensors)
 
@@ -32,7 +33,7 @@ print(num_faults(4))
 engine.backward(loss)
 print(num_faults(16))  # more than the heap keeps
 """
-FEW, MANY, MOST, ALL = 30, 40, 70, 90
+FEW, MANY = 30, 40
 """Percent. A small block beside a freed one can make it too narrow for the next: some steps fault nonetheless."""
 
 
@@ -64,8 +65,8 @@ def test_where_the_heap_is_returned_nothing_that_is_freed_stays(tmp_path: Path, 
         + other
         + ("other.backward(other(torch.ones(2)).sum())\nloss = engine(torch.ones(2)).sum()\nprint(num_faults(1))\n")
     )
-    assert min(numbers_of(program, tmp_path, zygote)) > ALL
-    assert numbers_of(one_tensor, tmp_path, zygote)[0] < MOST  # 0 to 40, whatever lies beside it
+    assert min(numbers_of(program, tmp_path, zygote)) > MANY
+    assert numbers_of(one_tensor, tmp_path, zygote)[0] < FEW
 
 
 LIVING = """

@@ -47,7 +47,8 @@ class Remembering(Planner):
         once: the fixture of that name.
     """
 
-    def __init__(self, once: Callable[[str, Callable[[], Any]], Any], config: Config, num_ranks: int, folder: Path):
+    def __init__(self, once: Callable[[str, Callable[[], Any]], Any], asked: Config, num_ranks: int, folder: Path):
+        config = with_least_memory(asked)
         super().__init__(config, Ranks(num_ranks, num_ranks), memory_of(config, num_ranks), folder)
         self._once = once
 
@@ -72,7 +73,7 @@ def memory_of(config: Config, num_ranks: int) -> Memory:
 def four_ranks(once, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Planner, RunPlan]:
     """What asks, and its plans of four ranks."""
     asked = asking()
-    planner = Remembering(once, with_least_memory(asked), 4, tmp_path_factory.mktemp("plans"))
+    planner = Remembering(once, asked, 4, tmp_path_factory.mktemp("plans"))
     return asked, planner, planner.run(with_least_memory(asked))
 
 

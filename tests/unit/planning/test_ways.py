@@ -43,7 +43,7 @@ def asking_for_all() -> Config:
 def two_ranks(once, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Planner]:
     """What asks for all, and plans of two ranks."""
     asked = asking_for_all()
-    return asked, Remembering(once, with_least_memory(asked), 2, tmp_path_factory.mktemp("plans"))
+    return asked, Remembering(once, asked, 2, tmp_path_factory.mktemp("plans"))
 
 
 def chosen_of(asked: Config, planner: Planner, nbytes: float, rates: Speeds = SPEEDS) -> Choice:
@@ -78,7 +78,7 @@ def test_freed_memory_is_returned_where_a_run_does_not_fit_otherwise(once, tmp_p
     asked = asking()
     asked.offload.heap = "auto"
     assert value_problems(asked) == []
-    planner = Remembering(once, with_least_memory(asked), 2, tmp_path)
+    planner = Remembering(once, asked, 2, tmp_path)
     [reusing, returning] = ways_beside_stages(asked, on_host=True)
     assert [way.values["offload.heap"] for way in (reusing, returning)] == ["reuse", "return"]
     assert [dict(way.values) for way in ways_beside_stages(asked, on_host=False)] == [{"offload.heap": "reuse"}]
@@ -100,7 +100,7 @@ def test_weights_go_to_a_disk_where_nothing_else_fits(once, tmp_path: Path):
     asked.model |= {"num_layers": 12, "hidden_size": 64}
     asked.offload.parameters = "auto"
     assert value_problems(asked) == []
-    planner = Remembering(once, with_least_memory(asked), 1, tmp_path)
+    planner = Remembering(once, asked, 1, tmp_path)
     least = planner.memory.taken(planner.stage(with_least_memory(asked), 3))
 
     roomy, narrow = (chosen_of(asked, planner, nbytes) for nbytes in (1e12, least))
@@ -119,7 +119,7 @@ def test_what_a_forward_saves_goes_to_a_disk_where_that_takes_less_time_than_to_
     asked.train.micro_batch_size = 16
     asked.offload.activations = asked.model["activation_checkpointing"] = "auto"
     assert value_problems(asked) == []
-    planner = Remembering(once, with_least_memory(asked), 1, tmp_path)
+    planner = Remembering(once, asked, 1, tmp_path)
     ways = [*ways_beside_stages(asked, on_host=True)]
     plans = [planner.stage(with_values(with_least_memory(asked), way.values), 1) for way in ways]
     assert [tuple(way.values.values()) for way in ways] == [
