@@ -2,8 +2,9 @@
 
 Two ranks train a GPT in fp32 through launch.py, in a memory cgroup that kills them beyond as much for each; with
 `--link` on two hosts that a link joins, each with a cgroup of its own. For each limit each way is run, killed or not,
-and then a run chooses for itself. A row tells the fastest way that lived, the way that was chosen, and the step of the
-one over that of the other, both as the sweep measured them. Needs root, for the cgroups.
+and then a run chooses for itself. The fastest ways and the chosen one run again, in turns. A row tells the fastest way
+that lived, the way that was chosen, and the step of the one over that of the other, medians of their turns. Needs root,
+for the cgroups.
 """
 
 import argparse
@@ -167,35 +168,42 @@ def named(way: Sequence[str]) -> str:
 
 
 def compared(options: argparse.Namespace, network: Network, gb: float) -> list[str]:
-    """A row: all ways under a limit, `options.rounds` times in turn, and then the choice."""
+    """A row: all ways under a limit, the choice, and then the fastest few beside it, `options.turns` times in turn."""
     given, nbytes = settings_of(options), int(gb * 1e9)
-    times: dict[tuple[str, ...], list[float]] = {}
-    dead: set[tuple[str, ...]] = set()
+    swept: dict[tuple[str, ...], float | None] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for _ in range(options.rounds):
-            for values in WAYS:
-                way = tuple(map(word, values))
-                if way in dead:
-                    continue
-                asked = [f"{name}={value}" for name, value in zip(CHOSEN, way, strict=True)]
-                found = run_ranks_of([*given, *asked], network, nbytes, Path(folder))
-                if found.step_ms is None:
-                    dead.add(way)
-                else:
-                    times.setdefault(way, []).append(found.step_ms)
-                told = "killed" if found.step_ms is None else f"{found.step_ms:.0f} ms"
-                print(f"{gb} GB: {named(way)}: {told}", flush=True)
+
+        def step_ms_of(way: tuple[str, ...]) -> float | None:
+            asked = [f"{name}={value}" for name, value in zip(CHOSEN, way, strict=True)]
+            found = run_ranks_of([*given, *asked], network, nbytes, Path(folder)).step_ms
+            print(f"{gb} GB: {named(way)}: {'killed' if found is None else f'{found:.0f} ms'}", flush=True)
+            return found
+
+        for values in WAYS:
+            way = tuple(map(word, values))
+            swept[way] = step_ms_of(way)
         auto = [f"{name}=auto" for name in CHOSEN]
         found = run_ranks_of([*given, f"plan.memory_gb={gb}", *auto], network, nbytes, Path(folder))
-    lived = {way: statistics.median(each) for way, each in times.items() if way not in dead}
-    best = min(lived, key=lived.__getitem__, default=None)
-    row = [f"{gb:g}", f"{len(lived)} of {len(WAYS)}", *((named(best), f"{lived[best]:.0f}") if best else ("none", ""))]
-    if found.step_ms is None:
-        print(found.said[-2000:], flush=True)
-        row += ["refused or killed", "", ""]
+        if found.step_ms is None:
+            print(found.said[-2000:], flush=True)
+        lived = {way: ms for way, ms in swept.items() if ms is not None}
+        fastest = sorted(lived, key=lived.__getitem__)[: options.fastest]
+        turned = [*fastest, *([found.way] if found.step_ms is not None and found.way not in fastest else [])]
+        turns: dict[tuple[str, ...], list[float | None]] = {way: [] for way in turned}
+        for _ in range(options.turns):
+            for way in turned:
+                turns[way].append(step_ms_of(way))
+    medians = {way: statistics.median(filter(None, each)) for way, each in turns.items() if each and None not in each}
+    return _row_of(f"{gb:g}", f"{len(lived)} of {len(WAYS)}", medians, found)
+
+
+def _row_of(limit: str, num_lived: str, medians: dict[tuple[str, ...], float], found: Run) -> list[str]:
+    best = min(medians, key=medians.__getitem__, default=None)
+    row = [limit, num_lived, *((named(best), f"{medians[best]:.0f}") if best else ("none", ""))]
+    if found.way in medians and best:
+        row += [named(found.way), f"{medians[found.way]:.0f}", f"{medians[found.way] / medians[best]:.2f}"]
     else:
-        taken = lived.get(found.way, found.step_ms)
-        row += [named(found.way), f"{taken:.0f}", f"{taken / lived[best]:.2f}" if best else ""]
+        row += ["refused or killed", "", ""]
     print(*row, sep=" | ", flush=True)
     return row
 
@@ -211,7 +219,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", type=int, default=8)
     add("--seq-len", type=int, default=128)
     add("--steps", type=int, default=5)
-    add("--rounds", type=int, default=1)
+    add("--fastest", type=int, default=4, help="so many of the fastest ways run again, beside the chosen one")
+    add("--turns", type=int, default=3, help="so often, each in its turn")
     add("--folder", type=Path, default=None, help="on a disk; default: the folder of temporary files")
     return parser.parse_args(arguments)
 
