@@ -12,6 +12,7 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.wires.backend_handles import Works
 from zerotrain.device.cuda import Cuda
 from zerotrain.engine.buckets.gradient import BucketGradient
+from zerotrain.engine.buckets.parts.crossing import Crossing, _Pinned
 from zerotrain.engine.buckets.places.home import OffloadedHome
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.state.saving.chunks import ChunkReader
@@ -78,6 +79,9 @@ FAULTS = {
         "pass",
         "offload",
         "does in copy_ is written by compute in _fused",
+    ),
+    "gradient-not-waited-for-on-the-host": Planted(
+        Crossing, "bring", "buffer.last.settle()", "pass", "update on the host", "does in copy_ is read by host"
     ),
     "saved-tensor-not-waited-for": Planted(
         _Stored, "on_device", "arriving.wait()", "pass", "activations", "does in copy_ is read by compute"
@@ -146,6 +150,14 @@ FAULTS = {
     "window-filled-with-saved-tensors-while-it-is-stored": Planted(
         SavedTensors, "store", "window.unused.wait()", "pass", "activations", "is written by compute"
     ),
+    "weight-rounded-into-memory-that-is-still-read": Planted(
+        _Pinned,
+        "like",
+        "self.last.settle()",
+        "pass",
+        "update on the host, looked at between steps",
+        "is written by host",
+    ),
     # memory freed at issue
     "memory-freed-at-issue": Planted(
         Collectives,
@@ -179,6 +191,14 @@ FAULTS = {
         "after=()",
         "offload",
         "compute does in _fused_adamw_ is read by",
+    ),
+    "gradient-crosses-before-it-is-scaled": Planted(
+        Crossing,
+        "bring",
+        "after=(self._device.event(),)",
+        "after=()",
+        "update on the host",
+        "is read by stream",
     ),
     "fetched-before-it-is-stored": Planted(
         HostTier, "_fetch", "after=(stored, unused)", "after=(unused,)", "activations", "does in copy_ is read by"

@@ -18,6 +18,10 @@ from zerotrain.settings import OffloadConfig
 from zerotrain.testing.fake_wire import run_threads
 
 OFF = OffloadConfig(optimizer="cpu", parameters="cpu")
+BY_HOST: dict[str, Any] = {
+    "offload": OffloadConfig(optimizer="cpu", update="host", keep=0.3),
+    "optimizer": functools.partial(torch.optim.AdamW, lr=0.01, foreach=False),
+}
 MUON = zerotrain.MuonWithAdamW(lr=0.02, adamw_lr=0.01, fused=True)
 Case = Callable[[World, Path, SlowDisk], Any]
 
@@ -39,9 +43,9 @@ def left_over(world: World, *_: Any) -> None:
         engine.step()
 
 
-def looked_at_between_steps(world: World, *_: Any) -> None:
+def looked_at_between_steps(world: World, *_: Any, **given: Any) -> None:
     """By the host, where what lies there was fetched by a forward, or is still being stored by an update."""
-    engine = build(world, 3, offload=OFF, bucket_mb=0.01)
+    engine = build(world, 3, bucket_mb=0.01, **({"offload": OFF} | given))
     engine.keep_average(decay=0.9)
 
     def between(step: int) -> None:
@@ -84,6 +88,8 @@ TRAININGS: dict[str, Case] = {
     "offload of two buckets": lambda world, *_: train(build(world, 3, net(num_blocks=2), offload=OFF, bucket_mb=0.01)),
     "offload, looked at between steps": looked_at_between_steps,
     "offload, with more state than there is room for": outgrowing,
+    "update on the host": stage(3, bucket_mb=0.01, reduction="ordered", **BY_HOST),
+    "update on the host, looked at between steps": functools.partial(looked_at_between_steps, **BY_HOST),
     "activations": lambda world, *_: train(with_activations(world), num_rows=512),
     "activations that no backward needs": left_over,
     "recomputation": lambda world, *_: train(build(world, 3, net(recomputes=True))),
@@ -104,7 +110,7 @@ def test_all_that_is_done_to_the_same_bytes_is_ordered(
     assert run_on_streams(lambda world: TRAININGS[name](world, tmp_path, disk)).faults == []
 
 
-@pytest.mark.parametrize("name", ["stage 3, ordered", "ordered"])
+@pytest.mark.parametrize("name", ["stage 3, ordered", "ordered", "update on the host"])
 def test_the_code_of_a_gpu_comes_to_the_bits_of_a_cpu(name: str) -> None:
     on_gpu = run_on_streams(TRAININGS[name]).results[0]
     on_cpu = run_threads(TRAININGS[name], 2)[0][0]

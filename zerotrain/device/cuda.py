@@ -44,6 +44,10 @@ class Cuda(Device):
         return torch.cuda.max_memory_allocated(self.device)
 
     @property
+    def reserved_nbytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self.device)
+
+    @property
     def is_current(self) -> bool:
         return self.device.index in (None, torch.cuda.current_device())
 

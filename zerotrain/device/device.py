@@ -100,6 +100,12 @@ class Device(ABC):
         """Most bytes held at once."""
 
     @property
+    def reserved_nbytes(self) -> int:
+        """Most bytes that torch had of the device at once, for tensors and in holes between them; 0 where it asks for
+        each."""
+        return 0
+
+    @property
     @abstractmethod
     def is_current(self) -> bool:
         """Whether this is the device that torch takes where none is named, in this thread."""

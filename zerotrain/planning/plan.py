@@ -42,6 +42,8 @@ class Memory:
     which ranks share and the system may drop; on a GPU what kernels keep."""
     kept: int
     """Freed memory that a rank may keep; none on a GPU, where its allocator has room of its own (`OF_A_GPU`)."""
+    kept_returning: int
+    """The same where it returns what it frees."""
 
     @classmethod
     def of(cls, config: Config, device: torch.device, num_local: int) -> "Memory":
@@ -54,15 +56,14 @@ class Memory:
             on_host=on_host,
             process=own_nbytes() if on_host else device_of(device).kernels_nbytes,
             kept=MAX_KEPT_NBYTES if on_host else 0,
+            kept_returning=MAX_KEPT_RETURNING_NBYTES if on_host else 0,
         )
 
     def beside(self, plan: StagePlan) -> int:
         """Bytes that are no tensors."""
-        if not self.on_host:
-            return self.process
         # What is computed again leaves as many holes between small blocks either way.
-        kept = MAX_KEPT_RETURNING_NBYTES if plan.returns_heap and not plan.recomputes else self.kept
-        return self.process + kept
+        returns = plan.returns_heap and not plan.recomputes
+        return self.process + (self.kept_returning if returns else self.kept)
 
     def taken(self, plan: StagePlan) -> int:
         """Bytes of the memory that a rank computes in."""

@@ -127,8 +127,8 @@ FAULTS = {
     ),
     "factor-ignored": Fault(
         UPDATE,
-        "                gradient.mul_(factor.to(gradient.dtype))\n",
-        "                pass\n",
+        "return gradient if factor is None else gradient.mul_(factor.to(gradient.dtype)), None",
+        "return gradient, None",
         "gradients are neither clipped nor freed of the loss scale",
         OF_UPDATE,
     ),
@@ -141,16 +141,15 @@ FAULTS = {
     ),
     "widened-given-back-before-it-is-read": Fault(
         UPDATE,
-        "            gradient = gradient.to(self.master_weight.device)",
-        "            if widened is not None:\n                self._pool.give_back(widened)\n"
-        "                widened = None\n"
-        "            gradient = gradient.to(self.master_weight.device)",
+        "            self._run(self.optimizer, [(span",
+        "            if lent is not None:\n                self._pool.give_back(lent)\n                lent = None\n"
+        "            self._run(self.optimizer, [(span",
         "whole tensors are gathered into the gradient they are updated with",
         OF_UPDATE,
     ),
     "widened-not-given-back": Fault(
         UPDATE,
-        "                self._pool.give_back(widened)\n",
+        "                self._pool.give_back(lent)\n",
         "                pass\n",
         "every step holds more",
         OF_UPDATE,

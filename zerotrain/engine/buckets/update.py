@@ -1,14 +1,14 @@
 """The update of one bucket: its master weight, and the torch optimizers that change it once the gradient is reduced."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
 from zerotrain.comm.collectives import Collectives
-from zerotrain.comm.scratch import ScratchPool
+from zerotrain.comm.scratch import Scratch, ScratchPool
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.buckets.gradient import BucketGradient
 from zerotrain.engine.buckets.parts.kept import Kept
@@ -101,6 +101,7 @@ class BucketUpdate:
         (self.home if self.has_copy else weights.home).tell(self.kept.follow_master)
         self.home.put_away()
         self.home.forget()
+        self._crossing = homes.crossing if self.home.moves else None
         self.device = self.home.device or collectives.world.device
         self.is_away = self.home.moves or weights.home.moves
         """Whether something of what is updated lies off the device at rest."""
@@ -131,57 +132,70 @@ class BucketUpdate:
             average_share: see `Kept.update_average`; None: the average is not due, or there is none.
 
         Returns:
-            The work. It pauses where whole tensors are on the wire, for other buckets to go on meanwhile; every rank
-            must resume it at the same points.
+            The work. It pauses where whole tensors are on the wire or a gradient is on its way to the host, for other
+            buckets to go on meanwhile; every rank must resume it at the same points.
         """
         self._weights.about_to_change()
-        step = self._run_at_hand if self.is_away else self._run_here
-        return step(factor, average_share)
+        lent, on_host = None, None
+        if self._crossing is not None:
+            gradient, lent = self._scaled(factor)
+            on_host = self._crossing.bring(gradient)
+            yield
+        with self._at_hand() if self.is_away else nullcontext():
+            yield from self.renew(factor, average_share, on_host=on_host)
+            self.changed()
+        if lent is not None:
+            self._pool.give_back(lent)
 
-    def _run_at_hand(self, factor: torch.Tensor | None, average_share: float | None) -> Iterator[None]:
+    @contextmanager
+    def _at_hand(self) -> Iterator[None]:
         """Bring what is updated to where it can be computed with, and written to, and back."""
         self.home.open()
         try:
             self._weights.home.open(replaced=self.has_copy and not self._weights.writes.are_new)
             try:
-                yield from self._run_here(factor, average_share)
+                yield
             finally:
                 self._weights.home.close()
         finally:
             self.home.close()
 
-    def _run_here(self, factor: torch.Tensor | None, average_share: float | None) -> Iterator[None]:
-        yield from self.renew(factor, average_share)
-        self.changed()
-
     def renew(
-        self, factor: torch.Tensor | None, average_share: float | None = None, is_off: torch.Tensor | None = None
+        self,
+        factor: torch.Tensor | None,
+        average_share: float | None = None,
+        *,
+        is_off: torch.Tensor | None = None,
+        on_host: Callable[[], torch.Tensor] | None = None,
     ) -> Iterator[None]:
         """As `run`, where all that it needs is at hand; `changed` follows.
 
         Args:
             is_off: 0-dim fp32 on the device: 1 for a step that changes nothing, else 0; None for 0.
+            on_host: waits for the gradient, scaled, to have come to the host, and gives it; None: it is the device's.
         """
         with named_range("optimizer", self.spec.name):
             self._take_writes()
-            gradient = self._gradient.reduction.reduced()
-            widened = None
-            if self.has_copy:
-                widened = self._pool.take(gradient.numel())
-                gradient = scaled(gradient, factor, widened.storage[: gradient.numel()])
-            elif factor is not None:
-                gradient.mul_(factor.to(gradient.dtype))
-            gradient = gradient.to(self.master_weight.device)  # another one if the update is the host's
+            gradient, lent = self._scaled(factor) if on_host is None else (on_host(), None)
             self._run(self.optimizer, [(span.target, gradient[span.where]) for span in self.spans], is_off)
             rest: Iterator[None] = iter(())
             if self.whole is not None:
                 rest = self.whole.update(gradient, partial(self._run, self._whole_optimizer))
-            if widened is not None:
-                self._pool.give_back(widened)
+            if lent is not None:
+                self._pool.give_back(lent)
         yield from rest
         if average_share is not None:
             self.kept.update_average(average_share)
         self.refilled()
+
+    def _scaled(self, factor: torch.Tensor | None) -> tuple[torch.Tensor, Scratch | None]:
+        """The reduced gradient times `factor`, over `where`; and the buffer that it is lent in, if it has the master
+        dtype apart."""
+        gradient = self._gradient.reduction.reduced()
+        if not self.has_copy:
+            return gradient if factor is None else gradient.mul_(factor.to(gradient.dtype)), None
+        lent = self._pool.take(gradient.numel())
+        return scaled(gradient, factor, lent.storage[: gradient.numel()]), lent
 
     def _run(
         self, optimizer: torch.optim.Optimizer | None, updates: Updates, is_off: torch.Tensor | None = None
@@ -215,7 +229,11 @@ class BucketUpdate:
 
     def refilled(self) -> None:
         """The master weight was replaced: bring what this rank holds of the model weight up to date."""
-        if self.has_copy:
+        if not self.has_copy:
+            return
+        if self._crossing is not None:
+            self._crossing.send(self.master_weight, self._held())
+        else:
             self._held().copy_(self.master_weight)
 
     def current_weight(self) -> torch.Tensor:

@@ -25,6 +25,8 @@ from zerotrain.launching.job.job import Job, num_threads_per_rank
 from zerotrain.launching.start.rank_log import open_rank_log
 from zerotrain.run import evaluating, factory
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
 
 def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Run this process's rank of a job, its output going to its log; return the body of result.json.
@@ -46,7 +48,7 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
         print(f"rank {ranks.rank}: {error}", file=sys.stderr)
         raise
     torch.set_num_threads(num_threads_per_rank(job.config, ranks.local_world_size))
-    tell_nccl(job.ranks_dir)
+    tell_torch_of_gpus(job.ranks_dir)
     # Under torchrun, what it records of an exception becomes part of torchrun's own report.
     torchrun_report = get_error_handler()
     torchrun_report.initialize()
@@ -106,9 +108,13 @@ def leave_overdue(ranks_dir: Path, rank: int, error: CommError | None) -> None:
             Failure.of(error, rank, seen_alive(ranks_dir, rank)).write(ranks_dir, "overdue.error")
 
 
-def tell_nccl(ranks_dir: Path) -> None:
-    """Give collectives of GPUs the first free multiprocessors, since computation waits for them; and let torch keep the
-    last ones, and write them beside the logs when its watchdog ends the process. Variables that are set stay."""
+def tell_torch_of_gpus(ranks_dir: Path) -> None:
+    """Give collectives of GPUs the first free multiprocessors, since computation waits for them; let torch keep the
+    last ones, and write them beside the logs when its watchdog ends the process; and let the memory that it reserves
+    grow, since units and activations of many sizes leave holes in memory of fixed sizes. Variables that are set stay.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     for name, value in {
         "TORCH_NCCL_HIGH_PRIORITY": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",

@@ -55,6 +55,8 @@ class RankUsage:
     peak_nbytes: int
     offloaded_nbytes: int = 0
     theory_offloaded_nbytes: int = 0
+    reserved_nbytes: int = 0
+    """See `Device.reserved_nbytes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,7 @@ def measure_usage(*, engine: ZeroEngine, device: torch.device, num_micro_batches
         sent_nbytes=engine.ledger.last_step.sent_nbytes,
         theory_sent_nbytes=engine.theoretical_sent_nbytes(num_micro_batches),
         peak_nbytes=device_of(device).peak_nbytes(),
+        reserved_nbytes=device_of(device).reserved_nbytes,
     )
 
 
@@ -111,6 +114,8 @@ def print_report(console: Console, *, result: RunResult, usages: Sequence[RankUs
     planned = (result.memory_bytes or {}).get("planned")
     of_plan = None if planned is None else PlannedUsage(**planned)
     caption = f"measured / theory; peak of {device_of(device).peak_of}"
+    if reserved := max((usage.reserved_nbytes for usage in usages), default=0):
+        caption += f", for which torch reserved {in_unit(reserved)}"
     told = [entry for entry in result.stages[:-1] if entry["ranks"]]
     by_stage = [[RankUsage(**each) for each in entry["ranks"]] for entry in told] + [list(usages)]
     if told:

@@ -17,7 +17,7 @@ from zerotrain.comm.wires.backend_handles import Works
 from zerotrain.device.device import DONE, Event
 from zerotrain.errors import CommError
 from zerotrain.launching.end.failures import Failure, first_failure
-from zerotrain.launching.start.worker import leave_overdue, tell_nccl
+from zerotrain.launching.start.worker import ALLOCATOR_VARIABLES, leave_overdue, tell_torch_of_gpus
 
 TIMEOUT_S = 40.0
 
@@ -177,13 +177,31 @@ def test_nccl_is_told_to_come_first_and_to_leave_its_record_beside_the_logs(
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/collectives_of_rank_",
     }
-    for name in told:
+    for name in (*told, *ALLOCATOR_VARIABLES):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
-    tell_nccl(tmp_path)
+    tell_torch_of_gpus(tmp_path)
     assert {name: os.environ[name] for name in told} == told
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
     known = (Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp").read_text()
     for name in ("TORCH_NCCL_HIGH_PRIORITY", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         assert f'"{name}"' in known
+
+
+@pytest.mark.parametrize("given", [None, *ALLOCATOR_VARIABLES])
+def test_torch_lets_the_memory_that_it_reserves_grow_unless_the_user_has_said_how(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    for name in ALLOCATOR_VARIABLES:
+        os.environ.pop(name, None)
+    if given is not None:
+        os.environ[given] = "max_split_size_mb:64"
+    tell_torch_of_gpus(tmp_path)
+    found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
+    assert found == (
+        {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"} if given is None else {given: "max_split_size_mb:64"}
+    )
+    library = (Path(torch.__file__).parent / "lib/libc10.so").read_bytes()
+    assert all(name.encode() in library for name in ALLOCATOR_VARIABLES)

@@ -42,6 +42,12 @@ def test_the_table_names_its_units_and_is_readable_at_80_columns():
     assert any(line.split() == ["rank", "MB", "MB", "MB", "MB", "GB"] for line in lines)
 
 
+def test_what_torch_has_reserved_of_a_gpu_is_told_of_the_rank_with_most():
+    lines = printed([USAGE, replace(USAGE, reserved_nbytes=15_000_000_000), USAGE])
+    assert "peak of tensors on the GPU, for which torch reserved 15 GB" in " ".join(" ".join(lines).split())
+    assert "reserved" not in "".join(printed([USAGE]))
+
+
 def test_where_the_stage_has_changed_each_has_its_rows_and_80_columns_are_enough():
     shards = asdict(replace(USAGE, parameters_nbytes=31_109_952, theory_parameters_nbytes=31_109_952))
     stages = [

@@ -8,6 +8,7 @@ import torch
 
 from zerotrain.comm.ranks.world import World
 from zerotrain.device.kinds import device_of
+from zerotrain.engine.buckets.parts.crossing import Crossing
 from zerotrain.engine.buckets.places.home import DEVICE, Home, OffloadedHome, Tensors
 from zerotrain.errors import ConfigError
 from zerotrain.offload.disk import DiskTier
@@ -56,6 +57,10 @@ class Homes:
         self.tiers_by_place: dict[tuple[str, torch.device], Tier] = {}
         """By cpu or disk, and the device of their windows."""
         self._optimizer = self._kind(given.optimizer, OPTIMIZER_WINDOWS, given.update == "host")
+        device = device_of(world.device)
+        crosses = self.update_on_host and device.holds_values and not device.is_host
+        self.crossing = Crossing(world.device) if crosses else None
+        """The way to the host's updates and back; None where there are none, or the host is the device."""
         # One is gathered from, as many as units are ahead are waiting, and one more is fetched.
         self._parameters = self._kind(given.parameters, prefetch + 2, in_place=False)
         activations = self._kind(given.activations, 3, in_place=False)
