@@ -12,11 +12,11 @@ from zerotrain.comm.collectives import Collectives
 from zerotrain.comm.wires.backend_handles import Works
 from zerotrain.device.cuda import Cuda
 from zerotrain.engine.buckets.gradient import BucketGradient
-from zerotrain.engine.buckets.parts.crossing import Crossing, _Pinned
 from zerotrain.engine.buckets.places.home import OffloadedHome
 from zerotrain.engine.buckets.weights import BucketWeights
 from zerotrain.engine.state.saving.chunks import ChunkReader
 from zerotrain.engine.state.saving.snapshot import Snapshot
+from zerotrain.offload.crossing import Crossing, _Pinned
 from zerotrain.offload.saved import SavedTensors, _Stored
 from zerotrain.offload.tier import HostTier, Tier
 

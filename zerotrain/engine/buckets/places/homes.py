@@ -8,9 +8,9 @@ import torch
 
 from zerotrain.comm.ranks.world import World
 from zerotrain.device.kinds import device_of
-from zerotrain.engine.buckets.parts.crossing import Crossing
 from zerotrain.engine.buckets.places.home import DEVICE, Home, OffloadedHome, Tensors
 from zerotrain.errors import ConfigError
+from zerotrain.offload.crossing import Crossing
 from zerotrain.offload.disk import DiskTier
 from zerotrain.offload.rates import Rates, measured
 from zerotrain.offload.saved import SavedTensors
