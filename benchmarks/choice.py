@@ -3,8 +3,8 @@
 Two ranks train a GPT in fp32 through launch.py, in a memory cgroup that kills them beyond as much for each; with
 `--link` on two hosts that a link joins, each with a cgroup of its own. For each limit each way is run, killed or not,
 and then a run chooses for itself. The fastest ways and the chosen one run again, in turns. A row tells the fastest way
-that lived, the way that was chosen, and the step of the one over that of the other, medians of their turns. Needs root,
-for the cgroups.
+that lived, the way that was chosen, and the step of the chosen over that of the fastest, medians of their turns. Needs
+root, for the cgroups.
 """
 
 import argparse
@@ -188,22 +188,32 @@ def compared(options: argparse.Namespace, network: Network, gb: float) -> list[s
             print(found.said[-2000:], flush=True)
         lived = {way: ms for way, ms in swept.items() if ms is not None}
         fastest = sorted(lived, key=lived.__getitem__)[: options.fastest]
-        turned = [*fastest, *([found.way] if found.step_ms is not None and found.way not in fastest else [])]
+        turned = list(dict.fromkeys([*fastest, *([found.way] if found.step_ms is not None else [])]))
         turns: dict[tuple[str, ...], list[float | None]] = {way: [] for way in turned}
         for _ in range(options.turns):
             for way in turned:
                 turns[way].append(step_ms_of(way))
-    medians = {way: statistics.median(filter(None, each)) for way, each in turns.items() if each and None not in each}
-    return _row_of(f"{gb:g}", f"{len(lived)} of {len(WAYS)}", medians, found)
+    medians = {
+        way: statistics.median(lived_in)
+        for way, each in turns.items()
+        if len(lived_in := [ms for ms in each if ms is not None]) == options.turns > 0
+    }
+    return row_of(f"{gb:g}", f"{len(lived)} of {len(WAYS)}", medians, found)
 
 
-def _row_of(limit: str, num_lived: str, medians: dict[tuple[str, ...], float], found: Run) -> list[str]:
+def row_of(limit: str, num_lived: str, medians: dict[tuple[str, ...], float], found: Run) -> list[str]:
+    """Cells.
+
+    Args:
+        medians: the step's milliseconds, by way, of those that lived in each of their turns.
+        found: what `auto` chose.
+    """
     best = min(medians, key=medians.__getitem__, default=None)
     row = [limit, num_lived, *((named(best), f"{medians[best]:.0f}") if best else ("none", ""))]
     if found.way in medians and best:
         row += [named(found.way), f"{medians[found.way]:.0f}", f"{medians[found.way] / medians[best]:.2f}"]
     else:
-        row += ["refused or killed", "", ""]
+        row += ["refused or killed" if found.step_ms is None else f"{named(found.way)}, killed in a turn", "", ""]
     print(*row, sep=" | ", flush=True)
     return row
 

@@ -58,3 +58,21 @@ def test_a_way_lives_within_its_limit_or_is_killed(tmp_path: Path) -> None:
     killed = choice.run_ranks_of(asked, choice.SHARED, 10**8, tmp_path)
     assert killed.step_ms is None
     assert not list(tmp_path.glob("run*"))
+
+
+@pytest.mark.parametrize(
+    ("medians", "step_ms", "cells"),
+    [
+        ({"fast": 80.0, "chosen": 88.0}, 90.0, ["stage 2", "80", "stage 1, recompute", "88", "1.10"]),
+        ({"fast": 80.0}, 90.0, ["stage 2", "80", "stage 1, recompute, killed in a turn", "", ""]),
+        ({"fast": 80.0}, None, ["stage 2", "80", "refused or killed", "", ""]),
+        ({}, None, ["none", "", "refused or killed", "", ""]),
+    ],
+)
+def test_a_row_tells_the_chosen_way_over_the_fastest(
+    medians: dict[str, float], step_ms: float | None, cells: list[str]
+) -> None:
+    ways = {"fast": ("2", "false", "device", "reuse"), "chosen": ("1", "true", "device", "reuse")}
+    found = choice.Run(step_ms, ways["chosen"], "")
+    row = choice.row_of("0.6", "2 of 32", {ways[name]: ms for name, ms in medians.items()}, found)
+    assert row == ["0.6", "2 of 32", *cells]

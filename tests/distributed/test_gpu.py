@@ -4,6 +4,9 @@
 """
 
 import io
+import os
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -183,6 +186,25 @@ def test_a_run_trains_evaluates_and_traces_on_the_device(device: str, tmp_path: 
     assert body["final_val_loss"] < 6  # the log of VOCAB is 5.5
     snapshot = {"memory_rank0.pickle"} if device == "cuda" else set()
     assert {path.name for path in (tmp_path / "profile").iterdir()} == {"rank0.json"} | snapshot
+
+
+GROWS = """
+import torch
+from pathlib import Path
+from zerotrain.launching.start.worker import tell_torch_of_gpus
+
+tell_torch_of_gpus(Path())
+kept = torch.ones(2**22, device="cuda")
+print([each["is_expandable"] for each in torch.cuda.memory_snapshot()])
+"""
+
+
+@pytest.mark.gpu
+def test_the_memory_that_torch_reserves_for_a_run_grows() -> None:
+    """Though torch is imported when it is told so."""
+    given = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    told = subprocess.run([sys.executable, "-c", GROWS], env=given, capture_output=True, text=True, check=True).stdout
+    assert told.strip() == "[True]"
 
 
 @pytest.mark.gpu

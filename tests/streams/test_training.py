@@ -14,6 +14,7 @@ from tests.streams.stand_in import run_on_streams
 from tests.streams.trainings import ADAMW, build, net, rows, saved_beside, train
 from tests.unit.checkpoint.slow_disk import SlowDisk
 from zerotrain.comm.ranks.world import World
+from zerotrain.offload.crossing import Crossing
 from zerotrain.settings import OffloadConfig
 from zerotrain.testing.fake_wire import run_threads
 
@@ -70,8 +71,8 @@ def outgrowing(world: World, *_: Any) -> None:
     train(engine, num_steps=3, between=between)
 
 
-def changing(world: World, *_: Any) -> torch.Tensor:
-    engine = build(world, 1)
+def changing(world: World, *_: Any, **given: Any) -> torch.Tensor:
+    engine = build(world, 1, **given)
     return train(engine, num_steps=4, between=lambda step: engine.set_stage((3, 0, 2, 2)[step]))
 
 
@@ -89,6 +90,11 @@ TRAININGS: dict[str, Case] = {
     "offload, looked at between steps": looked_at_between_steps,
     "offload, with more state than there is room for": outgrowing,
     "update on the host": stage(3, bucket_mb=0.01, reduction="ordered", **BY_HOST),
+    "update on the host, where the parameters are too": stage(
+        3, bucket_mb=0.01, **BY_HOST | {"offload": OffloadConfig("cpu", "cpu", update="host")}
+    ),
+    "update on the host, save": lambda world, *to: saved_beside(build(world, 3, **BY_HOST), *to),
+    "update on the host, stages in mid-run": functools.partial(changing, **BY_HOST),
     "update on the host, looked at between steps": functools.partial(looked_at_between_steps, **BY_HOST),
     "activations": lambda world, *_: train(with_activations(world), num_rows=512),
     "activations that no backward needs": left_over,
@@ -115,6 +121,54 @@ def test_the_code_of_a_gpu_comes_to_the_bits_of_a_cpu(name: str) -> None:
     on_gpu = run_on_streams(TRAININGS[name]).results[0]
     on_cpu = run_threads(TRAININGS[name], 2)[0][0]
     assert torch.equal(on_gpu, on_cpu)
+
+
+def test_the_host_updates_a_bucket_while_the_gradient_of_the_next_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, bring = list[str](), Crossing.bring
+
+    def noted(self: Crossing, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
+        on_host = bring(self, gradient)
+        told.append("begun")
+
+        def waited() -> torch.Tensor:
+            told.append("waited")
+            return on_host()
+
+        return waited
+
+    monkeypatch.setattr(Crossing, "bring", noted)
+    run_on_streams(lambda world: TRAININGS["update on the host"](world, Path(), SlowDisk(monkeypatch)), 1)
+    assert told[:3] == ["begun", "begun", "waited"]
+    assert told.count("begun") > 4
+
+
+class Failing(torch.optim.AdamW):
+    """Fails once it is told to: after three more updates."""
+
+    num_left: int | None = None
+
+    def step(self, closure: Any = None) -> None:
+        if Failing.num_left == 0:
+            raise ValueError("no more")
+        if Failing.num_left is not None:
+            Failing.num_left -= 1
+        super().step()
+
+
+def test_an_update_on_the_host_that_fails_leaves_no_copy_under_way_and_no_loan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(world: World) -> int:
+        optimizer = functools.partial(Failing, lr=0.01, foreach=False)
+        engine = build(world, 3, bucket_mb=0.01, **BY_HOST | {"optimizer": optimizer})
+        monkeypatch.setattr(Failing, "num_left", 3)
+        with pytest.raises(ValueError, match="no more") as failed:  # whose traceback keeps what the step had begun
+            train(engine)
+        return engine.held.pools.lent_nbytes if failed.tb else -1
+
+    ranks = run_on_streams(failing, 1)
+    assert ranks.results == [0]
+    assert ranks.faults == []
 
 
 class OwnAdamW(torch.optim.AdamW):

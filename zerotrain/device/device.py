@@ -101,8 +101,8 @@ class Device(ABC):
 
     @property
     def reserved_nbytes(self) -> int:
-        """Most bytes that torch had of the device at once, for tensors and in holes between them; 0 where it asks for
-        each."""
+        """Most bytes that torch had of the device at once, for tensors and in holes between them; 0 where torch keeps
+        none in reserve."""
         return 0
 
     @property

@@ -15,7 +15,7 @@ NUM_BUFFERS = 2
 
 
 class Crossing:
-    """That of all buckets of an engine.
+    """One engine's way, which all its buckets share.
 
     Args:
         device: of gradients and weights.
@@ -24,15 +24,19 @@ class Crossing:
     def __init__(self, device: torch.device) -> None:
         self._device = device_of(device)
         self._stream = self._device.stream()
-        self._gradients, self._weights = (
-            cycle([_Pinned(self._device) for _ in range(NUM_BUFFERS)]) for _ in ("there", "back")
-        )
+        self._buffers = [_Pinned(self._device) for _ in range(2 * NUM_BUFFERS)]
+        self._gradients, self._weights = cycle(self._buffers[:NUM_BUFFERS]), cycle(self._buffers[NUM_BUFFERS:])
+
+    @property
+    def placed_nbytes(self) -> int:
+        """Bytes of pinned memory."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def bring(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to copy a gradient to the host, beside what the device computes.
 
         Args:
-            gradient: (numel,) of any dtype. It is not written to, nor its memory lent, before the result was called.
+            gradient: (numel,) of any dtype. The caller leaves it as it is until it has called the result.
 
         Returns:
             Waits for the copy and gives it. It holds until the second `bring` after this one.
@@ -60,13 +64,13 @@ class _Pinned:
     """A buffer of pinned memory, as large as it was ever needed."""
 
     def __init__(self, device: Device) -> None:
-        self._device, self._memory = device, device.host_bytes(1)
+        self._device, self.memory = device, device.host_bytes(1)
         self.last: Event = DONE
         """Done when its last use is over."""
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """(numel,) of the tensor's dtype, of any values, once the last use is over."""
         self.last.settle()
-        if self._memory.nbytes < tensor.nbytes:
-            self._memory = self._device.host_bytes(tensor.nbytes)
-        return self._memory[: tensor.nbytes].view(tensor.dtype)
+        if self.memory.nbytes < tensor.nbytes:
+            self.memory = self._device.host_bytes(tensor.nbytes)
+        return self.memory[: tensor.nbytes].view(tensor.dtype)

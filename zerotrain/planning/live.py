@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from zerotrain.engine.engine import ZeroEngine
+from zerotrain.offload.crossing import Crossing
 from zerotrain.offload.tier import Tier
 
 OTHERS = "activations"
@@ -39,8 +40,8 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._engine: ZeroEngine | None = None
-        self._tiers: list[Tier] = []
-        """Those that it offloads to."""
+        self._off_device: list[Tier | Crossing] = []
+        """What holds memory that it has offloaded."""
         self.peak_phase = ""
         """The part of a step in which there were most."""
         self.looks: list[Look] | None = None
@@ -63,11 +64,11 @@ class LiveMemory(TorchDispatchMode):
     @property
     def nbytes(self) -> int:
         """Bytes alive now."""
-        return sum(self._by_kind.values()) - sum(tier.placed_nbytes for tier in self._tiers)
+        return sum(self._by_kind.values()) - sum(each.placed_nbytes for each in self._off_device)
 
     def begin(self, engine: ZeroEngine) -> None:
         """Look for the most from now on, in the steps of an engine."""
-        self._engine, self._tiers = engine, engine.held.homes.tiers
+        self._engine, self._off_device = engine, engine.held.homes.off_device
         self._most = 0
         if self.looks is not None:
             self.looks.clear()

@@ -186,8 +186,8 @@ FAULTS = {
     ),
     "checkpoint-update-copies-nothing": Fault(
         "engine/buckets/update.py",
-        "        self._weights.about_to_change()\n        lent, on_host",
-        "        lent, on_host",
+        "        self._weights.about_to_change()\n        if self._crossing",
+        "        if self._crossing",
         "a save beside training has some buckets of this step and some of the next",
         OF_BESIDE,
     ),

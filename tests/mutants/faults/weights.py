@@ -141,16 +141,16 @@ FAULTS = {
     ),
     "widened-given-back-before-it-is-read": Fault(
         UPDATE,
-        "            self._run(self.optimizer, [(span",
+        "            try:\n                step(self.optimizer",
         "            if lent is not None:\n                self._pool.give_back(lent)\n                lent = None\n"
-        "            self._run(self.optimizer, [(span",
+        "            try:\n                step(self.optimizer",
         "whole tensors are gathered into the gradient they are updated with",
         OF_UPDATE,
     ),
     "widened-not-given-back": Fault(
         UPDATE,
-        "                self._pool.give_back(lent)\n",
-        "                pass\n",
+        "                    self._pool.give_back(lent)\n        yield from rest\n",
+        "                    pass\n        yield from rest\n",
         "every step holds more",
         OF_UPDATE,
     ),

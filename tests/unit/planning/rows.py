@@ -116,11 +116,11 @@ def planned(row: Row, folder: Path) -> StagePlan:
     return rehearsals(row, folder).plan(row.stage)
 
 
-def rehearsals(row: Row, folder: Path) -> Rehearsals:
-    """Those of a row, of ranks on one host."""
+def rehearsals(row: Row, folder: Path, *, on_host: bool = True) -> Rehearsals:
+    """Those of a row, of ranks on one host. They compute there, or on GPUs that reduce in the same order."""
     factory = build("optimizer", row.config.optimizer_target)
-    links = Links(row.ranks, row.ranks, on_host=True, ordered=True, shared_memory=True)
-    return Rehearsals.of(row.config, links, batch_of_one(row.model), factory, look_at(factory, on_host=True), folder)
+    links = Links(row.ranks, row.ranks, on_host=on_host, ordered=True, shared_memory=True)
+    return Rehearsals.of(row.config, links, batch_of_one(row.model), factory, look_at(factory, on_host=on_host), folder)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.planning.rows import MODELS, Row, held, misfits, planned, rows
+from tests.unit.planning.rows import MODELS, Row, held, misfits, planned, rehearsals, rows
 from zerotrain.comm.ranks.world import World
 
 PICKED = {
@@ -70,3 +70,14 @@ def test_the_average_of_the_weights_is_planned(tmp_path: Path):
     assert plan.peak is not None
     assert without.peak is not None
     assert plan.peak == without.peak + without.parameters // 2
+
+
+def test_beside_a_gpu_a_plan_counts_what_crosses_to_an_update_on_the_host(tmp_path: Path):
+    """A second buffer for the gradient that is on its way, and pinned memory for two gradients and two weights."""
+    settings = ("offload.optimizer=cpu", "offload.update=host")
+    row = Row(model="gpt", precision="bf16", settings=settings, ranks=2, stage=2, measured=0, planned=0)
+    on_cpu, on_gpu = (rehearsals(row, tmp_path, on_host=each).plan(2) for each in (True, False))
+    pinned_nbytes = on_gpu.host - on_cpu.host
+    assert pinned_nbytes > 0
+    assert pinned_nbytes % (2 * (4 + 2)) == 0  # of fp32 and of bf16
+    assert on_gpu.scratch > on_cpu.scratch

@@ -1,7 +1,7 @@
 """The update of one bucket: its master weight, and the torch optimizers that change it once the gradient is reduced."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from zerotrain.engine.groups.own_numbers import own_numbers
 from zerotrain.engine.groups.param_groups import ParamGroups
 from zerotrain.engine.model.ranges import named_range
 from zerotrain.errors import EngineStateError
+from zerotrain.offload.crossing import Crossing
 from zerotrain.sharding.bucketing import BucketSpec
 from zerotrain.sharding.layout import BucketLayout
 
@@ -136,16 +137,31 @@ class BucketUpdate:
             buckets to go on meanwhile; every rank must resume it at the same points.
         """
         self._weights.about_to_change()
-        lent, on_host = None, None
         if self._crossing is not None:
-            gradient, lent = self._scaled(factor)
-            on_host = self._crossing.bring(gradient)
-            yield
-        with self._at_hand() if self.is_away else nullcontext():
-            yield from self.renew(factor, average_share, on_host=on_host)
+            yield from self._run_across(self._crossing, factor, average_share)
+        elif self.is_away:
+            with self._at_hand():
+                yield from self.renew(factor, average_share)
+                self.changed()
+        else:
+            yield from self.renew(factor, average_share)
             self.changed()
-        if lent is not None:
-            self._pool.give_back(lent)
+
+    def _run_across(
+        self, crossing: Crossing, factor: torch.Tensor | None, average_share: float | None
+    ) -> Iterator[None]:
+        """The host updates. While the gradient is on its way to it, it updates the bucket before."""
+        gradient, lent = self._scaled(factor)
+        on_host = crossing.bring(gradient)
+        try:
+            yield
+            with self._at_hand():
+                yield from self.renew(factor, average_share, on_host=on_host)
+                self.changed()
+        finally:  # also where another bucket's update has failed
+            on_host()
+            if lent is not None:
+                self._pool.give_back(lent)
 
     @contextmanager
     def _at_hand(self) -> Iterator[None]:
@@ -174,36 +190,31 @@ class BucketUpdate:
             is_off: 0-dim fp32 on the device: 1 for a step that changes nothing, else 0; None for 0.
             on_host: waits for the gradient, scaled, to have come to the host, and gives it; None: it is the device's.
         """
+        step = partial(_step, self._groups)
         with named_range("optimizer", self.spec.name):
             self._take_writes()
             gradient, lent = self._scaled(factor) if on_host is None else (on_host(), None)
-            self._run(self.optimizer, [(span.target, gradient[span.where]) for span in self.spans], is_off)
-            rest: Iterator[None] = iter(())
-            if self.whole is not None:
-                rest = self.whole.update(gradient, partial(self._run, self._whole_optimizer))
-            if lent is not None:
-                self._pool.give_back(lent)
+            try:
+                step(self.optimizer, [(span.target, gradient[span.where]) for span in self.spans], is_off)
+                rest: Iterator[None] = iter(())
+                if self.whole is not None:
+                    rest = self.whole.update(gradient, partial(step, self._whole_optimizer))
+            finally:
+                if lent is not None:
+                    self._pool.give_back(lent)
         yield from rest
         if average_share is not None:
             self.kept.update_average(average_share)
         self.refilled()
 
     def _scaled(self, factor: torch.Tensor | None) -> tuple[torch.Tensor, Scratch | None]:
-        """The reduced gradient times `factor`, over `where`; and the buffer that it is lent in, if it has the master
+        """The reduced gradient times `factor`, over `where`; and the buffer that it is lent in, where it has the master
         dtype apart."""
         gradient = self._gradient.reduction.reduced()
         if not self.has_copy:
             return gradient if factor is None else gradient.mul_(factor.to(gradient.dtype)), None
         lent = self._pool.take(gradient.numel())
         return scaled(gradient, factor, lent.storage[: gradient.numel()]), lent
-
-    def _run(
-        self, optimizer: torch.optim.Optimizer | None, updates: Updates, is_off: torch.Tensor | None = None
-    ) -> None:
-        if optimizer is None:
-            return
-        with own_numbers(optimizer, self._groups.show_hyperparameters(optimizer)), _turned_off(optimizer, is_off):
-            step_on_lent(optimizer, updates)
 
     def changed(self) -> None:
         """The master weight changed, and what this rank holds of the model weight with it: tell those who read it."""
@@ -307,6 +318,18 @@ def scaled(gradient: torch.Tensor, factor: torch.Tensor | None, out: torch.Tenso
     if device_of(out.device).is_host:
         return out.copy_(gradient).mul_(factor)
     return torch.mul(gradient, factor.view(1), out=out)  # one of 0 dimensions would be rounded to the narrow dtype
+
+
+def _step(
+    groups: ParamGroups,
+    optimizer: torch.optim.Optimizer | None,
+    updates: Updates,
+    is_off: torch.Tensor | None = None,
+) -> None:
+    if optimizer is None:
+        return
+    with own_numbers(optimizer, groups.show_hyperparameters(optimizer)), _turned_off(optimizer, is_off):
+        step_on_lent(optimizer, updates)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -199,14 +199,18 @@ def update_all(
         average_share: see `Kept.update_average`; None: no average is due.
     """
     gathers.prepare_updated(trained)
-    under_way: deque[Iterator[None]] = deque()
-    for place, bucket in enumerate(trained):
-        fetch_next(trained, place)
-        under_way.appendleft(_update(bucket, gathers, factor, average_share))
-        _advance(under_way)
-        bucket.gradient.drop()
-    while under_way:
-        _advance(under_way)
+    under_way: deque[Generator[None]] = deque()
+    try:
+        for place, bucket in enumerate(trained):
+            fetch_next(trained, place)
+            under_way.appendleft(_update(bucket, gathers, factor, average_share))
+            _advance(under_way)
+            bucket.gradient.drop()
+        while under_way:
+            _advance(under_way)
+    finally:
+        for update in under_way:  # one has failed
+            update.close()
 
 
 def fetch_next(trained: Sequence[TrainedBucket], place: int) -> None:
@@ -218,12 +222,12 @@ def fetch_next(trained: Sequence[TrainedBucket], place: int) -> None:
 
 def _update(
     bucket: TrainedBucket, gathers: Gathers, factor: torch.Tensor | None, average_share: float | None
-) -> Iterator[None]:
+) -> Generator[None]:
     yield from bucket.update.run(factor, average_share)
     gathers.gather_updated(bucket)
 
 
-def _advance(under_way: deque[Iterator[None]]) -> None:
+def _advance(under_way: deque[Generator[None]]) -> None:
     """Resume each update once, the newest first: what it sends is on the wire while the older ones compute."""
     for update in list(under_way):
         if next(update, _ENDED) is _ENDED:

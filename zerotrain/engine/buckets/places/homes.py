@@ -56,11 +56,12 @@ class Homes:
         self.rates = {}
         self.tiers_by_place: dict[tuple[str, torch.device], Tier] = {}
         """By cpu or disk, and the device of their windows."""
-        self._optimizer = self._kind(given.optimizer, OPTIMIZER_WINDOWS, given.update == "host")
-        device = device_of(world.device)
-        crosses = self.update_on_host and device.holds_values and not device.is_host
+        on_host = given.update == "host"
+        crosses = on_host and given.optimizer != "device" and not device_of(world.device).is_host
         self.crossing = Crossing(world.device) if crosses else None
         """The way to the host's updates and back; None where there are none, or the host is the device."""
+        # A bucket whose gradient is on its way has its window too.
+        self._optimizer = self._kind(given.optimizer, OPTIMIZER_WINDOWS + crosses, on_host)
         # One is gathered from, as many as units are ahead are waiting, and one more is fetched.
         self._parameters = self._kind(given.parameters, prefetch + 2, in_place=False)
         activations = self._kind(given.activations, 3, in_place=False)
@@ -115,6 +116,11 @@ class Homes:
         """The home of a rank's shard of a bucket's weights; the device if the rank keeps them whole."""
         kind = self._parameters if plan.shards_parameters else None
         return _home(kind, shard.nbytes, lambda: iter([("shard", shard)]))
+
+    @property
+    def off_device(self) -> list[Tier | Crossing]:
+        """All that holds memory off the device."""
+        return [*self.tiers, *([] if self.crossing is None else [self.crossing])]
 
     @property
     def tiers(self) -> list[Tier]:
