@@ -321,10 +321,7 @@ def scaled(gradient: torch.Tensor, factor: torch.Tensor | None, out: torch.Tenso
 
 
 def _step(
-    groups: ParamGroups,
-    optimizer: torch.optim.Optimizer | None,
-    updates: Updates,
-    is_off: torch.Tensor | None = None,
+    groups: ParamGroups, optimizer: torch.optim.Optimizer | None, updates: Updates, is_off: torch.Tensor | None = None
 ) -> None:
     if optimizer is None:
         return
