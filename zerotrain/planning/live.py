@@ -41,7 +41,7 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self._engine: ZeroEngine | None = None
         self._off_device: list[Tier | Crossing] = []
-        """What holds memory that it has offloaded."""
+        """All that holds memory off the device."""
         self.peak_phase = ""
         """The part of a step in which there were most."""
         self.looks: list[Look] | None = None
