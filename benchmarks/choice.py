@@ -9,6 +9,7 @@ root, for the cgroups.
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -170,34 +171,27 @@ def named(way: Sequence[str]) -> str:
 def compared(options: argparse.Namespace, network: Network, gb: float) -> list[str]:
     """A row: all ways under a limit, the choice, and then the fastest few beside it, `options.turns` times in turn."""
     given, nbytes = settings_of(options), int(gb * 1e9)
-    swept: dict[tuple[str, ...], float | None] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
 
-        def step_ms_of(way: tuple[str, ...]) -> float | None:
+        def step_ms_of(way: tuple[str, ...]) -> float:
+            """Infinity for one that is killed."""
             asked = [f"{name}={value}" for name, value in zip(CHOSEN, way, strict=True)]
             found = run_ranks_of([*given, *asked], network, nbytes, Path(folder)).step_ms
             print(f"{gb} GB: {named(way)}: {'killed' if found is None else f'{found:.0f} ms'}", flush=True)
-            return found
+            return math.inf if found is None else found
 
-        for values in WAYS:
-            way = tuple(map(word, values))
-            swept[way] = step_ms_of(way)
+        swept = {way: step_ms_of(way) for way in (tuple(map(word, values)) for values in WAYS)}
         auto = [f"{name}=auto" for name in CHOSEN]
         found = run_ranks_of([*given, f"plan.memory_gb={gb}", *auto], network, nbytes, Path(folder))
         if found.step_ms is None:
             print(found.said[-2000:], flush=True)
-        lived = {way: ms for way, ms in swept.items() if ms is not None}
-        fastest = sorted(lived, key=lived.__getitem__)[: options.fastest]
-        turned = list(dict.fromkeys([*fastest, *([found.way] if found.step_ms is not None else [])]))
-        turns: dict[tuple[str, ...], list[float | None]] = {way: [] for way in turned}
+        lived = sorted((way for way, ms in swept.items() if ms < math.inf), key=swept.__getitem__)
+        chosen = [] if found.step_ms is None else [found.way]
+        turns: dict[tuple[str, ...], list[float]] = {way: [] for way in [*lived[: options.fastest], *chosen]}
         for _ in range(options.turns):
-            for way in turned:
-                turns[way].append(step_ms_of(way))
-    medians = {
-        way: statistics.median(lived_in)
-        for way, each in turns.items()
-        if len(lived_in := [ms for ms in each if ms is not None]) == options.turns > 0
-    }
+            for way, each in turns.items():
+                each.append(step_ms_of(way))
+    medians = {way: statistics.median(each) for way, each in turns.items() if max(each, default=math.inf) < math.inf}
     return row_of(f"{gb:g}", f"{len(lived)} of {len(WAYS)}", medians, found)
 
 

@@ -139,7 +139,7 @@ def test_the_host_updates_a_bucket_while_the_gradient_of_the_next_is_on_its_way(
         return waited
 
     monkeypatch.setattr(Crossing, "bring", noted)
-    run_on_streams(lambda world: TRAININGS["update on the host"](world, Path(), SlowDisk(monkeypatch)), 1)
+    run_on_streams(TRAININGS["update on the host"], 1)
     assert told[:3] == ["begun", "begun", "waited"]
     assert told.count("begun") > 4
 

@@ -43,7 +43,6 @@ class Cuda(Device):
     def peak_nbytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
 
-    @property
     def reserved_nbytes(self) -> int:
         return torch.cuda.max_memory_reserved(self.device)
 

@@ -99,7 +99,6 @@ class Device(ABC):
     def peak_nbytes(self) -> int:
         """Most bytes held at once."""
 
-    @property
     def reserved_nbytes(self) -> int:
         """Most bytes that torch had of the device at once, for tensors and in holes between them; 0 where torch keeps
         none in reserve."""

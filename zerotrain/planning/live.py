@@ -40,7 +40,7 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._engine: ZeroEngine | None = None
-        self._off_device: list[Tier | Crossing] = []
+        self._off_device: list[tuple[str, Tier | Crossing]] = []
         """All that holds memory off the device."""
         self.peak_phase = ""
         """The part of a step in which there were most."""
@@ -64,7 +64,7 @@ class LiveMemory(TorchDispatchMode):
     @property
     def nbytes(self) -> int:
         """Bytes alive now."""
-        return sum(self._by_kind.values()) - sum(each.placed_nbytes for each in self._off_device)
+        return sum(self._by_kind.values()) - sum(each.placed_nbytes for _, each in self._off_device)
 
     def begin(self, engine: ZeroEngine) -> None:
         """Look for the most from now on, in the steps of an engine."""

@@ -313,10 +313,8 @@ class _Rehearsal:
         if saved is not None:
             saved.free_ended()
             placed[self._config.offload.activations] += saved.most_placed_nbytes
-        for (where, _), tier in self._homes.tiers_by_place.items():
-            placed[where] += tier.placed_nbytes
-        if self._homes.crossing is not None:
-            placed["cpu"] += self._homes.crossing.placed_nbytes
+        for where, each in self._homes.off_device:
+            placed[where] += each.placed_nbytes
         return placed, 0 if saved is None else saved.most_placed_nbytes
 
     def _others_nbytes(self) -> int:

@@ -57,14 +57,8 @@ class Measuring(Callback):
             self._result.weights_sha256 = self._engine.weights_sha256()
             self._result.comm_bytes_per_step = {"sent": usage.sent_nbytes, "theory": usage.theory_sent_nbytes}
             planned = self._result.memory_bytes or {}
-            self._result.memory_bytes = (
-                self._engine.memory_bytes()
-                | {
-                    "peak": usage.peak_nbytes,
-                    "reserved": usage.reserved_nbytes,
-                }
-                | planned
-            )
+            most = {"peak": usage.peak_nbytes, "reserved": usage.reserved_nbytes}
+            self._result.memory_bytes = self._engine.memory_bytes() | most | planned
         self._note_speed()
 
     def failure(self, run: Run, error: BaseException) -> None:

@@ -96,7 +96,7 @@ def measure_usage(*, engine: ZeroEngine, device: torch.device, num_micro_batches
         sent_nbytes=engine.ledger.last_step.sent_nbytes,
         theory_sent_nbytes=engine.theoretical_sent_nbytes(num_micro_batches),
         peak_nbytes=device_of(device).peak_nbytes(),
-        reserved_nbytes=device_of(device).reserved_nbytes,
+        reserved_nbytes=device_of(device).reserved_nbytes(),
     )
 
 

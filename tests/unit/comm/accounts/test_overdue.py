@@ -168,6 +168,13 @@ def test_an_own_failure_that_comes_after_counts_more_and_is_not_taken_back(
         late.at(now_s)
 
 
+def unset(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Until the test ends, whoever sets them."""
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 def test_nccl_is_told_to_come_first_and_to_leave_its_record_beside_the_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,9 +184,7 @@ def test_nccl_is_told_to_come_first_and_to_leave_its_record_beside_the_logs(
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/collectives_of_rank_",
     }
-    for name in (*told, *ALLOCATOR_VARIABLES):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    unset(monkeypatch, *told, *ALLOCATOR_VARIABLES)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
     tell_torch_of_gpus(tmp_path)
     assert {name: os.environ[name] for name in told} == told
@@ -193,11 +198,9 @@ def test_nccl_is_told_to_come_first_and_to_leave_its_record_beside_the_logs(
 def test_torch_lets_the_memory_that_it_reserves_grow_unless_the_user_has_said_how(
     given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    for name in ALLOCATOR_VARIABLES:
-        os.environ.pop(name, None)
+    unset(monkeypatch, *ALLOCATOR_VARIABLES)
     if given is not None:
-        os.environ[given] = "max_split_size_mb:64"
+        monkeypatch.setenv(given, "max_split_size_mb:64")
     tell_torch_of_gpus(tmp_path)
     found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
     assert found == (

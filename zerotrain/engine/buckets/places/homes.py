@@ -56,12 +56,11 @@ class Homes:
         self.rates = {}
         self.tiers_by_place: dict[tuple[str, torch.device], Tier] = {}
         """By cpu or disk, and the device of their windows."""
-        on_host = given.update == "host"
-        crosses = on_host and given.optimizer != "device" and not device_of(world.device).is_host
+        crosses = self.update_on_host and not device_of(world.device).is_host
         self.crossing = Crossing(world.device) if crosses else None
         """The way to the host's updates and back; None where there are none, or the host is the device."""
         # A bucket whose gradient is on its way has its window too.
-        self._optimizer = self._kind(given.optimizer, OPTIMIZER_WINDOWS + crosses, on_host)
+        self._optimizer = self._kind(given.optimizer, OPTIMIZER_WINDOWS + crosses, given.update == "host")
         # One is gathered from, as many as units are ahead are waiting, and one more is fetched.
         self._parameters = self._kind(given.parameters, prefetch + 2, in_place=False)
         activations = self._kind(given.activations, 3, in_place=False)
@@ -118,9 +117,10 @@ class Homes:
         return _home(kind, shard.nbytes, lambda: iter([("shard", shard)]))
 
     @property
-    def off_device(self) -> list[Tier | Crossing]:
-        """All that holds memory off the device."""
-        return [*self.tiers, *([] if self.crossing is None else [self.crossing])]
+    def off_device(self) -> list[tuple[str, Tier | Crossing]]:
+        """All that holds memory off the device, each with its place: cpu or disk."""
+        tiers = [(where, tier) for (where, _), tier in self.tiers_by_place.items()]
+        return [*tiers, *([] if self.crossing is None else [("cpu", self.crossing)])]
 
     @property
     def tiers(self) -> list[Tier]:
@@ -162,7 +162,7 @@ class Homes:
     @property
     def update_on_host(self) -> bool:
         """Whether the optimizer's step is the host's, which needs a master weight there."""
-        return self._optimizer is not None and self._given.update == "host"
+        return self._given.optimizer != "device" and self._given.update == "host"
 
 
 def _home(kind: _Kind | None, planned_nbytes: int, tensors: Tensors) -> Home:
