@@ -40,7 +40,7 @@ def train_late(stages: list[int], late_rank: int, late_at: str) -> list[str]:
             be_late(engine, (late_at,), DELAY_S)
         if rank == late_rank and late_at == "step":
             for bucket in engine.schedule.trained:
-                bucket.update._run = after_a_sleep(bucket.update._run)
+                bucket.update.renew = after_a_sleep(bucket.update.renew)
         for step in range(CASE.num_steps):
             engine.train_step(micro_batches(batch(step, size, 1), rank))
         hashes.append(engine.weights_sha256())

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -273,11 +273,11 @@ def test_a_run_that_ends_early_leaves_no_thread_that_reads_on() -> None:
 
 
 PROGRAM = """
-import os, sys, time, torch
+import os, time, torch
 from zerotrain.data.reading.workers import read_in_workers
 
 def read(wanted):
-    print("worker", os.getpid(), flush=True)
+    os.write(1, b"worker %d\\n" % os.getpid())  # at once: two workers share the pipe
     time.sleep(1000)
 
 if __name__ == "__main__":
@@ -302,7 +302,8 @@ def test_workers_ignore_the_signals_that_stop_a_group_and_none_outlives_a_rank_k
         stdout=subprocess.PIPE,
         text=True,
     )
-    with rank:
+    with rank, ExitStack() as at_end:
+        at_end.callback(rank.kill)
         assert rank.stdout is not None
         workers = [int(rank.stdout.readline().split()[1]) for _ in range(2)]
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
