@@ -34,7 +34,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--rounds", type=_at_least_one, default=5, help="times each engine is run, in turn with the others")
     add("--warmup", type=_at_least_one, default=3, help="steps before the clock starts")
     add("--steps", type=_at_least_one, default=8, help="steps on the clock in each run")
-    add("--bucket-mb", type=bucket_mb, default=25.0, help="MiB of zerotrain's buckets, or auto")
+    add("--bucket-mb", type=bucket_mb, default="auto", help="MiB of zerotrain's buckets, or auto")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="cpu: gloo, one thread a rank; cuda: NCCL")
     add("--clip", type=_positive, help="the norm that gradients are clipped to; default: they are not")
     add("--compile", action="store_true", help="torch.compile, as each engine documents it")

@@ -1,6 +1,6 @@
 """What every engine is given alike: the model's size, the data, the number of ranks and steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,13 +25,20 @@ class Size:
     """Tokens of a sequence of the benchmark."""
     micro_batch_size: int
     """Sequences per rank in one forward and backward."""
+    vocab_multiple: int = 1
+    loss_chunks: int = 1
 
 
+RAGGED = Size(50257, 12, 12, 768, max_seq_len=1024, seq_len=1024, micro_batch_size=12)
+"""With the vocabulary that GPT-2 has, of no multiple of 64 tokens."""
 SIZES = {
     "tiny": Size(256, 2, 2, 32, max_seq_len=16, seq_len=16, micro_batch_size=2),
     "13.9m": Size(8192, 6, 6, 384, max_seq_len=256, seq_len=128, micro_batch_size=2),
     "100m": Size(16384, 12, 12, 768, max_seq_len=256, seq_len=128, micro_batch_size=2),
     "gpt2": Size(50304, 12, 12, 768, max_seq_len=1024, seq_len=1024, micro_batch_size=12),
+    "gpt2_ragged": RAGGED,
+    "gpt2_padded": replace(RAGGED, vocab_multiple=64),
+    "gpt2_chunked": replace(RAGGED, vocab_multiple=64, loss_chunks=8),
     "gpt2_medium": Size(50304, 24, 16, 1024, max_seq_len=1024, seq_len=1024, micro_batch_size=12),
     "gpt2_large": Size(50304, 36, 20, 1280, max_seq_len=1024, seq_len=1024, micro_batch_size=12),
 }
@@ -52,7 +59,7 @@ class Workload:
     """Steps before the clock starts."""
     num_steps: int = 8
     """Steps on the clock."""
-    bucket_mb: float | str = 25.0
+    bucket_mb: float | str = "auto"
     """MiB of our engine's buckets; 25 is also DDP's."""
     device: str = "cpu"
     """cpu (gloo, one thread per rank) or cuda (NCCL)."""
@@ -82,6 +89,8 @@ class Workload:
                 num_layers=shape.num_layers,
                 num_heads=shape.num_heads,
                 hidden_size=shape.hidden_size,
+                vocab_multiple=shape.vocab_multiple,
+                loss_chunks=shape.loss_chunks,
             )
 
     def micro_batches(self, step: int, rank: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:

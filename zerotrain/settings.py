@@ -215,7 +215,7 @@ class ZeroConfig:
 
     stage: int = setting(2, STAGE, SHARES, UNSCHEDULED)
     """0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters."""
-    bucket_mb: Any = setting(25.0, or_auto(MIB))
+    bucket_mb: Any = setting("auto", or_auto(MIB))
     """Largest bucket in MiB (2**20 bytes) of the compute precision; a larger parameter is a bucket of its own, and
     a rest of a sixteenth or less goes with its neighbour. Units share one only up to an eighth of the model. auto: on
     GPUs as much as the largest unit, up to 512, since each bucket costs launches; else 25."""

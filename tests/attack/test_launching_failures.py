@@ -155,7 +155,7 @@ def test_a_bad_command_line_is_answered_before_any_rank_starts(launch, tmp_path:
     assert command.wait() == 2
     assert sorted(command.stderr.splitlines()) == [
         "precision=bf17: there is no such choice; did you mean bf16?; there are bf16, fp16, fp32",
-        "zero.bucket_mb: got -1.0; it must be a number of MiB above 0, or auto; the default is 25.0",
+        "zero.bucket_mb: got -1.0; it must be a number of MiB above 0, or auto; the default is auto",
         "zero.stge: there is no such setting; did you mean zero.stage?",
     ]
     assert command.stdout == ""

@@ -1,4 +1,4 @@
-"""All that a user's code, commands and tools stand on, one line each: `python -m tests.contract.public` prints it.
+"""All that a user's code, commands and tools stand on, one line each.
 
 `public.txt` keeps the lines; `test_public.py` compares.
 """
@@ -202,8 +202,3 @@ def _fields(value: Any, prefix: str = "") -> list[str]:
     names = ((f"{prefix}." if prefix else "") + ("*" if last in NAMED_BY_OTHERS else name) for name in value)
     found = [field for name, each in zip(names, value.values(), strict=True) for field in _fields(each, name)]
     return list(dict.fromkeys(found)) or [prefix]
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as printed:
-        print("\n".join(lines(Zygote(Path(printed)))))

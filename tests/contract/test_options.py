@@ -46,6 +46,8 @@ OPTIONS = """
     model.num_heads
     model.hidden_size
     model.dropout
+    model.vocab_multiple
+    model.loss_chunks
     data.num_workers
     data.collate_fn
     data.validation_sets

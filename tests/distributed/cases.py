@@ -7,8 +7,8 @@ summed in rank order in fp32; torch's own clipping rule, loss scaling and optimi
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -47,6 +47,8 @@ class Case:
     num_micro_batches: int = 1
     optimizer: str = "adamw"
     max_grad_norm: float | None = 0.5
+    head: Mapping[str, int] = field(default_factory=dict)
+    """Arguments of the GPT beside its size."""
     num_steps: int = 2
     """The first makes the optimizer's state, and the second uses it and the weights that came of it."""
 
@@ -62,9 +64,9 @@ class Case:
         return float("inf") if (step, rank) in self.overflows else 1.0
 
 
-def make_model() -> GPT:
+def make_model(**head: int) -> GPT:
     torch.manual_seed(0)
-    return GPT(vocab_size=VOCAB, max_seq_len=SEQ_LEN, num_layers=3, num_heads=4, hidden_size=64)
+    return GPT(vocab_size=VOCAB, max_seq_len=SEQ_LEN, num_layers=3, num_heads=4, hidden_size=64, **head)
 
 
 def batch(step: int, num_ranks: int, num_micro_batches: int) -> torch.Tensor:
@@ -96,7 +98,7 @@ def world_by_sockets() -> zerotrain.World:
 
 def build(case: Case, model: nn.Module | None = None) -> zerotrain.ZeroEngine:
     return zerotrain.build_engine(
-        model or make_model(),
+        model or make_model(**case.head),
         optimizer=OPTIMIZERS[case.optimizer],
         zero=case.zero,
         precision=zerotrain.PrecisionConfig(
@@ -125,7 +127,7 @@ def be_late(engine: zerotrain.ZeroEngine, kinds: tuple[str, ...], delay_s: float
 def train(case: Case, device: str = "cpu") -> zerotrain.ZeroEngine:
     """On each rank: train as the case says."""
     rank, size = place()
-    engine = build(case, make_model().to(device))
+    engine = build(case, make_model(**case.head).to(device))
     for step in range(case.num_steps):
         engine.train_step(micro_batches(batch(step, size, case.num_micro_batches).to(device), rank))
     return engine
@@ -181,7 +183,7 @@ def reference_weights(case: Case, num_ranks: int, device: str = "cpu") -> dict[s
 
 def reference_run(case: Case, num_ranks: int, device: str = "cpu") -> tuple[dict[str, torch.Tensor], list[float]]:
     """The weights of `reference_weights`, and the loss scale of each step: 1.0 but in fp16."""
-    model = make_model().to(device)
+    model = make_model(**case.head).to(device)
     compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.precision]
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model.to(compute)

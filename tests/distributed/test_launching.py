@@ -188,7 +188,7 @@ def test_one_rank_runs_a_class_from_the_working_folder_and_warns_of_settings_wit
 def test_under_torchrun_what_is_asked_for_is_printed_once(tmp_path: Path, zygote: Zygote):
     commands = [by_torchrun(option, folder=tmp_path, zygote=zygote) for option in ("--help", "--cfg=job")]
     assert [command.wait() for command in commands] == [0, 0], [command.stderr for command in commands]
-    assert [command.stdout.count("bucket_mb: 25.0") for command in commands] == [1, 1]
+    assert [command.stdout.count("bucket_mb: auto") for command in commands] == [1, 1]
     assert not (tmp_path / "outputs").exists()
 
 

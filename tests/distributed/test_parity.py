@@ -83,6 +83,14 @@ def test_one_rank_alone_gives_the_bits_of_plain_pytorch(name: str) -> None:
     assert hashes_over_ranks([case], 1) == [sha256(reference_weights(case, 1))]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_padded_head_and_a_loss_in_chunks_have_the_bits_of_plain_pytorch(precision: str) -> None:
+    """Of the same model: chunks change the order in which gradients are added."""
+    head = {"vocab_multiple": 100, "loss_chunks": 3}
+    case = Case(ZeroConfig(bucket_mb=0.02), precision=precision, num_micro_batches=2, head=head)
+    require_bits(case, 2, [case.with_zero(stage=stage) for stage in STAGES])
+
+
 def test_prefetch_units_and_resharding_change_no_bit() -> None:
     case = Case(ZeroConfig(stage=3, reduction="ordered", bucket_mb=0.02), num_micro_batches=2)
     settings = [

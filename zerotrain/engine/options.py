@@ -70,14 +70,9 @@ class EngineOptions:
         return self.given.offload
 
     @property
-    def chooses_buckets(self) -> bool:
-        """Whether the size of buckets is left to the device."""
-        return bool(self.zero.bucket_mb == AUTO)
-
-    @property
     def bucket_numel(self) -> int:
         """Elements of a bucket, at most, if it need not hold a unit; a larger parameter is one of its own."""
-        return self._numel_of(DEFAULT_MB if self.chooses_buckets else self.zero.bucket_mb)
+        return self._numel_of(DEFAULT_MB if self.zero.bucket_mb == AUTO else self.zero.bucket_mb)
 
     def bucket_numel_for(self, units: Iterable[Unit[ManagedParameter]]) -> int:
         """Elements of a bucket of these units, at most."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zerotrain.models.arguments import require_at_least, require_fraction
-from zerotrain.models.loss import MeanCrossEntropy
+from zerotrain.models.loss import MeanCrossEntropy, chunked, with_whole_multiple
 
 INIT_STD = 0.02
 
@@ -22,6 +22,9 @@ class GPT(nn.Module):
         num_heads: attention heads of a block; must divide `hidden_size`.
         hidden_size: width of the residual stream; the MLP is four times as wide.
         dropout: probability of dropping an activation in training.
+        vocab_multiple: the head computes logits for a multiple of so many tokens, of which those beyond `vocab_size`
+            take no part; weights and outputs have `vocab_size`. 64 is fast on GPUs.
+        loss_chunks: a loss has the logits of one of so many parts of the positions at a time.
 
     Raises:
         ValueError: an argument is out of range, or `num_heads` does not divide `hidden_size`.
@@ -39,9 +42,12 @@ class GPT(nn.Module):
         num_heads: int,
         hidden_size: int,
         dropout: float = 0.0,
+        vocab_multiple: int = 1,
+        loss_chunks: int = 1,
     ) -> None:
         super().__init__()
         require_at_least(1, vocab_size=vocab_size, max_seq_len=max_seq_len, num_layers=num_layers)
+        require_at_least(1, vocab_multiple=vocab_multiple, loss_chunks=loss_chunks)
         require_at_least(1, num_heads=num_heads, hidden_size=hidden_size)
         require_fraction(dropout=dropout)
         if hidden_size % num_heads:
@@ -50,6 +56,7 @@ class GPT(nn.Module):
                 f"choose a number of heads that does, such as {_nearest_divisor(hidden_size, num_heads)}"
             )
         self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
+        self.vocab_multiple, self.loss_chunks = vocab_multiple, loss_chunks
         self.wte = nn.Embedding(vocab_size, hidden_size)
         self.wpe = nn.Embedding(max_seq_len, hidden_size)
         self.dropout = nn.Dropout(dropout)
@@ -83,11 +90,15 @@ class GPT(nn.Module):
         hidden = self.dropout(self.wte(ids) + self.wpe(positions))  # (B, T, hidden_size)
         for block in self.blocks:
             hidden = block(hidden)
-        logits = F.linear(self.ln_f(hidden), self.wte.weight)  # (B, T, vocab_size)
+        hidden = self.ln_f(hidden)
+        weight, bias = with_whole_multiple(self.wte.weight, self.vocab_multiple)
+        if self.loss_chunks > 1 and labels is not None and not with_outputs:
+            return chunked(self.loss, self.loss_chunks, hidden, weight, bias, labels)
+        logits = F.linear(hidden, weight, bias)  # (B, T, vocab_size or more)
         if labels is None:
-            return logits
+            return logits[..., : self.vocab_size]
         loss: torch.Tensor = self.loss(logits, labels)
-        return (loss, logits.detach()) if with_outputs else loss
+        return (loss, logits[..., : self.vocab_size].detach()) if with_outputs else loss
 
     def _initialize_weights(self) -> None:
         """GPT-2's: N(0, 0.02), zero biases, projections into the residual stream scaled by 1/sqrt(2 num_layers)."""

@@ -127,8 +127,8 @@ def _leaves(engine: ZeroEngine) -> str:
 
 
 def _buckets(engine: ZeroEngine) -> str:
-    """Those that were chosen."""
-    if not engine.options.chooses_buckets:
+    """Those that the device has chosen."""
+    if not engine.options.holds_units:
         return ""
     nbytes = [bucket.layout.padded_numel * bucket.spec.dtype.itemsize for bucket in engine.schedule.buckets]
     return f"{len(nbytes)}, the largest of {max(nbytes) / 2**20:.4g} MiB (zero.bucket_mb=auto)"

@@ -184,7 +184,7 @@ def test_every_default_keeps_the_rules():
 
 def test_a_value_of_the_wrong_type_breaks_the_rule_too():
     [problem] = value_problems(Config(zero=ZeroGroup(bucket_mb="large")))  # type: ignore[arg-type]
-    assert problem == "zero.bucket_mb: got large; it must be a number of MiB above 0, or auto; the default is 25.0"
+    assert problem == "zero.bucket_mb: got large; it must be a number of MiB above 0, or auto; the default is auto"
 
 
 def test_a_setting_without_effect_at_this_stage_is_named():

@@ -17,6 +17,7 @@ from zerotrain.sharding.units import ManagedParameter, cut_units, walk
 GIVEN = EngineConfig(precision=PrecisionConfig("fp16"))
 CHANGED = {
     "zero.stage": 1,
+    "zero.bucket_mb": 1.0,
     "zero.reduction": "native",
     "zero.accumulate": "reduced",
     "zero.units": ["blocks.*"],
@@ -93,10 +94,10 @@ def test_buckets_that_are_left_to_the_device_hold_a_unit_on_a_gpu_and_25_mib_on_
     def huge() -> nn.Module:
         return nn.Sequential(*(nn.Linear(2**14, 2**12, bias=False) for _ in range(8)))  # 128 MiB each
 
-    given = EngineConfig(ZeroConfig(bucket_mb="auto"), precision=PrecisionConfig("bf16"))
+    given = EngineConfig(ZeroConfig(), precision=PrecisionConfig("bf16"))
     assert sizes_of_buckets(given, block, on_host=False) == [80, 80, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8]
     assert max(sizes_of_buckets(given, block, on_host=True)) == 24
-    assert sizes_of_buckets(replace(given, zero=ZeroConfig()), block, on_host=False)[:2] == [24, 24]
+    assert sizes_of_buckets(replace(given, zero=ZeroConfig(bucket_mb=25.0)), block, on_host=False)[:2] == [24, 24]
     assert sizes_of_buckets(given, huge, on_host=False)[:2] == [512, 512]
     small = sizes_of_buckets(given, lambda: nn.Linear(16, 16), on_host=False)
     assert small == [0]

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerotrain.models import GPT
 
@@ -81,6 +82,96 @@ def test_an_untrained_model_is_as_good_as_guessing(model):
     assert loss.item() == pytest.approx(math.log(256), abs=0.1)
 
 
+NUM_LABELS = 37
+HEADS = [{"vocab_multiple": 64}, {"loss_chunks": 5}, {"vocab_multiple": 64, "loss_chunks": 48}]
+"""259 tokens are no multiple of 64, and 5 divides no number of positions here. With 48 there is one in each chunk, and
+their gradients do not add up in 16 bits."""
+
+
+def loss_and_gradients(dtype: torch.dtype, factor: float = 1.0, **head: int) -> dict[str, torch.Tensor]:
+    """Of a model with 259 tokens, by name; of the loss times `factor`."""
+    torch.manual_seed(0)
+    model = GPT(**SMALL | {"vocab_size": 259}, **head).to(dtype)
+    ids, labels = random_tokens(3, 16), random_tokens(3, 16, seed=2)
+    labels[0, 5:] = -100
+    loss = model(ids, labels)
+    (factor * loss).backward()
+    return {"loss": loss.detach()} | {name: each.grad for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_no_kind_of_head_has_a_gradient_that_is_further_from_the_true_one(head: dict[str, int], dtype: torch.dtype):
+    """In 16 bits it is as far, and as long: what a loss is scaled with may not be rounded to them."""
+    factor = NUM_LABELS * (1 + 2**-8 + 2**-11) * (256 if dtype == torch.float16 else 1)
+    true, plain = loss_and_gradients(torch.float64, factor), loss_and_gradients(dtype, factor)
+    found = loss_and_gradients(dtype, factor, **head)
+    assert found["loss"].dtype == plain["loss"].dtype == torch.float32
+    torch.testing.assert_close(found["loss"], plain["loss"], rtol=1e-6, atol=0)
+    assert all(found[name].dtype == plain[name].dtype for name in plain)
+    for names in (["wte.weight"], [name for name in true if name != "wte.weight"]):
+        wanted, *others = (
+            torch.cat([each[name].double().flatten() for name in names]) for each in (true, plain, found)
+        )
+        off = [(each - wanted).norm() / wanted.norm() for each in others]
+        assert off[1] <= 1.1 * off[0] + 1e-6, names
+        lengths = [each @ wanted / (wanted @ wanted) for each in others]
+        torch.testing.assert_close(lengths[1], lengths[0], rtol=0, atol=max(1e-6, torch.finfo(dtype).eps / 4))
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_no_kind_of_head_changes_what_is_kept_or_given(head: dict[str, int]):
+    torch.manual_seed(0)
+    plain = GPT(**SMALL | {"vocab_size": 259})
+    torch.manual_seed(0)
+    model = GPT(**SMALL | {"vocab_size": 259}, **head)
+    kept = model.state_dict()
+    assert list(kept) == list(plain.state_dict())
+    assert all(torch.equal(kept[name], each) for name, each in plain.state_dict().items())
+    ids, labels = random_tokens(2, 8), random_tokens(2, 8, seed=2)
+    logits = plain(ids)
+    torch.testing.assert_close(model(ids), logits)
+    torch.testing.assert_close(model(ids, labels, with_outputs=True), (plain(ids, labels), logits.detach()))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, labels), plain(ids, labels))
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_labels_that_are_all_ignored_give_no_gradient_with_any_kind_of_head(head: dict[str, int]):
+    model = GPT(**SMALL | {"vocab_size": 259}, **head)
+    test_labels_that_are_all_ignored_give_no_loss_and_no_gradient(model)
+
+
+def test_a_vocabulary_that_is_a_whole_multiple_changes_no_bit():
+    plain, found = loss_and_gradients(torch.float32), loss_and_gradients(torch.float32, vocab_multiple=7)
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = func(*args, **(kwargs or {}))
+        for each in given if isinstance(given, tuple | list) else [given]:
+            self.numel = max(self.numel, each.numel() if isinstance(each, torch.Tensor) else 0)
+        return given
+
+
+def test_a_loss_in_chunks_has_the_logits_of_one_at_a_time():
+    ids, labels = random_tokens(32, 32), random_tokens(32, 32, seed=2)  # 1,024 positions
+    largest = []
+    for num_chunks in (1, 8):
+        model = GPT(**SMALL | {"vocab_size": 4096}, loss_chunks=num_chunks)
+        with Largest() as seen:
+            model(ids, labels).backward()
+        largest.append(seen.numel)
+    assert largest == [1024 * 4096, 4096 * 128]
+
+
 def test_a_position_sees_nothing_that_comes_after_it(model):
     ids = random_tokens(1, 16)
     changed = ids.clone()
@@ -130,6 +221,8 @@ def test_dropout_acts_in_training_only():
         ("hidden_size", -64, "model.hidden_size=-64 is too small"),
         ("vocab_size", 0, "model.vocab_size=0 is too small"),
         ("max_seq_len", 0, "model.max_seq_len=0 is too small"),
+        ("vocab_multiple", 0, "model.vocab_multiple=0 is too small; it must be at least 1"),
+        ("loss_chunks", 0, "model.loss_chunks=0 is too small; it must be at least 1"),
         ("dropout", 1.0, "model.dropout=1.0 is out of range; it must be at least 0 and below 1"),
     ],
 )
