@@ -20,7 +20,13 @@ OneStep = tuple[int, Counter[str], Counter[str]]
 
 
 def one_step(
-    stage: int, *, width: int = WIDTH, num_blocks: int = NUM_BLOCKS, one_bucket: bool = False, **given: object
+    stage: int,
+    *,
+    width: int = WIDTH,
+    num_blocks: int = NUM_BLOCKS,
+    one_bucket: bool = False,
+    num_ranks: int = 2,
+    **given: object,
 ) -> OneStep:
     """The second step of a training, of one micro-batch."""
     block_mb = (width**2 + 2 * width) * 2 / 2**20
@@ -36,7 +42,7 @@ def one_step(
             engine.step()
         return len(engine.schedule.buckets), known.kernels - kernels, known.syncs - syncs
 
-    found: OneStep = run_on_streams(on_a_rank).results[0]
+    found: OneStep = run_on_streams(on_a_rank, num_ranks).results[0]
     return found
 
 
