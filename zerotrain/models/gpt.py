@@ -22,9 +22,10 @@ class GPT(nn.Module):
         num_heads: attention heads of a block; must divide `hidden_size`.
         hidden_size: width of the residual stream; the MLP is four times as wide.
         dropout: probability of dropping an activation in training.
-        vocab_multiple: the head computes logits for a multiple of so many tokens, of which those beyond `vocab_size`
-            take no part; weights and outputs have `vocab_size`. 64 is fast on GPUs.
-        loss_chunks: a loss has the logits of one of so many parts of the positions at a time.
+        vocab_multiple: the head computes a multiple of so many logits. Those beyond `vocab_size` take no part in the
+            loss; weights and outputs have `vocab_size`.
+        loss_chunks: parts of the positions, for each of which the loss is computed alone: the logits of one part exist
+            at a time.
 
     Raises:
         ValueError: an argument is out of range, or `num_heads` does not divide `hidden_size`.
@@ -92,12 +93,17 @@ class GPT(nn.Module):
             hidden = block(hidden)
         hidden = self.ln_f(hidden)
         weight, bias = with_whole_multiple(self.wte.weight, self.vocab_multiple)
-        if self.loss_chunks > 1 and labels is not None and not with_outputs:
-            return chunked(self.loss, self.loss_chunks, hidden, weight, bias, labels)
+        loss: torch.Tensor
+        if labels is not None and self.loss_chunks > 1:
+            loss = chunked(self.loss, self.loss_chunks, hidden, weight, bias, labels)
+            if not with_outputs:
+                return loss
+            with torch.no_grad():
+                return loss, F.linear(hidden, weight, bias)[..., : self.vocab_size]
         logits = F.linear(hidden, weight, bias)  # (B, T, vocab_size or more)
         if labels is None:
             return logits[..., : self.vocab_size]
-        loss: torch.Tensor = self.loss(logits, labels)
+        loss = self.loss(logits, labels)
         return (loss, logits[..., : self.vocab_size].detach()) if with_outputs else loss
 
     def _initialize_weights(self) -> None:

@@ -68,8 +68,8 @@ def chunked(
 ) -> torch.Tensor:
     """`loss` of the logits `hidden @ weight.T + bias`, of which there is one chunk of the positions at a time.
 
-    The forward computes the gradients too, those of the weight summed up by chunk in fp32, so that no logits are needed
-    in the backward: their bits are others than without chunks.
+    The forward computes the gradients too, so that the backward needs no logits. The gradients of the weight are added
+    by chunk, in fp32: they have other bits than without chunks.
 
     Args:
         hidden: (B, T, hidden_size).
@@ -82,8 +82,16 @@ def chunked(
     return total / num_counted(labels)
 
 
+_MANY = 1024
+"""Positions whose gradients add up to numbers that fp16 can hold."""
+
+
 class _TotalByChunks(torch.autograd.Function):
-    """The sum over all labels. A sum's gradients do not vanish in fp16, as those of a mean may."""
+    """The sum over all labels.
+
+    Its gradients are computed before anybody can scale them for fp16. So they are not those of a mean, which may
+    vanish; and a chunk's are divided by a power of two, so that they do not overflow where many positions agree.
+    """
 
     @staticmethod
     def forward(
@@ -96,7 +104,9 @@ class _TotalByChunks(torch.autograd.Function):
         num_chunks: int,
         wanted: list[bool],
     ) -> torch.Tensor:
-        total, one = torch.zeros((), device=hidden.device), labels.new_ones(())
+        total, num_rows = torch.zeros((), device=hidden.device), -(-labels.numel() // num_chunks)
+        ctx.divisor = 2.0 ** (num_rows // _MANY).bit_length()
+        divisor = total.new_tensor(ctx.divisor)
         of_hidden = torch.empty_like(hidden).flatten(0, 1) if wanted[0] else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         leaf = weight.detach().requires_grad_(wanted[1])
@@ -105,8 +115,8 @@ class _TotalByChunks(torch.autograd.Function):
             hidden.detach().flatten(0, 1).chunk(num_chunks), labels.flatten().chunk(num_chunks), strict=True
         ):
             rows.requires_grad_(wanted[0])
-            with torch.enable_grad():
-                part = loss(F.linear(rows, leaf, bias)[None], targets[None], one)
+            with torch.set_grad_enabled(any(wanted)):
+                part = loss(F.linear(rows, leaf, bias)[None], targets[None], divisor)
             total += part.detach()
             inputs = [each for each in (rows, leaf) if each.requires_grad]
             gradients = [*torch.autograd.grad(part, inputs)] if inputs else []
@@ -117,12 +127,13 @@ class _TotalByChunks(torch.autograd.Function):
             begin += len(rows)
         ctx.save_for_backward(None if of_hidden is None else of_hidden.view_as(hidden), of_weight)
         ctx.dtype = weight.dtype
-        return total
+        return total * ctx.divisor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
+        factor = factor * ctx.divisor
         if of_hidden is not None:
             of_hidden = (of_hidden.float() * factor).to(of_hidden.dtype)  # else the factor would be rounded to 16 bits
         if of_weight is not None:

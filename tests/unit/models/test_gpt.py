@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerotrain.models import GPT
+from zerotrain.models.loss import MeanCrossEntropy, chunked
 
 SMALL = {"vocab_size": 256, "max_seq_len": 32, "num_layers": 2, "num_heads": 4, "hidden_size": 64}
 
@@ -88,13 +89,16 @@ HEADS = [{"vocab_multiple": 64}, {"loss_chunks": 5}, {"vocab_multiple": 64, "los
 their gradients do not add up in 16 bits."""
 
 
-def loss_and_gradients(dtype: torch.dtype, factor: float = 1.0, **head: int) -> dict[str, torch.Tensor]:
+def loss_and_gradients(
+    dtype: torch.dtype, factor: float = 1.0, *, with_outputs: bool = False, **head: int
+) -> dict[str, torch.Tensor]:
     """Of a model with 259 tokens, by name; of the loss times `factor`."""
     torch.manual_seed(0)
     model = GPT(**SMALL | {"vocab_size": 259}, **head).to(dtype)
     ids, labels = random_tokens(3, 16), random_tokens(3, 16, seed=2)
     labels[0, 5:] = -100
-    loss = model(ids, labels)
+    loss = model(ids, labels, with_outputs=with_outputs)
+    loss = loss[0] if with_outputs else loss
     (factor * loss).backward()
     return {"loss": loss.detach()} | {name: each.grad for name, each in model.named_parameters()}
 
@@ -140,6 +144,52 @@ def test_no_kind_of_head_changes_what_is_kept_or_given(head: dict[str, int]):
 def test_labels_that_are_all_ignored_give_no_gradient_with_any_kind_of_head(head: dict[str, int]):
     model = GPT(**SMALL | {"vocab_size": 259}, **head)
     test_labels_that_are_all_ignored_give_no_loss_and_no_gradient(model)
+
+
+@pytest.mark.parametrize("head", [{}, *HEADS], ids=str)
+def test_outputs_beside_the_loss_change_no_bit_of_any_gradient(head: dict[str, int]):
+    alone, beside = (loss_and_gradients(torch.float32, with_outputs=each, **head) for each in (False, True))
+    assert all(torch.equal(alone[name], beside[name]) for name in alone)
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_a_head_of_another_kind_has_other_bits(head: dict[str, int]):
+    plain, found = loss_and_gradients(torch.float32), loss_and_gradients(torch.float32, **head)
+    assert not all(torch.equal(plain[name], found[name]) for name in plain)
+
+
+def test_chunks_in_which_many_positions_agree_do_not_overflow_fp16():
+    """40,000 positions a chunk, each of which pulls in the same direction."""
+    hidden = (torch.randn(1, 80_000, 8, generator=torch.Generator().manual_seed(0)) + 2).half().requires_grad_()
+    weight, labels = torch.randn(16, 8).half().requires_grad_(), torch.zeros(1, 80_000, dtype=torch.int64)
+    wanted = torch.autograd.grad(64 * MeanCrossEntropy()(F.linear(hidden, weight), labels), (hidden, weight))
+    for factor in (64.0, 1.0):
+        found = torch.autograd.grad(
+            factor * chunked(MeanCrossEntropy(), 2, hidden, weight, None, labels), (hidden, weight)
+        )
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine * (64 / factor), theirs, rtol=0.01, atol=0.01 * theirs.abs().max().item())
+
+
+class NotingLoss(MeanCrossEntropy):
+    """Notes whether gradients were wanted of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted: list[bool] = []
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        self.wanted.append(torch.is_grad_enabled())
+        return super().forward(*given)
+
+
+def test_chunks_make_no_graph_where_none_is_wanted():
+    model = GPT(**SMALL, loss_chunks=3)
+    model.loss = NotingLoss()
+    with torch.no_grad():
+        model(random_tokens(2, 8), random_tokens(2, 8, seed=2))
+    model(random_tokens(2, 8), random_tokens(2, 8, seed=2))
+    assert model.loss.wanted == [False] * 3 + [True] * 3
 
 
 def test_a_vocabulary_that_is_a_whole_multiple_changes_no_bit():

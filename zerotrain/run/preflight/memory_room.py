@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -149,17 +150,18 @@ def _saved_nbytes(config: Config, model: nn.Module, first: Any) -> float:
     inputs = as_inputs(with_tensors(first, lambda each: each.new_empty((num_rows, *each.shape[1:]), device="meta")))
     shrunk = precision_named(config.precision.name).compute.itemsize / torch.float32.itemsize
     own = {each.untyped_storage()._cdata for each in model.parameters()}
-    saved: dict[int, float] = {}
+    saved: dict[int, tuple[StorageWeakRef, float]] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         memory = tensor.untyped_storage()
         if memory._cdata not in own:
-            saved[memory._cdata] = memory.nbytes() * (shrunk if tensor.is_floating_point() else 1)
+            nbytes = memory.nbytes() * (shrunk if tensor.is_floating_point() else 1)
+            saved[memory._cdata] = StorageWeakRef(memory), nbytes
         return tensor
 
     with suppress(Exception), _WithoutAttention(), torch.autograd.graph.saved_tensors_hooks(note, lambda each: each):
-        model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
-    return sum(saved.values())
+        _ = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)  # held: it has what is still saved
+    return sum(nbytes for memory, nbytes in saved.values() if not memory.expired())
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:

@@ -109,18 +109,28 @@ class Saving(nn.Module):
         return (rows * self.weight).sum()
 
 
+class Passing(Saving):
+    """Computes gradients of other products in its forward, and keeps none of what they saved."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            torch.autograd.grad((rows * self.weight).exp().sum(), self.weight)
+        return super().forward(rows)
+
+
 @pytest.mark.case(
     "offload: Offload",
     "More memory than there is: weights, gradients, optimizer state, rows, saved tensors of a forward",
 )
+@pytest.mark.parametrize("model", [Saving, Passing])
 @pytest.mark.parametrize(("precision", "nbytes"), [("fp32", 4), ("bf16", 2)])
-def test_what_is_saved_is_counted_to_the_byte(precision: str, nbytes: int) -> None:
+def test_what_is_saved_is_counted_to_the_byte(precision: str, nbytes: int, model: type[Saving]) -> None:
     wanted = config(train=TrainConfig(micro_batch_size=2**18), precision=PrecisionGroup(precision), optimizer=ADAMW)
     row = (torch.zeros(1, 16),)
     needed, state = 2**22 * nbytes, 16
-    require(wanted, Room(needed + state, gpu=0), Ranks(1, 1), Saving(), row)
+    require(wanted, Room(needed + state, gpu=0), Ranks(1, 1), model(), row)
     with pytest.raises(ConfigError, match="what the forward of 262144 rows saves"):
-        require(wanted, Room(needed, gpu=0), Ranks(1, 1), Saving(), row)
+        require(wanted, Room(needed, gpu=0), Ranks(1, 1), model(), row)
     require(wanted, Room(needed, gpu=0), Ranks(1, 1), Saving(fails=True), row)
 
 
