@@ -106,7 +106,7 @@ class _TotalByChunks(torch.autograd.Function):
     ) -> torch.Tensor:
         total, num_rows = torch.zeros((), device=hidden.device), -(-labels.numel() // num_chunks)
         ctx.divisor = 2.0 ** (num_rows // _MANY).bit_length()
-        divisor = total.new_tensor(ctx.divisor)
+        divisor = torch.full_like(total, ctx.divisor)  # no copy that a GPU would be waited for
         of_hidden = torch.empty_like(hidden).flatten(0, 1) if wanted[0] else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         leaf = weight.detach().requires_grad_(wanted[1])
