@@ -1,5 +1,8 @@
 """A run at MLflow, as its own client reads it."""
 
+import os
+from unittest.mock import patch
+
 import pytest
 
 from zerotrain.training.loggers.mlflow import MLflow
@@ -13,7 +16,9 @@ def quiet(monkeypatch):
 
 
 def runs_of(folder):
-    client = pytest.importorskip("mlflow").MlflowClient((folder / "mlflow").as_uri())
+    mlflow = pytest.importorskip("mlflow")
+    with patch.dict(os.environ, MLFLOW_ALLOW_FILE_STORE="true"):  # of this process, in which no run may have been
+        client = mlflow.MlflowClient((folder / "mlflow").as_uri())
     return client, client.search_runs([each.experiment_id for each in client.search_experiments()])
 
 
