@@ -27,6 +27,7 @@ class Size:
     """Sequences per rank in one forward and backward."""
     vocab_multiple: int = 1
     loss_chunks: int = 1
+    """Both as `GPT` takes them."""
 
 
 RAGGED = Size(50257, 12, 12, 768, max_seq_len=1024, seq_len=1024, micro_batch_size=12)
@@ -60,7 +61,7 @@ class Workload:
     num_steps: int = 8
     """Steps on the clock."""
     bucket_mb: float | str = "auto"
-    """MiB of our engine's buckets; 25 is also DDP's."""
+    """MiB of our engine's buckets, or auto: 25 on a CPU, which is also DDP's, and a unit on a GPU."""
     device: str = "cpu"
     """cpu (gloo, one thread per rank) or cuda (NCCL)."""
     compiled: bool = False

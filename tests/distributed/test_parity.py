@@ -85,7 +85,7 @@ def test_one_rank_alone_gives_the_bits_of_plain_pytorch(name: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_padded_head_and_a_loss_in_chunks_have_the_bits_of_plain_pytorch(precision: str) -> None:
-    """Of the same model: chunks change the order in which gradients are added."""
+    """The reference has the same head: chunks change the order in which gradients are added."""
     head = {"vocab_multiple": 100, "loss_chunks": 3}
     case = Case(ZeroConfig(bucket_mb=0.02), precision=precision, num_micro_batches=2, head=head)
     require_bits(case, 2, [case.with_zero(stage=stage) for stage in STAGES])

@@ -2,6 +2,7 @@
 the host waits. Those of the bare model's forward and backward are left out. Five minutes on 2 cores."""
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 
 from tests.streams.stand_in import clocks, run_on_streams
@@ -18,17 +19,24 @@ SMALL, LARGE = 64, 2048
 def counted(stage: int, num_blocks: int, num_ranks: int, reduction: str, width: int = SMALL) -> tuple[int, int]:
     """(kernels, waits of the host) of a step, where each block of the model is a bucket."""
 
+    num_buckets, kernels, waits = one_step(
+        stage, width=width, num_blocks=num_blocks, num_ranks=num_ranks, reduction=reduction
+    )
+    assert num_buckets == num_blocks
+    return kernels.total() - of_model(num_blocks, width), waits.total()
+
+
+@cache
+def of_model(num_blocks: int, width: int) -> int:
+    """Kernels of the forward and backward of the bare model."""
+
     def on_a_rank(_: World) -> int:
         model, batch, before = net(width, num_blocks), rows(0, 0, 0, width), clocks().kernels.total()
         model(batch).backward()
         return clocks().kernels.total() - before
 
-    of_model: int = run_on_streams(on_a_rank, 1).results[0]
-    num_buckets, kernels, waits = one_step(
-        stage, width=width, num_blocks=num_blocks, num_ranks=num_ranks, reduction=reduction
-    )
-    assert num_buckets == num_blocks
-    return kernels.total() - of_model, waits.total()
+    found: int = run_on_streams(on_a_rank, 1).results[0]
+    return found
 
 
 def lines() -> Iterator[str]:

@@ -127,7 +127,7 @@ def _leaves(engine: ZeroEngine) -> str:
 
 
 def _buckets(engine: ZeroEngine) -> str:
-    """Those that the device has chosen."""
+    """How many buckets there are, and the largest, where the device has chosen their size."""
     if not engine.options.holds_units:
         return ""
     nbytes = [bucket.layout.padded_numel * bucket.spec.dtype.itemsize for bucket in engine.schedule.buckets]

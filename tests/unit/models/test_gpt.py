@@ -83,6 +83,7 @@ def test_an_untrained_model_is_as_good_as_guessing(model):
     assert loss.item() == pytest.approx(math.log(256), abs=0.1)
 
 
+RAGGED = SMALL | {"vocab_size": 259}
 NUM_LABELS = 37
 HEADS = [{"vocab_multiple": 64}, {"loss_chunks": 5}, {"vocab_multiple": 64, "loss_chunks": 48}]
 """259 tokens are no multiple of 64, and 5 divides no number of positions here. With 48 there is one in each chunk, and
@@ -92,9 +93,9 @@ their gradients do not add up in 16 bits."""
 def loss_and_gradients(
     dtype: torch.dtype, factor: float = 1.0, *, with_outputs: bool = False, **head: int
 ) -> dict[str, torch.Tensor]:
-    """Of a model with 259 tokens, by name; of the loss times `factor`."""
+    """The loss of a model with 259 tokens, and by name the gradients of `factor` times that loss."""
     torch.manual_seed(0)
-    model = GPT(**SMALL | {"vocab_size": 259}, **head).to(dtype)
+    model = GPT(**RAGGED, **head).to(dtype)
     ids, labels = random_tokens(3, 16), random_tokens(3, 16, seed=2)
     labels[0, 5:] = -100
     loss = model(ids, labels, with_outputs=with_outputs)
@@ -106,7 +107,7 @@ def loss_and_gradients(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head", HEADS, ids=str)
 def test_no_kind_of_head_has_a_gradient_that_is_further_from_the_true_one(head: dict[str, int], dtype: torch.dtype):
-    """In 16 bits it is as far, and as long: what a loss is scaled with may not be rounded to them."""
+    """In 16 bits it errs as much as PyTorch's and is as long: the scale of a loss must not be rounded to 16 bits."""
     factor = NUM_LABELS * (1 + 2**-8 + 2**-11) * (256 if dtype == torch.float16 else 1)
     true, plain = loss_and_gradients(torch.float64, factor), loss_and_gradients(dtype, factor)
     found = loss_and_gradients(dtype, factor, **head)
@@ -126,9 +127,9 @@ def test_no_kind_of_head_has_a_gradient_that_is_further_from_the_true_one(head: 
 @pytest.mark.parametrize("head", HEADS, ids=str)
 def test_no_kind_of_head_changes_what_is_kept_or_given(head: dict[str, int]):
     torch.manual_seed(0)
-    plain = GPT(**SMALL | {"vocab_size": 259})
+    plain = GPT(**RAGGED)
     torch.manual_seed(0)
-    model = GPT(**SMALL | {"vocab_size": 259}, **head)
+    model = GPT(**RAGGED, **head)
     kept = model.state_dict()
     assert list(kept) == list(plain.state_dict())
     assert all(torch.equal(kept[name], each) for name, each in plain.state_dict().items())
@@ -142,7 +143,7 @@ def test_no_kind_of_head_changes_what_is_kept_or_given(head: dict[str, int]):
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
 def test_labels_that_are_all_ignored_give_no_gradient_with_any_kind_of_head(head: dict[str, int]):
-    model = GPT(**SMALL | {"vocab_size": 259}, **head)
+    model = GPT(**RAGGED, **head)
     test_labels_that_are_all_ignored_give_no_loss_and_no_gradient(model)
 
 

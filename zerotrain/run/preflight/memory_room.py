@@ -160,7 +160,7 @@ def _saved_nbytes(config: Config, model: nn.Module, first: Any) -> float:
         return tensor
 
     with suppress(Exception), _WithoutAttention(), torch.autograd.graph.saved_tensors_hooks(note, lambda each: each):
-        _ = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)  # held: it has what is still saved
+        _ = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)  # kept: its graph holds what is saved
     return sum(nbytes for memory, nbytes in saved.values() if not memory.expired())
 
 
