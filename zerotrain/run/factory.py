@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def _trainer(
         world=world,
         dataset=dataset,
         validation_sets=build_validation_sets(config),
-        schedule=build("scheduler", config.scheduler),
+        schedule=_schedule_of(config),
         stages=config.zero.stages,
         frozen=frozen_steps(config, frozen, dataset.train, world.size),
         seed=config.seed,
@@ -291,6 +292,12 @@ def build(group: str, values: dict[str, Any]) -> Any:
         raise ConfigError(in_group(group, cause, values)) from cause
     except SystemExit as ending:
         raise ConfigError(ended_in(group, ending, values)) from ending
+
+
+def _schedule_of(config: Config) -> Any:
+    """The schedule, as plain Python calls it: Hydra's partial checks each of its calls against a list, once a step."""
+    made = build("scheduler", config.scheduler)
+    return partial(made.func, *made.args, **made.keywords) if isinstance(made, partial) else made
 
 
 def try_schedule(config: Config) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerotrain.device.kinds import device_of
+from zerotrain.device.kinds import device_of, seed_torch
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +42,15 @@ def test_a_stream_waits_for_an_event_and_an_event_is_recorded_in_it() -> None:
         done = device.event()
     done.wait()
     assert values.unique().tolist() == [2]
+
+
+def test_a_seed_is_that_of_torch_on_the_gpu_too() -> None:
+    number = 2**64 - 3
+    torch.manual_seed(number)
+    wanted = torch.rand(3), torch.rand(3, device="cuda")
+    seed_torch(number)
+    assert torch.equal(torch.rand(3), wanted[0])
+    assert torch.equal(torch.rand(3, device="cuda"), wanted[1])
 
 
 def test_random_numbers_drawn_inside_change_none_behind() -> None:

@@ -52,8 +52,10 @@ class UpdateAhead:
         if factor is not None:
             factor = torch.where(is_finite, factor, 1.0)
         is_off = is_finite.logical_not().to(torch.float32)
+        dtypes = {bucket.update.master_weight.dtype for bucket in trained}
+        factors = {dtype: None if factor is None else factor.to(dtype) for dtype in dtypes}
         for bucket in trained:
-            self._update(bucket, factor, is_off)
+            self._update(bucket, factors[bucket.update.master_weight.dtype], is_off)
 
     def _update(self, bucket: TrainedBucket, factor: torch.Tensor | None, is_off: torch.Tensor) -> None:
         bucket.weights.about_to_change()

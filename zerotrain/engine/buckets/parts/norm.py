@@ -120,7 +120,7 @@ class StepSquares:
         """(4,) fp64 as from `digit_sums`, of all that were added, one at least."""
         if self._squares:
             self._sum_up()
-        return add_digit_sums(torch.stack(self._sums))
+        return self._sums[0] if len(self._sums) == 1 else add_digit_sums(torch.stack(self._sums))
 
     def _sum_up(self) -> None:
         self._sums.append(digit_sums(torch.cat(self._squares)))
@@ -147,19 +147,18 @@ def digit_sums(squares: torch.Tensor) -> torch.Tensor:
 def add_digit_sums(rows: torch.Tensor) -> torch.Tensor:
     """(n, 4) from `digit_sums` -> (4,) that of all their squares, whatever the order of the rows."""
     top = rows[:, 0].max()
-    place = (top - rows[:, :1]) + _places(rows.device)
-    sums = [torch.where(place == wanted, rows[:, 1:], 0.0).sum() for wanted in range(NUM_DIGITS)]
-    return torch.stack([top, *sums])
+    places = _places(rows.device)
+    place = (top - rows[:, :1]) + places
+    sums = torch.where(place == places.view(-1, 1, 1), rows[:, 1:], 0.0).sum(dim=(1, 2))
+    return torch.cat([top.view(1), sums])
 
 
 def norm_of_digit_sums(sums: torch.Tensor) -> torch.Tensor:
     """(4,) from `digit_sums` -> 0-dim fp64: the L2 norm, NaN if any square is not finite."""
-    top, *digits = sums.unbind()
+    top = sums[0]
     units = _power_of_two(DIGIT_BITS * (top - _places(sums.device)))
-    total = torch.zeros_like(top)
-    for digit, unit in reversed(list(zip(digits, units, strict=True))):
-        total = total + digit * unit
-    return torch.where(top == math.inf, math.nan, total.sqrt())
+    high, middle, low = (sums[1:] * units).unbind()
+    return torch.where(top == math.inf, math.nan, (low + middle + high).sqrt())
 
 
 def _places(device: torch.device) -> torch.Tensor:
