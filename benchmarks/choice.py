@@ -31,7 +31,9 @@ from zerotrain.config.words import word
 
 NUM_RANKS = 2
 CHOSEN = ("zero.stage", "model.activation_checkpointing", "offload.optimizer", "offload.heap")
-WAYS = [*product(range(4), (False, True), ("device", "disk"), ("reuse", "return"))]
+PLACES = (("device", "reuse"), ("device", "return"), ("disk", "reuse"))
+"""Of the optimizer; and what becomes of freed memory, which goes back in any case where a disk is used."""
+WAYS = [(stage, recomputes, *place) for stage, recomputes, place in product(range(4), (False, True), PLACES)]
 CGROUPS = Path("/sys/fs/cgroup")
 TIMEOUT_S = 600.0
 GRACE_S = 20.0

@@ -294,8 +294,8 @@ class OffloadConfig:
 
     @property
     def returns_heap(self) -> bool:
-        """Whether the system gets all memory that is freed."""
-        return self.heap == "return"
+        """Whether the system gets all memory that is freed: with a disk it is to stay flat."""
+        return self.heap == "return" or self.uses_disk
 
     @property
     def uses_disk(self) -> bool:

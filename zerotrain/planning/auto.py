@@ -99,7 +99,9 @@ def ways_beside_stages(config: Config, *, on_host: bool) -> Iterator[Way]:
     for name in values.keys() & {*settings}:
         values[name] = [each for each in values[name] if each[1] != frees_nothing]
     for chosen in product(*values.values()):
-        yield Way({name: value for name, (_, value) in zip(names, chosen, strict=True)}, tuple(n for n, _ in chosen))
+        way = Way({name: value for name, (_, value) in zip(names, chosen, strict=True)}, tuple(n for n, _ in chosen))
+        if way.values.get(HEAP) != "return" or "disk" not in way.values.values():  # with a disk it is returned anyway
+            yield way
 
 
 def stages_in(config: Config) -> tuple[int, ...]:

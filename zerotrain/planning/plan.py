@@ -61,9 +61,7 @@ class Memory:
 
     def beside(self, plan: StagePlan) -> int:
         """Bytes that are no tensors."""
-        # What is computed again leaves as many holes between small blocks either way.
-        returns = plan.returns_heap and not plan.recomputes
-        return self.process + (self.kept_returning if returns else self.kept)
+        return self.process + (self.kept_returning if plan.returns_heap else self.kept)
 
     def taken(self, plan: StagePlan) -> int:
         """Bytes of the memory that a rank computes in."""

@@ -147,7 +147,7 @@ def _memory(engine: ZeroEngine, plan_name: str, num_micro_batches: int) -> Itera
         is_large = sums > sum(held.values()) and len(engine.virtual_ranks) == 1
         instead = "; zero.accumulate=reduced would shard them" if is_large and engine.world.size > 1 else ""
         yield f"{sums / unit_nbytes:.4g} for sums of micro-batches{instead}"
-    if engine.options.offload.returns_heap:
+    if engine.options.offload.heap == "return":
         why = "on a GPU" if not device_of(engine.world.device).is_host else no_choice_because()
         yield f"offload.heap=return has no effect {why}" if why else "freed memory is returned"
 

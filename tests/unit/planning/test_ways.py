@@ -26,6 +26,7 @@ from zerotrain.planning.plan import Planner
 from zerotrain.run.factory import build, build_engine_of
 from zerotrain.run.preflight.room import Ranks
 from zerotrain.run.probe import OF_A_NETWORK, probed
+from zerotrain.settings import OffloadConfig
 
 NAMES = ["zero.stage", "train.micro_batch_size", "model.activation_checkpointing", "offload.optimizer"]
 SPEEDS = Speeds(flops=1e9, operations=1e5, memory=1e9, link=1e8, host=1e9, disk=1e8)
@@ -74,6 +75,17 @@ def test_ways_go_from_the_fastest_on_and_a_cpu_offloads_to_disk_alone():
     assert [*ways[-1].values()] == [*on_gpu[-1].values()] == [1, True, "disk"]
 
 
+def test_with_a_disk_freed_memory_is_returned_and_there_is_no_way_in_which_it_is_not():
+    asked = asking()
+    asked.offload.heap = asked.offload.optimizer = "auto"
+    ways = [way.values for way in ways_beside_stages(asked, on_host=True)]
+    found = {(way["offload.optimizer"], way["offload.heap"]) for way in ways}
+    assert found == {("device", "reuse"), ("device", "return"), ("disk", "reuse")}
+    assert len(ways) == 3
+    assert OffloadConfig(optimizer="disk").returns_heap
+    assert not OffloadConfig(optimizer="cpu").returns_heap
+
+
 def test_freed_memory_is_returned_where_a_run_does_not_fit_otherwise(once, tmp_path: Path):
     asked = asking()
     asked.offload.heap = "auto"
@@ -87,7 +99,7 @@ def test_freed_memory_is_returned_where_a_run_does_not_fit_otherwise(once, tmp_p
 
     assert planner.memory.kept == MAX_KEPT_NBYTES
     assert with_all - with_less == MAX_KEPT_NBYTES - MAX_KEPT_RETURNING_NBYTES > 0
-    assert {planner.memory.taken(replace(plan, recomputes=True)) for plan in plans} == {with_all}
+    assert [planner.memory.taken(replace(plan, recomputes=True)) for plan in plans] == [with_all, with_less]
     assert step_s(plans[1], SPEEDS) > step_s(plans[0], SPEEDS)
     assert chosen_of(asked, planner, with_all).values == {"zero.stage": 1, "offload.heap": "reuse"}
     tight = chosen_of(asked, planner, with_less)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zerotrain.device.device import lies_on_host
-from zerotrain.device.heap import return_what_is_freed, reuse_what_is_freed
+from zerotrain.device.heap import FREED, return_what_is_freed, reuse_what_is_freed
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Gradients, Segment
@@ -40,10 +40,10 @@ class Schedule:
         self.gathers = Gathers(units, buckets, options)
         completing = _completing_units(units, self.trained) if self.gathers.frees_after_use else {}
         self.reductions = Reductions(self.trained, completing)
-        is_on_host, offload = lies_on_host(buckets[0].weights.shard), options.offload
-        self._returns_heap = is_on_host and offload.returns_heap
-        self._reuses_heap = is_on_host and not offload.returns_heap and not offload.uses_disk
-        """With a disk memory is to be flat."""
+        self._is_on_host = lies_on_host(buckets[0].weights.shard)
+        self._returns_heap = self._is_on_host and options.offload.returns_heap
+        self._reuses_heap = self._is_on_host and not options.offload.returns_heap
+        FREED.begin()
         self._frozen = [bucket for bucket in buckets if bucket not in self.trained]
         self._owners = [BucketOwner(bucket, self) for bucket in buckets]
         self._backward = 0
@@ -70,6 +70,7 @@ class Schedule:
         """A unit is called, by the model or by a recomputation in the backward."""
         if self.phase is Phase.IDLE:
             self._refuse_idle(unit.name, "was called")
+        self._look_at_freed()
         if self.phase is Phase.BACKWARD:
             self.reductions.close_passed(_node_under_way())
         self.gathers.before_forward(unit, self.phase)
@@ -131,6 +132,7 @@ class Schedule:
             self.keep(unit)
             self.gathers.complete(unit.buckets)
             return
+        self._look_at_freed()
         call.reached_in = unit.reached_in = self._backward
         call.is_used_up = self._frees_graph
         for skipped, behind in self.gathers.skipped_before(unit, self._backward):
@@ -161,6 +163,7 @@ class Schedule:
         if bucket.weights.life.state is not WeightState.FULL:
             raise EngineStateError(LEFT_ITS_UNIT.format(bucket.spec.name))
         if self.reductions.arrived(bucket, segment, gradients):
+            self._look_at_freed()
             going = bucket if self.reductions.may_go(bucket) else None
             if going is not None:
                 # Freed at another place, it would be gathered again on this rank alone when its unit is reached: seen
@@ -182,6 +185,7 @@ class Schedule:
         for unit in self.units:
             unit.forget_calls()
         self.gathers.rest()
+        self._look_at_freed()
 
     def drop_gradients(self) -> None:
         """Forget the gradients since the last step, and come to rest. Forwards since then may still have a backward."""
@@ -193,6 +197,10 @@ class Schedule:
         self.drop_gradients()
         for bucket in self.buckets:
             bucket.weights.drain()
+
+    def _look_at_freed(self) -> None:
+        if self._is_on_host:
+            FREED.look(returns=self._returns_heap)
 
     def _refuse_idle(self, name: str, what: str) -> None:
         if self.plan.shards_parameters and self.phase is Phase.IDLE:
