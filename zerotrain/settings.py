@@ -290,7 +290,8 @@ class OffloadConfig:
     """The folder whose disk is used; what is there needs no cleaning up, however a run ends. null: the run's folder."""
     heap: str = setting("reuse", HEAP)
     """The memory that a rank on a CPU frees. reuse: it keeps up to 128 MiB for its next tensors. return: it keeps
-    hardly any, and the system clears it before a rank gets it again: a step takes about a tenth longer."""
+    hardly any, and the system clears it before a rank gets it again: a step takes up to a tenth longer. With a disk it
+    is returned in any case."""
 
     @property
     def returns_heap(self) -> bool:
@@ -324,8 +325,8 @@ class OffloadGroup(OffloadConfig):
     that grows with the first steps. auto: chosen as the run starts."""
     heap: str = setting("reuse", or_auto(HEAP))
     """The memory that a rank on a CPU frees. reuse: it keeps up to 128 MiB for its next tensors. return: it keeps
-    hardly any, and the system clears it before a rank gets it again: a step takes about a tenth longer. auto: chosen as
-    the run starts."""
+    hardly any, and the system clears it before a rank gets it again: a step takes up to a tenth longer. With a disk it
+    is returned in any case. auto: chosen as the run starts."""
 
 
 @dataclass

@@ -301,6 +301,27 @@ FAULTS = {
         "what lives longer than a step stays resident when it is freed",
         ("unit/device/test_heap.py",),
     ),
+    "heap-not-looked-at": Fault(
+        SCHEDULE,
+        "            FREED.look(returns=self._returns_heap)\n",
+        "            pass\n",
+        "places that were freed stay between others, beyond what a plan allows for",
+        ("unit/device/test_heap.py::test_what_is_freed_is_looked_at_at_each_unit_and_after_an_update",),
+    ),
+    "heap-places-stay": Fault(
+        "device/heap.py",
+        "        if _anonymous_nbytes() > self._others + self._most + most_kept:\n",
+        "        if False:\n",
+        "the same",
+        ("unit/device/test_heap.py",),
+    ),
+    "heap-kept-with-a-disk": Fault(
+        "settings.py",
+        'return self.heap == "return" or self.uses_disk',
+        'return self.heap == "return"',
+        "a run that offloads to a disk is killed by what it has freed",
+        ("unit/device/test_heap.py", "unit/planning/test_ways.py"),
+    ),
     "freed-buckets-stay-resident": Fault(
         "engine/build.py",
         "                give_back_freed()\n",
