@@ -1,6 +1,5 @@
 """All that can be offloaded on a disk, in real processes: the same bits, and memory that does not follow the depth."""
 
-import ctypes
 import functools
 import re
 from pathlib import Path
@@ -12,6 +11,7 @@ from cases import place
 from torch import nn
 
 import zerotrain
+from zerotrain.device import heap
 from zerotrain.testing import run_ranks
 
 WIDTH, ROWS = 128, 1024
@@ -57,9 +57,9 @@ def hash_and_peak(depth: int, folder: str | None) -> tuple[str, int]:
 
 
 def flat_deep_and_on_the_device(folder: str) -> list[tuple[str, int]]:
-    # Otherwise glibc keeps what was freed: its memalign cannot use a gap of the size that is asked for.
-    m_mmap_threshold = -3
-    assert ctypes.CDLL("libc.so.6").mallopt(m_mmap_threshold, 64 * 1024) == 1
+    # Otherwise up to 24 MiB of small tensors stay once freed: glibc's memalign cannot use a gap of the size that is
+    # asked for.
+    heap._RETURNED_NBYTES = 64 * 1024
     return [hash_and_peak(depth, where) for depth, where in ((FLAT, folder), (DEEP, folder), (DEEP, None))]
 
 
