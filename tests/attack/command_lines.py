@@ -251,6 +251,8 @@ CLASSES = [
             "model.num_heads",
             "model.hidden_size",
             "model.dropout",
+            "model.vocab_multiple",
+            "model.loss_chunks",
             "model: torch.nn.Linear: ",
         ),
     ),
