@@ -25,7 +25,7 @@ _MAX_HOLES_NBYTES, _MAX_HOLES_RETURNING_NBYTES = 11 * 2**23, 3 * 2**23
 
 
 class _Malloc(ctypes.Structure):
-    """What mallinfo2(3) tells."""
+    """mallinfo2(3) returns this struct."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -51,10 +51,10 @@ class Freed:
     """
 
     def __init__(self) -> None:
-        self._heap = self._most = self._others = 0
+        self.begin()
 
     def begin(self) -> None:
-        """What is used from now on may be less than before."""
+        """Forget what was used: from now on it may be less."""
         self._heap = self._most = self._others = 0
 
     def look(self, *, returns: bool) -> None:
@@ -77,7 +77,7 @@ class Freed:
 
 
 FREED = Freed()
-"""Of this process."""
+"""This process has one heap, whatever number of engines."""
 
 
 def no_choice_because() -> str:

@@ -295,7 +295,7 @@ def build(group: str, values: dict[str, Any]) -> Any:
 
 
 def _schedule_of(config: Config) -> Any:
-    """The schedule, as plain Python calls it: Hydra's partial checks each of its calls against a list, once a step."""
+    """The schedule without Hydra's check of each call, which would come once a step: `try_schedule` has it once."""
     made = build("scheduler", config.scheduler)
     return partial(made.func, *made.args, **made.keywords) if isinstance(made, partial) else made
 
