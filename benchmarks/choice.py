@@ -30,10 +30,8 @@ from benchmarks.rounds import REPOSITORY, free_port, machine
 from zerotrain.config.words import word
 
 NUM_RANKS = 2
-CHOSEN = ("zero.stage", "model.activation_checkpointing", "offload.optimizer", "offload.heap")
-PLACES = (("device", "reuse"), ("device", "return"), ("disk", "reuse"))
-"""Of the optimizer; and what becomes of freed memory, which goes back in any case where a disk is used."""
-WAYS = [(stage, recomputes, *place) for stage, recomputes, place in product(range(4), (False, True), PLACES)]
+CHOSEN = ("zero.stage", "model.activation_checkpointing", "offload.optimizer")
+WAYS = [*product(range(4), (False, True), ("device", "disk"))]
 CGROUPS = Path("/sys/fs/cgroup")
 TIMEOUT_S = 600.0
 GRACE_S = 20.0
@@ -164,10 +162,9 @@ def _chosen_in(run_dir: Path) -> tuple[str, ...]:
 
 
 def named(way: Sequence[str]) -> str:
-    """Such as `stage 1, recompute, optimizer on disk, heap returned`."""
-    stage, again, tier, heap = way
-    more = ", recompute" * (again == "true") + f", optimizer on {tier}" * (tier != "device")
-    return f"stage {stage}{more}" + ", heap returned" * (heap == "return")
+    """Such as `stage 1, recompute, optimizer on disk`."""
+    stage, again, tier = way
+    return f"stage {stage}" + ", recompute" * (again == "true") + f", optimizer on {tier}" * (tier != "device")
 
 
 def compared(options: argparse.Namespace, network: Network, gb: float) -> list[str]:

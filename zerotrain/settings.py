@@ -289,9 +289,9 @@ class OffloadConfig:
     path: str | None = setting(None, FOLDER, OFFLOADS_TO_DISK)
     """The folder whose disk is used; what is there needs no cleaning up, however a run ends. null: the run's folder."""
     heap: str = setting("reuse", HEAP)
-    """The memory that a rank on a CPU frees. reuse: it keeps up to 128 MiB for its next tensors. return: it keeps
-    hardly any, and the system clears it before a rank gets it again: a step takes up to a tenth longer. With a disk it
-    is returned in any case."""
+    """The memory that a rank on a CPU frees. reuse: it keeps up to 128 MiB for its next tensors, and less where the
+    memory that it may have leaves no room. return: it keeps hardly any, and the system clears it before a rank gets it
+    again: a step takes up to a tenth longer. With a disk it is returned in any case."""
 
     @property
     def returns_heap(self) -> bool:
@@ -323,10 +323,6 @@ class OffloadGroup(OffloadConfig):
     """The tier for tensors that a unit's forward saves for its backward (with activation checkpointing the unit's
     inputs), in memories of 64 KiB or more; they are fetched one unit ahead of the backward. cpu; disk: a file in `path`
     that grows with the first steps. auto: chosen as the run starts."""
-    heap: str = setting("reuse", or_auto(HEAP))
-    """The memory that a rank on a CPU frees. reuse: it keeps up to 128 MiB for its next tensors. return: it keeps
-    hardly any, and the system clears it before a rank gets it again: a step takes up to a tenth longer. With a disk it
-    is returned in any case. auto: chosen as the run starts."""
 
 
 @dataclass

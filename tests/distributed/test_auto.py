@@ -130,3 +130,19 @@ def test_a_run_that_fits_at_no_stage_starts_no_rank(tmp_path: Path, zygote: Zygo
     assert line.startswith("zero.stage: got auto, but nothing fits: with zero.stage=")
     assert not (tmp_path / "run/ranks").exists()
     assert not (tmp_path / "run/plan.json").exists()
+
+
+LARGE_LOGITS = (
+    "data=synthetic", "data.seq_len=128", "data.vocab_size=30000", "train.micro_batch_size=2", "train.max_steps=4",
+    "train.eval_every=0", "train.eval_batches=1", "train.sample_tokens=0", "checkpoint.save_at_end=false",
+    "model=gpt_tiny", "model.hidden_size=256", "model.num_layers=4", "zero.stage=2", "launch.nproc_per_node=2",
+    "launch.threads_per_rank=1", "hydra.run.dir=run",
+)  # fmt: skip
+
+
+def test_with_no_more_room_than_is_planned_a_rank_keeps_little_of_what_it_frees(tmp_path: Path, zygote: Zygote):
+    """It held 151 MiB beside its tensors, where a plan had 128 for it (2026-11-27)."""
+    command = by_hand(*LARGE_LOGITS, "plan.compare=true", "plan.memory_gb=0.1", folder=tmp_path, zygote=zygote)
+    assert command.wait() == 0, command.stderr
+    memory = result_of(tmp_path / "run")["memory_bytes"]
+    assert memory["peak"] < memory["planned"]["peak"]

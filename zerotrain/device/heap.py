@@ -1,6 +1,7 @@
 """The memory of this process, and what glibc's allocator does with what was freed."""
 
 import ctypes
+import math
 import os
 import resource
 import sys
@@ -15,13 +16,15 @@ _MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)  # not everywhere is glib
 _GIVEN = next((name for name in _OF_THE_USER if name in os.environ), None)
 if _GIVEN is not None:
     _MALLOPT = None
-MAX_KEPT_NBYTES = 0 if _MALLOPT is None else _FREE_AT_TOP_NBYTES
-"""Freed bytes that a process may keep, which it holds beside its tensors, with what it takes in its first steps: 20 to
-40 MB in 32 trainings (2026-11-27)."""
-MAX_KEPT_RETURNING_NBYTES = 0 if _MALLOPT is None else 7 * 2**23
-"""The same where it returns them."""
-_MAX_HOLES_NBYTES, _MAX_HOLES_RETURNING_NBYTES = 11 * 2**23, 3 * 2**23
-"""The part of both that `Freed` leaves it."""
+_NUM_SHOWING = 2
+"""Steps that show what a process needs."""
+KEPT_NBYTES = 0 if _MALLOPT is None else 7 * 2**23
+"""Bytes that a process must be allowed beside its tensors: freed ones that it keeps, and 20 to 40 MB that it takes in
+its first steps (72 trainings, 2026-11-27)."""
+_LEAST_HOLES_NBYTES = 2**23
+"""The part that `Freed` leaves it."""
+_MOST_HOLES_NBYTES, _MOST_HOLES_RETURNING_NBYTES = 11 * 2**23, 3 * 2**23
+"""What it leaves a process that may have much more."""
 
 
 class _Malloc(ctypes.Structure):
@@ -48,20 +51,50 @@ class Freed:
     freed, its place is too narrow for the next tensor of its size, which gets a new one at the end of the heap: up to
     140 MB stayed between blocks in use (2 ranks, 27.4 M parameters, stage 3, 2026-11-27). Pages of such places go back
     to the system, once there are too many of them while the most is used.
+
+    To get pages again takes time: the more memory the process may have, the more it keeps, and the larger the tensors
+    whose place it keeps, once two steps have shown what it needs. What it may have at least is `KEPT_NBYTES` beside its
+    tensors; there a step takes up to 1.1 of the time (2026-11-27).
     """
 
     def __init__(self) -> None:
+        self._allowed = math.inf
+        self.begin()
+
+    def allow(self, nbytes: float) -> None:
+        """This process may have so many bytes of memory, without files."""
+        self._allowed = nbytes
         self.begin()
 
     def begin(self) -> None:
         """Forget what was used: from now on it may be less."""
         self._heap = self._most = self._others = 0
+        self._num_steps = 0
+        self._use(math.inf if self._allowed == math.inf else 0)
+
+    def end_step(self) -> None:
+        """Look what a step has taken. The second is the first with all that there will be."""
+        if self._allowed == math.inf or _MALLINFO is None:
+            return
+        self._num_steps += 1
+        most, of_files = _of_status("VmHWM", "RssFile")
+        room = self._allowed - (most - of_files)
+        if self._num_steps == _NUM_SHOWING:
+            self._use(room)
+        elif room < _LEAST_HOLES_NBYTES:  # longer rows, an evaluation
+            self._use(0)
+
+    def _use(self, room: float) -> None:
+        """Take so many bytes for what is freed: half for places that stay, and a sixth is the largest of them, since a
+        few of such tensors come and go between two looks."""
+        self._kept = min(max(room / 2, _LEAST_HOLES_NBYTES), _MOST_HOLES_NBYTES)
+        self.largest_nbytes = int(min(max(room / 6, _RETURNED_NBYTES), _LARGE_NBYTES))
 
     def look(self, *, returns: bool) -> None:
         """Give back what is too much. It takes 12 microseconds if nothing is.
 
         Args:
-            returns: whether the process is to keep hardly anything.
+            returns: whether the process is to keep hardly anything, whatever it may have.
         """
         if _MALLINFO is None:
             return
@@ -70,8 +103,8 @@ class Freed:
         # Where the heap has grown since the last look, what is free at its end was used in between.
         self._most = max(self._most, used + (told.keepcost if told.arena > self._heap else 0))
         self._heap = max(self._heap, told.arena)
-        most_kept = _MAX_HOLES_RETURNING_NBYTES if returns else _MAX_HOLES_NBYTES
-        if _anonymous_nbytes() > self._others + self._most + most_kept:
+        kept = min(self._kept, _MOST_HOLES_RETURNING_NBYTES) if returns else self._kept
+        if _anonymous_nbytes() > self._others + self._most + kept:
             give_back_freed()
             self._others = _anonymous_nbytes() - used  # stacks, Python's memory
 
@@ -85,21 +118,22 @@ def no_choice_because() -> str:
     return f"while {_GIVEN} is set" if _GIVEN else "without glibc" if _MALLOPT is None else ""
 
 
-def reuse_what_is_freed(reuses: bool = True) -> None:
-    """Let this process use again what it frees, up to 32 MiB a tensor and 128 MiB at the end of its heap, unless the
-    user has set what glibc does.
+def reuse_what_is_freed(reuses: bool = True, largest_nbytes: int = _LARGE_NBYTES) -> None:
+    """Let this process use again what it frees, and 128 MiB at the end of its heap, unless the user has set what glibc
+    does.
 
     By itself glibc does so once a block of 32 MiB was freed, with 64 MiB. Before that it gives logits and large
     gradients back to the system in each step and gets zeroed pages for them in the next: at stage 2 7,700 page faults
     and 40 ms of system time in a step of 350 ms, with it 470 and 20 (GPT of 13.9 M parameters, 2026-11-22).
 
     Args:
+        largest_nbytes: larger tensors are given back when they are freed.
         reuses: False: tensors of more than 128 KiB that come from now on are given back when they are freed. Tensors
             that live longer than a step should be made so: freed within the heap they would stay resident.
     """
     if _MALLOPT is not None:
         _MALLOPT(_TRIM_THRESHOLD, _FREE_AT_TOP_NBYTES)
-        _MALLOPT(_MMAP_THRESHOLD, _LARGE_NBYTES if reuses else _USUAL_NBYTES)
+        _MALLOPT(_MMAP_THRESHOLD, largest_nbytes if reuses else _USUAL_NBYTES)
 
 
 def return_what_is_freed() -> None:
@@ -124,7 +158,7 @@ def own_nbytes() -> int:
     share them, and the system may drop them and read them again. Elsewhere than on Linux with them."""
     if sys.platform != "linux":
         return most_nbytes()
-    return _of_status("RssAnon", "RssShmem")
+    return sum(_of_status("RssAnon", "RssShmem"))
 
 
 def _anonymous_nbytes() -> int:
@@ -137,17 +171,17 @@ def most_nbytes() -> int:
     """Bytes that this process has had in memory at most, with files. Not ru_maxrss on Linux: a program begins with that
     of the process which has started it."""
     if sys.platform == "linux":
-        return _of_status("VmHWM")
+        return _of_status("VmHWM")[0]
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most  # macOS counts bytes
 
 
 def files_nbytes() -> int:
     """Bytes of files that this process has in memory; 0 elsewhere than on Linux."""
-    return 0 if sys.platform != "linux" else _of_status("RssFile")
+    return 0 if sys.platform != "linux" else _of_status("RssFile")[0]
 
 
-def _of_status(*names: str) -> int:
+def _of_status(*names: str) -> list[int]:
     with open("/proc/self/status", encoding="ascii") as file:
         values = dict(line.split(":", 1) for line in file)
-    return sum(1024 * int(values[name].split()[0]) for name in names)
+    return [1024 * int(values[name].split()[0]) for name in names]

@@ -11,14 +11,12 @@ from zerotrain.config.schema import Config
 from zerotrain.settings import AUTO, autos_of
 
 STAGE, MICRO_BATCH = "zero.stage", "train.micro_batch_size"
-HEAP = "offload.heap"
 TIERS = ("offload.optimizer", "offload.parameters", "offload.activations")
 _ACCUMULATION = "train.gradient_accumulation_steps"
 _VALUES: Mapping[str, tuple[Any, ...]] = {
     STAGE: (0, 1, 2, 3),
     "model.activation_checkpointing": (False, True),
     **dict.fromkeys(TIERS, ("device", "cpu", "disk")),
-    HEAP: ("reuse", "return"),
 }
 _OF_A_PLAN = ("zero", "precision", "offload", "model", "data", "optimizer")
 _OF_A_STEP = ("micro_batch_size", "gradient_accumulation_steps", "virtual_ranks")
@@ -91,17 +89,14 @@ def ways_beside_stages(config: Config, *, on_host: bool) -> Iterator[Way]:
     """All ways; the first is the fastest.
 
     Args:
-        on_host: a rank computes in the host's memory: offloading to that frees nothing, and returning it frees some.
+        on_host: a rank computes in the host's memory: offloading to that frees nothing.
     """
     names = [name for name in autos_of(config) if name != STAGE]
     values = {name: [*enumerate(allowed(config, name))] for name in names}
-    settings, frees_nothing = (TIERS, "cpu") if on_host else ((HEAP,), "return")
-    for name in values.keys() & {*settings}:
-        values[name] = [each for each in values[name] if each[1] != frees_nothing]
+    for name in values.keys() & {*TIERS} if on_host else ():
+        values[name] = [each for each in values[name] if each[1] != "cpu"]
     for chosen in product(*values.values()):
-        way = Way({name: value for name, (_, value) in zip(names, chosen, strict=True)}, tuple(n for n, _ in chosen))
-        if way.values.get(HEAP) != "return" or "disk" not in way.values.values():  # with a disk it is returned anyway
-            yield way
+        yield Way({name: value for name, (_, value) in zip(names, chosen, strict=True)}, tuple(n for n, _ in chosen))
 
 
 def stages_in(config: Config) -> tuple[int, ...]:

@@ -20,7 +20,6 @@ from zerotrain.config.words import word
 from zerotrain.errors import ConfigError
 from zerotrain.files.untrusted import Optional, UntrustedFileError, read_json
 from zerotrain.planning.auto import (
-    HEAP,
     STAGE,
     Way,
     allowed,
@@ -222,11 +221,7 @@ def _advice(config: Config, planner: Planner) -> str:
         with suppress(ConfigError):
             if planner.memory.fits(planner.stage(changed, config.zero.stages[0], num_ranks)):
                 return f"{told} fits"
-    returning = "returning freed memory nor " if planner.on_host else ""
-    return (
-        f"neither {returning}activation checkpointing nor offloading nor 16 times the ranks fit; "
-        "choose a smaller model or batch"
-    )
+    return "neither activation checkpointing nor offloading nor 16 times the ranks fit; choose a smaller model or batch"
 
 
 def _changes(config: Config, planner: Planner) -> Iterator[tuple[str, Config, int]]:
@@ -234,9 +229,6 @@ def _changes(config: Config, planner: Planner) -> Iterator[tuple[str, Config, in
     recompute = {"model.activation_checkpointing": True}
     offload = {"offload.optimizer": "disk" if planner.on_host else "cpu"}
     less: list[dict[str, Any]] = [recompute, offload, recompute | offload]
-    if planner.on_host:
-        returning = {HEAP: "return"}
-        less = [returning, *less, *(returning | each for each in less)]
     for values in less:
         if values.items() <= values_in(config, values).items():
             continue

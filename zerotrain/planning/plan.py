@@ -12,7 +12,7 @@ import torch
 
 from zerotrain.config.schema import Config
 from zerotrain.data.reading.items import first_batches
-from zerotrain.device.heap import MAX_KEPT_NBYTES, MAX_KEPT_RETURNING_NBYTES, own_nbytes
+from zerotrain.device.heap import KEPT_NBYTES, own_nbytes
 from zerotrain.device.kinds import device_of
 from zerotrain.device.processes import beside, num_cores, one_thread
 from zerotrain.files.whole import whole
@@ -42,8 +42,6 @@ class Memory:
     which ranks share and the system may drop; on a GPU what kernels keep."""
     kept: int
     """Freed memory that a rank may keep; none on a GPU, where its allocator has room of its own (`OF_A_GPU`)."""
-    kept_returning: int
-    """The same where it returns what it frees."""
 
     @classmethod
     def of(cls, config: Config, device: torch.device, num_local: int) -> "Memory":
@@ -55,17 +53,17 @@ class Memory:
             host=room.host,
             on_host=on_host,
             process=own_nbytes() if on_host else device_of(device).kernels_nbytes,
-            kept=MAX_KEPT_NBYTES if on_host else 0,
-            kept_returning=MAX_KEPT_RETURNING_NBYTES if on_host else 0,
+            kept=KEPT_NBYTES if on_host else 0,
         )
 
-    def beside(self, plan: StagePlan) -> int:
+    @property
+    def beside(self) -> int:
         """Bytes that are no tensors."""
-        return self.process + (self.kept_returning if plan.returns_heap else self.kept)
+        return self.process + self.kept
 
     def taken(self, plan: StagePlan) -> int:
         """Bytes of the memory that a rank computes in."""
-        return plan.at_least + self.beside(plan) + (plan.host if self.on_host else 0)
+        return plan.at_least + self.beside + (plan.host if self.on_host else 0)
 
     def fits(self, plan: StagePlan) -> bool:
         """Whether a rank can have all that it holds, as far as it is known."""

@@ -47,7 +47,7 @@ def print_plan(console: Console, plan: RunPlan, config: Config) -> None:
 def _bars(plan: RunPlan, marks: str) -> Iterator[str]:
     """A bar for each stage: the state, and all that comes and goes, at the peak, without the process itself. A `|` is
     the end of the memory that is left for them."""
-    process = plan.memory.beside(plan.stages[plan.stage])
+    process = plan.memory.beside
     room, longest = plan.memory.device - process, max(map(plan.memory.taken, plan.stages.values())) - process
     for stage, each in sorted(plan.stages.items()):
         state = (each.parameters, each.gradients, each.optimizer)
@@ -82,7 +82,7 @@ def _lines(plan: RunPlan, config: Config) -> Iterator[str]:
     if config.model_switches["compile"]:
         yield "model.compile=true: planned uncompiled, and compiled units save the same or less"
     owner = "of the process itself" if memory.on_host else "of cuBLAS"
-    beside = memory.beside(each)
+    beside = memory.beside
     process = f" with {in_unit(beside)} {owner}" if beside else ""
     where = "" if each.peak_phase is None else f" in its {each.peak_phase}"
     least = "at least " if each.peak is None else ""
@@ -104,7 +104,5 @@ def _savings(plan: StagePlan, config: Config, *, on_host: bool) -> Iterator[str]
         yield "model.activation_checkpointing=true"
     if config.precision.name == "fp32":
         yield "precision=bf16"
-    if on_host and not plan.returns_heap:
-        yield "offload.heap=return"
     if not on_host and config.offload.optimizer == "device":
         yield "offload.optimizer=cpu"

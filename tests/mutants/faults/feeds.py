@@ -184,7 +184,7 @@ FAULTS = {
     ),
     "feeds-heap-of-what-lives": Fault(
         "device/heap.py",
-        "_LARGE_NBYTES if reuses else _USUAL_NBYTES",
+        "largest_nbytes if reuses else _USUAL_NBYTES",
         "_LARGE_NBYTES",
         "what lives longer than a step is freed within the heap, and stays resident",
         ("unit/device/test_heap.py::test_what_lives_longer_than_a_step_is_given_back_when_it_is_freed",),

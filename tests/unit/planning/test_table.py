@@ -44,7 +44,7 @@ def stage_plan(parameters: int, gradients: int, optimizer: int, peak: int | None
 
 def printed(memory_mb: int, *stages: StagePlan, encoding: str = "utf-8", precision: str = "fp32") -> list[str]:
     """The lines of a plan whose stage 0 is asked for, of a process that takes 100 MB itself."""
-    memory = Memory(device=memory_mb * MB, host=0, on_host=True, process=90 * MB, kept=10 * MB, kept_returning=4 * MB)
+    memory = Memory(device=memory_mb * MB, host=0, on_host=True, process=90 * MB, kept=10 * MB)
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     print_plan(
         Console(file=file, width=80),
@@ -85,11 +85,11 @@ def test_what_is_unknown_is_told_and_the_rest_is_shown():
 
 def test_what_takes_less_memory_is_told_unless_the_run_has_it():
     whole = stage_plan(10, 10, 20, 60)
-    least = replace(whole, recomputes=True, returns_heap=True)
+    least = replace(whole, recomputes=True)
     head = "next: no stage fits; less memory take: a smaller train.micro_batch_size"
 
     [told] = [line for line in printed(1, whole) if line.startswith("next")]
     [rest] = [line for line in printed(1, least, precision="bf16") if line.startswith("next")]
 
-    assert told == f"{head}, model.activation_checkpointing=true, precision=bf16, offload.heap=return"
+    assert told == f"{head}, model.activation_checkpointing=true, precision=bf16"
     assert rest == head

@@ -61,7 +61,7 @@ class Schedule:
         """The model is called: complete what it needs from the start."""
         self._makes_graphs = torch.is_grad_enabled()
         if self._makes_graphs and self._reuses_heap:
-            reuse_what_is_freed()
+            reuse_what_is_freed(largest_nbytes=FREED.largest_nbytes)
         if self._returns_heap:
             return_what_is_freed()
         self.before_forward(self.units[0])
@@ -186,6 +186,8 @@ class Schedule:
             unit.forget_calls()
         self.gathers.rest()
         self._look_at_freed()
+        if self._is_on_host:
+            FREED.end_step()
 
     def drop_gradients(self) -> None:
         """Forget the gradients since the last step, and come to rest. Forwards since then may still have a backward."""

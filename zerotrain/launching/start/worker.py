@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_e
 
 from zerotrain.comm.accounts.overdue import tell_log
 from zerotrain.comm.ranks.environment import RankEnvironment
+from zerotrain.device.heap import FREED, own_nbytes
 from zerotrain.errors import CommError
 from zerotrain.files.printable import printable
 from zerotrain.launching.end import exits
@@ -23,6 +24,7 @@ from zerotrain.launching.end.presence import Presence, continue_stopped, seen_al
 from zerotrain.launching.end.stopping import stop_in_order
 from zerotrain.launching.job.job import Job, num_threads_per_rank
 from zerotrain.launching.start.rank_log import open_rank_log
+from zerotrain.offload.memory import available_nbytes
 from zerotrain.run import evaluating, factory
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -49,6 +51,7 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
         raise
     torch.set_num_threads(num_threads_per_rank(job.config, ranks.local_world_size))
     tell_torch_of_gpus(job.ranks_dir)
+    FREED.allow(allowed_nbytes(job, ranks.local_world_size))
     # Under torchrun, what it records of an exception becomes part of torchrun's own report.
     torchrun_report = get_error_handler()
     torchrun_report.initialize()
@@ -95,6 +98,12 @@ def _do(job: Job, presence: Presence, rank: int) -> dict[str, Any]:
         job.trial,
         job.planned,
     )
+
+
+def allowed_nbytes(job: Job, num_local: int) -> float:
+    """Bytes of the host's memory that a rank may have: what the run is planned for, else a share of what is left."""
+    given = None if job.planned is None else job.config.plan.memory_gb
+    return available_nbytes() / num_local + own_nbytes() if given is None else given * 1e9
 
 
 def leave_overdue(ranks_dir: Path, rank: int, error: CommError | None) -> None:
