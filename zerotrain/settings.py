@@ -197,13 +197,13 @@ def autos_of(run: Any) -> list[str]:
         "offload.optimizer": run.offload.optimizer,
         "offload.parameters": run.offload.parameters,
         "offload.activations": run.offload.activations,
-        "offload.heap": run.offload.heap,
     }
     return [name for name, value in values.items() if value == AUTO]
 
 
 PLANNED = Effect(
-    lambda run, _: run.plan.only or bool(autos_of(run)), "without plan.only=true or a setting that is auto"
+    lambda run, _: run.plan.only or run.plan.compare or bool(autos_of(run)),
+    "without plan.only=true, plan.compare=true or a setting that is auto",
 )
 
 # ---- the settings

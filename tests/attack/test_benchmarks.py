@@ -52,7 +52,7 @@ def test_a_way_lives_within_its_limit_or_is_killed(tmp_path: Path) -> None:
     options = choice.options_of(["--width", "64", "--layers", "2", "--rows", "1", "--steps", "2"])
     asked = [*choice.settings_of(options), "plan.memory_gb=2", *(f"{name}=auto" for name in choice.CHOSEN)]
     lives = choice.run_ranks_of(asked, choice.SHARED, 2 * 10**9, tmp_path)
-    assert lives.way == ("1", "false", "device", "reuse")
+    assert lives.way == ("1", "false", "device")
     assert lives.step_ms is not None
     assert lives.step_ms > 0
     killed = choice.run_ranks_of(asked, choice.SHARED, 10**8, tmp_path)
@@ -72,7 +72,7 @@ def test_a_way_lives_within_its_limit_or_is_killed(tmp_path: Path) -> None:
 def test_a_row_tells_the_chosen_way_over_the_fastest(
     medians: dict[str, float], step_ms: float | None, cells: list[str]
 ) -> None:
-    ways = {"fast": ("2", "false", "device", "reuse"), "chosen": ("1", "true", "device", "reuse")}
+    ways = {"fast": ("2", "false", "device"), "chosen": ("1", "true", "device")}
     found = choice.Run(step_ms, ways["chosen"], "")
-    row = choice.row_of("0.6", "2 of 32", {ways[name]: ms for name, ms in medians.items()}, found)
-    assert row == ["0.6", "2 of 32", *cells]
+    row = choice.row_of("0.6", "2 of 16", {ways[name]: ms for name, ms in medians.items()}, found)
+    assert row == ["0.6", "2 of 16", *cells]

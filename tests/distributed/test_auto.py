@@ -133,7 +133,7 @@ def test_a_run_that_fits_at_no_stage_starts_no_rank(tmp_path: Path, zygote: Zygo
 
 
 LARGE_LOGITS = (
-    "data=synthetic", "data.seq_len=128", "data.vocab_size=30000", "train.micro_batch_size=2", "train.max_steps=4",
+    "data=synthetic", "data.seq_len=128", "data.vocab_size=30000", "train.micro_batch_size=2", "train.max_steps=8",
     "train.eval_every=0", "train.eval_batches=1", "train.sample_tokens=0", "checkpoint.save_at_end=false",
     "model=gpt_tiny", "model.hidden_size=256", "model.num_layers=4", "zero.stage=2", "launch.nproc_per_node=2",
     "launch.threads_per_rank=1", "hydra.run.dir=run",

@@ -5,6 +5,8 @@ import math
 import os
 import resource
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
@@ -17,14 +19,11 @@ _GIVEN = next((name for name in _OF_THE_USER if name in os.environ), None)
 if _GIVEN is not None:
     _MALLOPT = None
 _NUM_SHOWING = 2
-"""Steps that show what a process needs."""
-KEPT_NBYTES = 0 if _MALLOPT is None else 7 * 2**23
-"""Bytes that a process must be allowed beside its tensors: freed ones that it keeps, and 20 to 40 MB that it takes in
-its first steps (72 trainings, 2026-11-27)."""
+"""Steps that show what a process needs: the first makes the optimizer's state, the second has it from its begin on."""
 _LEAST_HOLES_NBYTES = 2**23
-"""The part that `Freed` leaves it."""
+"""Freed places between blocks in use that `Freed` leaves a process in any case."""
 _MOST_HOLES_NBYTES, _MOST_HOLES_RETURNING_NBYTES = 11 * 2**23, 3 * 2**23
-"""What it leaves a process that may have much more."""
+"""The same of one that may have much more memory."""
 
 
 class _Malloc(ctypes.Structure):
@@ -42,6 +41,12 @@ class _Malloc(ctypes.Structure):
 _MALLINFO = None if _MALLOPT is None or sys.platform != "linux" else getattr(ctypes.CDLL(None), "mallinfo2", None)
 if _MALLINFO is not None:  # of glibc 2.33
     _MALLINFO.restype = _Malloc
+_GROWTH_NBYTES = 6 * 2**23  # 20 to 40 MB, and what the looks do not see
+KEPT_NBYTES = _GROWTH_NBYTES + (
+    0 if _MALLOPT is None else _MOST_HOLES_NBYTES if _MALLINFO is None else _LEAST_HOLES_NBYTES
+)
+"""Bytes that a process must be allowed beside its tensors: what it takes in its first steps, what comes and goes within
+an operation, and freed places (72 trainings, 2026-11-27)."""
 
 
 class Freed:
@@ -52,18 +57,20 @@ class Freed:
     140 MB stayed between blocks in use (2 ranks, 27.4 M parameters, stage 3, 2026-11-27). Pages of such places go back
     to the system, once there are too many of them while the most is used.
 
-    To get pages again takes time: the more memory the process may have, the more it keeps, and the larger the tensors
-    whose place it keeps, once two steps have shown what it needs. What it may have at least is `KEPT_NBYTES` beside its
-    tensors; there a step takes up to 1.1 of the time (2026-11-27).
+    To get pages again takes time. So a process keeps more places, and those of larger tensors, if it may have more
+    memory: two steps show what it needs. With just `KEPT_NBYTES` beside its tensors a step takes up to 1.1 of the time
+    (2026-11-27).
     """
 
     def __init__(self) -> None:
         self._allowed = math.inf
+        self.most_before = 0
+        """Most bytes that the process had in memory before `begin`."""
         self.begin()
 
     def allow(self, nbytes: float) -> None:
-        """This process may have so many bytes of memory, without files."""
-        self._allowed = nbytes
+        """Let this process have so many bytes of memory, without files; all that there is if nobody says so."""
+        self._allowed = math.inf if _MALLINFO is None else nbytes
         self.begin()
 
     def begin(self) -> None:
@@ -71,10 +78,14 @@ class Freed:
         self._heap = self._most = self._others = 0
         self._num_steps = 0
         self._use(math.inf if self._allowed == math.inf else 0)
+        if self._allowed < math.inf:
+            self.most_before = most_nbytes()
+            with suppress(OSError):  # some kernels have no such file
+                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
 
     def end_step(self) -> None:
-        """Look what a step has taken. The second is the first with all that there will be."""
-        if self._allowed == math.inf or _MALLINFO is None:
+        """A step of the optimizer is over: look how much memory it has taken at most."""
+        if self._allowed == math.inf:
             return
         self._num_steps += 1
         most, of_files = _of_status("VmHWM", "RssFile")
@@ -85,8 +96,8 @@ class Freed:
             self._use(0)
 
     def _use(self, room: float) -> None:
-        """Take so many bytes for what is freed: half for places that stay, and a sixth is the largest of them, since a
-        few of such tensors come and go between two looks."""
+        """Let this process keep so many bytes of what it frees. Half of them are for places between others. The largest
+        tensor whose place stays has a sixth: a few of such tensors come and go between two looks."""
         self._kept = min(max(room / 2, _LEAST_HOLES_NBYTES), _MOST_HOLES_NBYTES)
         self.largest_nbytes = int(min(max(room / 6, _RETURNED_NBYTES), _LARGE_NBYTES))
 
@@ -171,7 +182,7 @@ def most_nbytes() -> int:
     """Bytes that this process has had in memory at most, with files. Not ru_maxrss on Linux: a program begins with that
     of the process which has started it."""
     if sys.platform == "linux":
-        return _of_status("VmHWM")[0]
+        return max(FREED.most_before, _of_status("VmHWM")[0])
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most  # macOS counts bytes
 

@@ -41,7 +41,7 @@ class Memory:
     """Beside its tensors a rank takes these: on the CPU what its process has made of its imports, without their files,
     which ranks share and the system may drop; on a GPU what kernels keep."""
     kept: int
-    """Freed memory that a rank may keep; none on a GPU, where its allocator has room of its own (`OF_A_GPU`)."""
+    """Beside both on the CPU, see `KEPT_NBYTES`; none on a GPU, where `OF_A_GPU` leaves its allocator room."""
 
     @classmethod
     def of(cls, config: Config, device: torch.device, num_local: int) -> "Memory":

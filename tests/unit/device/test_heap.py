@@ -14,6 +14,7 @@ from zerotrain.device.heap import own_nbytes
 from zerotrain.engine.schedule import schedule
 
 of_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is not glibc's")
+told_by_glibc = pytest.mark.skipif(heap._MALLINFO is None, reason="glibc 2.33 tells what is free")
 
 FAULTS = """
 import resource, torch, zerotrain
@@ -105,7 +106,7 @@ def test_what_lives_longer_than_a_step_is_given_back_when_it_is_freed(tmp_path: 
 NARROW = """
 import math
 import torch
-from zerotrain.device.heap import FREED, files_nbytes, give_back_freed, most_nbytes, own_nbytes, reuse_what_is_freed
+from zerotrain.device.heap import FREED, give_back_freed, own_nbytes, reuse_what_is_freed
 
 give_back_freed()  # of the imports
 reuse_what_is_freed()
@@ -124,7 +125,7 @@ print((own_nbytes() - before) // 2**20)
 """
 
 
-@of_glibc
+@told_by_glibc
 @pytest.mark.parametrize(
     ("num", "returns", "allowed", "num_steps", "stays"),
     [
@@ -133,15 +134,16 @@ print((own_nbytes() - before) // 2**20)
         (20, False, "math.inf", 1, False),
         (10, False, "before + 2**30", 2, True),
         (10, False, "before + 2**30", 1, False),  # it may need much in what comes
-        (10, False, "most_nbytes() - files_nbytes() + 2**26", 2, False),
-        (3, False, "most_nbytes() - files_nbytes() + 2**26", 2, True),
+        (10, False, "before + 2**26", 2, False),
+        (3, False, "before + 2**26", 2, True),
+        (2, True, "before + 2**24", 2, False),
     ],
     ids=str,
 )
 def test_freed_places_that_nothing_fits_into_are_given_back_once_they_are_more_than_there_is_room_for(
     num: int, returns: bool, allowed: str, num_steps: int, stays: bool, tmp_path: Path, zygote: Zygote
 ) -> None:
-    """They stayed: at stage 3 a rank held 150 MB more than its tensors, where a plan allows for 134 (2026-11-27)."""
+    """They stayed: at stage 3 a rank held 150 MB more than its tensors, where a plan allowed for 134 (2026-11-27)."""
     program = NARROW
     for name, value in {"NUM_STEPS": num_steps, "NUM": num, "RETURNS": returns, "ALLOWED": allowed}.items():
         program = program.replace(name, str(value))
@@ -152,9 +154,13 @@ def test_freed_places_that_nothing_fits_into_are_given_back_once_they_are_more_t
 
 LARGEST = """
 import torch
-from zerotrain.device.heap import FREED, files_nbytes, most_nbytes
+from zerotrain.device.heap import FREED, most_nbytes, own_nbytes
 
-FREED.allow(most_nbytes() - files_nbytes() + ROOM * 2**20)
+gone = torch.ones(2**26)  # 256 MiB, as a model may take that is built
+del gone
+before = most_nbytes()
+FREED.allow(own_nbytes() + ROOM * 2**20)
+print(most_nbytes() - before)
 for _ in range(2):
     print(FREED.largest_nbytes // 2**20)
     FREED.end_step()
@@ -165,19 +171,21 @@ print(FREED.largest_nbytes // 2**20)
 """
 
 
-@of_glibc
-@pytest.mark.parametrize(("room", "largest"), [(20, 4), (90, 15), (400, 32)])
+@told_by_glibc
+@pytest.mark.parametrize(("room", "largest"), [(90, 15), (400, 32)])
 def test_the_place_of_a_large_tensor_is_kept_where_two_steps_have_left_room_for_several(
     room: int, largest: int, tmp_path: Path, zygote: Zygote
 ) -> None:
     """Places of logits of 30 MB stayed: at stage 2 a rank held 150 MB more than its tensors (2026-11-27)."""
-    *first, then, once_more_is_taken = numbers_of(LARGEST.replace("ROOM", str(room)), tmp_path, zygote)
-    assert first == [4, 4]
+    forgotten, *first, then, once_more_is_taken = numbers_of(LARGEST.replace("ROOM", str(room)), tmp_path, zygote)
+    assert (forgotten, first) == (0, [4, 4])
     assert largest - 1 <= then <= largest
     assert once_more_is_taken == 4
 
 
-def test_what_is_freed_is_looked_at_at_each_unit_and_after_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_freed_is_looked_at_at_each_unit_and_after_an_update_and_a_load_is_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     looks: list[str] = []
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
     zero = zerotrain.ZeroConfig(units=["0", "1", "2"])
@@ -188,6 +196,8 @@ def test_what_is_freed_is_looked_at_at_each_unit_and_after_an_update(monkeypatch
     engine.step()
     assert {phase: looks.count(phase) for phase in looks} == {"forward": 4, "backward": 1, "update": 1, "end": 1}
     assert looks[-1] == "end"
+    engine.load_state_dict(engine.full_state_dict())
+    assert looks.count("end") == 1
 
 
 @pytest.mark.slow

@@ -180,13 +180,17 @@ class Schedule:
 
     # ---- the step
 
-    def end_update(self) -> None:
-        """The weights were updated."""
+    def end_update(self, *, in_step: bool = False) -> None:
+        """The weights were updated.
+
+        Args:
+            in_step: by the optimizer, not loaded or swapped.
+        """
         for unit in self.units:
             unit.forget_calls()
         self.gathers.rest()
         self._look_at_freed()
-        if self._is_on_host:
+        if self._is_on_host and in_step:
             FREED.end_step()
 
     def drop_gradients(self) -> None:

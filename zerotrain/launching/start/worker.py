@@ -51,11 +51,12 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
         raise
     torch.set_num_threads(num_threads_per_rank(job.config, ranks.local_world_size))
     tell_torch_of_gpus(job.ranks_dir)
-    FREED.allow(allowed_nbytes(job, ranks.local_world_size))
     # Under torchrun, what it records of an exception becomes part of torchrun's own report.
     torchrun_report = get_error_handler()
     torchrun_report.initialize()
     try:
+        if job.evaluates is None:
+            FREED.allow(allowed_nbytes(job, ranks.local_world_size))
         with exits.exits_raised():
             result = _do(job, presence, ranks.rank)
     except KeyboardInterrupt:
@@ -101,9 +102,10 @@ def _do(job: Job, presence: Presence, rank: int) -> dict[str, Any]:
 
 
 def allowed_nbytes(job: Job, num_local: int) -> float:
-    """Bytes of the host's memory that a rank may have: what the run is planned for, else a share of what is left."""
+    """Bytes of the host's memory that a rank may have: a share of what is left, or less if the run is planned so."""
     given = None if job.planned is None else job.config.plan.memory_gb
-    return available_nbytes() / num_local + own_nbytes() if given is None else given * 1e9
+    left = available_nbytes() / num_local + own_nbytes()
+    return left if given is None else min(given * 1e9, left)
 
 
 def leave_overdue(ranks_dir: Path, rank: int, error: CommError | None) -> None:
