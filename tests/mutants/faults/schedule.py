@@ -329,7 +329,7 @@ FAULTS = {
         "reuse_what_is_freed(largest_nbytes=FREED.largest_nbytes)",
         "reuse_what_is_freed()",
         "the same, where logits are large",
-        ("distributed/test_auto.py::test_with_no_more_room_than_is_planned_a_rank_keeps_little_of_what_it_frees",),
+        ("unit/device/test_heap.py::test_with_a_disk_and_where_it_is_asked_for_all_memory_is_given_back",),
     ),
     "heap-room-of-one-step": Fault(
         "device/heap.py",

@@ -218,7 +218,13 @@ def test_with_a_disk_and_where_it_is_asked_for_all_memory_is_given_back(
     offload: dict[str, str], wanted: list[bool | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[bool | None] = []
-    monkeypatch.setattr(schedule, "reuse_what_is_freed", lambda reuses=True, largest_nbytes=0: told.append(reuses))
+    largest: list[int] = []
+
+    def reuse(reuses: bool = True, largest_nbytes: int = 0) -> None:
+        told.append(reuses)
+        largest.append(largest_nbytes)
+
+    monkeypatch.setattr(schedule, "reuse_what_is_freed", reuse)
     monkeypatch.setattr(schedule, "return_what_is_freed", lambda: told.append(None))
     config = zerotrain.OffloadConfig(**offload, path=str(tmp_path) if offload else None)
     engine = zerotrain.build_engine(torch.nn.Linear(2, 2), optimizer=torch.optim.AdamW, offload=config)
@@ -226,6 +232,7 @@ def test_with_a_disk_and_where_it_is_asked_for_all_memory_is_given_back(
     with torch.no_grad():
         engine(torch.ones(2))
     assert told == wanted
+    assert largest == ([heap.FREED.largest_nbytes, 0] if True in wanted else [])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
