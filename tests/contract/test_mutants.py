@@ -23,7 +23,7 @@ def problem_of(fault: Fault) -> str | None:
 
 
 def test_every_fault_can_be_planted_and_names_tests_that_are_there() -> None:
-    assert len(FAULTS) > 500
+    assert len(FAULTS) > 100
     assert {name: problem for name, fault in FAULTS.items() if (problem := problem_of(fault))} == {}
 
 
