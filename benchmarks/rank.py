@@ -19,7 +19,7 @@ from benchmarks.network import sent_nbytes
 from benchmarks.split import Split, split_of
 from benchmarks.workload import Workload
 from zerotrain.comm.ranks.world import choose_device
-from zerotrain.device.heap import reuse_what_is_freed
+from zerotrain.device.heap import set_heap
 from zerotrain.device.processes import end_with_parent
 from zerotrain.files.whole import whole
 from zerotrain.training.figures.flops import count_flops
@@ -81,7 +81,7 @@ class StepClock:
 
 def own_device(workload: Workload) -> torch.device:
     """The device of this rank, made ready for it. Every engine gets the heap that ours sees to."""
-    reuse_what_is_freed()
+    set_heap()
     device = choose_device(workload.device, int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -148,7 +148,6 @@ UNITS = Rule("auto or a list of module name patterns such as [blocks.*]", _are_u
 KEPT = Rule("a list of name patterns such as ['*norm*']", _are_patterns)
 LOSS_SCALE = Rule("a power of two from 1 to 2**32", _is_scale)
 TIER = one_of("device", "cpu", "disk")
-HEAP = one_of("reuse", "return")
 FOLDER = or_null(Rule("the path of a folder", lambda value: isinstance(value, str) and bool(value)))
 
 # ---- when a setting has an effect
@@ -288,15 +287,6 @@ class OffloadConfig:
     than without offloading."""
     path: str | None = setting(None, FOLDER, OFFLOADS_TO_DISK)
     """The folder whose disk is used; what is there needs no cleaning up, however a run ends. null: the run's folder."""
-    heap: str = setting("reuse", HEAP)
-    """The memory that a rank on a CPU frees. reuse: it keeps up to 128 MiB for its next tensors, and less where the
-    memory that it may have leaves no room. return: it keeps hardly any, and the system clears it before a rank gets it
-    again: a step takes up to a tenth longer. With a disk it is returned in any case."""
-
-    @property
-    def returns_heap(self) -> bool:
-        """Whether the system gets all memory that is freed: with a disk it is to stay flat."""
-        return self.heap == "return" or self.uses_disk
 
     @property
     def uses_disk(self) -> bool:

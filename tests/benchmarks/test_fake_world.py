@@ -38,7 +38,7 @@ def calls_of_the_engine(num_parameters: int, stages: Sequence[int]) -> list[int]
     # What is gathered stays what the memory was. From here on that is new and zero, and no longer what was freed: of
     # that the loss was nan in 20 steps in a row (2026-11-22). M_MMAP_THRESHOLD of malloc.h.
     ctypes.CDLL(None).mallopt(-3, 2**16)
-    heap._MALLOPT = None  # or the engine says otherwise, from a forward to the end of its backward
+    heap._SET_BY_USER = True  # or the engine says otherwise
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=FAKE_RANKS)
     bare = python_calls(bare_step(Blocks(num_parameters)))
     return [calls_of_an_update(engine_step(Blocks(num_parameters), stage)) - bare for stage in stages]

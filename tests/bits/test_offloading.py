@@ -25,8 +25,7 @@ VIRTUAL_RANKS = {1: 4, 2: 4, 3: 3}
 
 def setup_of(start: tuple[int, str, str], num_ranks: int, folder: Path, *, keep: float) -> Setup:
     stage, optimizer, parameters = start
-    heap = "return" if keep else "reuse"
-    offload = zerotrain.OffloadConfig(optimizer, parameters, keep=keep, path=str(folder), heap=heap)
+    offload = zerotrain.OffloadConfig(optimizer, parameters, keep=keep, path=str(folder))
     return Setup(num_ranks, stage, offload=offload)
 
 

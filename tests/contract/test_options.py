@@ -35,7 +35,6 @@ OPTIONS = """
     offload.keep
     offload.update
     offload.path
-    offload.heap
     model.compile
     model.activation_checkpointing
     model.freeze

@@ -19,15 +19,6 @@ from zerotrain.config.suggest import did_you_mean, we_call_it
 from zerotrain.errors import ConfigError
 from zerotrain.files.whole import whole
 
-LATER: dict[tuple[str, str], Any] = {
-    **dict.fromkeys(("train", name) for name in ("num_epochs", "max_tokens", "sample_prompts")),
-    **dict.fromkeys(
-        (("checkpoint", "best"), ("model", "freeze"), ("optimizer", "groups"), ("data", "validation_sets"))
-    ),
-    ("precision", "tf32"): False,
-    ("offload", "heap"): "reuse",
-}
-"""Settings that an earlier zerotrain does not know, with the value at which they change nothing."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 """With the backslashes before it, each of which would be taken for an escape."""
 
@@ -120,16 +111,10 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def noted(config: Config) -> dict[str, Any]:
-    """The settings as a checkpoint has them: without those of a plan or the sweep, and without those that change
-    nothing and that an earlier zerotrain, which may read it too, does not know."""
+    """The settings as a checkpoint has them: without those of a plan or the sweep."""
     values = asdict(config)
     del values["plan"]
     del values["sweep"]
-    if not config.callbacks:
-        del values["callbacks"]
-    for (group, name), without in LATER.items():
-        if values[group].get(name) == without:
-            values[group].pop(name, None)
     return values
 
 

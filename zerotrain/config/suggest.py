@@ -71,6 +71,10 @@ _WORDS = {
     "init_checkpoint load_weights": "checkpoint.init_from",
     "default_root_dir out_dir output_dir run_dir save_dir": "hydra.run.dir",
 }
+_GONE = {
+    "offload.heap": "it is gone, leave it out: freed memory is kept for the next step, and given back with a disk",
+}
+"""Settings of the past, and what to do without them."""
 OURS = {word: ours for words, ours in _WORDS.items() for word in words.split()}
 """Words of other trainers: a name, one with its group, or with the value that it is given, and what a command line here
 has for it: choices and the name of a setting."""
@@ -94,7 +98,10 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 
 
 def we_call_it(name: str, value: str = "") -> str:
-    """`"; zerotrain calls it X"` where others use this word, whatever group they have it in, else nothing."""
+    """`"; zerotrain calls it X"` where others use this word, whatever group they have it in; what to do without it if
+    the setting is gone; else nothing."""
+    if name in _GONE:
+        return f"; {_GONE[name]}"
     *_, last = parts = name.split(".")
     for word in (f"{last}={value}", ".".join(parts[-2:]), last):
         if word in OURS:

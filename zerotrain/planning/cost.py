@@ -2,7 +2,7 @@
 
     seconds =  flops / rate of products               (what is computed again, and all micro-batches, among them)
              + operations / operations a second       (what one takes however small it is: many for small micro-batches)
-             + a tenth of both                        (where freed memory goes back to the system, which zeroes it anew)
+             + a tenth of both                        (with a disk, which lets freed memory go back and be cleared)
              + 2 x optimizer state / rate of memory   (an update reads and writes it, wherever it lies)
              + bytes sent / rate of the link
              + bytes fetched and stored / rate of the disk, or of the way to the host's memory
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from zerotrain.planning.rehearsal import StagePlan
 
 OF_ZEROED = 0.1
-"""See `zerotrain.device.heap.return_what_is_freed`."""
+"""See `zerotrain.device.heap.set_heap`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,6 @@ def step_s(plan: StagePlan, rates: Speeds) -> float:
     state = plan.optimizer + plan.host + plan.disk - plan.saved
     moved = (plan.fetched + plan.stored) / (rates.disk if plan.disk else rates.host)
     compute = (plan.flops or 0) / rates.flops + (plan.operations or 0) / rates.operations
-    if plan.returns_heap:
+    if plan.disk:
         compute *= 1 + OF_ZEROED
     return compute + 2 * state / rates.memory + (plan.sent or 0) / rates.link + moved

@@ -76,8 +76,6 @@ class StagePlan:
     """Operations of torch in a step."""
     unknown_because: str | None
     """The operation that cannot be followed without values."""
-    returns_heap: bool
-    """Whether the host's memory that is freed goes back to the system at once."""
     recomputes: bool
     """Whether units are computed again in the backward."""
 
@@ -108,8 +106,6 @@ class Rehearsals:
     ) -> "Rehearsals":
         """Take a run's config, without compiled units."""
         config = replace(config, model=config.model | {"compile": False})
-        if not links.on_host:
-            config = replace(config, offload=replace(config.offload, heap="reuse"))
         return cls(config, links, row, optimizer, seen, run_dir)
 
     def plan(self, stage: int) -> StagePlan:
@@ -298,7 +294,6 @@ class _Rehearsal:
             flops=None if failed else mode.flops * leaves * accumulated // num,
             operations=None if failed else mode.operations * leaves * accumulated // num,
             unknown_because=failed,
-            returns_heap=self._config.offload.returns_heap,
             recomputes=bool(self._config.model_switches["activation_checkpointing"]),
         )
 

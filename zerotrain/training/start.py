@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.text import Text
 
 from zerotrain.data.reading.batches import GlobalBatchSampler
-from zerotrain.device.heap import no_choice_because
 from zerotrain.device.kinds import device_of
 from zerotrain.engine.engine import ZeroEngine
 from zerotrain.training.callback import Callback, Run
@@ -147,9 +146,6 @@ def _memory(engine: ZeroEngine, plan_name: str, num_micro_batches: int) -> Itera
         is_large = sums > sum(held.values()) and len(engine.virtual_ranks) == 1
         instead = "; zero.accumulate=reduced would shard them" if is_large and engine.world.size > 1 else ""
         yield f"{sums / unit_nbytes:.4g} for sums of micro-batches{instead}"
-    if engine.options.offload.heap == "return":
-        why = "on a GPU" if not device_of(engine.world.device).is_host else no_choice_because()
-        yield f"offload.heap=return has no effect {why}" if why else "freed memory is returned"
 
 
 def _offloaded(engine: ZeroEngine, num_micro_batches: int) -> Iterator[str]:

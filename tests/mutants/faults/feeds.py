@@ -182,13 +182,6 @@ FAULTS = {
         "how often one evaluates changes the dropout of the training",
         ("unit/device/test_cpu.py::test_random_numbers_drawn_inside_change_none_behind",),
     ),
-    "feeds-heap-of-what-lives": Fault(
-        "device/heap.py",
-        "largest_nbytes if reuses else _USUAL_NBYTES",
-        "_LARGE_NBYTES",
-        "what lives longer than a step is freed within the heap, and stays resident",
-        ("unit/device/test_heap.py::test_what_lives_longer_than_a_step_is_given_back_when_it_is_freed",),
-    ),
     "feeds-gaps-side-by-side": Fault(
         "offload/disk.py",
         "nbytes + self._nbytes.pop(before + nbytes, 0)",

@@ -27,7 +27,6 @@ CHANGED = {
     "offload.parameters": "disk",
     "offload.activations": "cpu",
     "offload.update": "host",
-    "offload.heap": "return",
 }
 """Where 1 cannot be added to a value."""
 

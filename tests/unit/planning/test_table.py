@@ -37,7 +37,6 @@ def stage_plan(parameters: int, gradients: int, optimizer: int, peak: int | None
         flops=None if peak is None else 1,
         operations=None if peak is None else 1,
         unknown_because="aten.nonzero" if peak is None else None,
-        returns_heap=False,
         recomputes=False,
     )
 

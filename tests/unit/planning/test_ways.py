@@ -12,7 +12,6 @@ from tests.unit.planning.test_choice import Remembering, asking, with_room_for
 from zerotrain.comm.ranks.world import World
 from zerotrain.config.checks import value_problems
 from zerotrain.config.schema import Config
-from zerotrain.device.heap import KEPT_NBYTES
 from zerotrain.planning.auto import (
     allowed,
     asked_hash,
@@ -26,7 +25,6 @@ from zerotrain.planning.plan import Planner
 from zerotrain.run.factory import build, build_engine_of
 from zerotrain.run.preflight.room import Ranks
 from zerotrain.run.probe import OF_A_NETWORK, probed
-from zerotrain.settings import OffloadConfig
 
 NAMES = ["zero.stage", "train.micro_batch_size", "model.activation_checkpointing", "offload.optimizer"]
 SPEEDS = Speeds(flops=1e9, operations=1e5, memory=1e9, link=1e8, host=1e9, disk=1e8)
@@ -73,22 +71,6 @@ def test_ways_go_from_the_fastest_on_and_a_cpu_offloads_to_disk_alone():
     assert (len(ways), len(on_gpu)) == (12, 18)
     assert [*ways[0].values()] == [4, False, "device"]
     assert [*ways[-1].values()] == [*on_gpu[-1].values()] == [1, True, "disk"]
-
-
-def test_with_a_disk_freed_memory_is_returned_which_takes_time_and_all_plans_leave_the_same_room_for_it(
-    once, tmp_path: Path
-):
-    asked = asking()
-    planner = Remembering(once, asked, 1, tmp_path)
-    reusing, returning = (
-        planner.stage(with_values(asked, {"zero.stage": 1, "offload.heap": heap}), 1) for heap in ("reuse", "return")
-    )
-
-    assert OffloadConfig(optimizer="disk").returns_heap
-    assert not OffloadConfig(optimizer="cpu").returns_heap
-    assert step_s(returning, SPEEDS) > step_s(reusing, SPEEDS)
-    assert planner.memory.taken(returning) == planner.memory.taken(reusing)
-    assert planner.memory.kept == KEPT_NBYTES > 0
 
 
 def test_weights_go_to_a_disk_where_nothing_else_fits(once, tmp_path: Path):
@@ -160,9 +142,9 @@ def test_the_seconds_of_a_step_are_those_of_the_formula(tmp_path: Path):
 
     assert step_s(by_hand, SPEEDS) == pytest.approx(1 + 0.01 + 0.2 + 0.1 + 0.002)
     on_disk = replace(by_hand, disk=10**8)
-    assert step_s(on_disk, SPEEDS) == pytest.approx(1 + 0.01 + 0.4 + 0.1 + 0.02)
+    assert step_s(on_disk, SPEEDS) == pytest.approx(1.1 * (1 + 0.01) + 0.4 + 0.1 + 0.02)
     of_forwards = replace(on_disk, saved=10**8)
-    assert step_s(of_forwards, SPEEDS) == pytest.approx(1 + 0.01 + 0.2 + 0.1 + 0.02)
+    assert step_s(of_forwards, SPEEDS) == pytest.approx(1.1 * (1 + 0.01) + 0.2 + 0.1 + 0.02)
 
 
 def test_the_flops_of_a_plan_are_those_that_torch_counts(tmp_path: Path):

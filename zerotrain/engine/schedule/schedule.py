@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zerotrain.device.device import lies_on_host
-from zerotrain.device.heap import FREED, return_what_is_freed, reuse_what_is_freed
+from zerotrain.device.heap import set_heap
 from zerotrain.engine.buckets.backward import Backward
 from zerotrain.engine.buckets.bucket import Bucket, TrainedBucket, require_unchanged
 from zerotrain.engine.buckets.gradient import Gradients, Segment
@@ -40,10 +40,8 @@ class Schedule:
         self.gathers = Gathers(units, buckets, options)
         completing = _completing_units(units, self.trained) if self.gathers.frees_after_use else {}
         self.reductions = Reductions(self.trained, completing)
-        self._is_on_host = lies_on_host(buckets[0].weights.shard)
-        self._returns_heap = self._is_on_host and options.offload.returns_heap
-        self._reuses_heap = self._is_on_host and not options.offload.returns_heap
-        FREED.begin()
+        if lies_on_host(buckets[0].weights.shard):
+            set_heap(returns=options.offload.uses_disk)
         self._frozen = [bucket for bucket in buckets if bucket not in self.trained]
         self._owners = [BucketOwner(bucket, self) for bucket in buckets]
         self._backward = 0
@@ -60,17 +58,12 @@ class Schedule:
     def begin_forward(self) -> None:
         """The model is called: complete what it needs from the start."""
         self._makes_graphs = torch.is_grad_enabled()
-        if self._makes_graphs and self._reuses_heap:
-            reuse_what_is_freed(largest_nbytes=FREED.largest_nbytes)
-        if self._returns_heap:
-            return_what_is_freed()
         self.before_forward(self.units[0])
 
     def before_forward(self, unit: LiveUnit) -> None:
         """A unit is called, by the model or by a recomputation in the backward."""
         if self.phase is Phase.IDLE:
             self._refuse_idle(unit.name, "was called")
-        self._look_at_freed()
         if self.phase is Phase.BACKWARD:
             self.reductions.close_passed(_node_under_way())
         self.gathers.before_forward(unit, self.phase)
@@ -132,7 +125,6 @@ class Schedule:
             self.keep(unit)
             self.gathers.complete(unit.buckets)
             return
-        self._look_at_freed()
         call.reached_in = unit.reached_in = self._backward
         call.is_used_up = self._frees_graph
         for skipped, behind in self.gathers.skipped_before(unit, self._backward):
@@ -163,7 +155,6 @@ class Schedule:
         if bucket.weights.life.state is not WeightState.FULL:
             raise EngineStateError(LEFT_ITS_UNIT.format(bucket.spec.name))
         if self.reductions.arrived(bucket, segment, gradients):
-            self._look_at_freed()
             going = bucket if self.reductions.may_go(bucket) else None
             if going is not None:
                 # Freed at another place, it would be gathered again on this rank alone when its unit is reached: seen
@@ -175,23 +166,14 @@ class Schedule:
         """The backward is over: close what unused parameters left open, and bring weights back to rest."""
         self.reductions.end()
         self.gathers.end_backward()
-        if self._reuses_heap:
-            reuse_what_is_freed(reuses=False)
 
     # ---- the step
 
-    def end_update(self, *, in_step: bool = False) -> None:
-        """The weights were updated.
-
-        Args:
-            in_step: by the optimizer, not loaded or swapped.
-        """
+    def end_update(self) -> None:
+        """The weights were updated."""
         for unit in self.units:
             unit.forget_calls()
         self.gathers.rest()
-        self._look_at_freed()
-        if self._is_on_host and in_step:
-            FREED.end_step()
 
     def drop_gradients(self) -> None:
         """Forget the gradients since the last step, and come to rest. Forwards since then may still have a backward."""
@@ -203,10 +185,6 @@ class Schedule:
         self.drop_gradients()
         for bucket in self.buckets:
             bucket.weights.drain()
-
-    def _look_at_freed(self) -> None:
-        if self._is_on_host:
-            FREED.look(returns=self._returns_heap)
 
     def _refuse_idle(self, name: str, what: str) -> None:
         if self.plan.shards_parameters and self.phase is Phase.IDLE:

@@ -87,7 +87,7 @@ class OptimizerStep:
                 ahead.end(schedule.gathers)
             else:
                 update_all(schedule.trained, schedule.gathers, factor, average_share)
-            schedule.end_update(in_step=True)
+            schedule.end_update()
         for each in schedule.buckets:
             each.weights.writes.digest = 0
         result = StepResult(

@@ -15,7 +15,6 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, get_e
 
 from zerotrain.comm.accounts.overdue import tell_log
 from zerotrain.comm.ranks.environment import RankEnvironment
-from zerotrain.device.heap import FREED, own_nbytes
 from zerotrain.errors import CommError
 from zerotrain.files.printable import printable
 from zerotrain.launching.end import exits
@@ -24,7 +23,6 @@ from zerotrain.launching.end.presence import Presence, continue_stopped, seen_al
 from zerotrain.launching.end.stopping import stop_in_order
 from zerotrain.launching.job.job import Job, num_threads_per_rank
 from zerotrain.launching.start.rank_log import open_rank_log
-from zerotrain.offload.memory import available_nbytes
 from zerotrain.run import evaluating, factory
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -55,8 +53,6 @@ def run_rank(job: Job, ranks: RankEnvironment, settle: Callable[[], None] = lamb
     torchrun_report = get_error_handler()
     torchrun_report.initialize()
     try:
-        if job.evaluates is None:
-            FREED.allow(allowed_nbytes(job, ranks.local_world_size))
         with exits.exits_raised():
             result = _do(job, presence, ranks.rank)
     except KeyboardInterrupt:
@@ -99,13 +95,6 @@ def _do(job: Job, presence: Presence, rank: int) -> dict[str, Any]:
         job.trial,
         job.planned,
     )
-
-
-def allowed_nbytes(job: Job, num_local: int) -> float:
-    """Bytes of the host's memory that a rank may have: a share of what is left, or less if the run is planned so."""
-    given = None if job.planned is None else job.config.plan.memory_gb
-    left = available_nbytes() / num_local + own_nbytes()
-    return left if given is None else min(given * 1e9, left)
 
 
 def leave_overdue(ranks_dir: Path, rank: int, error: CommError | None) -> None:
